@@ -59,8 +59,13 @@ _HOMES = {
     "LocationReport": "penstock.tiers.report",
 }
 
+#: Public modules: attributes of the package without an import of their own.
+_MODULES = ("footprint", "integrations", "losses", "optim", "parallel", "planner", "ring")
+
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"penstock.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     value = getattr(import_module(_HOMES.get(name, "penstock.errors")), name)
@@ -69,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -26,6 +26,7 @@ from penstock.kinds import UNSAID, Overlap, Precision, Tier, UnsaidPrecision
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.council import Facts
 from penstock.machine.reach import Grid, Reach
+from penstock.optim import MuonAdamW
 from penstock.rules.rule import Rule
 from penstock.rules.select import NO_RULE, rule_for
 from penstock.rules.storage import StateFormat
@@ -268,6 +269,8 @@ def draw_blueprint(
         rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
         groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         rules = {p: rule.part(group) for group in optimizer.param_groups for p in group["params"]}
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.check(model)
     checks.check_ownership(model, groups)
     checks.check_no_gradients(model)
     specs = find_units(

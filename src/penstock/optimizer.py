@@ -71,6 +71,19 @@ class Optimizer(torch.optim.Optimizer):
         self._given = optimizer
         self._engine = engine
 
+    def __getattr__(self, name: str) -> Any:
+        """Say why a method of the given optimizer's class, such as `train` and `eval` of schedulefree, is not here."""
+        given = vars(self).get("_given")
+        if given is not None and not name.startswith("_") and hasattr(type(given), name):
+            raise AttributeError(
+                f"{type(given).__qualname__}.{name} is not there once the optimizer is prepared: it would work on "
+                "whole parameters and states, which are in parts. Read and write them by full_param, full_state and "
+                "set_full_param (docs/rules.md).",
+                name=name,
+                obj=self,
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     @property
     def plan(self) -> Plan | None:
         """What `prepare(placement="auto")` was done by: print it for a table. `None` where the placement was given."""

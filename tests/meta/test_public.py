@@ -175,5 +175,11 @@ def test_importing_the_names_imports_nothing_that_training_does_not_need() -> No
     assert not heavy & imported_by("import penstock; [getattr(penstock, name) for name in penstock.__all__]")
 
 
+def test_modules_that_pages_use_are_there_after_the_import_of_the_package() -> None:
+    """`penstock.optim.register` was an `AttributeError` unless something else had imported the module."""
+    for name in ("integrations", "losses", "optim", "parallel", "planner", "ring", "footprint"):
+        imported_by(f"import penstock; penstock.{name}.__name__; assert '{name}' in dir(penstock)")
+
+
 def test_importing_the_package_alone_does_not_wait_for_torch() -> None:
     assert "torch" not in imported_by("import penstock")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock
 from penstock.errors import ConfigError
 from penstock.optim import Lamb, MuonAdamW
 from penstock.rules import StateFormat, rule_for
@@ -77,6 +78,19 @@ def test_names_tell_where_there_are_no_modules() -> None:
         "model.layers.0.attn.output.weight",
         "model.layers.0.mlp.experts",
     ]
+
+
+def test_prepare_refuses_an_embedding_whose_name_did_not_tell() -> None:
+    """`MuonAdamW(model.named_parameters())` sees names alone: a table that was called `vectors` was made orthogonal."""
+    model = nn.ModuleDict({"vectors": nn.Embedding(16, 8), "hidden": nn.Linear(8, 8)})
+    with pytest.raises(ConfigError, match=r"'vectors.weight' to Muon by its name, and it is an embedding"):
+        penstock.prepare(model, MuonAdamW(model.named_parameters()))
+    for optimizer in (
+        MuonAdamW(model),
+        MuonAdamW(model.named_parameters(), adamw="vectors.*"),
+        MuonAdamW(model.named_parameters(), muon="vectors.*"),
+    ):
+        penstock.prepare(model, optimizer).close()
 
 
 def test_the_user_has_the_last_word_and_it_is_told_why() -> None:
@@ -217,7 +231,9 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str
 
 
 def test_names_and_known_options_are_needed() -> None:
-    with pytest.raises(ConfigError, match="decides by names: give the model"):
+    with pytest.raises(
+        ConfigError, match=r"needs more than shapes.*MuonAdamW\(model\).*named_parameters\(\).*'rule': 'muon'"
+    ):
         MuonAdamW(Model().parameters())
     with pytest.raises(TypeError, match="has no option 'beta1'; there are momentum"):
         MuonAdamW(Model(), beta1=0.9)  # type: ignore[call-arg]

@@ -2,7 +2,7 @@
 
 from penstock.optim.lamb import Lamb
 from penstock.optim.lion import Lion
-from penstock.optim.matrix import MatrixRule, per_parameter, register
+from penstock.optim.matrix import MatrixRule, register
 from penstock.optim.muon_adamw import MuonAdamW
 
-__all__ = ["Lamb", "Lion", "MatrixRule", "MuonAdamW", "per_parameter", "register"]
+__all__ = ["Lamb", "Lion", "MatrixRule", "MuonAdamW", "register"]

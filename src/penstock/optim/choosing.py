@@ -30,6 +30,7 @@ class Choice:
         parameter: the parameter.
         rule: who updates it.
         reason: why, in a few words.
+        is_wanted: whether the user has said so.
         split: how the rows of its matrices are cut before they are made orthogonal.
     """
 
@@ -38,6 +39,7 @@ class Choice:
     parameter: nn.Parameter
     rule: Which
     reason: str
+    is_wanted: bool
     split: Split = None
 
 
@@ -67,13 +69,14 @@ def choose(model: nn.Module | None, named: Iterable[tuple[str, nn.Parameter]], w
     Raises:
         ConfigError: a pattern names nothing, or Muon gets what is no matrix.
     """
-    modules = _by_modules(model) if model is not None else {}
+    modules = not_hidden(model) if model is not None else {}
     choices = []
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
         shape = tuple(parameter.shape)
-        rule, reason = _wanted(name, wishes) or _usual(name, shape, modules.get(id(parameter)))
+        wanted = _wanted(name, wishes)
+        rule, reason = wanted or _usual(name, shape, modules.get(parameter))
         split = None
         if rule == "muon":
             split = next((cut for pattern, cut in (wishes.split or {}).items() if fnmatchcase(name, pattern)), None)
@@ -82,7 +85,7 @@ def choose(model: nn.Module | None, named: Iterable[tuple[str, nn.Parameter]], w
                 sizes_of(shape, split)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
-        choices.append(Choice(name, shape, parameter, rule, reason, split))
+        choices.append(Choice(name, shape, parameter, rule, reason, wanted is not None, split))
     for option, patterns in (("muon", wishes.muon), ("adamw", wishes.adamw), ("split", wishes.split or ())):
         for pattern in patterns:
             if not any(fnmatchcase(c.name, pattern) and (option != "split" or c.rule == "muon") for c in choices):
@@ -119,12 +122,12 @@ def _usual(name: str, shape: tuple[int, ...], module: str | None) -> tuple[Which
     return "muon", "a matrix" if len(shape) == 2 else "a stack of matrices"
 
 
-def _by_modules(model: nn.Module) -> dict[int, str]:
-    """Say which parameters are of modules that Muon is not for, by the parameter's `id`."""
-    return {id(parameter): reason for module, reason in _not_hidden(model) for parameter in module.parameters()}
+def not_hidden(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the parameters of modules that Muon is not for, each with what the module is."""
+    return {parameter: reason for module, reason in _modules(model) for parameter in module.parameters()}
 
 
-def _not_hidden(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Give the modules whose matrices are no hidden layers, each with what it is."""
     head = getattr(model, "get_output_embeddings", None)
     if callable(head) and isinstance(found := head(), nn.Module):

@@ -12,8 +12,9 @@ from penstock.optim.matrix import register, run_closure, update_by
 class LambRule:
     """LAMB's arithmetic, a `MatrixRule`."""
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+    def states(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
         """Name the two moments."""
+        del group
         return {"exp_avg": shape, "exp_avg_sq": shape}
 
     def update(

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,10 +10,6 @@ from torch import Tensor
 from penstock.errors import ConfigError
 
 _RULE = "__penstock_matrix_rule__"
-_ALONE = "__penstock_per_parameter__"
-
-C = TypeVar("C", bound=type[torch.optim.Optimizer])
-R = TypeVar("R")
 
 
 class MatrixRule(Protocol):
@@ -28,14 +24,20 @@ class MatrixRule(Protocol):
 
     Example:
         >>> class NormalisedDescent:
-        ...     def states(self, shape):
+        ...     def states(self, shape, group):
         ...         return {}
         ...     def update(self, matrix, grad, states, group, step):
         ...         matrix.sub_(grad / grad.norm().clamp(min=1e-12), alpha=group["lr"])
     """
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Name the states of a parameter of that shape, each with its own shape; they begin as zeros.
+    def states(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+        """Name the states of a parameter, each with its own shape; they begin as zeros.
+
+        A rule whose states are those of every group may leave `group` out.
+
+        Arguments:
+            shape: the parameter's shape.
+            group: the options of the parameter's group, without its parameters.
 
         Raises:
             ConfigError: the rule takes no parameters of that shape.
@@ -58,7 +60,7 @@ class MatrixRule(Protocol):
 def register(cls: type[torch.optim.Optimizer], rule: Any = None) -> Any:
     """Say which rule computes what an optimizer class does, so that `prepare` takes the class.
 
-    The rule is tried out before it is believed: two updates of small parameters, beside the class itself with the
+    The rule is tried out before it is believed: three updates of small parameters, beside the class itself with the
     options of each group. A subclass of the class is another one.
 
     Arguments:
@@ -75,10 +77,12 @@ def register(cls: type[torch.optim.Optimizer], rule: Any = None) -> Any:
     Example:
         >>> @register(torch.optim.ASGD)
         ... class Rule:
-        ...     def states(self, shape): ...
+        ...     def states(self, shape, group): ...
         ...     def update(self, matrix, grad, states, group, step): ...
     """
-    _require_optimizer(cls, "register")
+    given: object = cls
+    if not (inspect.isclass(given) and issubclass(given, torch.optim.Optimizer)):
+        raise ConfigError(f"register({cls!r}): give a class of torch.optim.Optimizer.")
     if rule is None:
         return lambda given: register(cls, given)
     made = rule() if inspect.isclass(rule) else rule
@@ -88,47 +92,17 @@ def register(cls: type[torch.optim.Optimizer], rule: Any = None) -> Any:
     return rule
 
 
-def per_parameter(cls: C) -> C:
-    """Declare that an optimizer class updates each parameter by itself, so that `prepare` may run it on one at a time.
-
-    What the class does to a parameter may depend on the whole of it, its gradient, its own state and its group; not on
-    other parameters, or on closures. It is tried out before it is believed: two small parameters together, and one
-    after the other. A subclass has to be declared itself.
-
-    Arguments:
-        cls: a class of `torch.optim.Optimizer`.
-
-    Returns:
-        The same class.
-
-    Raises:
-        ConfigError: this is no such class.
-
-    Example:
-        >>> @per_parameter
-        ... class Mine(torch.optim.SGD):
-        ...     pass
-    """
-    _require_optimizer(cls, "per_parameter")
-    setattr(cls, _ALONE, True)
-    return cls
-
-
 def rule_of(cls: type) -> MatrixRule | None:
     """Return the rule that was registered for the class itself; `None` without one."""
     rule: MatrixRule | None = vars(cls).get(_RULE)
     return rule
 
 
-def is_per_parameter(cls: type) -> bool:
-    """Whether `per_parameter` was said of the class itself."""
-    return bool(vars(cls).get(_ALONE))
-
-
-def _require_optimizer(cls: object, name: str) -> None:
-    """Refuse what is no class of optimizers."""
-    if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(f"{name}({cls!r}): give a class of torch.optim.Optimizer.")
+def states_of(rule: Any, shape: tuple[int, ...], group: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    """Name the states of a parameter; a rule whose `states` takes a shape alone is asked without the group."""
+    takes_group = len(inspect.signature(rule.states).parameters) > 1
+    named: Mapping[str, tuple[int, ...]] = rule.states(shape, group) if takes_group else rule.states(shape)
+    return named
 
 
 def update_by(rule: MatrixRule, groups: Iterable[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -147,7 +121,7 @@ def update_by(rule: MatrixRule, groups: Iterable[Mapping[str, Any]], state: Mapp
             kept = state[p]
             if not kept:
                 kept["step"] = 0
-                kept |= {name: p.new_zeros(shape) for name, shape in rule.states(tuple(p.shape)).items()}
+                kept |= {name: p.new_zeros(shape) for name, shape in states_of(rule, tuple(p.shape), options).items()}
             kept["step"] += 1
             states = {name: value for name, value in kept.items() if name != "step"}
             rule.update(p, p.grad, states, options, kept["step"])

@@ -28,12 +28,13 @@ class MuonRule:
     itself. `group["split"]` cuts the rows of each matrix further.
     """
 
-    def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+    def states(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
         """Name the momentum.
 
         Raises:
             ConfigError: the parameter is no matrix, and no stack of them.
         """
+        del group
         require_matrix(shape)
         return {"momentum_buffer": shape}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.optim.choosing import Choice, Wishes, choose
+from penstock.optim.choosing import Choice, Wishes, choose, not_hidden
 from penstock.optim.matrix import run_closure
 from penstock.optim.muon import MuonRule, Split, check_options, sizes_of
 
@@ -82,6 +82,9 @@ class MuonAdamW(torch.optim.Optimizer):
         1.bias    adamw  [8]      1-D
     """
 
+    #: Muon's parameters that names alone have told, each with its name.
+    _guessed: Mapping[nn.Parameter, str] = {}
+
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -121,7 +124,11 @@ class MuonAdamW(torch.optim.Optimizer):
         if given and all(isinstance(item, dict) for item in given):
             return given
         if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in given):
-            raise ConfigError("MuonAdamW decides by names: give the model, or model.named_parameters().")
+            raise ConfigError(
+                "MuonAdamW needs more than shapes, which do not tell an embedding or a head from a hidden layer. Give "
+                "the model, MuonAdamW(model); or names, MuonAdamW(model.named_parameters()); or say it yourself: "
+                "MuonAdamW([{'params': matrices, 'rule': 'muon'}, {'params': others, 'rule': 'adamw'}])."
+            )
         choices = choose(model, given, wishes)
         groups: dict[Any, list[Choice]] = {}
         for choice in sorted(choices, key=lambda choice: choice.rule != "muon"):
@@ -129,6 +136,8 @@ class MuonAdamW(torch.optim.Optimizer):
         if not any(rule == "muon" for rule, _ in groups):
             raise ConfigError("MuonAdamW found no matrix for Muon among the parameters: use torch.optim.AdamW.")
         self._chosen = {choice.name: (choice.rule, choice.shape, choice.reason) for choice in choices}
+        if model is None:
+            self._guessed = {c.parameter: c.name for c in choices if c.rule == "muon" and not c.is_wanted}
         return [
             {
                 "params": [choice.parameter for choice in chosen],
@@ -137,6 +146,20 @@ class MuonAdamW(torch.optim.Optimizer):
             }
             for (rule, split), chosen in groups.items()
         ]
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a choice that was made by names where the model, which is known now, says otherwise.
+
+        Raises:
+            ConfigError: names the parameter, and what it is.
+        """
+        for parameter, reason in not_hidden(model).items():
+            if parameter in self._guessed:
+                name = self._guessed[parameter]
+                raise ConfigError(
+                    f"MuonAdamW gave {name!r} to Muon by its name, and it is {reason}. Give the model, "
+                    f"MuonAdamW(model), or say whose it is: adamw=[{name!r}] or muon=[{name!r}]."
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group` does.

@@ -23,6 +23,11 @@ class Elementwise:
         """Return the parameter's: there is a value for each element; see `Rule.state_shape`."""
         return shape if name in (spec.name for spec in self.states) else None
 
+    def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return nothing: the arithmetic writes into no group; see `Rule.advance_group`."""
+        del group
+        return {}
+
     def working_bytes(self, shape: tuple[int, ...]) -> int:
         """Return 0: temporaries are of pieces; see `Rule.working_bytes`."""
         del shape

@@ -6,7 +6,9 @@ blocks, and torch's threads share a piece in whole blocks or not at all. So an e
 instructions in every partition: in the same place of a vector.
 
 State tensors of the parameter's shape are per-element states; 0-dim tensors and numbers are the parameter's own
-scalars, which advance once per step, on a piece of one element. Anything else is refused by name.
+scalars, which advance once per step, on a piece of one element. Numbers and strings that the class writes into its
+group stay there: they are what a step on zeros writes, the same for every piece and rank. Anything else is refused by
+name.
 
 Element-wise means that what happens to an element depends on it, its gradient, its state and the group alone. Torch's
 own classes are known; of another class its author says so with `elementwise`, and it is tried out before it is
@@ -26,8 +28,8 @@ from penstock.errors import ConfigError
 from penstock.rules.elementwise import Elementwise
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
-from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment
-from penstock.rules.running import GenericHyper, Running, number, options_of
+from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment, StateSpec
+from penstock.rules.running import GenericHyper, Ran, Running, number, options_of
 from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
 
 #: torch shares an operation on up to 32,768 elements with no other thread.
@@ -35,7 +37,10 @@ _ALONE_NUMEL = 1 << 14
 #: It cuts a longer one into equal parts, one for each thread: this long, if the piece is as many times as long.
 _THREAD_NUMEL = 1 << 16
 _MARK = "__penstock_elementwise__"
-_TRIAL_SHAPE = (8, 6)
+#: Small parameters of two blocks: halves of them go through the same instructions as the whole.
+_TRIAL_SHAPES = ((512,), (16, 32), (8, 4, 4, 4), (16, 32))
+_STEPS = 3
+_GROUP_STEPS = 12
 
 C = TypeVar("C", bound=type[torch.optim.Optimizer])
 
@@ -94,13 +99,17 @@ class Generic(Elementwise):
                 "'bf16', or one of AdamW, Adam, SGD, Adagrad, Lion."
             )
         self._running = Running(optimizer)
-        names: dict[str, None] = {}
         self._scalars: dict[str, Any] = {}  # how each scalar is made of a number
-        for group in optimizer.param_groups:
-            states, scalars = self._try_out(options_of(group))
-            names |= dict.fromkeys(states)
-            self._scalars |= scalars
+        self._written: set[str] = set()  # what the class writes into its groups
+        groups = [options_of(group) for group in optimizer.param_groups]
+        trials = [self._try_out(group) for group in groups]
+        names = dict.fromkeys(name for _, states in trials for name in states)
+        # On values as they are computed: how they are stored is no matter of the class.
+        self.states, self._format = tuple(StateSpec(name) for name in names), StateFormat()
+        for group, (ran, _) in zip(groups, trials, strict=True):
+            self._compare(group, ran)
         self.states = tuple(format_.spec(name, signed=True, begins_with_update=True) for name in names)
+        self._format = format_
         self.scalar_names = tuple(self._scalars)
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericHyper:  # noqa: B006
@@ -120,8 +129,14 @@ class Generic(Elementwise):
         def zero() -> Tensor:
             return torch.zeros(1, dtype=torch.float32, device="cpu")
 
-        _, state = self._run(hyper, zero(), zero(), {spec.name: zero() for spec in self.states})
+        (state,) = self._run(hyper, zero(), zero(), {spec.name: zero() for spec in self.states}).states
         return {name: number(state[name]) for name in self._scalars if state.get(name) is not None}
+
+    def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the class writes into its group in a step; see `Rule.advance_group`."""
+        written = self._running.written(options_of(group))
+        self._check_written(written)
+        return written
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
         """Run the class on a segment, piece by piece; see `Rule.update`. With a pool torch uses its own threads."""
@@ -135,7 +150,8 @@ class Generic(Elementwise):
                 for spec, values in zip(self.states, piece.states, strict=True)
             }
             # 1. The class's own step, on tensors that nobody else has.
-            value, after = self._run(hyper, value, grad, states)
+            ran = self._run(hyper, value, grad, states)
+            (value,), (after,) = ran.values, ran.states
             # 2. Refuse what it has begun to keep since it was tried out: dropped, the next step would be another one.
             unknown = [name for name, v in after.items() if v is not None and name not in (*states, *self._scalars)]
             if unknown:
@@ -143,6 +159,7 @@ class Generic(Elementwise):
                     f"{self._class.__qualname__} began to keep {unknown[0]!r} after prepare(), which made no memory "
                     "for it. Prepare again with the options that call for it."
                 )
+            self._check_written(ran.written)
             # 3. Write back, without the zeros that filled the piece up.
             rounding = rounding_of(piece, self._format, hyper.step)
             for k, spec in enumerate(self.states):
@@ -155,78 +172,113 @@ class Generic(Elementwise):
         for segment, hyper in segments:
             self.update(segment, hyper, grad_scale, pool)
 
-    def _run(
-        self, hyper: GenericHyper, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Run one step of the class on fp32 tensors of its own, [n] each. Return the value and the state afterwards."""
+    def _run(self, hyper: GenericHyper, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]) -> Ran:
+        """Run one step of the class on fp32 tensors of its own, [n] each."""
         if hyper.step == 1:  # the class makes its state itself
-            return self._steps(hyper.group, value, [grad], {})
+            return self._running.steps(hyper.group, [value], [[grad]])
         made = {name: self._scalars[name](number) for name, number in hyper.scalars.items()}
-        return self._steps(hyper.group, value, [grad], {**made, **states})
+        return self._running.steps(hyper.group, [value], [[grad]], {**made, **states})
 
-    def _steps(
-        self, group: Mapping[str, Any], value: Tensor, grads: Iterable[Tensor], state: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Run the class on one parameter, a step for each gradient. Return the value and the state afterwards.
+    def _check_written(self, written: Mapping[str, Any]) -> None:
+        """Refuse entries of a group that the class did not write when it was tried out.
 
-        Arguments:
-            group: the group's options.
-            value: the parameter before; changed in place.
-            grads: the gradients; the class may change them in place.
-            state: what the class keeps of the parameter before; empty at the first update.
+        Raises:
+            ConfigError: names the first one.
         """
-        values, states = self._running.steps(group, [value], [[grad] for grad in grads], state)
-        return values[0], states[0]
+        for name in written.keys() - self._written:
+            raise ConfigError(
+                f"{self._class.__qualname__} began to write {name!r} into its parameter group after prepare(), which "
+                "has not seen that its values depend on the step alone. Prepare again with the options that call for "
+                "it."
+            )
 
-    def _try_out(self, group: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """Take two steps on a small parameter, whole and in flat halves, and refuse a class for which they differ.
+    def _try_out(self, group: Mapping[str, Any]) -> tuple[Ran, tuple[str, ...]]:
+        """Take three steps of the class on small parameters together, and see what it keeps.
 
         Arguments:
             group: the options of a parameter group.
 
         Returns:
-            The names of the per-element states; and the scalars by name, each with how to make one of a number.
+            What it has come to; and the names of the per-element states.
 
         Raises:
-            ConfigError: the class is not element-wise, or keeps state of another form.
+            ConfigError: the class fails, or keeps values of a form that Penstock cannot carry.
         """
-        generator = torch.Generator("cpu").manual_seed(0)
-        value, *grads = (
-            torch.randn(_TRIAL_SHAPE, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
-        )
-        # 1. On the whole parameter: what state there is, and of which form.
-        whole_value, whole = self._steps(group, value.clone(), [grad.clone() for grad in grads], {})
-        states = tuple(n for n, v in whole.items() if isinstance(v, Tensor) and v.shape == value.shape)
-        scalars: dict[str, Any] = {}
-        for name, kept in whole.items():
-            if name in states or kept is None:
-                continue
-            if isinstance(kept, Tensor) and kept.dim() == 0:
-                scalars[name] = partial(torch.tensor, dtype=kept.dtype, device="cpu")
-            elif isinstance(kept, bool | int | float):
-                scalars[name] = type(kept)
-            else:
-                form = f"a tensor of shape {tuple(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
-                raise ConfigError(
-                    f"{self._class.__qualname__} keeps {name!r}, {form}, for a parameter of shape {_TRIAL_SHAPE}. "
-                    "Penstock can carry state of the parameter's shape, and 0-dim state."
-                )
-        # 2. On flat halves, which have another shape: a class that looks at neighbours or at the shape ends elsewhere.
-        half = value.numel() // 2
-        for part in (slice(0, half), slice(half, None)):
-            part_grads = [grad.flatten()[part].clone() for grad in grads]
-            part_value, state = self._steps(group, value.flatten()[part].clone(), part_grads, {})
-            pairs = [(whole_value, part_value), *((whole[name], state.get(name)) for name in states)]
-            alike = all(
-                b is not None and torch.allclose(a.flatten()[part], b, rtol=1e-4, atol=1e-7, equal_nan=True)
-                for a, b in pairs
-            )
-            if not alike or any(number(state[name]) != number(whole[name]) for name in scalars):
-                raise ConfigError(
-                    f"{self._class.__qualname__} is not element-wise: on a part of a parameter it computes something "
-                    "else than on the whole. Penstock cuts parameters into flat parts."
-                )
-        return states, scalars
+        values, *grads = _trial_data()
+        ran = self._running.trial(group, values, grads)
+        names: dict[str, None] = {}
+        for shape, state in zip(_TRIAL_SHAPES, ran.states, strict=True):
+            for name, kept in state.items():
+                if kept is None:
+                    continue
+                if isinstance(kept, Tensor) and kept.shape == shape:
+                    names[name] = None
+                elif isinstance(kept, Tensor) and kept.dim() == 0:
+                    self._scalars[name] = partial(torch.tensor, dtype=kept.dtype, device="cpu")
+                elif isinstance(kept, bool | int | float):
+                    self._scalars[name] = type(kept)
+                else:
+                    form = f"a tensor of shape {tuple(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
+                    raise ConfigError(
+                        f"{self._class.__qualname__} keeps {name!r}, {form}, for a parameter of shape {shape}. "
+                        "Penstock can carry state of the parameter's shape, and 0-dim state."
+                    )
+        self._written |= ran.written.keys()
+        # Longer, as far as the group goes: a class with a warm-up may begin to write there later.
+        tiny, *later = torch.randn((1 + _GROUP_STEPS, 2), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        longer = self._running.trial(group, [tiny], [[grad] for grad in later])
+        self._running.check_written(group, longer, _GROUP_STEPS)
+        self._written |= longer.written.keys()
+        return ran, tuple(names)
+
+    def _compare(self, group: Mapping[str, Any], ran: Ran) -> None:
+        """Update flat halves of the same parameters as a step does, and refuse a class for which a bit differs.
+
+        Arguments:
+            group: the options of the parameter group.
+            ran: what the class itself has come to.
+
+        Raises:
+            ConfigError: names what the class writes into its group that is not a matter of the step alone, or says that
+                it is not element-wise.
+        """
+        values, *grads = _trial_data()
+        self._running.check_written(group, ran, len(grads))
+        for k, (value, whole, kept) in enumerate(zip(values, ran.values, ran.states, strict=True)):
+            for part in (slice(0, BLOCK_NUMEL), slice(BLOCK_NUMEL, None)):
+                param, options = value.flatten()[part].clone(), {**group}
+                scalars: Scalars = {}
+                made = tuple(torch.zeros_like(param) for _ in self.states)
+                for step, row in enumerate(grads, 1):
+                    hyper = self.hyper(options, step, scalars)
+                    self.update(Segment(param, row[k].flatten()[part], None, made), hyper, 1.0, None)
+                    scalars = self.advance(hyper)
+                    options |= self.advance_group(options)
+                named = dict(zip((spec.name for spec in self.states), made, strict=True))
+                pairs = [(whole, param), *((kept[n], value) for n, value in named.items() if kept.get(n) is not None)]
+                alike = all(torch.equal(a.flatten()[part].nan_to_num(), b.nan_to_num()) for a, b in pairs)
+                if not alike or any(number(kept[name]) != scalars.get(name) for name in self._scalars if name in kept):
+                    raise ConfigError(
+                        f"{self._class.__qualname__} is not element-wise: on a part of a parameter it computes "
+                        f"something else than on the whole. It was one of shape {tuple(value.shape)}; Penstock cuts "
+                        "parameters into flat parts."
+                    )
+
+
+def _trial_data() -> list[list[Tensor]]:
+    """Return values of small parameters, and gradients of three steps: the same at each call.
+
+    The last parameter has gradients at right angles to it, as those of a layer before a norm are, for which some
+    classes compute something else.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    data = [
+        [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in _TRIAL_SHAPES]
+        for _ in range(1 + _STEPS)
+    ]
+    for k, row in enumerate(data):
+        row[-1][:, k > 0 :: 2] = 0
+    return data
 
 
 def _pieces(segment: Segment, pool: Pool | None) -> Iterator[Segment]:

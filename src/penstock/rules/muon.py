@@ -76,4 +76,4 @@ def _muon(name: str, title: str, groups: Iterable[Mapping[str, Any]], format_: S
             shapes.append(tuple(parameter.shape))
             sizes_of(shapes[-1], group.get("split"))
     # Without a parameter there are states all the same: a group that is added later may have some.
-    return Whole(name, title, MuonRule(), format_, shapes or [(1, 1)], check)
+    return Whole(name, title, MuonRule(), format_, shapes or [(1, 1)], check=check)

@@ -192,6 +192,13 @@ class Rule(Protocol):
     def advance(self, hyper: Hyper) -> Scalars:
         """Return the parameter's own scalars after the update."""
 
+    def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what one step writes into a parameter group, whichever of its parameters have a gradient.
+
+        Raises:
+            ConfigError: the class writes something that it did not write when it was tried out.
+        """
+
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to one segment, in one pass, in place.
 

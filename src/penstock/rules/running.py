@@ -1,14 +1,15 @@
 """A user's own optimizer class, run on tensors of nobody else."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 from penstock.rules.rule import Hyper, Scalars
 
 #: What a class keeps of a parameter, by name.
@@ -45,17 +46,32 @@ class GenericHyper(Hyper):
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether options are the same, by value; an option that cannot be compared is the same where it is one object."""
-    if one.keys() != other.keys():
+    """Return True if options are the same by value."""
+    return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if two values are equal; values that cannot be compared are equal if they are one object."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return type(one) is type(other) and one.shape == other.shape and torch.equal(one, other)
+    try:
+        return one is other or bool(one == other)
+    except (TypeError, ValueError, RuntimeError):  # such as arrays, or lists of tensors
         return False
-    for name, value in one.items():
-        given = other[name]
-        if isinstance(value, Tensor) or isinstance(given, Tensor):
-            if type(value) is not type(given) or value.shape != given.shape or not torch.equal(value, given):
-                return False
-        elif value is not given and value != given:
-            return False
-    return True
+
+
+class Ran(NamedTuple):
+    """Result of some steps of a class.
+
+    Attributes:
+        values: the parameters afterwards.
+        states: what the class keeps of each parameter.
+        written: the entries of the group that the class has added or changed, by name.
+    """
+
+    values: list[Tensor]
+    states: list[State]
+    written: dict[str, Any]
 
 
 class Running:
@@ -79,28 +95,116 @@ class Running:
         values: Sequence[Tensor],
         grads: Sequence[Sequence[Tensor]],
         state: State | None = None,
-    ) -> tuple[list[Tensor], list[State]]:
-        """Run the class on parameters of one group. Return their values and what is kept of each afterwards.
+    ) -> Ran:
+        """Run the class on parameters of one group.
 
         Arguments:
-            group: the group's options.
+            group: the group's options. They do not change.
             values: the parameters before; changed in place.
             grads: for each step the gradients, one for each parameter; the class may change them in place.
             state: what the class keeps of each parameter before; nothing at the first update.
         """
+        optimizer, parameters = self._made(group, values)
+        if state:
+            optimizer.state |= {parameter: dict(state) for parameter in parameters}
+        return _run(optimizer, parameters, group, grads)
+
+    def trial(self, group: Mapping[str, Any], values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> Ran:
+        """Run the class as `steps` does, and refuse a class that keeps values where the next piece cannot find them.
+
+        Raises:
+            ConfigError: the class fails; it keeps values on the optimizer itself or in a state of no parameter; or it
+                writes something into its group that is no number, string or None.
+        """
+        title = self.cls.__qualname__
+        try:
+            optimizer, parameters = self._made(group, values)
+            before = {name: _copied(value, copy) for name, value in vars(optimizer).items()}
+            ran = _run(optimizer, parameters, group, grads)
+        except Exception as error:
+            raise ConfigError(f"{title} failed on small parameters: {one_line(error)}") from error
+        for name, value in vars(optimizer).items():
+            if name not in ("state", "param_groups") and not (name in before and same(before[name], value)):
+                raise ConfigError(
+                    f"{title} keeps {name!r} on the optimizer itself, where Penstock, which runs the class on one "
+                    "piece after the other, would lose it. Keep it in the parameter group."
+                )
+        for key in optimizer.state:
+            if key not in {*parameters}:
+                raise ConfigError(
+                    f"{title} keeps {key!r} in its state, which is of no parameter. Keep it in the parameter group."
+                )
+        for name, value in ran.written.items():
+            if not isinstance(value, bool | int | float | str | None):
+                raise ConfigError(
+                    f"{title} writes {name!r} into its parameter group, a {type(value).__name__}: Penstock can carry "
+                    "numbers, strings and None there."
+                )
+        return ran
+
+    def written(self, group: Mapping[str, Any], shape: tuple[int, ...] = (1,)) -> dict[str, Any]:
+        """Return what one step writes into its group, as a step on a parameter of zeros of that shape does."""
+        zero = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        try:
+            return self.steps(group, [zero], [[zero.clone()]]).written
+        except Exception as error:
+            raise ConfigError(
+                f"{self.cls.__qualname__} failed on a parameter of zeros, on which Penstock learns what a step writes "
+                f"into the parameter group: {one_line(error)}"
+            ) from error
+
+    def check_written(self, group: Mapping[str, Any], ran: Ran, steps: int, shape: tuple[int, ...] = (1,)) -> None:
+        """Refuse values in the group that some steps on data left otherwise than as many steps on zeros.
+
+        Raises:
+            ConfigError: names the entry.
+        """
+        options = dict(group)
+        for _ in range(steps):
+            options |= self.written(options, shape)
+        after = {**group, **ran.written}
+        for name in options.keys() | after.keys():
+            if name not in options or name not in after or not same(options[name], after[name]):
+                raise ConfigError(
+                    f"{self.cls.__qualname__} writes {name!r} into its parameter group, and the value depends on more "
+                    "than the number of the step: pieces of a parameter and ranks would have different ones. Keep it "
+                    "in the state of each parameter."
+                )
+
+    def _made(
+        self, group: Mapping[str, Any], values: Sequence[Tensor]
+    ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+        """Make an optimizer of the class, with one group of these parameters."""
         optimizer: torch.optim.Optimizer = object.__new__(self.cls)
         vars(optimizer).update(self._attributes)
         parameters = [nn.Parameter(value) for value in values]
-        optimizer.param_groups = [{**group, "params": parameters}]
+        optimizer.param_groups = [{**{n: _copied(v, deepcopy) for n, v in group.items()}, "params": parameters}]
         optimizer.state = defaultdict(dict)
-        if state:
-            optimizer.state |= {parameter: dict(state) for parameter in parameters}
-        with torch.no_grad():
-            for step in grads:
-                for parameter, grad in zip(parameters, step, strict=True):
-                    parameter.grad = grad
-                optimizer.step()
-        return [parameter.detach() for parameter in parameters], [dict(optimizer.state[p]) for p in parameters]
+        return optimizer, parameters
+
+
+def _run(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    group: Mapping[str, Any],
+    grads: Sequence[Sequence[Tensor]],
+) -> Ran:
+    """Take a step for each row of gradients."""
+    with torch.no_grad():
+        for step in grads:
+            for parameter, grad in zip(parameters, step, strict=True):
+                parameter.grad = grad
+            optimizer.step()
+    after = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    written = {name: v for name, v in after.items() if name not in group or not same(group[name], v)}
+    return Ran([p.detach() for p in parameters], [dict(optimizer.state[p]) for p in parameters], written)
+
+
+def _copied(value: Any, how: Callable[[Any], Any]) -> Any:
+    """Copy a value that a class might change in place; `copy` for what may hold a whole model."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.numel() == 1 else value
+    return how(value) if isinstance(value, list | dict | set) else value
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

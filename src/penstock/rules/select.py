@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from penstock.errors import ConfigError
-from penstock.optim.matrix import is_per_parameter, rule_of
+from penstock.optim.adafactor import OPTIONS, AdafactorRule
+from penstock.optim.matrix import rule_of
 from penstock.rules.adagrad import Adagrad
 from penstock.rules.adam import Adam
-from penstock.rules.alone import Alone
 from penstock.rules.fused import Fused
 from penstock.rules.generic import Generic, is_declared
 from penstock.rules.lion import Lion
@@ -19,6 +20,7 @@ from penstock.rules.rule import Rule
 from penstock.rules.sgd import Sgd
 from penstock.rules.storage import StateFormat
 from penstock.rules.versions import unknown_options
+from penstock.rules.whole import Whole
 
 Make = Callable[[torch.optim.Optimizer, StateFormat], Fused]
 
@@ -33,6 +35,30 @@ def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat
     if getattr(optimizer, "decoupled_wd", False):
         raise ConfigError("lion_pytorch.Lion(decoupled_weight_decay=True) is not supported. Use penstock.optim.Lion.")
     return Lion("lion", format_)
+
+
+def _adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Whole:
+    """Make the rule of `torch.optim.Adafactor`.
+
+    Raises:
+        ConfigError: 8-bit states, or an option of a newer version that is on.
+    """
+    if format_.dtype == "int8":
+        raise ConfigError(
+            "Options(state_dtype='int8') is not for Adafactor, whose states are small already. Use 'fp32' or 'bf16'."
+        )
+
+    def check(group: Mapping[str, Any]) -> None:
+        """Refuse what the arithmetic does not know."""
+        for option in sorted(optimizer.defaults.keys() - OPTIONS):
+            if group.get(option):
+                raise ConfigError(
+                    f"{option}={group[option]!r} is an option of this version of torch.optim.Adafactor that Penstock "
+                    f"does not know. Set {option} to None or False in every parameter group."
+                )
+
+    shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+    return Whole("adafactor", "torch.optim.Adafactor", AdafactorRule(), format_, shapes, check=check)
 
 
 #: How a rule with native kernels is made, by the full name of the exact class: a subclass may compute anything, and the
@@ -56,7 +82,7 @@ ELEMENTWISE = frozenset(
 WHOLE: Mapping[str, Callable[[torch.optim.Optimizer, StateFormat], Rule]] = {
     "torch.optim.Muon": muon,
     "penstock.optim.muon_adamw.MuonAdamW": muon_adamw,
-    "torch.optim.Adafactor": Alone,
+    "torch.optim.Adafactor": _adafactor,
 }
 
 #: Classes that compute across parameters, and why they do not fit.
@@ -96,8 +122,6 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
         rule = WHOLE[name](optimizer, format_)
     elif registered := rule_of(cls):
         rule = believed(optimizer, registered, format_)
-    elif is_per_parameter(cls):
-        rule = Alone(optimizer, format_)
     elif name in ELEMENTWISE or is_declared(cls):
         rule = Generic(optimizer, format_)
     elif name in UNFIT:
@@ -107,7 +131,7 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
             f"{name} is not supported. Use exactly one of torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adadelta, "
             "Adamax, NAdam, RAdam, ASGD, Rprop, Muon, Adafactor or penstock.optim.Lion, Lamb, MuonAdamW; a subclass "
             "may compute something else. If the class updates every element by itself, say so: "
-            "penstock.elementwise(...); if every parameter by itself: penstock.optim.per_parameter(...)."
+            "penstock.elementwise(...); else give its arithmetic: penstock.optim.register(...)."
         )
     for index, group in enumerate(optimizer.param_groups):
         try:

@@ -30,7 +30,11 @@ class Several:
         specs: dict[str, StateSpec] = {}
         for part in parts.values():
             for spec in part.states:
-                assert specs.setdefault(spec.name, spec) == spec
+                if specs.setdefault(spec.name, spec) != spec:
+                    raise ConfigError(
+                        f"{name} has a state {spec.name!r} of the parameter's shape in one group and of another "
+                        "shape in another. Give it two names, or use Options(state_dtype='fp32')."
+                    )
         self.states = tuple(specs.values())
 
     @property
@@ -73,6 +77,10 @@ class Several:
         """Return nothing: no part has scalars of a parameter's own."""
         del hyper
         return {}
+
+    def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the group's part writes into it; see `Rule.advance_group`."""
+        return self.part(group).advance_group(group)
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
         """Refuse this: a segment has the states of a part."""

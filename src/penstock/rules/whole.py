@@ -7,7 +7,6 @@ sums of rows, are fp32.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
-from penstock.optim.matrix import MatrixRule
+from penstock.optim.matrix import MatrixRule, states_of
 from penstock.rules.dither import step_key
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
@@ -37,22 +36,46 @@ _BYTES_PER_ELEMENT_OF_A_PIECE = 96
 _UNSTATED_TENSORS = 4
 
 
-class WholeRule(ABC):
-    """What rules over whole parameters share: the way between memory and fp32 tensors.
+class Whole:
+    """The rule that is a `MatrixRule`.
 
     Arguments:
         name: the rule's name in reports and checkpoints.
         title: the class that it stands for, for messages.
+        rule: the arithmetic.
         format_: how the states of the parameter's shape are stored.
+        parameters: the shapes of the optimizer's parameters.
+        group: options of a parameter group that it is for.
+        check: refuses options of a parameter group by `ConfigError`.
+        written: returns what the class writes into a group in a step.
+
+    Raises:
+        ConfigError: the rule takes no parameter of some of the shapes.
     """
 
     scalar_names: tuple[str, ...] = ()
 
-    def __init__(self, name: str, title: str, format_: StateFormat) -> None:
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        rule: MatrixRule,
+        format_: StateFormat,
+        parameters: Iterable[Shape],
+        group: Mapping[str, Any] = {},
+        *,
+        check: Callable[[Mapping[str, Any]], None] | None = None,
+        written: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> None:
         self.name = name
-        self.states: tuple[StateSpec, ...] = ()
         self._title = title
+        self._rule = rule
         self._format = format_
+        self._group = group
+        self._check = check
+        self._written = written
+        self._known = {shape: self.shapes(shape) for shape in dict.fromkeys(parameters)}
+        self.states = tuple(_specs_of({**self._general(self._known), **self._known}, format_))
 
     @property
     def whole(self) -> bool:
@@ -64,28 +87,21 @@ class WholeRule(ABC):
         del group
         return self
 
-    @abstractmethod
-    def shapes(self, shape: Shape) -> Shapes:
+    def shapes(self, shape: Shape, group: Mapping[str, Any] | None = None) -> Shapes:
         """Return the shapes of the states of a parameter of that shape, by name.
 
         Raises:
             ConfigError: the rule takes no such parameter.
         """
-
-    @abstractmethod
-    def apply(self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], hyper: GenericHyper) -> None:
-        """Update fp32 tensors in place.
-
-        Arguments:
-            matrix: the parameter, in its shape.
-            grad: its gradient, of the same shape; not to be changed.
-            states: the states by name, in their shapes.
-            hyper: the group and the step.
-        """
-
-    @abstractmethod
-    def temporaries(self, shape: Shape) -> int:
-        """Return the most bytes that `apply` holds at once beside what it is given."""
+        try:
+            named = states_of(self._rule, shape, self._group if group is None else group)
+            return {name: tuple(map(int, state)) for name, state in named.items()}
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"The rule of {self._title} fails to name the states of {shape}: {one_line(error)}"
+            ) from error
 
     def state_shape(self, name: str, shape: Shape) -> Shape | None:
         """Return the shape of a state; see `Rule.state_shape`."""
@@ -100,19 +116,31 @@ class WholeRule(ABC):
         numel, shapes = math.prod(shape), self.shapes(shape)
         decoded = sum(math.prod(shapes.get(spec.name, (0,))) for spec in self.states if spec.dtype != torch.float32)
         values = 4 * (2 * numel + decoded)
-        return values + max(self.temporaries(shape), _BYTES_PER_ELEMENT_OF_A_PIECE * min(numel, PIECE_NUMEL))
+        return values + max(self._temporaries(shape), _BYTES_PER_ELEMENT_OF_A_PIECE * min(numel, PIECE_NUMEL))
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericHyper:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`. Tensors in it are copied to the host."""
-        read = {
-            n: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for n, v in options_of(group).items()
-        }
-        return GenericHyper(read, step, scalars)
+        del scalars
+        if self._check:
+            self._check(group)
+        options = options_of(group)
+        for shape, states in self._known.items():
+            if self.shapes(shape, options) != states:
+                raise ConfigError(
+                    f"The rule of {self._title} names other states for a parameter of shape {shape} since the options "
+                    "of its group were changed. Prepare again with them."
+                )
+        read = {n: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for n, v in options.items()}
+        return GenericHyper(read, step, {})
 
     def advance(self, hyper: Hyper) -> Scalars:
         """Return the parameter's own scalars after the update: none."""
         del hyper
         return {}
+
+    def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the class writes into its group in a step; see `Rule.advance_group`."""
+        return self._written(options_of(group)) if self._written else {}
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to one whole parameter; see `Rule.update`. On the host torch uses its own threads.
@@ -134,7 +162,9 @@ class WholeRule(ABC):
             states[spec.name] = stored if stored.dtype == torch.float32 else _decoded(spec, stored, scale)
         # 2. The arithmetic, in their shapes.
         try:
-            self.apply(value.view(shape), grad.view(shape), {n: s.view(shapes[n]) for n, s in states.items()}, hyper)
+            shaped = {n: s.view(shapes[n]) for n, s in states.items()}
+            with torch.no_grad():
+                self._rule.update(value.view(shape), grad.view(shape), shaped, hyper.group, hyper.step)
         except (PenstockError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -176,61 +206,8 @@ class WholeRule(ABC):
                 master = None if segment.master is None else segment.master[part]
                 write_param(segment.param[part], master, value[part], rounding)
 
-
-class Whole(WholeRule):
-    """The rule that is a `MatrixRule`.
-
-    Arguments:
-        name: the rule's name in reports and checkpoints.
-        title: the class that it stands for, for messages.
-        rule: the arithmetic.
-        format_: how the states of the parameter's shape are stored.
-        parameters: the shapes of the optimizer's parameters.
-        check: refuses options of a parameter group by `ConfigError`.
-
-    Raises:
-        ConfigError: the rule takes no parameter of some of the shapes.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        title: str,
-        rule: MatrixRule,
-        format_: StateFormat,
-        parameters: Iterable[Shape],
-        check: Callable[[Mapping[str, Any]], None] | None = None,
-    ) -> None:
-        super().__init__(name, title, format_)
-        self._rule = rule
-        self._check = check
-        known = {shape: self.shapes(shape) for shape in dict.fromkeys(parameters)}
-        self.states = tuple(specs_of({**self._general(known), **known}, format_))
-
-    def shapes(self, shape: Shape) -> Shapes:
-        """Return the shapes of the states of a parameter of that shape, by name."""
-        try:
-            return {name: tuple(map(int, state)) for name, state in self._rule.states(shape).items()}
-        except PenstockError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"The rule of {self._title} fails to name the states of {shape}: {one_line(error)}"
-            ) from error
-
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericHyper:  # noqa: B006
-        """Read a parameter group; see `Rule.hyper`."""
-        if self._check:
-            self._check(group)
-        return super().hyper(group, step, scalars)
-
-    def apply(self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], hyper: GenericHyper) -> None:
-        """Run the arithmetic; see `WholeRule.apply`."""
-        with torch.no_grad():
-            self._rule.update(matrix, grad, states, hyper.group, hyper.step)
-
-    def temporaries(self, shape: Shape) -> int:
-        """Return what the rule says, or four tensors of the parameter's shape."""
+    def _temporaries(self, shape: Shape) -> int:
+        """Return the bytes that the rule says an update holds beside what it is given, or four tensors of the shape."""
         stated: Callable[[Shape], int] | None = getattr(self._rule, "working_bytes", None)
         return stated(shape) if stated else 4 * _UNSTATED_TENSORS * math.prod(shape)
 
@@ -245,18 +222,16 @@ class Whole(WholeRule):
         return general
 
 
-def specs_of(known: Mapping[Shape, Shapes], format_: StateFormat, *, begins: bool = False) -> Iterator[StateSpec]:
+def _specs_of(known: Mapping[Shape, Shapes], format_: StateFormat) -> Iterator[StateSpec]:
     """Describe the states: in the format where they have the parameter's shape, of whatever shape; else in fp32.
 
     Arguments:
         known: the shapes of the states by name, for shapes of parameters.
         format_: how states are stored.
-        begins: whether there are none before the first update.
     """
     for name in dict.fromkeys(name for shapes in known.values() for name in shapes):
         alike = all(shapes.get(name, shape) == shape for shape, shapes in known.items())
-        kept = format_ if alike else StateFormat()
-        yield kept.spec(name, signed=True, begins_with_update=begins)
+        yield (format_ if alike else StateFormat()).spec(name, signed=True)
 
 
 def _value_of(segment: Segment) -> Tensor:

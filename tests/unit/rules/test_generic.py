@@ -1,6 +1,7 @@
 """The generic rule runs the user's class: the same numbers as the class itself, in every partition the same bits."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_state_of_another_form_is_refused_by_name() -> None:
                 self.state[p]["rows"] = torch.zeros(p.shape[0])
             return super().step(closure)
 
-    with pytest.raises(ConfigError, match=r"Rows keeps 'rows', a tensor of shape \(8,\), for a parameter of shape"):
+    with pytest.raises(ConfigError, match=r"Rows keeps 'rows', a tensor of shape \(16,\), for a parameter of shape"):
         rule_for(Rows(parameters()))
 
 
@@ -219,3 +220,270 @@ def test_groups_with_other_options_are_not_merged() -> None:
         states.append([read(parameter, "square_avg") for parameter in model.parameters()])
     for plain, ours in zip(*states, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)
+
+
+class Base(torch.optim.Optimizer):
+    """A step that calls `begin` for each group, then `one` for each parameter with a gradient."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            self.begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(p, p.grad, self.state[p], group)
+
+    def begin(self, group: dict[str, Any]) -> None: ...
+
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(grad, alpha=group["lr"])
+
+
+@penstock.elementwise
+class Counting(Base):
+    """Counts its steps in the group, where the first one makes the entry."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(grad, 0.1)
+        p.sub_(mean, alpha=group["lr"] / (1 - 0.9 ** group["step"]))
+
+
+@penstock.elementwise
+class Averaging(Base):
+    """Weighs each iterate by the largest learning rate so far, all of it kept in the group."""
+
+    def __init__(self, params: Any, lr: float = 1e-1) -> None:
+        super().__init__(params, lr, k=0, weight_sum=0.0, lr_max=-1.0, train_mode=True, phase=None)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["lr_max"] = max(group["lr_max"], group["lr"])
+        group["weight_sum"] += group["lr_max"] ** 2 * (group["k"] + 1)
+        group["k"] += 1
+        group["phase"] = "first" if group["k"] == 1 else "later"
+
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        z = state.setdefault("z", p.clone())
+        p.lerp_(z, group["lr_max"] ** 2 * group["k"] / group["weight_sum"])
+        p.sub_(grad, alpha=group["lr"] * 0.9)
+        z.sub_(grad, alpha=group["lr"])
+
+
+class Pair(nn.Module):
+    """Two layers in two groups; the second is left out where asked, and gets no gradient then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+def trained(cls: Any, steps: range, optimizer: Any = None, model: Any = None, **prepared: Any) -> tuple[Any, Any]:
+    """A model after some steps: by the class itself, or prepared where options are given."""
+    if model is None:
+        torch.manual_seed(0)
+        model = Pair()
+        optimizer = cls([{"params": [*model.first.parameters()]}, {"params": [*model.second.parameters()], "lr": 0.05}])
+        if prepared:
+            optimizer = penstock.prepare(model, optimizer, precision="fp32", **prepared)
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)  # as a scheduler does
+        model(torch.full((2, 16), 1.0 + step), both=step not in (0, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def options(optimizer: Any) -> list[dict[str, Any]]:
+    return [{name: v for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("cls", [Counting, Averaging])
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_what_a_class_writes_into_its_group_is_kept_saved_and_loaded(cls: Any, overlap: Any, tmp_path: Path) -> None:
+    """It went with the copy of the group that the class had run on: a count stayed at 1, and the loss was another."""
+    theirs, stock = trained(cls, range(6))
+    home = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+    ours, optimizer = trained(cls, range(3), placement=home, overlap=overlap)
+    optimizer.save(tmp_path / "three")
+    optimizer.close()
+    ours, optimizer = trained(cls, range(0), placement=home, overlap=overlap)
+    optimizer.load(tmp_path / "three")
+    trained(cls, range(3, 6), optimizer, ours)
+    assert options(optimizer) == options(stock)
+    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_param(mine), plain.detach(), rtol=1e-6, atol=1e-8)
+        for name, kept in stock.state[plain].items():
+            torch.testing.assert_close(optimizer.full_state(mine, name), kept, rtol=1e-6, atol=1e-8)
+    optimizer.close()
+
+
+def test_a_step_that_is_skipped_writes_nothing_into_groups() -> None:
+    model, optimizer = trained(Counting, range(2), placement=penstock.Placement())
+    model(torch.full((2, 16), torch.nan), both=True).sum().backward()
+    assert optimizer.step().skipped
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+    optimizer.close()
+
+
+class Estimating(Base):
+    """Estimates a step size from the data."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, d=1e-6)
+
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["d"] = max(group["d"], grad.norm().item())
+        p.sub_(grad, alpha=group["lr"])
+
+
+class PerParameter(Base):
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["calls"] = group.get("calls", 0) + 1
+        p.sub_(grad, alpha=group["lr"])
+
+
+class Buffering(Base):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, buffer=[None, None])
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["buffer"][0] = 1
+
+
+class Tensors(Base):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, count=torch.zeros(()))
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["count"] += 1
+
+
+class OnItself(Base):
+    count = 0
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.count += 1
+
+
+class InAList(Base):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: list[int] = []
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.seen.append(1)
+
+
+class Shared(Base):
+    def begin(self, group: dict[str, Any]) -> None:
+        self.state["shared"] = {"count": 1}  # type: ignore[index]
+
+
+class DecaysMatrices(Base):
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if p.dim() > 1:
+            p.mul_(1 - 1e-5 * group["lr"])
+        p.sub_(grad, alpha=group["lr"])
+
+
+class CentresFilters(Base):
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if p.dim() == 4:
+            grad = grad - grad.mean(dim=(1, 2, 3), keepdim=True)
+        p.sub_(grad, alpha=group["lr"])
+
+
+class LaterNormed(Base):
+    """Another one than it seems from its third step on."""
+
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(grad / grad.norm() if state["step"] == 3 else grad, alpha=group["lr"])
+
+
+class Failing(Base):
+    def begin(self, group: dict[str, Any]) -> None:
+        raise KeyError("nope")
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Estimating, r"Estimating writes 'd' into its parameter group, .* depends on more than the number of the step"),
+        (PerParameter, r"PerParameter writes 'calls' into its parameter group, .* depends on more than the number"),
+        (Buffering, r"Buffering writes 'buffer' into its parameter group, a list: Penstock can carry numbers"),
+        (Tensors, r"Tensors writes 'count' into its parameter group, a Tensor: Penstock can carry numbers"),
+        (OnItself, r"OnItself keeps 'count' on the optimizer itself"),
+        (InAList, r"InAList keeps 'seen' on the optimizer itself"),
+        (Shared, r"Shared keeps 'shared' in its state, which is of no parameter"),
+        (DecaysMatrices, "DecaysMatrices is not element-wise: on a part of a parameter it computes"),
+        (CentresFilters, "CentresFilters is not element-wise: on a part of a parameter it computes"),
+        (LaterNormed, "LaterNormed is not element-wise: on a part of a parameter it computes"),
+        (Failing, "Failing failed on small parameters: .*nope"),
+    ],
+)
+def test_what_pieces_cannot_do_is_refused_by_name(cls: Any, message: str) -> None:
+    optimizer = penstock.elementwise(cls)(parameters())
+    before = options(optimizer)[0].copy()
+    with pytest.raises(ConfigError, match=message):
+        rule_for(optimizer)
+    assert options(optimizer)[0] == before
+
+
+def test_what_begins_to_be_written_after_prepare_is_refused() -> None:
+    @penstock.elementwise
+    class Late(Base):
+        def begin(self, group: dict[str, Any]) -> None:
+            if group["lr"] > 1:
+                group["late"] = True
+
+    optimizer = Late(parameters())
+    rule = rule_for(optimizer)
+    optimizer.param_groups[0]["lr"] = 2.0
+    with pytest.raises(ConfigError, match="Late began to write 'late' into its parameter group after prepare"):
+        rule.advance_group(optimizer.param_groups[0])
+
+
+def test_methods_of_the_class_that_work_on_whole_parameters_are_missed_by_name() -> None:
+    """`train` and `eval` of such a class exchange two sets of parameters, which are elsewhere once prepared."""
+
+    @penstock.elementwise
+    class Exchanging(Averaging):
+        def eval(self) -> None: ...
+
+    _, optimizer = trained(Exchanging, range(1), placement=penstock.Placement())
+    assert not hasattr(optimizer, "eval")
+    with pytest.raises(AttributeError, match=r"Exchanging\.eval is not there once the optimizer is prepared"):
+        optimizer.eval()
+    with pytest.raises(AttributeError, match="'Optimizer' object has no attribute 'nothing'"):
+        optimizer.nothing  # noqa: B018
+    optimizer.close()
+
+
+def test_what_schedulefree_evaluates_is_read_from_state() -> None:
+    """The formula of docs/rules.md, beside the class that exchanges parameters itself."""
+
+    class Exchanging(Averaging):
+        @torch.no_grad()
+        def eval(self) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.lerp_(self.state[p]["z"], 1 - 1 / 0.9)
+
+    penstock.elementwise(Exchanging)
+    theirs, stock = trained(Exchanging, range(3))
+    ours, optimizer = trained(Exchanging, range(3), placement=penstock.Placement())
+    stock.eval()
+    for p in ours.parameters():
+        optimizer.set_full_param(p, optimizer.full_param(p).lerp(optimizer.full_state(p, "z"), 1 - 1 / 0.9))
+    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_param(mine), plain.detach(), rtol=1e-6, atol=1e-8)
+    optimizer.close()

@@ -183,7 +183,8 @@ class Taker:
                         "to the rule that it was saved from.",
                     )
         for name, saved in manifest.parameters.items():
-            if saved.scalars and saved.scalars.keys() != set(self._rule.scalar_names):
+            # A count of steps is the parameter's own, whether or not a rule keeps it among its scalars as well.
+            if saved.scalars and saved.scalars.keys() - {"step"} != {*self._rule.scalar_names} - {"step"}:
                 raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._rule.name}.")
         loss = self._gradient_scale.loss
         if loss is not None and manifest.loss_scale is not None:

@@ -212,6 +212,7 @@ class Stepper:
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
         plans = self._updater.plans(measure.present, self._param_groups)
+        written = self._updater.written(self._param_groups)
         self._forwards = self._overlaps or not self._forwards
         # After the plans, which may refuse a group: what began is then still there to be given up.
         begun = self._take_early().units
@@ -230,6 +231,8 @@ class Stepper:
             for unit, plan in plans.items():
                 self._updater.publish(unit, tiles[unit], goes_on=unit in begun)
                 self._updater.count(unit, plan)
+            for group, values in zip(self._param_groups, written, strict=True):
+                group.update(values)
             if not self._overlaps:
                 for unit in self._units:
                     assert unit.trained is not None

@@ -137,6 +137,10 @@ class Updater:
             plan[index] = found
         return plan
 
+    def written(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return what the next step writes into each group: the same on every rank."""
+        return [self._rule.advance_group(group) for group in param_groups]
+
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise `ConfigError` for a group that asks for what the rule does not honour."""
         for group in param_groups:

@@ -1,0 +1,259 @@
+"""Rules that are registered for classes: believed once tried out."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import ConfigError, EngineError
+from penstock.optim import register
+from penstock.rules import StateFormat, rule_for
+from tests.unit.rules.test_whole import by_class, normal, run, state
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(shape)) for shape in shapes or ((6, 4), (5,))]
+
+
+class Base(torch.optim.Optimizer):
+    """A step that calls `one` for each parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(p, self.state[p], group)
+
+    def one(self, p: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Descent(Base):
+    """A class, and below three rules for it."""
+
+    def one(self, p: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        assert p.grad is not None
+        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+        p.sub_(mean / mean.norm(), alpha=group["lr"])
+
+
+class DescentRule:
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        return {"mean": shape}
+
+    def update(
+        self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
+    ) -> None:
+        mean = states["mean"].lerp_(grad, 0.5)
+        matrix.sub_(mean / mean.norm(), alpha=group["lr"])
+
+
+def test_the_example_of_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rules.md").read_text()
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "register(" in text]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    cls, value, grads = names["RowNormalised"], normal(6, 9), [normal(6, 9, seed=s) for s in (1, 2)]
+    rule, segment = run(cls([nn.Parameter(value.clone())]), value, grads)
+    theirs, _ = by_class(cls, value, grads)
+    assert [spec.name for spec in rule.states] == ["mean"]
+    assert torch.equal(segment.param.view(6, 9), theirs)
+
+
+def fresh() -> type[Descent]:
+    return type("Fresh", (Descent,), {})
+
+
+def test_a_registered_rule_is_believed() -> None:
+    cls = fresh()
+    assert register(cls)(DescentRule) is DescentRule
+    value, grads = normal(12, 40), [normal(12, 40, seed=s) for s in (1, 2)]
+    rule, segment = run(cls([nn.Parameter(value.clone())]), value, grads)
+    theirs, kept = by_class(cls, value, grads)
+    assert torch.equal(segment.param.view(12, 40), theirs)
+    assert torch.equal(state(rule, segment, "mean", 480).view(12, 40), kept["mean"])
+    unstated: Any = rule
+    assert unstated.working_bytes((1024, 1024)) >= 6 * 4 * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m, g, s: m.add_(1e-3),
+            r"something else than the class: after 3 updates .* \(6, 4\), the parameter differs by up to 0\.003",
+        ),
+        (lambda m, g, s: s["mean"].add_(1.0), r"'mean' differs by up to|the parameter differs"),
+        (lambda m, g, s: g.mul_(2), "changes the gradient"),
+        (lambda m, g, s: s["other"], r"failed beside it on a parameter of shape \(6, 4\): .*other"),
+    ],
+)
+def test_a_registered_rule_that_differs_is_refused(change: Any, message: str) -> None:
+    class Wrong(DescentRule):
+        def update(
+            self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
+        ) -> None:
+            super().update(matrix, grad, states, group, step)
+            change(matrix, grad, states)
+
+    cls = fresh()
+    register(cls, Wrong())
+    with pytest.raises(ConfigError, match=message):
+        rule_for(cls(parameters((6, 4))))
+
+
+def test_what_fails_in_an_update_names_class_and_shape() -> None:
+    class Minds(DescentRule):
+        def update(
+            self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
+        ) -> None:
+            if matrix.shape[0] == 8:
+                raise RuntimeError("eight\nrows")
+            super().update(matrix, grad, states, group, step)
+
+    cls = fresh()
+    register(cls, Minds)
+    value = normal(8, 4)
+    with pytest.raises(EngineError, match=r"Fresh failed on a parameter of shape \(8, 4\): eight rows"):
+        run(cls([nn.Parameter(value)]), value, [value])
+
+
+def test_a_rule_that_names_no_shapes_is_refused() -> None:
+    class Nameless(DescentRule):
+        def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+            return {"mean": shape} if shape == (6, 4) else {"mean": "x"}  # type: ignore[dict-item]
+
+    cls = fresh()
+    register(cls, Nameless)
+    with pytest.raises(ConfigError, match=r"The rule of Fresh fails to name the states of \(5, 4\)"):
+        rule_for(cls(parameters((5, 4))))
+
+
+def test_what_is_no_class_or_no_rule_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"register.*give a class of torch.optim.Optimizer"):
+        register(int, DescentRule)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="give a rule with the methods `states` and `update`"):
+        register(fresh(), object())
+
+
+def test_states_that_are_square_by_chance_are_told_from_states_of_the_parameters_shape() -> None:
+    class Square(DescentRule):
+        def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+            return {"mean": shape, "left": (shape[0], shape[0])}
+
+    cls = fresh()
+    register(cls, Square())
+    rule = rule_for(cls(parameters((4, 4))), StateFormat("int8"))
+    assert {spec.name: spec.dtype for spec in rule.states} == {"mean": torch.uint8, "left": torch.float32}
+
+
+class Optional(Base):
+    """Keeps a momentum where its group asks for one, and counts its steps in the group."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+    def one(self, p: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        assert p.grad is not None
+        mean = p.grad
+        if group["momentum"]:
+            mean = state.setdefault("mean", torch.zeros_like(p)).mul_(group["momentum"]).add_(p.grad)
+        p.sub_(mean / mean.norm(), alpha=group["lr"] / group["k"])
+
+
+class OptionalRule:
+    def states(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+        return {"mean": shape} if group["momentum"] else {}
+
+    def update(
+        self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
+    ) -> None:
+        mean = states["mean"].mul_(group["momentum"]).add_(grad) if group["momentum"] else grad
+        matrix.sub_(mean / mean.norm(), alpha=group["lr"] / step)
+
+
+def test_states_are_those_of_the_group() -> None:
+    """A rule saw the shape alone: it kept a momentum for every group, or for none."""
+    cls = type("OfGroups", (Optional,), {})
+    register(cls, OptionalRule)
+    ends = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        momenta = (0.9, 0.0, 0.5)
+        groups = [{"params": [*layer.parameters()], "momentum": m} for layer, m in zip(model, momenta, strict=True)]
+        optimizer: Any = cls(groups, momentum=0.0)
+        if is_ours:
+            optimizer = penstock.prepare(model, optimizer, precision="fp32")
+            assert {row.unit for row in optimizer.locations().rows if row.kind == "mean"}
+        for _ in range(3):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        read = optimizer.full_param if is_ours else Tensor.detach
+        ends.append([read(p) for p in model.parameters()])
+        assert [group["k"] for group in optimizer.param_groups] == [3, 3, 3]
+        if is_ours:
+            with pytest.raises(ConfigError, match="'mean'"):
+                optimizer.full_state(model[1].weight, "mean")
+            optimizer.param_groups[1]["momentum"] = 0.9
+            model(torch.ones(2, 8)).square().mean().backward()
+            with pytest.raises(ConfigError, match="names other states for a parameter of shape"):
+                optimizer.step()
+            optimizer.close()
+    for plain, ours in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+
+
+def test_a_group_that_calls_for_states_of_no_other_is_refused() -> None:
+    cls = type("Later", (Optional,), {})
+    rule = OptionalRule()
+    register(cls, rule)
+    groups = [{"params": parameters((6, 4)), "momentum": m} for m in (0.9, 0.0)]
+    made = rule_for(cls(groups, momentum=0.0))
+    assert [spec.name for spec in made.states] == ["mean"]
+    assert [spec.name for spec in made.part({"momentum": 0.0}).states] == []
+    rule.states = lambda shape, group: {"other": shape}  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="later names other states for the options of a parameter group"):
+        made.part({"momentum": 0.5})
+
+
+def test_a_rule_that_writes_into_the_group_is_refused() -> None:
+    class Writing(DescentRule):
+        def update(
+            self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
+        ) -> None:
+            super().update(matrix, grad, states, group, step)
+            group["count"] = step  # type: ignore[index]
+
+    cls = fresh()
+    register(cls, Writing)
+    with pytest.raises(ConfigError, match="The rule that was registered for Fresh changes the group"):
+        rule_for(cls(parameters((6, 4))))
+
+
+def test_a_registered_rule_is_tried_on_every_number_of_dimensions() -> None:
+    class Flat(DescentRule):
+        def update(
+            self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
+        ) -> None:
+            super().update(matrix, grad, states, group, step)
+            if matrix.dim() == 4:
+                matrix.add_(1e-3)
+
+    cls = fresh()
+    register(cls, Flat)
+    rule_for(cls(parameters((6, 4), (4,))))
+    with pytest.raises(ConfigError, match=r"of shape \(6, 4, 3, 2\), the parameter differs by"):
+        rule_for(cls(parameters((6, 4), (4,), (2, 2, 2, 2))))
