@@ -28,12 +28,13 @@ def tensor_bytes() -> int:
     """Bytes of all storages that Python sees, but of those that were mapped, and of handles, which have no data."""
     gc.collect()
     found = {}
-    for value in gc.get_objects():
-        kind = type(value)
-        if issubclass(kind, Tensor) and not issubclass(kind, Handle) and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            if storage.resizable():
-                found[storage._cdata] = storage.nbytes()
+    with torch._C.DisableTorchFunctionSubclass():  # of released parameters too
+        for value in gc.get_objects():
+            kind = type(value)
+            if issubclass(kind, Tensor) and not issubclass(kind, Handle) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                if storage.resizable():
+                    found[storage._cdata] = storage.nbytes()
     return sum(found.values())
 
 

@@ -22,6 +22,7 @@ import penstock
 from penstock.blueprint import Request
 from penstock.build import build
 from penstock.dtypes import COMPUTE_DTYPES
+from penstock.engine.units.released import Released
 from penstock.machine import pinning
 from penstock.machine.arena import Arena
 from penstock.machine.collectives import Ranks
@@ -143,6 +144,11 @@ def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
     streams = simulated(seed, most_seconds)
     streams.reads_in_place = False
     return streams
+
+
+def is_released(parameter: Tensor) -> bool:
+    """Whether a parameter's values are not there."""
+    return issubclass(type(parameter), Released)
 
 
 def disks(count: int = 1) -> list[Path]:

@@ -656,8 +656,8 @@ def test_a_norm_that_is_not_finite_can_raise(model):
         "The norm of the gradient is not finite; nothing was updated. Not finite: of 'first.weight', 'first.bias', "
         "'last.weight', 'last.bias', 'blocks.0.norm.weight', 'blocks.0.norm.bias', 'blocks.0.up.weight', "
         "'blocks.0.up.bias' and 8 more. Look for an overflow in the loss or in the model "
-        "(torch.autograd.detect_anomaly() finds the operation), for a bad batch, and for parameters that are read "
-        "where their module does not run: those read NaN; or use Options(on_nonfinite='skip')."
+        "(torch.autograd.detect_anomaly() finds the operation), and for a bad batch; or use "
+        "Options(on_nonfinite='skip')."
     )
     optimizer.zero_grad()
     assert all(map(torch.equal, everything(model, optimizer), before))

@@ -4,9 +4,11 @@ import os
 
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError
+from penstock.machine.border import crossing
 from penstock.machine.streams import FailedEvent
 
 
+@crossing
 def leave_to_parent(engine: Engine) -> None:
     """Make the parameters placeholders in a child of a fork, and have every use of the engine raise an error.
 

@@ -19,6 +19,7 @@ from torch import nn
 from penstock.engine.passes.anchor import HOOK_ID
 from penstock.engine.passes.planted import Planted
 from penstock.engine.units.parameter import UnitParameter
+from penstock.engine.units.released import Owner
 from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
 
@@ -91,7 +92,7 @@ class Copies:
         """
         for parameter in parameters:
             unit, own = self._places.get(parameter, (None, None))
-            if unit is not None and own is not None and own.is_hidden(unit.placeholder):
+            if unit is not None and own is not None and own.is_hidden:
                 raise EngineError(
                     f"A prepared model cannot be copied or pickled while its parameters are released (copy.deepcopy, "
                     f"AveragedModel, torch.save(model)): '{own.name}' {tuple(parameter.shape)} would be NaN. Copy it "
@@ -137,21 +138,6 @@ class CopiedParameter:
             plain = type(parameter).__deepcopy__(parameter, {})  # type: ignore[no-untyped-call]
         vars(plain).update({name: value for name, value in vars(parameter).items() if not _is_ours(value)})
         return plain.__reduce_ex__(protocol)
-
-
-class Owner:
-    """Whose a parameter is, without keeping it alive. Pickled with a parameter, it comes back as nobody's."""
-
-    def __init__(self, owner: object | None = None) -> None:
-        self._of = None if owner is None else ref(owner)
-
-    def __reduce__(self) -> tuple[type["Owner"], tuple[()]]:
-        """The engine stays in this process."""
-        return Owner, ()
-
-    def is_alive(self) -> bool:
-        """Whether the owner is there still."""
-        return self._of is not None and self._of() is not None
 
 
 def _is_ours(value: object) -> bool:

@@ -166,11 +166,14 @@ class Forward:
         else:
             self._turns.note()
 
-    def gather_for_read(self, unit: Unit, module: nn.Module) -> None:
+    def gather_for_read(self, unit: Unit) -> None:
         """Gather a unit that a forward reads though its own module does not run, until that forward is over."""
         if not self._calls or unit.holding.is_held:
             return
-        check_transform(unit, module)
+        # Another thread comes by at another time on each rank, and what it reads nobody would hold for it.
+        if not (in_backward() or self._under_way.goes_on_here()):
+            return
+        check_transform(unit, self._calls[-1].module)
         if in_backward():
             self._backward.bring(unit)
             return

@@ -156,7 +156,7 @@ class Gatherer:
             self._retire(unit)
 
     def show_resident(self, units: Iterable[Unit], *, wait: bool) -> None:
-        """Let resident parameters show their new values after updates, or read NaN until their unit is used.
+        """Let resident parameters show their new values after updates, or refuse to be read until their unit is used.
 
         Arguments:
             units: all units; those that are resident are shown.

@@ -24,6 +24,7 @@ from penstock.engine.passes.under_way import in_backward
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
 from penstock.errors import EngineError
+from penstock.machine.border import crossing
 
 aten = torch.ops.aten
 
@@ -337,6 +338,7 @@ class Handles:
             for parameter in unit.parameters:
                 parameter.handle = None
 
+    @crossing
     def look(self) -> None:
         """Take over what people have put into `.grad`, or taken out of it."""
         assert self.answers is not None

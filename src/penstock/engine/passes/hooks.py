@@ -38,6 +38,7 @@ class Hooks:
         under_way: knows whose turn it is, of the threads that run the model.
         orders: the orders in which units are used in forward and in backward.
         handles: what stands for gradients between backwards.
+        read: gathers a unit whose parameters a forward reads.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Hooks:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(crossing(self.forward.before)), untraced(crossing(self.forward.after))
         owners = {parameter.tensor: unit for unit in self._units for parameter in unit.parameters}
-        read = untraced(crossing(self.forward.gather_for_read))
-        for unit, watches in watch_reads(self._model, owners, read).items():
+        self.read = untraced(crossing(self.forward.gather_for_read))
+        for unit, watches in watch_reads(self._model, owners, self.read).items():
             unit.watch_reads(watches)
         for module in {self._model: (), **self._turns.anchors}:
             units, cast = self._turns.anchors.get(module, ()), casts.of_layer(module)

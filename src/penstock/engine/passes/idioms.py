@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.passes.copying import Attached, Copies, Owner
+from penstock.engine.passes.copying import Attached, Copies
 from penstock.engine.passes.hooks import Hooks
 from penstock.engine.passes.planted import Planted
+from penstock.engine.units.released import OWNER, Owner
 from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
-
-#: What a prepared parameter has until `close`: so that no other optimizer takes it, under whatever module it stands.
-OWNER = "_penstock_owner"
 
 
 def is_owned(parameter: nn.Parameter) -> bool:
@@ -61,8 +59,8 @@ class Idioms:
             planted.plant(module, "_replicate_for_data_parallel", partial(refuse_wrapper, module, "DataParallel"))
         self._copies.state_hooks = {handle.id for handle in self._handles}
         self._copies.plant(planted, modules)
-        for parameter in self._places:
-            planted.plant(parameter, OWNER, Owner(self))
+        for parameter, (_, own) in self._places.items():
+            planted.plant(parameter, OWNER, Owner(self, own.name))
 
     def remove(self) -> None:
         """Remove the hooks, so that torch's own are left."""
@@ -70,11 +68,21 @@ class Idioms:
             handle.remove()
         self._handles.clear()
 
+    def read(self, parameter: nn.Parameter) -> None:
+        """Gather a released parameter that an operation reads, if a forward of the model is under way in this thread.
+
+        Raises:
+            EngineError: an update has failed, or this process is the child of a fork.
+        """
+        unit, _ = self._places[parameter]
+        unit.params.written.check()
+        self._hooks.read(unit)
+
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         del prefix, keep_vars
         for parameter in module.parameters(recurse=False):
             unit, own = self._places.get(parameter, (None, None))
-            if unit is not None and own is not None and own.is_hidden(unit.placeholder):
+            if unit is not None and own is not None and own.is_hidden:
                 raise EngineError(
                     f"state_dict(): parameter '{own.name}' {tuple(parameter.shape)} is not gathered and would read as "
                     "NaN. Call it inside optimizer.gathered(), on every rank, or use optimizer.save() and "
@@ -98,7 +106,7 @@ class Idioms:
                     f"load_state_dict(assign=True) would put another parameter in place of '{own.name}', which nothing "
                     "would train. Call it without assign, inside optimizer.gathered(modify=True)."
                 )
-            is_there = unit.resident and unit.is_whole and not own.is_hidden(unit.placeholder)
+            is_there = unit.resident and unit.is_whole and not own.is_hidden
             if not (unit.holding.blocks or is_there):
                 raise EngineError(
                     f"load_state_dict(): parameter '{own.name}' {tuple(parameter.shape)} is not there as a whole. "

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from penstock.engine.units.dtensors import counts_once, give_elements, is_divided, own_elements, own_part
 from penstock.engine.units.parameter import UnitParameter
+from penstock.engine.units.released import released_alias
 from penstock.errors import EngineError
 from penstock.layout import FlatLayout, Slot
 from penstock.rules.master import as_param
@@ -24,15 +25,15 @@ class DividedParameter(UnitParameter):
 
     def expose(self, buffer: Tensor) -> None:
         """Make its elements a view of its slot in a buffer of the unit."""
+        self.tensor.__class__ = self._kind
         give_elements(self.tensor, self.view_in(buffer))
 
     def hide(self, placeholder: Tensor) -> None:
         """Make its elements a placeholder."""
-        give_elements(self.tensor, placeholder.expand(self.slot.shape))
-
-    def is_hidden(self, placeholder: Tensor) -> bool:
-        """Whether it is a placeholder now."""
-        return self.memory.data_ptr() == placeholder.data_ptr()
+        self.tensor.__class__ = self._kind
+        # `to_local()` and `full_tensor()` do not ask the class of the parameter, but that of its elements.
+        give_elements(self.tensor, released_alias(placeholder.expand(self.slot.shape), self.name))
+        self.tensor.__class__ = self._released
 
     def take_in(self, full: Tensor) -> None:
         """Put elements that were given to it with other memory into the full buffer.
@@ -54,6 +55,7 @@ class DividedParameter(UnitParameter):
         """Leave it to the user: with this rank's elements that are `as_before`, or without elements."""
         self.hide_gradient()
         self.handle = None
+        self.tensor.__class__ = self._kind
         empty = torch.empty(0, dtype=self._dtype, device=self._device)
         give_elements(self.tensor, empty if value is None else value)
 

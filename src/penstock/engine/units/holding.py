@@ -13,7 +13,7 @@ from enum import Enum
 class Residency(Enum):
     """What device memory a unit's parameters hold beside their home.
 
-    RELEASED: none; the parameters read as NaN.
+    RELEASED: none; the parameters refuse to be read.
     OUTDATED: the full buffer has memory, and its values do not count: those of a resident or persistent unit from
         before an update, or NaN in a buffer that somebody else still has views of.
     GATHERING: the full buffer is being filled.

@@ -1,7 +1,7 @@
 """One parameter of a unit: its place in the full buffer, what it shows now, and what it was before `prepare`.
 
     shown     a view of its slot in a buffer of the unit
-    hidden    a placeholder: its real shape, NaN when read, one element of memory, no writes
+    hidden    a placeholder: its real shape, one element of memory, and a class that refuses reads and writes
     left      the values that the engine leaves it with, or none
 
 Its `.grad` is empty, or a handle of ours that stands for the gradient (`engine/passes/handles.py`), or a tensor that
@@ -12,6 +12,7 @@ for every parameter in every forward.
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.units.released import released_class
 from penstock.engine.units.versions import count_write
 from penstock.errors import EngineError
 from penstock.layout import Slot
@@ -39,6 +40,8 @@ class UnitParameter:
         "__weakref__",
         "_device",
         "_dtype",
+        "_kind",
+        "_released",
         "_version",
         "arrived",
         "counts",
@@ -61,6 +64,8 @@ class UnitParameter:
         self.shows_gradient = False
         self.arrived: Tensor | None = None
         self.counts = True
+        self._kind = type(tensor)
+        self._released = released_class(self._kind)
         self._dtype = tensor.dtype
         self._device = tensor.device
         # Torch counts every write but those through `.data`, which are ours: another number tells that people wrote.
@@ -70,6 +75,7 @@ class UnitParameter:
         """Note the same parameter in another place. What it was before `prepare` stays noted."""
         other = type(self)(self.tensor, index, slot)
         other._dtype, other._device, other._version = self._dtype, self._device, self._version
+        other._kind, other._released = self._kind, self._released
         other.required_grad, other.counts = self.required_grad, self.counts
         return other
 
@@ -91,6 +97,7 @@ class UnitParameter:
 
     def expose(self, buffer: Tensor) -> None:
         """Make it a view of its slot in a buffer of the unit."""
+        self.tensor.__class__ = self._kind
         if not self._is_view_in(buffer):
             self.tensor.data = self.view_in(buffer)
 
@@ -108,11 +115,14 @@ class UnitParameter:
 
     def hide(self, placeholder: Tensor) -> None:
         """Make it a placeholder: one element that stands for all of them."""
+        self.tensor.__class__ = self._kind
         self.tensor.data = placeholder.expand(self.slot.shape)
+        self.tensor.__class__ = self._released
 
-    def is_hidden(self, placeholder: Tensor) -> bool:
-        """Whether it is a placeholder now."""
-        return self.tensor.data_ptr() == placeholder.data_ptr()
+    @property
+    def is_hidden(self) -> bool:
+        """Return True if it is a placeholder now."""
+        return type(self.tensor) is self._released
 
     def take_in(self, full: Tensor) -> None:
         """Put values that were given to it with other memory (`parameter.data = ...`) into the full buffer.
@@ -134,6 +144,7 @@ class UnitParameter:
         """Leave it to the user: with a value that is `as_before`, or without elements."""
         self.hide_gradient()
         self.handle = None
+        self.tensor.__class__ = self._kind
         self.tensor.data = torch.empty(0, dtype=self._dtype, device=self._device) if value is None else value
 
     def as_before(self, value: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class ReadWatch(Generic[Owner]):
     """
 
     def __init__(
-        self, module: nn.Module, owners: Mapping[nn.Parameter, Owner], notice: Callable[[Owner, nn.Module], None]
+        self, module: nn.Module, owners: Mapping[nn.Parameter, Owner], notice: Callable[[Owner], None]
     ) -> None:
         self._module = module
         self._owners = {p: owners[p] for p in module.parameters(recurse=False) if p in owners}
@@ -57,7 +57,7 @@ class ReadWatch(Generic[Owner]):
         owner = self._owners.get(parameter) if parameter is not None else None
         # Before the look-up returns: who asked gets the same object, and would compute with NaN.
         if owner is not None and owner in self._hidden:
-            self._notice(owner, self._module)
+            self._notice(owner)
 
     def _exchange(self, new: Named) -> None:
         old = self._module._parameters
@@ -87,7 +87,7 @@ class _Watched(Named):
 
 
 def watch_reads(
-    model: nn.Module, owners: Mapping[nn.Parameter, Owner], notice: Callable[[Owner, nn.Module], None]
+    model: nn.Module, owners: Mapping[nn.Parameter, Owner], notice: Callable[[Owner], None]
 ) -> Mapping[Owner, list[ReadWatch[Owner]]]:
     """Make a watch for each module that owns parameters, and list them by the owners (units) of those."""
     by_owner: dict[Owner, list[ReadWatch[Owner]]] = {}

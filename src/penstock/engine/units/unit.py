@@ -154,7 +154,7 @@ class Unit:
         # rank that issued one alone would wait for ever.
         self.stale = False
         self.is_rounded = False  # what was last gathered are not the values of the home, but what codes stand for
-        # NaN: what reads a parameter that is not there shows it, instead of computing with values of another unit.
+        # NaN: what reads a parameter past its class shows it, instead of computing with values of another unit.
         self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
         self._nothing = self.placeholder.clone()
         if not self.resident:
@@ -272,7 +272,7 @@ class Unit:
             watch.show(self)
 
     def hide(self) -> None:
-        """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
+        """Make the parameters placeholders: their real shape, one element of memory, no reads and writes."""
         # Before the buffer's memory goes: a parameter that were still a view of it would show what others write there.
         for parameter in self.parameters:
             parameter.hide(self.placeholder)

@@ -12,8 +12,8 @@ from penstock.errors import EngineError
 
 _MOST_NAMED = 8
 _WHERE_TO_LOOK = (
-    "Look for an overflow in the loss or in the model (torch.autograd.detect_anomaly() finds the operation), for a bad "
-    "batch, and for parameters that are read where their module does not run: those read NaN"
+    "Look for an overflow in the loss or in the model (torch.autograd.detect_anomaly() finds the operation), and for a "
+    "bad batch"
 )
 
 
