@@ -113,13 +113,15 @@ class Council:
             self._name = f"penstock council {number} of {hashlib.sha256(who.encode()).hexdigest()[:16]}"
         self._store = dist.distributed_c10d.PrefixStore(self._name, store)
         everyone = [f"here {rank}" for rank in range(self.size)]
-        self._store.set(everyone[self.rank], host_name())
-        # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
-        self._await(everyone)
         try:
+            self._store.set(everyone[self.rank], host_name())
+            # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
+            self._await(everyone)
             if self._hosts is None:  # now: when a message needs them, the host of the store may be the one that is gone
                 self._hosts = names_of_hosts(self._store.multi_get(everyone))
             self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, _options(limit_of(self.timeout_s)))
+        except PenstockError:  # it names who is missing; `EngineError` is a RuntimeError too
+            raise
         except RuntimeError as error:
             if self._hosts:  # all are present, and cannot reach each other
                 self._advice = _INTERFACE
@@ -129,6 +131,7 @@ class Council:
         """Wait until every member has written its key; after a minute, log which have not."""
         patience_s = min(self.timeout_s, JOINING_S)
         first_s = min(WARN_S, patience_s / 2)
+        warned = False
         for limit_s in (first_s, patience_s - first_s):
             try:
                 self._store.wait(list(everyone), limit_of(limit_s))
@@ -136,7 +139,10 @@ class Council:
             except RuntimeError as error:
                 failure = error
             missing = self._absent(everyone)
-            if limit_s is first_s:
+            if not missing:
+                return
+            if not warned:
+                warned = True
                 _logger.warning(
                     f"Rank {self.members[self.rank]} has waited {first_s:g} s in prepare() for {missing}, of "
                     f"{self.size} ranks. It waits for {patience_s:g} s at most."
@@ -149,13 +155,11 @@ class Council:
         ) from failure
 
     def _absent(self, everyone: Sequence[str]) -> str:
-        """Name the members that have not written their key."""
-        try:
-            absent = [rank for rank, key in zip(self.members, everyone, strict=True) if not self._store.check([key])]
-        except RuntimeError:
-            return "ranks that cannot be named: the rank that has the job's store has ended"
+        """Name the members that have not written their key; empty where all have."""
+        absent = [rank for rank, key in zip(self.members, everyone, strict=True) if not self._store.check([key])]
         more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
-        return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:_MOST_NAMED]))}{more}"
+        named = ", ".join(map(str, absent[:_MOST_NAMED]))
+        return f"rank{'s' * (len(absent) > 1)} {named}{more}" if absent else ""
 
     @property
     def size(self) -> int:
