@@ -96,7 +96,7 @@ class Save:
                     hold = closing.enter_context(Hold(self.target.folder))
                     hold.share()
                 written = self._write(closing, undo)
-            except Exception as error:
+            except BaseException as error:  # an interrupt too: the other ranks wait for this one's word
                 failure = error
             # The barrier between data and marker: without it the marker could name what another rank has not written.
             self.council.agree(failure)
@@ -158,7 +158,7 @@ class Save:
             ranks = (replace(first, tensors=None), *others)
             commit(self.target.folder, replace(self.manifest, ranks=ranks, tensors=first.tensors))
         except Exception as error:
-            return str(error)
+            return str(error) or f"Writing the marker of {self.target.folder} failed: {type(error).__name__}."
         return None
 
     def _settle(self, hold: Hold | None) -> str | None:
@@ -168,6 +168,6 @@ class Save:
                 settle(self.target.folder, hold)
                 if self.target.keep is not None:
                     prune(self.target.folder, self.target.keep)
-        except CheckpointError as error:
+        except Exception as error:  # whatever it is: the other ranks wait to hear of it
             return f"{error} The checkpoint is whole, but may be gone after a power failure. Save again."
         return None

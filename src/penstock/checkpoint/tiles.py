@@ -43,7 +43,8 @@ class UnitSource:
         table: what they are and where in the file they go; its checksums are yet to come.
         homes: where they rest, in the order of the table's homes.
         ready: their values are there, in files too. What is written later waits for `copied`, never the reverse.
-        copied: is set once nothing reads them any more; updates wait for it.
+        copied: is settled once nothing reads them any more; updates wait for it. Settled by the writer after the last
+            copy, and by the owner of the save when that is over, however it ends.
     """
 
     table: UnitTable
@@ -129,16 +130,13 @@ class TileWriter:
             for source in self._sources:
                 source.ready.synchronize()  # else a tile is copied while its update still writes it
                 written.append([self._write_tile(source, number) for number in source.table.tiles])
-                _set(source.copied)  # after the last copy: the unit's next update begins now
+                source.copied.settle()  # after the last copy: the unit's next update begins now
             for transfers in self._in_flight:
                 _wait(transfers)
             self._file.sync()  # after the last write; whoever hears that this rank has written may write the marker
             self._verify_copies()  # after the sync: before it, the page cache would say what the disk has not
         except OSError as error:
             raise _write_failed(self._path, error) from error
-        finally:
-            for source in self._sources:
-                _set(source.copied)  # updates wait for it, of a save that has failed too
         tables = [
             source.table.with_checksums([[checked.checksum for checked in of_tile] for of_tile in of_unit])
             for source, of_unit in zip(self._sources, written, strict=True)
@@ -217,12 +215,6 @@ def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
             file=file,
             field=copied.what,
         ) from error
-
-
-def _set(event: HostEvent) -> None:
-    """Let those go on who wait for an event. It may be set already."""
-    if not event.ran():
-        event.run(lambda: None)
 
 
 def _wait(transfers: list[Transfer]) -> None:

@@ -198,6 +198,10 @@ class HostEvent(Event):
         del work  # before the event: who has waited may count the references to a buffer at once
         self._finished.set()
 
+    def settle(self) -> None:
+        """Release the threads that wait, whether the work ran or never will. Changes nothing once it ran."""
+        self._finished.set()
+
     def wait(self) -> None:
         """Block until done: compute on the host is the calling thread."""
         self.synchronize()

@@ -95,7 +95,7 @@ class HostWorker:
         alone: whether torch's operations there run in this thread alone: where compute needs the cores.
 
     Raises:
-        EngineError: the interpreter is exiting.
+        EngineError: the interpreter is exiting, or the system starts no thread.
     """
 
     def __init__(self, name: str, *, promised: str = "", alone: bool = False) -> None:
@@ -106,7 +106,12 @@ class HostWorker:
         self._closed = False
         self._last: HostEvent | None = None
         self._thread = WorkerThread(target=self._inbox.serve, name=f"penstock-{name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise EngineError(
+                f"The system starts no thread for '{name}': {error}. Raise its limit (ulimit -u)."
+            ) from error
         end, phase = (self._inbox.keep, Phase.PROMISED) if promised else (self._inbox.drop, Phase.THREADS)
         self._end = at_end(self, end, self._thread, phase=phase)
 
