@@ -30,7 +30,7 @@ from penstock.engine.state.access import Access
 from penstock.engine.state.choosing import Candidate, choose
 from penstock.engine.state.placing import write_averages, write_states, write_weights
 from penstock.engine.state.taking import Taken, Taker, spread
-from penstock.engine.state.torn import is_torn, tear
+from penstock.engine.state.torn import check_loadable, is_torn, tear
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, PenstockError
@@ -75,6 +75,7 @@ class Loader:
         """
         failure: Exception | None = None
         try:
+            check_loadable(self._units)
             if not is_torn(self._units):
                 self._access.finish()  # an update that is under way would write over what is loaded
         except Exception as error:
