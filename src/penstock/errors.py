@@ -11,6 +11,9 @@ Every message says what happened, to which object (with its shape, bytes and tie
 docs/errors.md explains them one by one.
 """
 
+import errno
+import os
+
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises for a user's mistake or a failing machine."""
@@ -61,6 +64,13 @@ class EngineError(PenstockError, RuntimeError):
     """The engine was used after `close`, its ranks are out of step, or an update failed on a worker."""
 
 
+def call_failed(verb: str, file: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """Make the error of a call of the system on a checkpoint's file or folder; the caller raises it."""
+    advice = f" {OPEN_FILES}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return CheckpointError(f"{verb} {file} failed: {error.strerror or error}.{advice}", file=os.fspath(file))
+
+
+OPEN_FILES = "Raise the limit of open files (ulimit -n)."
 _MOST_CHARS = 300
 
 

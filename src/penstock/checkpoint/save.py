@@ -16,6 +16,7 @@ from penstock.checkpoint.folder import (
     Hold,
     commit,
     file_name,
+    named,
     prune,
     remove_file,
     remove_folders,
@@ -91,11 +92,12 @@ class Save:
             undo.callback(remove_folders, self.target.made)  # by every rank: the last one finds them empty
             written, failure, hold = None, None, None
             try:
-                if self.manifest is not None:
-                    # Before the first file is there: whoever cleans the folder would take it for a dead save's.
-                    hold = closing.enter_context(Hold(self.target.folder))
-                    hold.share()
-                written = self._write(closing, undo)
+                with named("Writing", self.target.folder):
+                    if self.manifest is not None:
+                        # Before the first file is there: whoever cleans the folder would take it for a dead save's.
+                        hold = closing.enter_context(Hold(self.target.folder))
+                        hold.share()
+                    written = self._write(closing, undo)
             except BaseException as error:  # an interrupt too: the other ranks wait for this one's word
                 failure = error
             # The barrier between data and marker: without it the marker could name what another rank has not written.

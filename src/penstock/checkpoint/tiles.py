@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.tables import Record, TileKey, UnitTable
 from penstock.checkpoint.tensorfiles import FILE_MODE
-from penstock.errors import CheckpointError, NvmeError
+from penstock.errors import OPEN_FILES, CheckpointError, NvmeError, call_failed
 from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.arena import Arena, page_aligned
 from penstock.machine.streams import Event, HostEvent, Streams
@@ -235,6 +235,8 @@ def _write_failed(path: Path, error: OSError) -> CheckpointError:
     where = f" at offset {error.offset:,}" if isinstance(error, NvmeError) and error.offset is not None else ""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "Free space there, or save elsewhere." if is_full else "See the kernel's log (dmesg)."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = OPEN_FILES
     return CheckpointError(
         f"Writing {path} failed{where}: {reason}. {advice} Checkpoints that were whole before still are.",
         file=str(path),
@@ -317,7 +319,7 @@ class TileReader:
             try:
                 self._files[path] = File.existing(self._queue, path)
             except OSError as error:
-                raise CheckpointError(f"Reading {path} failed: {error.strerror}.", file=str(path)) from error
+                raise call_failed("Reading", path, error) from error
         return self._files[path]
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 import penstock
+from penstock.engine.updates import update
 from penstock.tiers import ring, staging
 from tests.parity.resuming import SMALL, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
@@ -154,3 +155,40 @@ def test_buffers_that_an_interrupt_kept_from_being_made_are_made_when_they_are_n
         optimizer.reload_states()
     assert different(goes_on(run, prepared), expected) == []
     optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("device", KeyboardInterrupt),
+        thorough("cpu", KeyboardInterrupt),
+        ("device", MemoryError),
+        ("cpu", MemoryError),
+        ("late", MemoryError),
+    ],
+)
+def test_an_update_that_ran_out_of_memory_is_told_in_words_where_it_is_met_again(
+    where: str, error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RUNS[where]
+    prepared = after_a_step(run)
+    optimizer = prepared[1]
+    optimizer.save(tmp_path / "whole")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer._engine.rig.rule), "update_many", fails)
+        patch.setattr(update, "update_many", fails)
+        with pytest.raises((error, penstock.EngineError)):
+            iterate(run, *prepared, 1, 0, 1)
+            optimizer.synchronize()
+    for call in (
+        lambda: optimizer.save(tmp_path / "again"),
+        lambda: optimizer.load(tmp_path / "whole"),
+        optimizer.step,
+        optimizer.close,
+    ):
+        with pytest.raises(penstock.EngineError, match="Close the optimizer"):
+            call()

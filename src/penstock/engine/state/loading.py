@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from penstock.checkpoint.beside import persistent_buffers, write_buffer, write_random
+from penstock.checkpoint.folder import named
 from penstock.checkpoint.manifest import Manifest, SavedParameter
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.shared import digest, read_together
@@ -118,9 +119,10 @@ class Loader:
         damage: Exception | None = None
         failure: Exception | None = None
         try:
-            checkpoint = Checkpoint.read(candidate.folder)
-            candidate.check(checkpoint.manifest.token)
-            own = checkpoint.own_tensors(self._ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
+            with named("Reading", candidate.folder):
+                checkpoint = Checkpoint.read(candidate.folder)
+                candidate.check(checkpoint.manifest.token)
+                own = checkpoint.own_tensors(self._ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
         except CheckpointError as error:
             damage = error
         except Exception as error:
@@ -237,7 +239,8 @@ class Loader:
         failure: Exception | None = None
         damage: Exception | None = None
         try:
-            self._read_tiles(taken)
+            with named("Reading", taken.checkpoint.folder):
+                self._read_tiles(taken)
         except CheckpointError as error:
             damage = error
         except Exception as error:

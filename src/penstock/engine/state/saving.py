@@ -149,7 +149,8 @@ class Saver:
         folder, own, failure = Path(path), None, None
         with contextlib.ExitStack() as undo:
             try:
-                own = self._take(folder, extra or {}, undo, blocking=blocking, frozen=frozen)
+                with folders.named("Writing", folder):
+                    own = self._take(folder, extra or {}, undo, blocking=blocking, frozen=frozen)
             except Exception as error:
                 failure = error
             self._council.agree(failure)  # a rank that goes on alone would wait for the others for ever
