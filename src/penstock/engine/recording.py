@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.forecast.plan import Plan
 
 if TYPE_CHECKING:
-    from penstock.engine.lines import Lines
+    from penstock.wholefiles import Lines
 
 METRICS_NAME = "metrics.jsonl"
 TRACE_NAME = "trace.json"
@@ -92,7 +92,7 @@ class Record(AbstractContextManager["Record"]):
             raise ConfigError(f"record(begin={begin!r}): give the number of steps that were made before, such as 100.")
         if RANK in os.fspath(folder):
             raise ConfigError(f"record({os.fspath(folder)!r}): the first rank alone writes. Leave {RANK} out.")
-        from penstock.engine.lines import Lines  # here: most runs record nothing
+        from penstock.wholefiles import Lines  # here: most runs record nothing
 
         record = cls(engine, folder, begin)
         if engine.rig.ranks.rank == 0:

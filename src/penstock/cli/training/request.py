@@ -8,6 +8,7 @@ from transformers.utils import logging
 from penstock.checkpoint.opened import resolve
 from penstock.cli.ranks import Ranks
 from penstock.cli.reporting.page import PAGE_NAME
+from penstock.cli.reporting.run import METRICS_NAME
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.dataset import Shape, find_all
 from penstock.cli.training.data.reading.sources import Source
@@ -21,7 +22,6 @@ from penstock.cli.training.learning.sharing import check_mesh
 from penstock.cli.training.planning import PLAN_NAME
 from penstock.cli.training.precision import Precision, resolve_precision
 from penstock.cli.training.recipe import Recipe, recipe_for
-from penstock.cli.training.reporting.metrics import METRICS_NAME
 from penstock.cli.training.reporting.trackers import check_trackers
 from penstock.cli.training.reporting.waits import TRACE_NAME
 from penstock.cli.training.runfile import RUN_NAME

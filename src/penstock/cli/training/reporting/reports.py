@@ -7,16 +7,17 @@ from typing import Any
 
 from penstock import LocationReport
 from penstock.cli.reporting.page import INSTALL, plotly_script, write_page
+from penstock.cli.reporting.run import METRICS_NAME
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.reporting.display import Display
 from penstock.cli.training.reporting.formats import printable
-from penstock.cli.training.reporting.metrics import Metrics
 from penstock.cli.training.reporting.progress import Progress
 from penstock.cli.training.reporting.samples import Sample
 from penstock.cli.training.reporting.summary import Summary
 from penstock.cli.training.reporting.trackers import Trackers
 from penstock.errors import one_line
 from penstock.planner import Plan, block
+from penstock.wholefiles import Lines
 
 
 class Reports(AbstractContextManager["Reports"]):
@@ -32,7 +33,7 @@ class Reports(AbstractContextManager["Reports"]):
         self._is_first_rank = is_first_rank
         self._closing = ExitStack()
         self._display = self._closing.enter_context(Display()) if is_first_rank else None
-        self._metrics: Metrics | None = None
+        self._metrics: Lines | None = None
         self._trackers = Trackers(config.report_to if is_first_rank else (), self.note)
         self._summary = Summary()
         self._plan: Plan | None = None
@@ -59,7 +60,9 @@ class Reports(AbstractContextManager["Reports"]):
         """
         if not self._is_first_rank:
             return
-        self._metrics = self._closing.enter_context(Metrics(self._config.out, goes_on=goes_on))
+        self._metrics = Lines(self._config.out / METRICS_NAME)
+        self._closing.callback(self._metrics.close)
+        self._metrics.begin(goes_on=goes_on)
         self._write("start", about)
         self._closing.callback(self._trackers.close)
         asked = about.pop("config", {})
