@@ -1,11 +1,14 @@
 """Methods that an interrupt or a lack of memory ends at any line: again, they work, or an error says what to do."""
 
+import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import penstock
@@ -13,7 +16,7 @@ from penstock.engine.updates import update
 from penstock.tiers import ring, staging
 from tests.parity.resuming import SMALL, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
-from tests.support import interrupt, separate, simulated, thorough
+from tests.support import disks, interrupt, separate, simulated, thorough
 
 BF16 = Arithmetic(precision="bf16")
 HALF = shares(device=0.5, nvme=0.5)
@@ -191,3 +194,53 @@ def test_an_update_that_ran_out_of_memory_is_told_in_words_where_it_is_met_again
     ):
         with pytest.raises(penstock.EngineError, match="Close the optimizer"):
             call()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("where", ["nvme", thorough("late")])
+def test_a_close_that_is_interrupted_is_finished_by_the_next(where: str) -> None:
+    """Nothing stays, and the model has its parameters: whole, or where they were given up already, without elements."""
+    run = RUNS[where]
+    prepared = after_a_step(run)
+    expected = values(*prepared[:2])
+    with interrupt(1 << 60) as happened:
+        prepared[1].close()
+    (folder,) = disks()
+    own, threads = f"penstock-*-{os.getpid()}-*", threading.active_count()
+    for number in sorted(happened.places.values())[::EVERY]:
+        model, optimizer, _ = after_a_step(run)
+        kept = optimizer._engine  # as the traceback of an interrupt does, for a while
+        with suppress(KeyboardInterrupt), interrupt(number) as happened:
+            optimizer.close()
+        optimizer.close()
+        assert not [*folder.glob(own), *folder.glob(f".{own}")], happened.where
+        assert threading.active_count() == threads, happened.where
+        for name, p in model.named_parameters():
+            assert torch.equal(p.float(), expected[name].to(p.dtype).float()), (name, happened.where)
+        with pytest.raises(penstock.EngineError, match="after close"):
+            optimizer.step()
+        assert kept.closed
+
+
+@pytest.mark.parametrize("where", ["streams", "store", "hooks"])
+def test_a_close_that_is_interrupted_at_a_step_of_its_end(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RUNS["nvme"]
+    _, optimizer, _ = after_a_step(run)
+    engine = optimizer._engine
+    part = {"streams": engine.rig.streams, "store": engine.store, "hooks": engine.passes.hooks}[where]
+    close, interrupts = part.close, [KeyboardInterrupt]
+
+    def interrupted() -> None:
+        if interrupts:
+            raise interrupts.pop()
+        close()
+
+    monkeypatch.setattr(part, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    with pytest.raises(penstock.EngineError, match="after close"):
+        optimizer.step()
+    optimizer.close()
+    assert engine.closed
+    (folder,) = disks()
+    assert not [*folder.glob(f"*penstock-*-{os.getpid()}-*")]
