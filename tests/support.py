@@ -5,11 +5,15 @@ import math
 import os
 import pickle
 import random
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -30,6 +34,7 @@ from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import Event, InlineStreams, Streams, Work
 from penstock.tiers import staging
 
+SOURCE = str(Path(penstock.__file__).parent)
 RANK_TIMEOUT = timedelta(seconds=60)
 # Modules that the processes of ranks have from the one that they are forked from; it starts with the first of them.
 PRELOADED = ["tests.preloaded"]
@@ -263,3 +268,48 @@ def _group_timeout_s() -> float:
     group: Any = dist.distributed_c10d._get_default_group()
     told = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return max((float(each._timeout.total_seconds()) for each in told if each is not None), default=math.inf)
+
+
+@dataclass
+class Interrupted:
+    """How many lines have run, which ones, by the numbers of their first runs, and at which one it was raised."""
+
+    lines: int = 0
+    places: dict[str, int] = field(default_factory=dict)
+    where: str = ""
+
+
+@contextmanager
+def interrupt(
+    lines: int, error: type[BaseException] = KeyboardInterrupt, *, also: Collection[CodeType] = ()
+) -> Iterator[Interrupted]:
+    """Raise an error when so many lines of Penstock, or of some other code, have run in this thread; 0 for never."""
+    happened = Interrupted()
+    if not lines:
+        yield happened
+        return
+
+    def at_call(frame: FrameType, event: str, _: Any) -> Any:
+        seen: set[int] = set()
+
+        def at_line(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "line":
+                happened.lines += 1
+                is_new = frame.f_lineno not in seen
+                seen.add(frame.f_lineno)
+                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+                happened.places.setdefault(place, happened.lines)
+                # A `with` is met again at its end, before its lock is let go of: no signal of the system comes there.
+                if happened.lines >= lines and is_new and not happened.where:
+                    happened.where = place
+                    raise error
+            return at_line
+
+        return at_line if frame.f_code.co_filename.startswith(SOURCE) or frame.f_code in also else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        yield happened
+    finally:
+        sys.settrace(before)

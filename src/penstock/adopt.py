@@ -179,7 +179,7 @@ class Adoption:
             nn.ModuleList(_new_modules(engine.rig.model, self._newcomers)), engine.rig.ranks, engine.rig.streams.device
         )
         lasting.gatherer.live_budget = self._blueprint.live_bytes
-        lasting.staging.replan(self._blueprint.staging)
+        lasting.staging.give_back(lambda: self._blueprint.staging)
         other = connect(self._blueprint, engine.rig, lasting)
         joining = {plan.spec.name for plan in self._joining}
         other.state.averages.go_on_from(

@@ -164,7 +164,7 @@ def _take_memory(
                 filled.append(units[number])  # from here on what fails leaves its parameters empty
                 del flats  # before the next unit's come
         staging = Staging(store)
-        staging.replan(blueprint.staging)
+        staging.give_back(lambda: blueprint.staging)
         staging.take(reserved)
         undo.pop_all()  # all of it is there, and stays
     return _Memory(store, staging, units, pool)

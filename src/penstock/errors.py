@@ -11,6 +11,8 @@ Every message says what happened, to which object (with its shape, bytes and tie
 docs/errors.md explains them one by one.
 """
 
+import errno
+import os
 import reprlib
 
 
@@ -72,6 +74,13 @@ def no_gradient() -> EngineError:
     )
 
 
+def call_failed(verb: str, file: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """Make the error of a call of the system on a checkpoint's file or folder; the caller raises it."""
+    advice = f" {OPEN_FILES}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return CheckpointError(f"{verb} {file} failed: {error.strerror or error}.{advice}", file=os.fspath(file))
+
+
+OPEN_FILES = "Raise the limit of open files (ulimit -n)."
 _MOST_CHARS = 300
 
 

@@ -643,7 +643,7 @@ class Optimizer(torch.optim.Optimizer):
             try:
                 engine.close(keep_params=keep_params)
             finally:  # also of a close that raises: most have given everything back, and some nothing
-                self._engine = None if engine.closed else engine
+                self._engine = None if engine.ended else engine
 
     def _check_here(self, verb: str, engine: Engine) -> None:
         """Refuse in a child of the process that prepared the model."""
@@ -660,7 +660,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             A context manager that gives the engine, and a dict for what has to be the same on all ranks.
         """
-        if self._engine is None:
+        if self._engine is None or self._engine.closed:
             self._open(verb)
         assert self._engine is not None
         engine = self._engine
@@ -685,7 +685,7 @@ class Optimizer(torch.optim.Optimizer):
             whole: whether it needs the state of one step, or changes what updates read in it.
             writes: whether it changes state, or where that is: what is being saved has to be copied first.
         """
-        if self._engine is None:
+        if self._engine is None or self._engine.closed:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         self._check_here(verb, self._engine)
         check_not_averaged(verb, self._engine, writes=writes)

@@ -1,4 +1,4 @@
-"""Files of ours that are written by name: as a whole or not at all, and never through what somebody put in their place.
+"""Files of ours that are written by name: whole or not at all, or line by line.
 
 A name that we choose, such as `metrics.jsonl`, can be told beforehand: in a folder that others write to, a link of that
 name leads to a file of somebody's. So a file of ours is a regular one, or not there yet (`check_own`, `open_own`). What
@@ -6,13 +6,21 @@ people name themselves may be a link, a device or a pipe, and is written to as w
 """
 
 import errno
+import fcntl
+import json
+import math
 import os
 import secrets
 import stat
 import sys
+import threading
+import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+
+from penstock.errors import ConfigError, one_line
 
 _MOST_LINKS = 40
 
@@ -103,3 +111,91 @@ def _descriptor_of(path: Path) -> int | None:
             return int(path.name)
         path = path.parent / os.readlink(path)
     return None
+
+
+class Lines:
+    """Appends objects to a file, each at once, so that others can follow it. One process writes it at a time.
+
+    A disk that refuses a line ends the file there, with a warning: what is written is not what training is for.
+
+    Arguments:
+        path: the file. Its folder is made where it is missing.
+
+    Raises:
+        ConfigError: it cannot be written, or another process is writing it. Nothing in it has changed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()  # people log from threads of their own
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open_own(path, "ab")
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written: {error.strerror}. Give a folder on a disk with space, that you can write."
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConfigError(
+                f"{path} is being written by another recorder. Give each a folder of its own, or close that one first."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
+    def begin(self, *, goes_on: bool) -> None:
+        """Begin the file anew, or go on behind what is there: a last line that was torn gets its end."""
+        try:
+            if not goes_on:
+                self._file.truncate(0)
+            elif _is_torn(self._path):
+                self._file.write(b"\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None:
+        """Append an object. A number that is not finite is null; what JSON does not have is written as text."""
+        text = json.dumps(to_json({"event": event, **values}), allow_nan=False)
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._file.write(text.encode() + b"\n")
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file; `write` does nothing from here on."""
+        with self._lock:
+            self._file.close()
+
+    def _give_up(self, error: OSError) -> None:
+        try:
+            self._file.close()  # tries to write what is left once more
+        except OSError:
+            os.close(self._file.fileno()) if not self._file.closed else None
+        warnings.warn(f"{self._path} ends here: {one_line(error)}. Training goes on without it.", stacklevel=3)
+
+
+def to_json(value: Any) -> Any:
+    """Make a value JSON-like: what is not finite is null, keys are text, and so is what JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(name): to_json(of_name) for name, of_name in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file ends in the middle of a line."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"

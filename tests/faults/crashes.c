@@ -44,7 +44,13 @@ static int meet(const char* name) {
     return ((type(*) parameters)dlsym(RTLD_NEXT, #name))(__VA_ARGS__);           \
   }
 
-CALL(ssize_t, write, (int fd, const void* p, size_t n), fd, p, n)
+/* Of files alone: ranks talk by sockets, which are no part of the table. */
+ssize_t write(int fd, const void* p, size_t n) {
+  struct stat found;
+  int error = fstat(fd, &found) == 0 && S_ISREG(found.st_mode) ? meet("write") : 0;
+  if (error) return errno = error, -1;
+  return ((ssize_t(*)(int, const void*, size_t))dlsym(RTLD_NEXT, "write"))(fd, p, n);
+}
 CALL(ssize_t, pwrite, (int fd, const void* p, size_t n, off_t o), fd, p, n, o)
 CALL(ssize_t, pwrite64, (int fd, const void* p, size_t n, off64_t o), fd, p, n, o)
 CALL(ssize_t, copy_file_range, (int a, off64_t* x, int b, off64_t* y, size_t n, unsigned f), a, x, b, y, n, f)

@@ -8,16 +8,18 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint.manifest import MARKER, files_of
 from penstock.checkpoint.opened import checkpoints_in
 from penstock.machine import arena, lifetime
-from tests.support import disks, inline, prepare_on, thorough
+from tests.support import disks, inline, prepare_on, run_ranks, thorough
 
 # The child of a fork stands for the process here, which is made thousands of times: it has what a child has not else.
 PROCESS = os.getpid()
@@ -105,6 +107,25 @@ def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     training = Training(tmp_path_factory.mktemp(request.param), request.param)
     yield training
     training.close()
+
+
+def fails_beside_training(engine: Engine, folder: Path, number: int, keep: int | None = None) -> tuple[str, list[str]]:
+    """Save beside a step, and let the n-th call fail: what is said, once, and which calls there were."""
+    said = []
+    at_call(number, (errno.ENOSPC, errno.EIO)[number % 2])
+    for do in (
+        lambda: engine.optimizer.save(folder, keep=keep, extra={"tensor": torch.ones(3)}, blocking=False),
+        engine.iterate,  # which waits for the save: `synchronize` is a part of it
+        engine.iterate,
+    ):
+        try:
+            do()
+        except penstock.CheckpointError as caught:
+            said.append(str(caught))
+    made = calls()
+    at_call(NEVER)
+    assert len(said) < 2, said
+    return "".join(said), made
 
 
 def fresh(training: Training, folder: Path) -> Path:
@@ -209,3 +230,59 @@ def test_any_call_that_fails(training: Training, name: str, keep: int | None, tm
     assert {"fsync", "write"} <= set(refused)
     assert any(call.startswith("rename") for call in refused)
     assert any(call.startswith("posix_fallocate") for call in refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"), [("b", None), thorough("a", None, id="over"), thorough("b", 1, id="keep one")]
+)
+def test_any_call_of_a_save_beside_training_that_fails(name: str, keep: int | None, tmp_path: Path) -> None:
+    """The error is said once, training goes on as if nothing had been saved, and the next save works."""
+    training, plain = Training(tmp_path, "cpu"), Engine("cpu")
+    for _ in range(2):
+        plain.iterate()
+    refused: list[str] = []
+    for number in range(1, 1000):
+        parent = fresh(training, tmp_path / "runs")
+        said, made = fails_beside_training(training.engine, parent / name, number, keep)
+        if said:
+            refused.append(made[number - 1])
+            assert str(parent) in said
+        for _ in range(2):
+            plain.iterate()
+        assert same(training.engine.values(), plain.values()), made[number - 1]
+        training.save(parent / name, keep=1)
+        assert same(training.loaded(parent), plain.values())
+        if number > len(made):
+            break
+    assert {"fsync", "write", "pwrite"} <= set(refused)
+    assert any(call.startswith("rename") for call in refused)
+    assert any(call.startswith("open") for call in refused)
+    assert any(call.startswith("posix_fallocate") for call in refused)
+    training.close()
+    plain.optimizer.close()
+
+
+def one_rank_fails_beside_training(rank: int, folder: Path, failing: int) -> int:
+    """The same on one rank of two: both say it, both train on, and nobody waits for the other."""
+    engine, plain = Engine("cpu"), Engine("cpu")
+    for number in range(1, 1000):
+        parent = folder / str(number)
+        said, made = fails_beside_training(engine, parent / "a", number if rank == failing else NEVER)
+        everywhere: list[Any] = [None, None]
+        dist.all_gather_object(everywhere, (said, made))
+        assert bool(everywhere[0][0]) == bool(everywhere[1][0]), everywhere
+        assert str(folder) in said or not said
+        for _ in range(2):
+            plain.iterate()
+        assert same(engine.values(), plain.values())
+        engine.optimizer.save(parent / "a")
+        if number > len(everywhere[failing][1]):
+            break
+    engine.optimizer.close()
+    plain.optimizer.close()
+    return number
+
+
+@pytest.mark.parametrize("failing", [1, thorough(0)])
+def test_any_call_of_one_rank_that_fails_beside_training(failing: int, tmp_path: Path) -> None:
+    assert min(run_ranks(one_rank_fails_beside_training, 2, tmp_path, failing)) > 5

@@ -169,8 +169,7 @@ def test_the_next_run_goes_on_where_a_removal_was_killed(tmp_path: Path, after: 
     killer = "os.kill(os.getpid(), signal.SIGKILL)"
     code = {
         "data": f"from pathlib import Path; Path.unlink = lambda *_, **__: {killer}",
-        "name": f"import shutil; rmtree = shutil.rmtree\n"
-        f"shutil.rmtree = lambda path, **k: {killer} if path.name[0] == '.' else rmtree(path, **k)",
+        "name": f"from penstock.machine import swap; swap._remove_own = lambda _: {killer}",
     }[after]
     assert ended(f"a = make()\n{code}\nsay('ready'); a.close()", tmp_path)[0] == -signal.SIGKILL
     (left,) = names(tmp_path)

@@ -7,13 +7,11 @@ state is in parts. A loop that met an error goes on with `zero_grad`.
 
 import copy
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,11 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.machine.streams import Streams
-from tests.support import disks, inline, prepare_on, separate, simulated
+from tests.support import disks, inline, interrupt, prepare_on, separate, simulated
 
 WIDTH, BLOCKS = 16, 3
 KINDS = ("param", "grad", "master", "optimizer")
-SOURCE = str(Path(penstock.__file__).parent)
 Operation = tuple[Any, ...]
 
 
@@ -486,13 +483,13 @@ class Run:
         graphs = list(self.ours.graphs), list(self.plain.graphs)
         values: list[Tensor] = []
         error: BaseException | None = None
-        with interrupt(lines) as happened:
+        with interrupt(lines, also=MODELS) as happened:
             try:
                 values = self.ours.do(operation)
             except (Exception, KeyboardInterrupt) as found:
                 error = found.with_traceback(None)
         if isinstance(error, KeyboardInterrupt):
-            self.said.append(f"{name} interrupted at {happened[0]}")
+            self.said.append(f"{name} interrupted at {happened.where}")
             self.ours.graphs, self.plain.graphs = graphs
             self.after_interrupt(operation, name)
             return
@@ -596,35 +593,6 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor], what: str) -> None:
     assert len(ours) == len(theirs)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert torch.equal(a, b), f"{what}: number {number} differs by {(a - b).abs().max()}"
-
-
-@contextmanager
-def interrupt(lines: int) -> Iterator[list[str]]:
-    """KeyboardInterrupt when so many lines of Penstock or of the model have run; 0 for never."""
-    happened: list[str] = []
-    if not lines:
-        yield happened
-        return
-
-    def at_line(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal lines
-        if event == "line":
-            lines -= 1
-            if lines == 0:
-                happened.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
-                raise KeyboardInterrupt
-        return at_line
-
-    def at_call(frame: FrameType, event: str, _: Any) -> Any:
-        file = frame.f_code.co_filename
-        return at_line if file.startswith(SOURCE) or frame.f_code in MODELS else None
-
-    before = sys.gettrace()
-    sys.settrace(at_call)
-    try:
-        yield happened
-    finally:
-        sys.settrace(before)
 
 
 MODELS = (Net.forward.__code__, Block.forward.__code__)

@@ -22,12 +22,12 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from penstock.checkpoint.manifest import MARKER, FileEntry, Manifest, checksum, files_of
 from penstock.checkpoint.opened import checkpoints_in, read_marker
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, PenstockError, call_failed
 
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 _OURS = re.compile(
@@ -41,8 +41,19 @@ def file_name(token: str, suffix: str, rank: int | None = None) -> str:
     return f"{token}{suffix}" if rank is None else f"{token}-{rank:05d}{suffix}"
 
 
-def _failed(verb: str, file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{verb} {file} failed: {error.strerror or error}.", file=str(file))
+@contextlib.contextmanager
+def named(verb: str, folder: Path) -> Iterator[None]:
+    """Name the checkpoint in errors of the system that nobody has named, such as of a process without descriptors.
+
+    Raises:
+        CheckpointError: in their place.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PenstockError):
+            raise
+        raise call_failed(verb, folder, error) from error
 
 
 # How one appears
@@ -84,7 +95,7 @@ def make_folder(folder: Path) -> list[Path]:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
         remove_folders(made)
-        raise _failed("Making", folder, error) from error
+        raise call_failed("Making", folder, error) from error
     try:
         # Else a power failure can take away a folder, with a checkpoint in it that was said to be whole.
         for path in made:
@@ -118,7 +129,7 @@ def write_file(file: Path, data: bytes) -> FileEntry:
             os.fsync(opened.fileno())
     except OSError as error:
         remove_file(file)
-        raise _failed("Writing", file, error) from error
+        raise call_failed("Writing", file, error) from error
     return FileEntry(file.name, len(data), checksum(data))
 
 
@@ -141,7 +152,7 @@ def sync_folder(folder: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _failed("Writing", folder, error) from error
+        raise call_failed("Writing", folder, error) from error
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -166,7 +177,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
         os.replace(prepared, folder / MARKER)
     except OSError as error:
         remove_file(prepared)
-        raise _failed("Writing", folder / MARKER, error) from error
+        raise call_failed("Writing", folder / MARKER, error) from error
 
 
 # Who is in it
@@ -186,7 +197,7 @@ class Hold:
         try:
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"Writing into {folder} failed: {error.strerror}.", file=str(folder)) from error
+            raise call_failed("Writing into", folder, error) from error
 
     def share(self) -> None:
         """Hold the folder beside others that save into it."""

@@ -21,6 +21,9 @@ MARKER = "checkpoint.json"
 FORMAT = "penstock"
 VERSION = 1
 
+#: Looked up now: it takes descriptors, of which a process may have none later.
+VERSIONS = {name: version(name) for name in ("penstock", "torch")}
+
 #: Far beyond every count of saves: what a save counts up from is never near the end of numbers.
 MOST_SERIAL = 1 << 48
 #: What people hand over as `extra` is there as a whole, so this bounds markers that nobody has written.
@@ -132,7 +135,7 @@ class Manifest:
     serial: Annotated[int, partial(Field.integer, most=MOST_SERIAL)]
     token: str = field(default_factory=lambda: secrets.token_hex(4))
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    versions: Mapping[str, str] = field(default_factory=lambda: {name: version(name) for name in ("penstock", "torch")})
+    versions: Mapping[str, str] = field(default_factory=VERSIONS.copy)
     ranks: tuple[RankFiles, ...]
     tensors: FileEntry | None
     rule: str

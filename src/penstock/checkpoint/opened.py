@@ -31,7 +31,7 @@ from penstock.checkpoint.manifest import (
 from penstock.checkpoint.tables import RankTable, TileKey, UnitTable
 from penstock.checkpoint.tensorfiles import read_tensors
 from penstock.checkpoint.values import decode
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, call_failed
 from penstock.kinds import MASTER, OPTIMIZER, PARAM, is_average
 from penstock.rules.rule import BLOCK_NUMEL
 
@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
         try:
             nbytes = file.stat().st_size if file.is_file() else -1
         except OSError as error:
-            raise _not_read(file, error) from error
+            raise call_failed("Reading", file, error) from error
         if nbytes != entry.nbytes:
             why = f"has {nbytes:,} bytes, not {entry.nbytes:,}" if nbytes >= 0 else "is missing"
             raise CheckpointError(f"{file} {why}: the checkpoint is damaged. Load another one.", file=str(file))
@@ -156,11 +156,7 @@ def _read(file: Path, *, most: int) -> bytes:
     try:
         return read_bytes(file, most)
     except OSError as error:
-        raise _not_read(file, error) from error
-
-
-def _not_read(file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"Reading {file} failed: {error.strerror or error}.", file=str(file))
+        raise call_failed("Reading", file, error) from error
 
 
 def _read_tensors(folder: Path, entry: FileEntry | None) -> Mapping[str, Tensor]:

@@ -16,6 +16,7 @@ from penstock.checkpoint.folder import (
     Hold,
     commit,
     file_name,
+    named,
     prune,
     remove_file,
     remove_folders,
@@ -91,12 +92,13 @@ class Save:
             undo.callback(remove_folders, self.target.made)  # by every rank: the last one finds them empty
             written, failure, hold = None, None, None
             try:
-                if self.manifest is not None:
-                    # Before the first file is there: whoever cleans the folder would take it for a dead save's.
-                    hold = closing.enter_context(Hold(self.target.folder))
-                    hold.share()
-                written = self._write(closing, undo)
-            except Exception as error:
+                with named("Writing", self.target.folder):
+                    if self.manifest is not None:
+                        # Before the first file is there: whoever cleans the folder would take it for a dead save's.
+                        hold = closing.enter_context(Hold(self.target.folder))
+                        hold.share()
+                    written = self._write(closing, undo)
+            except BaseException as error:  # an interrupt too: the other ranks wait for this one's word
                 failure = error
             # The barrier between data and marker: without it the marker could name what another rank has not written.
             self.council.agree(failure)
@@ -158,7 +160,7 @@ class Save:
             ranks = (replace(first, tensors=None), *others)
             commit(self.target.folder, replace(self.manifest, ranks=ranks, tensors=first.tensors))
         except Exception as error:
-            return str(error)
+            return str(error) or f"Writing the marker of {self.target.folder} failed: {type(error).__name__}."
         return None
 
     def _settle(self, hold: Hold | None) -> str | None:
@@ -168,6 +170,6 @@ class Save:
                 settle(self.target.folder, hold)
                 if self.target.keep is not None:
                     prune(self.target.folder, self.target.keep)
-        except CheckpointError as error:
+        except Exception as error:  # whatever it is: the other ranks wait to hear of it
             return f"{error} The checkpoint is whole, but may be gone after a power failure. Save again."
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.checkpoint.folder import Hold, make_folder, remove_file, remove_folders
 from penstock.checkpoint.manifest import MARKER
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, call_failed
 from penstock.machine.border import crossing
 from penstock.machine.council import Council, council_of_all
 
@@ -80,7 +80,7 @@ def _leave(folder: Path, undo: contextlib.ExitStack) -> str:
     try:
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     except OSError as error:
-        raise CheckpointError(f"Writing {file} failed: {error.strerror or error}.", file=str(file)) from error
+        raise call_failed("Writing", file, error) from error
     undo.callback(remove_file, file)
     return file.name
 

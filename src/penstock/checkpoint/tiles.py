@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.tables import Record, TileKey, UnitTable
 from penstock.checkpoint.tensorfiles import FILE_MODE
-from penstock.errors import CheckpointError, NvmeError
+from penstock.errors import OPEN_FILES, CheckpointError, NvmeError, call_failed
 from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.arena import Arena, page_aligned
 from penstock.machine.streams import Event, HostEvent, Streams
@@ -43,7 +43,8 @@ class UnitSource:
         table: what they are and where in the file they go; its checksums are yet to come.
         homes: where they rest, in the order of the table's homes.
         ready: their values are there, in files too. What is written later waits for `copied`, never the reverse.
-        copied: is set once nothing reads them any more; updates wait for it.
+        copied: is settled once nothing reads them any more; updates wait for it. Settled by the writer after the last
+            copy, and by the owner of the save when that is over, however it ends.
     """
 
     table: UnitTable
@@ -129,16 +130,13 @@ class TileWriter:
             for source in self._sources:
                 source.ready.synchronize()  # else a tile is copied while its update still writes it
                 written.append([self._write_tile(source, number) for number in source.table.tiles])
-                _set(source.copied)  # after the last copy: the unit's next update begins now
+                source.copied.settle()  # after the last copy: the unit's next update begins now
             for transfers in self._in_flight:
                 _wait(transfers)
             self._file.sync()  # after the last write; whoever hears that this rank has written may write the marker
             self._verify_copies()  # after the sync: before it, the page cache would say what the disk has not
         except OSError as error:
             raise _write_failed(self._path, error) from error
-        finally:
-            for source in self._sources:
-                _set(source.copied)  # updates wait for it, of a save that has failed too
         tables = [
             source.table.with_checksums([[checked.checksum for checked in of_tile] for of_tile in of_unit])
             for source, of_unit in zip(self._sources, written, strict=True)
@@ -219,12 +217,6 @@ def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
         ) from error
 
 
-def _set(event: HostEvent) -> None:
-    """Let those go on who wait for an event. It may be set already."""
-    if not event.ran():
-        event.run(lambda: None)
-
-
 def _wait(transfers: list[Transfer]) -> None:
     """Wait for transfers, and forget them."""
     for transfer in transfers:
@@ -243,6 +235,8 @@ def _write_failed(path: Path, error: OSError) -> CheckpointError:
     where = f" at offset {error.offset:,}" if isinstance(error, NvmeError) and error.offset is not None else ""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "Free space there, or save elsewhere." if is_full else "See the kernel's log (dmesg)."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = OPEN_FILES
     return CheckpointError(
         f"Writing {path} failed{where}: {reason}. {advice} Checkpoints that were whole before still are.",
         file=str(path),
@@ -325,7 +319,7 @@ class TileReader:
             try:
                 self._files[path] = File.existing(self._queue, path)
             except OSError as error:
-                raise CheckpointError(f"Reading {path} failed: {error.strerror}.", file=str(path)) from error
+                raise call_failed("Reading", path, error) from error
         return self._files[path]
 
     def close(self) -> None:

@@ -4,8 +4,10 @@ import contextlib
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -62,7 +64,7 @@ class Engine:
         restore_model: undoes what was set on the model for these units, beside parameters and hooks.
         planted: what stands on the model and on the given optimizer until the end, whatever the units are.
         adopter: trains parameters that come into a param group later.
-        closed: whether everything was given back.
+        closed: whether the model was left, and everything is being given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
         begun_in: the id of the exception that the caller of `prepare` was handling.
     """
@@ -80,6 +82,7 @@ class Engine:
     closed: bool = False
     elsewhere: EngineError | None = None
     begun_in: int = field(default_factory=lambda: id(sys.exception()))
+    _ending: deque[Callable[[], object]] = field(default_factory=deque)
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
         """Keep other threads from running the model while a method of the optimizer runs."""
@@ -112,6 +115,9 @@ class Engine:
         While an exception is under way, other ranks may never come. They are told of it and not waited for: parameters
         that ranks share are left empty.
         """
+        if self.closed:  # by a call that an interrupt has ended
+            self._end()
+            return
         raised = sys.exception()  # asked first: inside an `except` below it is another one
         under_way = raised is not None and id(raised) != self.begun_in  # a loop may run in an `except` block as a whole
         if self.rig.ranks.council.size > 1 and (under_way or _is_ending()):
@@ -170,27 +176,47 @@ class Engine:
         2. End what is under way: from here on nobody works on memory of ours.
         3. Give the memory back.
         """
-        # 1. The mark first: what fails below is not tried again on half an engine.
-        self.closed = True
-        self.passes.hooks.remove()
-        self.restore_model()
-        self.planted.remove()
-        for parameter in self._parameters():
-            parameter.leave(values.get(parameter))
-        # 2. What is under way, gathers too, ends before its memory goes: files are still being written from it, and
-        # others are handed it at once.
-        self.rig.streams.close()
-        self.passes.gatherer.rest()
-        self.passes.reducer.close()
-        self.passes.hooks.close()
-        try:  # 3.
-            self.store.close()
-        finally:
-            for unit in self.rig.units:
-                unit.count_writes()  # torch refuses graphs that are left: what they have saved is gone
-                unit.drop()
-            self.rig.pool.close()  # after the streams, whose threads call it
-            self.rig.ranks.close()  # after the streams: a collective that is under way ends before its group
+        self._ending = deque(
+            [
+                # 1.
+                self.passes.hooks.remove,
+                self.restore_model,
+                self.planted.remove,
+                *(partial(parameter.leave, values.get(parameter)) for parameter in self._parameters()),
+                # 2. What is under way, gathers too, ends before its memory goes: files are still being written from
+                # it, and others are handed it at once.
+                self.rig.streams.close,
+                self.passes.gatherer.rest,
+                self.passes.reducer.close,
+                self.passes.hooks.close,
+                # 3. After the streams, whose threads call the pool, and whose collectives end before their group.
+                self.store.close,
+                # Torch refuses graphs that are left: what they have saved goes.
+                *(unit.count_writes for unit in self.rig.units),
+                *(unit.drop for unit in self.rig.units),
+                self.rig.pool.close,
+                self.rig.ranks.close,
+            ]
+        )
+        self.closed = True  # what fails from here on is not tried again on half an engine
+        self._end()
+
+    def _end(self) -> None:
+        """Make the steps of the end that are left. One that an interrupt breaks off is made again by the next close."""
+        failure: Exception | None = None
+        while self._ending:
+            try:
+                self._ending[0]()
+            except Exception as error:  # the rest goes all the same
+                failure = failure or error
+            self._ending.popleft()
+        if failure is not None:
+            raise failure
+
+    @property
+    def ended(self) -> bool:
+        """Return True if everything was given back."""
+        return self.closed and not self._ending
 
 
 def _is_ending() -> bool:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,10 +21,7 @@ from penstock.engine.tracing import RANK, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.forecast.plan import Plan
-from penstock.wholefiles import check_own, write_whole
-
-if TYPE_CHECKING:
-    from penstock.lines import Lines
+from penstock.wholefiles import Lines, check_own, write_whole
 
 METRICS_NAME = "metrics.jsonl"
 TRACE_NAME = "trace.json"
@@ -93,8 +90,6 @@ class Record(AbstractContextManager["Record"]):
             raise ConfigError(f"record(begin={begin!r}): give the number of steps that were made before, such as 100.")
         if RANK in os.fspath(folder):
             raise ConfigError(f"record({os.fspath(folder)!r}): the first rank alone writes. Leave {RANK} out.")
-        from penstock.lines import Lines  # here: most runs record nothing
-
         record = cls(engine, folder, begin)
         if engine.rig.ranks.rank == 0:
             record._lines = Lines(record.folder / METRICS_NAME)

@@ -21,7 +21,7 @@ from os import PathLike
 from torch import Tensor
 
 from penstock import _native
-from penstock.errors import EngineError, NvmeError
+from penstock.errors import OPEN_FILES, EngineError, NvmeError
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.lifetime import at_end
 
@@ -36,7 +36,7 @@ ADVICE = {
     errno.ENOSPC: "Free space there, or give another nvme_path.",
     errno.EDQUOT: "Free space in your quota, or give another nvme_path.",
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or give an nvme_path on another file system.",
-    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.EMFILE: OPEN_FILES,
     errno.ENOENT: "Create the folder, or give another nvme_path.",
     errno.ENOTDIR: "Give an nvme_path that is a folder.",
     errno.EACCES: "Make the folder writable, or give another nvme_path.",

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Protocol
 
+from penstock.errors import EngineError
+
 
 class Pending(Protocol):
     """A transfer that goes on after the work that started it has returned."""
@@ -198,6 +200,10 @@ class HostEvent(Event):
         del work  # before the event: who has waited may count the references to a buffer at once
         self._finished.set()
 
+    def settle(self) -> None:
+        """Release the threads that wait, whether the work ran or never will. Changes nothing once it ran."""
+        self._finished.set()
+
     def wait(self) -> None:
         """Block until done: compute on the host is the calling thread."""
         self.synchronize()
@@ -232,6 +238,13 @@ def _again(error: BaseException) -> BaseException:
     What is raised keeps every frame that it passes. Those of a forward refer to what autograd has recorded, which keeps
     the unit, its event and so the error: where Python's collector does not look, and nothing would ever go.
     """
+    if isinstance(error, MemoryError):
+        again: BaseException = EngineError(
+            "Host memory ran out in an update or a movement of state: its values are not whole. Close the optimizer "
+            "with keep_params=False, and go on from a checkpoint with less on the cpu tier."
+        )
+        again.__cause__ = error.with_traceback(None)
+        return again
     try:
         again = copy(error)
     except Exception:  # one that is not made of its arguments

@@ -89,4 +89,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def _folders(nodes: Path) -> list[Path]:
-    return list(nodes.glob("node[0-9]*"))
+    try:
+        return list(nodes.glob("node[0-9]*"))
+    except OSError:  # also of a process without descriptors: nothing is said then
+        return []

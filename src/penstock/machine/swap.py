@@ -29,7 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.errors import NvmeError, one_line
+from penstock.errors import OPEN_FILES, NvmeError, one_line
 from penstock.machine.host import boot_id
 from penstock.machine.lifetime import at_end
 
@@ -61,7 +61,7 @@ class Identity:
     def own(cls) -> "Identity":
         """Describe this process, as of now."""
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(os.getpid(), os.uname().nodename, boot_id(), started, sys.argv, version("penstock"))
+        return cls(os.getpid(), os.uname().nodename, boot_id(), started, sys.argv, VERSION)
 
     @classmethod
     def read(cls, folder: Path) -> "Identity | None":
@@ -90,6 +90,10 @@ def _read_small(path: Path) -> bytes:
     return content
 
 
+#: Looked up now: it takes descriptors, of which a process may have none later.
+VERSION = version("penstock")
+
+
 class SwapFolder:
     """A new folder for the files of one engine. What dead runs have left beside it is removed first.
 
@@ -111,10 +115,21 @@ class SwapFolder:
 
     def __init__(self, parent: str | os.PathLike[str], nbytes: int) -> None:
         folder = existing_folder(parent)
-        own = Identity.own()
-        _remove_leftovers(folder, own)  # first: the room that they take is counted as free below
-        _check_space(folder, nbytes)
-        self.path = _create(folder, own)
+        try:
+            own = Identity.own()
+            _remove_leftovers(folder, own)  # first: the room that they take is counted as free below
+            _check_space(folder, nbytes)
+            self.path = _create(folder, own)
+        except NvmeError:
+            raise
+        except OSError as error:
+            text = (
+                f"No swap folder can be made in the nvme path {str(folder)!r} ({error.strerror}). Make it a folder "
+                f"that this user can write, on a file system with locks (flock), or {ELSEWHERE}."
+            )
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                text = f"No swap folder can be made in {str(folder)!r} ({error.strerror}). {OPEN_FILES}"
+            raise NvmeError(text, file=str(folder), errno=error.errno) from error
         self._end = at_end(self, _release, self.path)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _on_sigterm)
@@ -231,17 +246,12 @@ def _create(parent: Path, own: Identity) -> Path:
         (unfinished / IDENTITY).write_text(json.dumps(asdict(own), indent=2) + "\n")
         made = unfinished.lstat()
         unfinished.rename(path)  # last: under this name the next run takes it for a leftover unless it is locked
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            _remove_own(unfinished)  # by name: a process without descriptors cannot list the folder
         if lock is not None:
             os.close(lock)
-        if not isinstance(error, OSError):
-            raise
-        text = (
-            f"No swap folder can be made in the nvme path {str(parent)!r} ({error.strerror}). Make it a folder "
-            f"that this user can write, on a file system with locks (flock), or {ELSEWHERE}."
-        )
-        raise NvmeError(text, file=str(path), errno=error.errno) from error
+        raise
     _held.locks[path] = _Lock(lock, made)
     return path
 
@@ -303,8 +313,14 @@ def _remove(path: Path) -> None:
         elif entry.name not in (LOCK, IDENTITY):
             entry.unlink(missing_ok=True)
     # 2. The name. Of several that remove the folder at once, one alone can rename it.
-    nameless = path.rename(path.with_name(f".{path.name}"))
-    shutil.rmtree(nameless)
+    _remove_own(path.rename(path.with_name(f".{path.name}")))
+
+
+def _remove_own(path: Path) -> None:
+    """Remove a folder that has nothing but our two files."""
+    for name in (IDENTITY, LOCK):
+        (path / name).unlink(missing_ok=True)
+    path.rmdir()
 
 
 def _release(path: Path) -> None:

@@ -63,6 +63,10 @@ class _Inbox:
     def finish(self, thread: threading.Thread, seconds: float | None = None) -> None:
         """End the thread after the work that is queued, and wait for that, at most so many seconds."""
         self.queue.put(None)
+        self.wait(thread, seconds)
+
+    def wait(self, thread: threading.Thread, seconds: float | None = None) -> None:
+        """Wait for the thread, which was told to end, at most so many seconds."""
         # The collection that ends a worker runs on any thread. One of ours must not wait here: the work in the queue
         # may itself wait for what this thread does next.
         if not on_worker():
@@ -95,7 +99,7 @@ class HostWorker:
         alone: whether torch's operations there run in this thread alone: where compute needs the cores.
 
     Raises:
-        EngineError: the interpreter is exiting.
+        EngineError: the interpreter is exiting, or the system starts no thread.
     """
 
     def __init__(self, name: str, *, promised: str = "", alone: bool = False) -> None:
@@ -106,7 +110,12 @@ class HostWorker:
         self._closed = False
         self._last: HostEvent | None = None
         self._thread = WorkerThread(target=self._inbox.serve, name=f"penstock-{name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise EngineError(
+                f"The system starts no thread for '{name}': {error}. Raise its limit (ulimit -u)."
+            ) from error
         end, phase = (self._inbox.keep, Phase.PROMISED) if promised else (self._inbox.drop, Phase.THREADS)
         self._end = at_end(self, end, self._thread, phase=phase)
 
@@ -146,11 +155,14 @@ class HostWorker:
         return self._last is None or self._last.ran()
 
     def close(self) -> None:
-        """Run what is queued, then end the thread."""
-        if not self._closed and os.getpid() == self._process:
+        """Run what is queued, then end the thread. Called again after an interrupt, it waits for the rest."""
+        if os.getpid() != self._process:
+            return
+        if not self._closed:
             self._closed = True  # first: what was submitted behind the end of the queue would never run
             self._end.cancel()
-            self._inbox.finish(self._thread)
+            self._inbox.queue.put(None)
+        self._inbox.wait(self._thread)
 
 
 def _given_up() -> None:

@@ -90,6 +90,11 @@ class Ring:
         """Use these slots."""
         self._slots.extend(slots)
 
+    @property
+    def is_empty(self) -> bool:
+        """Return True if there are no slots."""
+        return not self._slots
+
     def take(self, wanted: RingSlot | None = None) -> RingSlot:
         """Take the slot that was used least recently, or the one that is wanted."""
         if not self._slots:

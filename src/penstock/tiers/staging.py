@@ -9,7 +9,8 @@ They are planned and taken with the homes. When homes move, they are given back 
 they are needed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,10 +186,9 @@ class Buffers:
 
     def free(self, *, keep: bool = False) -> None:
         """Give all buffers back. Nothing works on them. `keep`: for the next time, if they were reserved for that."""
-        for section in self._sections:
-            self._store.leave(section)
-            self._store.free(section, keep=keep)
-        self._sections.clear()
+        while self._sections:  # one by one: after an interrupt the next call goes on
+            self._store.leave(self._sections[-1])
+            self._store.free(self._sections.pop(), keep=keep)
 
 
 class Staging:
@@ -200,8 +200,10 @@ class Staging:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._make_plan: Callable[[], StagingPlan] | None = None
         self._plan: StagingPlan | None = None
-        self._buffers: Buffers | None = None
+        self._buffers = Buffers(store)
+        self._slots: Sequence[tuple[Ring, Sequence[RingSlot]]] | None = None
         self._landing = Ring(self.take)
         self._update = {beside: Ring(self.take) for beside in (Tier.DEVICE, Tier.CPU)}
         self._transit = Ring(self.take)
@@ -221,27 +223,47 @@ class Staging:
         """The ring of gradients that come down to be added or cast."""
         return self._landing
 
-    def replan(self, plan: StagingPlan) -> None:
-        """Give back what there is. The buffers of the new plan are taken when one is needed."""
+    def give_back(self, make_plan: Callable[[], StagingPlan]) -> None:
+        """Give back all buffers, before homes move or units change.
+
+        Arguments:
+            make_plan: plans the buffers of the homes as they are when it is called: at the latest when a buffer is
+                needed, also where an interrupt has kept the caller from `replan`.
+        """
+        self._make_plan, self._plan = make_plan, None
+        self._update[Tier.DEVICE].tiles = 1
         for ring in (self._landing, *self._update.values(), self._transit):
             ring.drop()  # waits for what is under way: its memory goes below
-        if self._buffers is not None:
-            self._buffers.free()
-            self._buffers = None
-        self._plan = plan
-        self._update[Tier.DEVICE].tiles = plan.stretch
+        self._slots = None
+        self._buffers.free()
+
+    def replan(self) -> StagingPlan:
+        """Plan the buffers of the homes as they are. They are taken when one is needed."""
+        if self._plan is None:
+            assert self._make_plan is not None
+            self._plan = self._make_plan()
+            self._update[Tier.DEVICE].tiles = self._plan.stretch
+        return self._plan
 
     def take(self, reserved: Reservation | None = None) -> None:
         """Make the buffers, in memory that was reserved with others or now."""
-        plan = self._plan
-        if plan is None or self._buffers is not None:
+        if self._make_plan is None:
             return
-        reserved = reserved or self._store.reserve(list(plan.sections()))
-        self._buffers = Buffers(self._store)
-        self._landing.fill(self._buffers.make_slots(plan.landing, reserved))
-        for beside, slots in plan.update.items():
-            self._update[beside].fill(self._buffers.make_slots(slots, reserved))
-        self._transit.fill(self._buffers.make_slots(plan.transit, reserved))
+        if self._slots is None:
+            plan = self.replan()
+            self._buffers.free()  # those that an interrupt has left
+            update = ((self._update[beside], slots) for beside, slots in plan.update.items())
+            planned = [(self._landing, plan.landing), *update, (self._transit, plan.transit)]
+            with contextlib.ExitStack() as undo:
+                if reserved is None:
+                    reserved = self._store.reserve(list(plan.sections()))
+                    undo.callback(reserved.cancel)
+                made = [(ring, self._buffers.make_slots(slots, reserved)) for ring, slots in planned]
+                undo.pop_all()
+            self._slots = made
+        for ring, slots in self._slots:
+            if ring.is_empty:
+                ring.fill(slots)
 
 
 def worked_on(

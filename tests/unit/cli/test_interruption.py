@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -344,3 +345,27 @@ def test_ctrl_c_under_torchrun_saves_and_the_same_command_goes_on(arguments: lis
         in Path(tmp_path, "said").read_text()
     )
     assert [folder.name for folder, _ in checkpoints_in(tmp_path / "out" / "checkpoints")] == [f"step-{step:08}"]
+
+
+HUNG_UP = """
+import sys, time
+from pathlib import Path
+from penstock.cli.training.interruption import Interruption
+with Interruption() as interruption:
+    interruption.defer()
+    print("ready", flush=True)
+    while not interruption.asked:
+        time.sleep(0.01)
+    print("asked", flush=True)
+    Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_terminal_that_is_closed_asks_a_run_to_end_and_not_without_saving(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(tmp_path / "saved")])
+    assert b"ready" in os.read(terminal, 64)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "saved").read_text() == "saved"

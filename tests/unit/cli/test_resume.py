@@ -40,7 +40,7 @@ def arguments(model_folder: Path, text_folder: Path) -> list[str]:
     return ["train", "--model", str(model_folder), "--data", str(text_folder), *RUN]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *map(thorough, [signal.SIGUSR1, signal.SIGINT])])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *map(thorough, [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_the_same_losses(
     penstock_command: Callable[..., Any],
     arguments: list[str],

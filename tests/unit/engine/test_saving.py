@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.checkpoint import save as saves
 from penstock.checkpoint import tiles
 from penstock.checkpoint.manifest import MARKER
 from penstock.checkpoint.opened import read_manifest
@@ -21,6 +22,8 @@ from penstock.checkpoint.save import Save
 from penstock.checkpoint.tiles import TileWriter
 from penstock.machine import aio
 from penstock.machine.arena import Arena
+from penstock.machine.events import HostEvent
+from penstock.machine.workers import HostWorker
 from tests.parity.resuming import SMALL, Other, Run, Values, different, go_on, iterate, resumed, saved, values
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import run_ranks, separate, simulated
@@ -230,6 +233,59 @@ def test_the_error_of_a_save_beside_training_is_raised_once(verb: str, gate: Gat
         optimizer.synchronize()
         optimizer.save(again)
         assert different(loaded(again), values(model, optimizer)) == []
+    optimizer.close()
+
+
+def given_up(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The thread takes the save from its queue, and another error in its place."""
+    run = HostEvent.run_from
+
+    def fail() -> None:
+        raise error
+
+    patch.setattr(HostEvent, "run_from", lambda self, box: run(self, [fail] if box[0].__name__ == "run" else box))
+
+
+def at(owner: Any, name: str) -> Any:
+    """Let a call fail, on whichever thread."""
+
+    def fail(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+        def raising(*_: Any, **__: Any) -> None:
+            raise error
+
+        patch.setattr(owner, name, raising)
+
+    return fail
+
+
+ENDS = {
+    "given up": given_up,
+    "making the file": at(aio, "_create"),
+    "making the queue": at(tiles, "Queue"),
+    "a tile": at(TileWriter, "_write_tile"),
+    "the table": at(saves, "write_file"),
+    "queueing": at(HostWorker, "submit"),
+    "the thread": at(threading.Thread, "start"),
+}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("where", ENDS)
+def test_however_a_save_beside_training_ends_nobody_waits_for_it(
+    where: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it never begins, and where what ends it is no error of a disk."""
+    model, optimizer, scheduler = after_steps(RUN)
+    with monkeypatch.context() as patch:
+        ENDS[where](patch, error)
+        with pytest.raises((type(error), penstock.PenstockError)):
+            save_and_wait(optimizer, tmp_path / "a", blocking=False)
+    assert all(unit.params.memory.free.done() for unit in optimizer._engine.rig.units)
+    optimizer.synchronize()
+    iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
+    optimizer.save(tmp_path / "a", blocking=False)
+    optimizer.synchronize()
+    assert different(loaded(tmp_path / "a"), values(model, optimizer)) == []
     optimizer.close()
 
 

@@ -22,8 +22,10 @@ from typing import Any, Self
 
 #: The exit status of a run that was asked to end and can be resumed: `EX_TEMPFAIL` of sysexits(3), "try again".
 EXIT_INTERRUPTED = 75
-#: What asks a run to end: a person, a scheduler of preemptible machines, or a launcher.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+#: What asks a run to end: a person, a scheduler of preemptible machines, a launcher, or a terminal that is closed.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+#: Those that whoever starts the command may have had ignored.
+IGNORABLE = (signal.SIGINT, signal.SIGHUP)
 #: A launcher that gets Ctrl-C hands it on, so that its processes get it twice, or with a SIGTERM: within this time the
 #: same Ctrl-C is meant.
 AGAIN_SECONDS = 1.0
@@ -57,7 +59,7 @@ class Interruption:
     """Takes the signals that ask to end, as a context; what took them before takes them again afterwards.
 
     In a thread that is not the main one it takes none. A SIGINT that is ignored, as of a command that a script has put
-    into the background, stays ignored.
+    into the background, stays ignored, and so does a SIGHUP (nohup).
 
     Arguments:
         speaks: whether this process says that it was asked to end; of several, the first rank does.
@@ -75,11 +77,12 @@ class Interruption:
         self._number = 0
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self
-        taken = [number for number in SIGNALS if number != signal.SIGINT or not _is_ignored(number)]
+        taken = [number for number in SIGNALS if number not in IGNORABLE or not _is_ignored(number)]
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)  # a handler of signals may not wait
         self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -128,6 +131,8 @@ class Interruption:
             for number in numbers:
                 if number == signal.SIGINT and self._is_again():
                     self._end_at_once()
+                if number == signal.SIGHUP:
+                    self._leave_terminal()
                 if number in SIGNALS and self._deferred and not self._said:
                     self._said = True
                     self._say(signal.Signals(number).name)
@@ -145,6 +150,14 @@ class Interruption:
             line = f"penstock: {name}: ends when what is being made is saved. Another Ctrl-C ends at once, unsaved.\n"
             with suppress(OSError):
                 os.write(2, line.encode())
+
+    def _leave_terminal(self) -> None:
+        """Let what is printed go nowhere once the terminal is gone: its error would end the run before it has saved."""
+        for descriptor in self._terminals:
+            if not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
     def _end_at_once(self) -> None:
         """End the process without a word to anybody: threads, files and other ranks may be what it waits for.

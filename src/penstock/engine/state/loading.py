@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from penstock.checkpoint.beside import persistent_buffers, write_buffer, write_random
+from penstock.checkpoint.folder import named
 from penstock.checkpoint.manifest import Manifest, SavedParameter
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.shared import digest, read_together
@@ -30,7 +31,7 @@ from penstock.engine.state.access import Access
 from penstock.engine.state.choosing import Candidate, choose
 from penstock.engine.state.placing import write_averages, write_states, write_weights
 from penstock.engine.state.taking import Taken, Taker, spread
-from penstock.engine.state.torn import is_torn, tear
+from penstock.engine.state.torn import check_loadable, is_torn, tear
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, PenstockError
@@ -75,6 +76,7 @@ class Loader:
         """
         failure: Exception | None = None
         try:
+            check_loadable(self._units)
             if not is_torn(self._units):
                 self._access.finish()  # an update that is under way would write over what is loaded
         except Exception as error:
@@ -117,9 +119,10 @@ class Loader:
         damage: Exception | None = None
         failure: Exception | None = None
         try:
-            checkpoint = Checkpoint.read(candidate.folder)
-            candidate.check(checkpoint.manifest.token)
-            own = checkpoint.own_tensors(self._ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
+            with named("Reading", candidate.folder):
+                checkpoint = Checkpoint.read(candidate.folder)
+                candidate.check(checkpoint.manifest.token)
+                own = checkpoint.own_tensors(self._ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
         except CheckpointError as error:
             damage = error
         except Exception as error:
@@ -250,7 +253,8 @@ class Loader:
         failure: Exception | None = None
         damage: Exception | None = None
         try:
-            self._read_tiles(taken)
+            with named("Reading", taken.checkpoint.folder):
+                self._read_tiles(taken)
         except CheckpointError as error:
             damage = error
         except Exception as error:

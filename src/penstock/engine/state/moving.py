@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
+from penstock.engine.state.torn import broken_on_failure
 from penstock.engine.units.holding import Residency
 from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
@@ -99,6 +100,7 @@ class Mover:
         self._plan_staging = plan_staging
         self._keep = False  # what the last offload took, once a reload has left it
         self._cleaned: Event = DONE  # after it, what the last move left behind has been given back
+        self._clean_up: Callable[[], None] | None = None  # the same, as long as no thread does it
 
     def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool, keep: bool) -> None:
         """Move homes to the cpu or the nvme tier. What is there already stays as it is. Collective.
@@ -133,7 +135,7 @@ class Mover:
                     wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
         self._keep = keep
         if not keep:
-            self._cleaned.synchronize()  # the last reload may still be about to keep something
+            self.finish()  # the last reload may still be about to keep something
             self._store.give_back_kept()
         self._move(wanted, pin=pin, wait=wait)
 
@@ -152,11 +154,14 @@ class Mover:
         )
 
     def finish(self) -> None:
-        """Wait until what the last move left behind has been given back."""
+        """Wait until what the last move left behind has been given back, or do what is left of that."""
         self._cleaned.synchronize()
+        if self._clean_up is not None:
+            self._clean_up()
+            self._clean_up = None
 
     def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool = False) -> None:
-        self._cleaned.synchronize()  # else the memory of two moves would be taken at once
+        self.finish()  # else the memory of two moves would be taken at once
         changes = {
             unit: {name: plans for name, plans in homes.items() if tuple(plans) != unit.homes[name].plans}
             for unit, homes in wanted.items()
@@ -164,7 +169,7 @@ class Mover:
         changes = {unit: homes for unit, homes in changes.items() if homes}
         if changes:
             self._exchange(changes, pin=pin, wait=wait, back=back)
-            self._replan()
+            self._staging.replan()
             self._gatherer.show_resident(self._units, wait=wait)
 
     def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool) -> None:
@@ -191,32 +196,39 @@ class Mover:
                 self._copy_unit(move, movement)
             if wait:
                 self._ranks.council.agree(_wait(moves, ring))  # all exchange the homes, or none does
+            ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
+            self._staging.give_back(self._plan_now)  # here: whatever an interrupt leaves is planned for when it is used
             undo.pop_all()
-        ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
-        left = [section for move in moves for section in self._commit(move)]  # 3.
-        used = self._streams.now()  # compute has read what is left, and copies what it still needs of it
+        with broken_on_failure(self._units, "reload_states()" if back else "offload_states()"):
+            left = [section for move in moves for section in self._commit(move)]  # 3.
+        # Compute has read what is left, and copies what it still needs of it: maybe on another stream than its memory
+        # belongs to.
+        written = [home.memory.written for move in moves for home in move.homes.values()]
+        over = all_of(_Over(event) for event in (self._streams.now(), ring.free, *written))
 
         def clean_up() -> None:
+            over.synchronize()
             ring.drop()
             buffers.free(keep=self._keep)
-            for section in left:
-                self._store.free(section, keep=back)  # an offload that follows another one is to give memory back
+            while left:  # one by one: after an interrupt the next move goes on
+                self._store.free(left[-1], keep=back)  # an offload that follows another one is to give memory back
+                left.pop()
             self._streams.return_free_memory()
 
+        self._clean_up = clean_up
         if wait:
-            used.synchronize()  # compute may still read what is left, on another stream than its memory belongs to
-            clean_up()
+            self.finish()
             self._gatherer.drop_unused()  # the sections that were left had views of full buffers
         else:
-            written = [home.memory.written for move in moves for home in move.homes.values()]
-            over = [_Over(event) for event in (used, ring.free, *written)]
             # A thread of the host waits for all that still uses what is left; updates on the host queue up behind it.
-            self._cleaned = self._streams.submit(UPDATE, clean_up, after=(all_of(over),))
+            self._cleaned = self._streams.submit(UPDATE, clean_up, after=(over,))
+            self._clean_up = None
 
-    def _replan(self) -> None:
-        """Plan the buffers through which tiles pass anew: they depend on where the homes are."""
-        units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
-        self._staging.replan(self._plan_staging(units))
+    def _plan_now(self) -> StagingPlan:
+        """Plan the buffers through which tiles pass: they depend on where the homes are."""
+        return self._plan_staging(
+            [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
+        )
 
     def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SectionPlan]]:
         """Plan where the named homes of a unit will be once they are on a tier."""

@@ -35,11 +35,38 @@ from penstock.engine.updates.rig import Rig
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
 from penstock.machine.council import Council
-from penstock.machine.streams import HostEvent, HostWorker, all_of
+from penstock.machine.streams import HostEvent, HostWorker, Work, all_of
 from penstock.tiers.home import Home
 
 #: What becomes of a save while another one is running.
 IfBusy = Literal["wait", "raise"]
+
+
+class _Over(HostEvent):
+    """Completion of a save beside training.
+
+    However the save ends, and also if it never begins, training no longer waits for its copies afterwards.
+
+    Arguments:
+        copied: the events of its sources, which updates wait for.
+    """
+
+    def __init__(self, copied: Sequence[HostEvent]) -> None:
+        super().__init__()
+        self.copied = copied
+
+    def run_from(self, box: list[Work]) -> None:
+        """Run the save, and keep its error for `finish`."""
+        try:
+            super().run_from(box)
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Release the threads that wait for the save or for its copies."""
+        super().settle()
+        for event in self.copied:
+            event.settle()
 
 
 @dataclass(frozen=True)
@@ -47,8 +74,7 @@ class _Job:
     """A save that is under way."""
 
     worker: HostWorker
-    over: HostEvent
-    copied: Sequence[HostEvent]
+    over: _Over
     ring: RingMemory
 
 
@@ -62,6 +88,7 @@ class _Own:
         fingerprints: of the buffers, for the others to leave out what the first one has.
         sources: its tiles, where they rest.
         ring: the memory that they pass.
+        worker: the thread that writes; `None` where the caller does.
         manifest: on the first rank, the marker.
         made: on the first rank, the folders that were made.
     """
@@ -71,6 +98,7 @@ class _Own:
     fingerprints: dict[str, str]
     sources: Sequence[UnitSource]
     ring: RingMemory
+    worker: HostWorker | None
     manifest: Manifest | None = None
     made: Sequence[Path] = ()
 
@@ -121,19 +149,22 @@ class Saver:
         folder, own, failure = Path(path), None, None
         with contextlib.ExitStack() as undo:
             try:
-                own = self._take(folder, extra or {}, undo, frozen=frozen)
+                with folders.named("Writing", folder):
+                    own = self._take(folder, extra or {}, undo, blocking=blocking, frozen=frozen)
             except Exception as error:
                 failure = error
             self._council.agree(failure)  # a rank that goes on alone would wait for the others for ever
             assert own is not None
             save = self._agree(folder, own, keep)
-            if blocking:
+            if own.worker is None:
                 save.run()  # nothing is noted in the homes: the caller writes none of them before it returns
             else:
-                self._run_beside_training(save)
+                self._run_beside_training(save, own.worker)
                 undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
 
-    def _take(self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack, *, frozen: bool) -> _Own:
+    def _take(
+        self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack, *, blocking: bool, frozen: bool
+    ) -> _Own:
         """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
         # Copies: the user's thread goes on to change what they are of while tiles are written.
         random = read_random(self._streams.device)
@@ -142,12 +173,18 @@ class Saver:
         sources = self._sources(frozen=frozen)
         # Here, before training goes on: to pin memory may have the device finish its work first.
         ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._streams.device)))
+        worker = None
+        if not blocking:
+            # A thread of its own: one that also served a stream would hold training up behind a disk. Started before
+            # ranks agree: the others would write, and wait for one that has no thread.
+            worker = HostWorker("save", promised=f"Saving {folder}", alone=self._streams.computes_on_host)
+            undo.callback(worker.close)
         if not self._council.is_first:
-            return _Own(random, tensors, prints, sources, ring)
+            return _Own(random, tensors, prints, sources, ring, worker)
         manifest = self._manifest(folder, buffers, tensors, extra, frozen=frozen)
         made = folders.make_folder(folder)
         undo.callback(folders.remove_folders, made)
-        return _Own(random, tensors, prints, sources, ring, manifest, made)
+        return _Own(random, tensors, prints, sources, ring, worker, manifest, made)
 
     def _agree(self, folder: Path, own: _Own, keep: int | None) -> Save:
         """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
@@ -167,17 +204,21 @@ class Saver:
             tensors=own.tensors if self._council.is_first else other_than(own.tensors, prints),
         )
 
-    def _run_beside_training(self, save: Save) -> None:
+    def _run_beside_training(self, save: Save, worker: HostWorker) -> None:
         """Write on a thread of its own, and have what comes next wait for what has to be copied first."""
-        for source in save.sources:
-            for home in source.homes:
-                # Else an update would write what is still being copied, and the tile would be of two steps.
-                home.note_read(source.copied)
-        # A thread of its own: one that also served a stream would hold training up behind a disk.
-        alone = self._streams.computes_on_host
-        worker = HostWorker("save", promised=f"Saving {save.target.folder}", alone=alone)
-        copied = [source.copied for source in save.sources]
-        self._job = _Job(worker, worker.submit(save.run), copied, save.ring)
+        over = _Over([source.copied for source in save.sources])
+        self._job = _Job(worker, over, save.ring)
+        try:
+            for source in save.sources:
+                for home in source.homes:
+                    # Else an update would write what is still being copied, and the tile would be of two steps.
+                    home.note_read(source.copied)
+            worker.submit(save.run, over)
+        except BaseException:
+            self._job = None
+            worker.close()  # an interrupt may come when the save is queued: it is finished then
+            over.settle()
+            raise
 
     def _runs_anywhere(self) -> bool:
         """Whether a save is under way on any rank. Not over the council, which that one uses on its thread."""
@@ -189,7 +230,7 @@ class Saver:
     def wait_copied(self) -> None:
         """Wait on the host until nothing reads the homes any more."""
         if self._job is not None:
-            for event in self._job.copied:
+            for event in self._job.over.copied:
                 event.synchronize()  # else the save would keep some values from before a change, and some from after
 
     def finish(self) -> None:

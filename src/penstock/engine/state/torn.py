@@ -12,16 +12,46 @@ class TornEvent(FailedEvent):
     """The error was raised when it happened, and is raised again wherever the unit is needed."""
 
 
-def tear(units: Iterable[Unit], error: BaseException) -> None:
+class BrokenEvent(TornEvent):
+    """Homes are half exchanged: a load would write to some of the old ones, and has to be refused as well."""
+
+
+def tear(units: Iterable[Unit], error: BaseException, event: type[TornEvent] = TornEvent) -> None:
     """Note that the state of these units is in parts: whoever waits for one of their homes gets the error."""
     for unit in units:
         for home in unit.updated_homes:
-            home.note_write(TornEvent(error))  # the last write: gathers, updates, saves and looks all wait for it
+            home.note_write(event(error))  # the last write: gathers, updates, saves and looks all wait for it
 
 
 def is_torn(units: Iterable[Unit]) -> bool:
     """Whether the state of any of them is in parts."""
     return any(isinstance(unit.params.memory.written, TornEvent) for unit in units)
+
+
+def check_loadable(units: Iterable[Unit]) -> None:
+    """Raise the error of state that no load makes whole."""
+    for unit in units:
+        written = unit.params.memory.written
+        if isinstance(written, BrokenEvent):
+            written.check()
+
+
+@contextmanager
+def broken_on_failure(units: Sequence[Unit], verb: str) -> Iterator[None]:
+    """Mark the engine of these units as of no more use where something fails inside, while homes are exchanged."""
+    try:
+        yield
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        tear(
+            units,
+            EngineError(
+                f"{verb} failed while state changed its place. Close the optimizer with keep_params=False, prepare the "
+                f"model again, and load a checkpoint. ({reason})"
+            ),
+            BrokenEvent,
+        )
+        raise
 
 
 @contextmanager

@@ -41,6 +41,16 @@ def lines(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_a_disk_that_is_full_ends_the_file_and_not_the_run(tmp_path: Path) -> None:
+    with Reports(TrainConfig(out=tmp_path), is_first_rank=True) as reports, Path("/dev/full").open("wb") as full:
+        reports.start(world_size=2)
+        reports._metrics._file = full
+        with pytest.warns(UserWarning, match=r"metrics\.jsonl ends here: .*No space left"):
+            reports.step(PROGRESS)
+        reports.step(PROGRESS)
+    assert [line["event"] for line in lines(tmp_path)] == ["start"]
+
+
 def test_events_are_lines_of_json_as_they_happen(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("of an earlier run\n")
     with Reports(TrainConfig(out=tmp_path), is_first_rank=True) as reports:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from penstock import LocationReport
@@ -16,8 +16,8 @@ from penstock.cli.training.reporting.samples import Sample
 from penstock.cli.training.reporting.summary import Summary
 from penstock.cli.training.reporting.trackers import Trackers
 from penstock.errors import one_line
-from penstock.lines import Lines
 from penstock.planner import Plan, block
+from penstock.wholefiles import Lines
 
 
 class Reports(AbstractContextManager["Reports"]):
@@ -60,7 +60,8 @@ class Reports(AbstractContextManager["Reports"]):
         """
         if not self._is_first_rank:
             return
-        self._metrics = self._closing.enter_context(closing(Lines(self._config.out / METRICS_NAME)))
+        self._metrics = Lines(self._config.out / METRICS_NAME)
+        self._closing.callback(self._metrics.close)
         self._metrics.begin(goes_on=goes_on)
         self._write("start", about)
         self._closing.callback(self._trackers.close)

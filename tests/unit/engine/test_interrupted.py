@@ -1,0 +1,246 @@
+"""Methods that an interrupt or a lack of memory ends at any line: again, they work, or an error says what to do."""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.engine.updates import update
+from penstock.tiers import ring, staging
+from tests.parity.resuming import SMALL, Run, Values, different, iterate, values
+from tests.parity.rows import Arithmetic, Movement, shares
+from tests.support import disks, interrupt, separate, simulated, thorough
+
+BF16 = Arithmetic(precision="bf16")
+HALF = shares(device=0.5, nvme=0.5)
+RUNS = {
+    "device": Run(BF16, Movement(optimizer=HALF).but(**SMALL), separate),
+    "cpu": Run(BF16, Movement(3, "cpu", "cpu", shares(cpu=0.5, nvme=0.5)).but(**SMALL), separate),
+    "nvme": Run(BF16, Movement(3, "nvme", "nvme", "nvme").but(**SMALL)),
+    "late": Run(BF16, Movement(optimizer=HALF).but(**SMALL), lambda: simulated(most_seconds=0.0001)),
+}
+EVERY = 40  # of the lines that a call runs, one in so many
+QUICK = [
+    ("device", "offload", KeyboardInterrupt),
+    ("device", "from nvme", MemoryError),
+    ("cpu", "reload", KeyboardInterrupt),
+    ("cpu", "save beside", KeyboardInterrupt),
+    ("nvme", "load", KeyboardInterrupt),
+]
+Call = Callable[[penstock.Optimizer, Path], object]
+CALLS: dict[str, tuple[list[Call], Call]] = {
+    "offload": ([], lambda optimizer, _: optimizer.offload_states(to="cpu")),
+    "to nvme": ([], lambda optimizer, _: optimizer.offload_states(to="nvme", keep=True)),
+    "in flight": ([], lambda optimizer, _: optimizer.offload_states(to="nvme", non_blocking=True)),
+    "reload": (
+        [lambda optimizer, _: optimizer.offload_states(to="cpu")],
+        lambda optimizer, _: optimizer.reload_states(),
+    ),
+    "from nvme": (
+        [lambda optimizer, _: optimizer.offload_states(to="nvme", keep=True)],
+        lambda optimizer, _: optimizer.reload_states(),
+    ),
+    "load": (
+        [lambda optimizer, folder: optimizer.save(folder / "a")],
+        lambda optimizer, folder: optimizer.load(folder / "a"),
+    ),
+    "save": ([], lambda optimizer, folder: optimizer.save(folder / "b")),
+    "save beside": ([], lambda optimizer, folder: optimizer.save(folder / "c", blocking=False)),
+}
+
+
+def after_a_step(run: Run) -> tuple[nn.Module, penstock.Optimizer, Any]:
+    prepared = run.prepare()
+    iterate(run, *prepared, 0, 0, 1)
+    return prepared
+
+
+def goes_on(run: Run, prepared: tuple[nn.Module, penstock.Optimizer, Any]) -> Values:
+    for step in (1, 2):
+        iterate(run, *prepared, step, 0, 1)
+    return values(*prepared[:2])
+
+
+def lines_of(run: Run, before: list[Call], call: Call, folder: Path) -> list[int]:
+    """Each line of Penstock that a call runs, by the number of its first run among all."""
+    _, optimizer, _ = after_a_step(run)
+    for prepare in before:
+        prepare(optimizer, folder)
+    with interrupt(1 << 60) as happened:
+        call(optimizer, folder)
+    optimizer.close()
+    return sorted(happened.places.values())
+
+
+def once(run: Run, name: str, lines: int, error: type[BaseException], folder: Path, expected: Values) -> str:
+    """Interrupt a call, make it again, and train on; what was refused."""
+    before, call = CALLS[name]
+    prepared = after_a_step(run)
+    optimizer = prepared[1]
+    for prepare in before:
+        prepare(optimizer, folder)
+    with suppress(error, penstock.PenstockError), interrupt(lines, error) as happened:
+        call(optimizer, folder)
+    try:
+        try:
+            call(optimizer, folder)
+            found = goes_on(run, prepared)
+        except penstock.PenstockError as refused:
+            optimizer.close(keep_params=False)
+            return f"{happened.where}: {refused}"
+        assert different(found, expected) == []
+        optimizer.close()
+    except BaseException as failed:
+        failed.add_note(f"{error.__name__} at {happened.where}")
+        raise
+    return ""
+
+
+SAYS = ("Close the optimizer", "close the optimizer", "Load a checkpoint")
+ROWS = [
+    thorough(where, name, error) if (where, name, error) not in QUICK else (where, name, error)
+    for error in (KeyboardInterrupt, MemoryError)
+    for where in RUNS
+    for name in CALLS
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finaliser nothing is raised
+@pytest.mark.parametrize(("where", "name", "error"), ROWS)
+def test_what_is_interrupted_works_again_or_says_what_to_do(where: str, name: str, error: Any, tmp_path: Path) -> None:
+    run = RUNS[where]
+    prepared = after_a_step(run)
+    expected = goes_on(run, prepared)
+    prepared[1].close()
+    lines = lines_of(run, *CALLS[name], tmp_path / "lines")
+    said = [once(run, name, number, error, tmp_path / str(number), expected) for number in lines[::EVERY]]
+    refused = [text for text in said if text]
+    assert all(any(advice in text for advice in SAYS) for text in refused), refused
+    assert len(refused) < len(said) / 3
+
+
+@pytest.mark.parametrize("where", ["plan_staging", "make_slots", "fill"])
+@pytest.mark.parametrize("again", [True, False], ids=["reloaded again", "trained on"])
+def test_buffers_that_an_interrupt_kept_from_being_made_are_made_when_they_are_needed(
+    where: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State is where it was before the offload, and the ring was planned for where it was during that."""
+    run = RUNS["cpu"]
+    prepared = after_a_step(run)
+    expected = goes_on(run, prepared)
+    prepared[1].close()
+    prepared = after_a_step(run)
+    optimizer = prepared[1]
+    optimizer.offload_states(to="nvme")
+    owner = {"plan_staging": staging.StagingPlan, "make_slots": staging.Buffers, "fill": ring.Ring}[where]
+    for call in range(1, 5):
+        left = [call]
+        made = getattr(owner, {"plan_staging": "__init__"}.get(where, where))
+
+        def counted(*arguments: Any, left: list[int] = left, made: Any = made, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return made(*arguments, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, {"plan_staging": "__init__"}.get(where, where), counted)
+            with suppress(KeyboardInterrupt):
+                optimizer.reload_states()
+    if again:
+        optimizer.reload_states()
+    assert different(goes_on(run, prepared), expected) == []
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("device", KeyboardInterrupt),
+        thorough("cpu", KeyboardInterrupt),
+        ("device", MemoryError),
+        ("cpu", MemoryError),
+        ("late", MemoryError),
+    ],
+)
+def test_an_update_that_ran_out_of_memory_is_told_in_words_where_it_is_met_again(
+    where: str, error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RUNS[where]
+    prepared = after_a_step(run)
+    optimizer = prepared[1]
+    optimizer.save(tmp_path / "whole")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer._engine.rig.rule), "update_many", fails)
+        patch.setattr(update, "update_many", fails)
+        with suppress(error, penstock.EngineError):
+            iterate(run, *prepared, 1, 0, 1)
+    for call in (
+        lambda: optimizer.save(tmp_path / "again"),
+        lambda: optimizer.load(tmp_path / "whole"),
+        optimizer.step,
+        optimizer.close,
+    ):
+        with pytest.raises(penstock.EngineError, match="Close the optimizer"):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("where", ["nvme", thorough("late")])
+def test_a_close_that_is_interrupted_is_finished_by_the_next(where: str) -> None:
+    """Nothing stays, and the model has its parameters: whole, or where they were given up already, without elements."""
+    run = RUNS[where]
+    prepared = after_a_step(run)
+    expected = values(*prepared[:2])
+    with interrupt(1 << 60) as happened:
+        prepared[1].close()
+    (folder,) = disks()
+    own, threads = f"penstock-*-{os.getpid()}-*", threading.active_count()
+    for number in sorted(happened.places.values())[::EVERY]:
+        model, optimizer, _ = after_a_step(run)
+        kept = optimizer._engine  # as the traceback of an interrupt does, for a while
+        with suppress(KeyboardInterrupt), interrupt(number) as happened:
+            optimizer.close()
+        optimizer.close()
+        assert not [*folder.glob(own), *folder.glob(f".{own}")], happened.where
+        assert threading.active_count() == threads, happened.where
+        for name, p in model.named_parameters():
+            assert torch.equal(p.float(), expected[name].to(p.dtype).float()), (name, happened.where)
+        with pytest.raises(penstock.EngineError, match="after close"):
+            optimizer.step()
+        assert kept.closed
+
+
+@pytest.mark.parametrize("where", ["streams", "store", "hooks"])
+def test_a_close_that_is_interrupted_at_a_step_of_its_end(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RUNS["nvme"]
+    _, optimizer, _ = after_a_step(run)
+    engine = optimizer._engine
+    part = {"streams": engine.rig.streams, "store": engine.store, "hooks": engine.passes.hooks}[where]
+    close, interrupts = part.close, [KeyboardInterrupt]
+
+    def interrupted() -> None:
+        if interrupts:
+            raise interrupts.pop()
+        close()
+
+    monkeypatch.setattr(part, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    with pytest.raises(penstock.EngineError, match="after close"):
+        optimizer.step()
+    optimizer.close()
+    assert engine.closed
+    (folder,) = disks()
+    assert not [*folder.glob(f"*penstock-*-{os.getpid()}-*")]
