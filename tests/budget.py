@@ -223,7 +223,6 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "unit/rehearsal/test_rehearsed.py": (5, 0),
     "unit/rehearsal/test_shares.py": (5, 0),
     "unit/rules/test_against_torch.py": (5, 0),
-    "unit/rules/test_alone.py": (4, 0),
     "unit/rules/test_back_ends.py": (9, 0),
     "unit/rules/test_device.py": (9, 12),
     "unit/rules/test_generic.py": (4, 0),

@@ -10,7 +10,6 @@ import fcntl
 import json
 import math
 import os
-import secrets
 import stat
 import sys
 import threading
@@ -89,7 +88,7 @@ def write_whole(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     place = Path(os.path.realpath(path))
-    made = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
+    made = place.with_name(f".{place.name}.{os.urandom(8).hex()}")
     try:
         with open(made, "x", encoding="utf-8") as file:
             file.write(text)

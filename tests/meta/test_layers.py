@@ -19,7 +19,6 @@ LAYERS = (
         "trace",
         "optim",
         "losses",
-        "lines",
         "wholefiles",
         "_native",
     ),  # values and arithmetic
@@ -90,7 +89,6 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
         "footprint",
         "planner",
         "doctor",
-        "lines",
         "wholefiles",
         *OUTSIDE,
     }
