@@ -315,7 +315,7 @@ def silence(rank: int) -> list[str]:
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_asked() -> None:
     (step, group), _ = run_ranks(silence, 2)
     assert step.startswith("EngineError: Rank 0 of 2 hears nothing from another one in step(), ")
-    assert "It waits for 4 s at most: Options(timeout_s=)." in step
+    assert "Ranks wait for 4 s at most: Options(timeout_s=)." in step
     assert group.startswith("EngineError: Rank 0 of 2 waited 0.1 s in prepare() for rank 1: ended, or not there yet.")
 
 

@@ -334,7 +334,7 @@ class Council:
         where, rank = f" in {verb}" if verb else "", self.members[self.rank]
         return self._error(
             f"Rank {rank} of {self.size}{self.host_of(rank)} hears nothing from another one{where}, which has ended or "
-            f"does something else{self.ended()}. It waits for {self.timeout_s:g} s at most: Options(timeout_s=). "
+            f"does something else{self.ended()}. Ranks wait for {self.timeout_s:g} s at most: Options(timeout_s=). "
             f"{self._advice}({error})"
         )
 
