@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine import lines
+from penstock import wholefiles
 from penstock.engine.recording import STEPS_BEFORE, STEPS_TRACED
 from penstock.errors import ConfigError, EngineError
 from penstock.machine.simulated import SimulatedStreams
@@ -322,7 +322,7 @@ class TestFile:
         optimizer.close()
 
     def test_what_json_does_not_have_is_text(self) -> None:
-        assert lines.to_json({1: {"a": (math.nan, 2.5, {3})}, "path": Path("x"), "flag": True}) == {
+        assert wholefiles.to_json({1: {"a": (math.nan, 2.5, {3})}, "path": Path("x"), "flag": True}) == {
             "1": {"a": [None, 2.5, [3]]},
             "path": "x",
             "flag": True,
