@@ -183,6 +183,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "unit/engine/test_fractions.py": (5, 0),
     "unit/engine/test_handles.py": (4, 3),
     "unit/engine/test_hiding.py": (2, 5),
+    "unit/engine/test_interrupted.py": (12, 20),
     "unit/engine/test_kept.py": (6, 0),
     "unit/engine/test_loading.py": (6, 0),
     "unit/engine/test_memory.py": (11, 9),

@@ -74,9 +74,9 @@ class Queue:
         self._native = _native.Queue(depth, chunk_bytes)
         self._owner = os.getpid()
         self._said_buffered = False
-        # Transfers stay here, and with them their tensors, until they are seen done: memory that went earlier would be
-        # handed out again while a thread still reads a file into it. The threads end before this set does, also when
-        # the interpreter exits.
+        # Transfers stay here, and with them their tensors, from before native code has an address of them until they
+        # are seen done, whatever is raised meanwhile: memory that went earlier would be handed out again while a thread
+        # still reads a file into it. The threads end before this set does, also when the interpreter exits.
         self._pending: set[Transfer] = set()
         self._end_threads = at_end(self, self._native.close)
 
@@ -95,6 +95,8 @@ class Queue:
             self._wait_for(list(self._pending))  # before the threads end, so that each failure is somebody's
         finally:
             self._end_threads()
+            if os.getpid() == self._owner:  # from here on nothing moves, also of what an interrupt has cut off
+                self._pending = {transfer for transfer in self._pending if transfer._native is not None}
 
     def __enter__(self) -> Queue:
         return self
@@ -102,12 +104,11 @@ class Queue:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hold(self, transfer: Transfer) -> Transfer:
+    def _hold(self, transfer: Transfer) -> None:
         """Keep a transfer until it is seen done; drop those that are. Failed ones stay, for `close` to raise."""
         for ended in [other for other in list(self._pending) if other.done() and other._failure() is None]:
             self._pending.discard(ended)
         self._pending.add(transfer)
-        return transfer
 
     def _wait_for(self, transfers: Iterable[Transfer]) -> None:
         """Wait for all of the transfers, then raise the error of the first one that has failed."""
@@ -116,7 +117,8 @@ class Queue:
         first: NvmeError | None = None
         for transfer in transfers:
             try:
-                transfer.wait()
+                if transfer._native is not None:
+                    transfer.wait()
             except NvmeError as error:
                 first = first or error
         if first is not None:
@@ -335,13 +337,16 @@ class File:
             )
         if offset < 0 or offset + nbytes > self.size:
             raise ValueError(f"{nbytes:,} bytes at offset {offset:,} are outside {self.path} of {self.size:,} bytes")
+        transfer = Transfer(self, offset, memory, what, write=write, sums=sums, known=known)
+        self._queue._hold(transfer)
         try:
-            native = self._queue._native.submit(
+            transfer._native = self._queue._native.submit(
                 self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=sums
             )
         except RuntimeError as error:
+            self._queue._pending.discard(transfer)
             raise EngineError(f"{self.path} takes no transfer: {error}.") from error
-        return self._queue._hold(Transfer(native, self, offset, memory, what, write=write, sums=sums, known=known))
+        return transfer
 
 
 class Transfer:
@@ -350,7 +355,6 @@ class Transfer:
     A transfer that nobody waits for is finished all the same. If it has failed, closing its file or queue raises that.
 
     Arguments:
-        native: the transfer of native code.
         file: the file that it reads or writes.
         offset: where in the file, in bytes.
         memory: the tensor that it fills or writes.
@@ -362,7 +366,6 @@ class Transfer:
 
     def __init__(
         self,
-        native: _native.Transfer,
         file: File,
         offset: int,
         memory: Tensor,
@@ -373,12 +376,15 @@ class Transfer:
         known: int | None,
     ) -> None:
         self.file, self.offset, self.nbytes, self.what = file, offset, memory.nbytes, what
-        self._native, self._write, self._sums, self._known = native, write, sums, known
+        self._write, self._sums, self._known = write, sums, known
         self._memory: Tensor | None = memory
+        # That of native code. `None` until it is submitted, and for good where an interrupt has come right after that:
+        # then nobody else has the transfer, and its memory is kept until the queue is closed.
+        self._native: _native.Transfer | None = None
 
     def done(self) -> bool:
         """Whether the transfer has ended, well or not: then `wait` returns or raises at once."""
-        return self._native.done
+        return self._native is not None and self._native.done
 
     def wait(self) -> None:
         """Block until the transfer is done. Other threads run, and signals are handled. May be called again.
@@ -387,6 +393,7 @@ class Transfer:
             NvmeError: the transfer failed, or the bytes are not those that were written.
             RuntimeError: it was in flight when this process was forked.
         """
+        assert self._native is not None
         while not self._native.wait(SLICE_MS):
             pass
         # Not before: a thread of the queue reads or writes this memory until here.
@@ -408,15 +415,18 @@ class Transfer:
     @property
     def checksum(self) -> int:
         """The CRC-32C of all bytes, once waited for; 0 where none was asked for."""
+        assert self._native is not None
         return self._known if self._write and self._known is not None else self._native.checksum
 
     @property
     def ended(self) -> float:
         """When the transfer ended, in seconds of `time.monotonic`, once done."""
+        assert self._native is not None
         return self._native.ended
 
     def _failure(self) -> NvmeError | None:
         """Make the error of a transfer that is done; `None` where it went well."""
+        assert self._native is not None
         error, offset = self._native.error, self._native.error_offset
         if error == _native.END_OF_FILE:
             return self._failed(None, offset, "the file ends there", FILE_ENDED)

@@ -26,7 +26,7 @@ RUNS = {
     "nvme": Run(BF16, Movement(3, "nvme", "nvme", "nvme").but(**SMALL)),
     "late": Run(BF16, Movement(optimizer=HALF).but(**SMALL), lambda: simulated(most_seconds=0.0001)),
 }
-EVERY = 40  # of the lines that a call runs, one in so many
+EVERY = 60  # of the lines that a call runs, one in so many
 QUICK = [
     ("device", "offload", KeyboardInterrupt),
     ("device", "from nvme", MemoryError),
@@ -104,12 +104,8 @@ def once(run: Run, name: str, lines: int, error: type[BaseException], folder: Pa
 
 
 SAYS = ("Close the optimizer", "close the optimizer", "Load a checkpoint")
-ROWS = [
-    thorough(where, name, error) if (where, name, error) not in QUICK else (where, name, error)
-    for error in (KeyboardInterrupt, MemoryError)
-    for where in RUNS
-    for name in CALLS
-]
+OTHERS = [(where, name, KeyboardInterrupt) for where in ("device", "late") for name in CALLS]
+ROWS = [*QUICK, *(thorough(*row) for row in OTHERS if row not in QUICK)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finaliser nothing is raised

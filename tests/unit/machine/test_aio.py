@@ -21,7 +21,7 @@ from penstock import _native
 from penstock.errors import NvmeError
 from penstock.machine.aio import File, Queue, Transfer, checksum
 from penstock.machine.arena import PAGE_BYTES
-from tests.support import memory
+from tests.support import interrupt, memory
 
 MIB = 1 << 20
 CHUNK_BYTES = MIB
@@ -346,3 +346,40 @@ def test_reads_and_writes_are_served_at_once(tmp_path: Path, queue: Queue) -> No
             behind(120 * MIB, one).wait()
             assert not long.done()
             long.wait()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path: Path, kind: str) -> None:
+    """An interrupt at any line: once native code has the address, the memory is there until the queue has ended."""
+    submitted = 0
+
+    class Counted:
+        """The native queue; an interrupt may come when it has returned, and nobody has what it returned."""
+
+        def __init__(self, native: _native.Queue, raises: bool) -> None:
+            self.close, self._native, self._raises = native.close, native, raises
+
+        def submit(self, *arguments: object, **named: object) -> _native.Transfer:
+            nonlocal submitted
+            submitted += 1
+            transfer = self._native.submit(*arguments, **named)
+            if self._raises:
+                raise KeyboardInterrupt
+            return transfer
+
+    for line in range(60):
+        submitted = 0
+        queue = Queue(1, chunk_bytes=CHUNK_BYTES)
+        queue._native = Counted(queue._native, raises=line == 0)  # type: ignore[assignment]
+        with File(queue, tmp_path / str(line), CHUNK_BYTES) as file:
+            buffer = memory(CHUNK_BYTES)
+            held = weakref.ref(buffer)
+            with contextlib.suppress(KeyboardInterrupt), interrupt(line) as happened:
+                getattr(file, kind)(0, buffer)
+            del buffer
+            gc.collect()
+            assert held() is not None or not submitted, happened.where
+            queue.close()
+        gc.collect()
+        assert held() is None, happened.where
+    assert not happened.where, "all lines were met"
