@@ -246,6 +246,22 @@ def test_saved_by_two_ranks_and_loaded_by_three_and_by_one(make: str, tmp_path: 
         assert different(found, saved) == []
 
 
+def test_a_count_that_adafactor_kept_in_checkpoints_before_is_read(tmp_path: Path) -> None:
+    """Version 0.2 ran the class itself, whose own count of steps was a scalar of each parameter in the manifest."""
+    model, optimizer = prepared("adafactor", CPU)
+    for k in range(2):
+        step(model, optimizer, k)
+    scalars = optimizer._engine.updates.updater.scalars
+    scalars.update({parameter: {"step": 2.0} for parameter in scalars})
+    optimizer.save(tmp_path / "two")
+    assert '"scalars":{"step":2.0}' in (tmp_path / "two" / "checkpoint.json").read_text()
+    other, second = prepared("adafactor", CPU)
+    second.load(tmp_path / "two")
+    for each in ((model, optimizer), (other, second)):
+        step(*each, 2)
+    assert different(all_of(other, second), all_of(model, optimizer)) == []
+
+
 @MUON
 def test_a_checkpoint_of_another_rule_is_refused_before_anything_changes(tmp_path: Path) -> None:
     adamw: Make = lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])  # noqa: E731

@@ -163,7 +163,7 @@ class Running:
         for _ in range(steps):
             options |= self.written(options, shape)
         after = {**group, **ran.written}
-        for name in options.keys() | after.keys():
+        for name in {**options, **after}:
             if name not in options or name not in after or not same(options[name], after[name]):
                 raise ConfigError(
                     f"{self.cls.__qualname__} writes {name!r} into its parameter group, and the value depends on more "
