@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from penstock.engine.tracing import RANK, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.forecast.plan import Plan
-from penstock.wholefiles import Lines, check_own, write_whole
+
+if TYPE_CHECKING:
+    from penstock.wholefiles import Lines
 
 METRICS_NAME = "metrics.jsonl"
 TRACE_NAME = "trace.json"
@@ -90,6 +92,8 @@ class Record(AbstractContextManager["Record"]):
             raise ConfigError(f"record(begin={begin!r}): give the number of steps that were made before, such as 100.")
         if RANK in os.fspath(folder):
             raise ConfigError(f"record({os.fspath(folder)!r}): the first rank alone writes. Leave {RANK} out.")
+        from penstock.wholefiles import Lines  # here: most runs record nothing
+
         record = cls(engine, folder, begin)
         if engine.rig.ranks.rank == 0:
             record._lines = Lines(record.folder / METRICS_NAME)
@@ -99,6 +103,8 @@ class Record(AbstractContextManager["Record"]):
         self, engine: Engine, given: torch.optim.Optimizer, plan: Plan | None, config: Mapping[str, Any] | None
     ) -> Self:
         """Write the first line, and begin to measure. What an earlier run has left goes, unless this one goes on."""
+        from penstock.wholefiles import check_own, write_whole
+
         if self._lines is not None:
             self._lines.begin(goes_on=self._begin > 0)
             for name in () if self._begin else (TRACE_NAME, PLAN_NAME):

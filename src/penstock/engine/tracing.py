@@ -12,7 +12,6 @@ from penstock.engine.sizes import bytes_by_tier
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.machine.recorder import Recorder
 from penstock.trace import Recording, Summary, Timeline, to_chrome
-from penstock.wholefiles import open_own
 
 RANK = "{rank}"
 STEP = "step"
@@ -43,6 +42,8 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
         if streams.recorder is not None:
             failure = EngineError("trace() was called inside another trace. Leave that block first.")
         elif rank == 0 or RANK in name:
+            from penstock.wholefiles import open_own  # here: most runs trace nothing
+
             try:
                 file = opened.enter_context(open_own(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
