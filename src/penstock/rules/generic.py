@@ -29,7 +29,7 @@ from penstock.rules.elementwise import Elementwise
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment, StateSpec
-from penstock.rules.running import GenericHyper, Ran, Running, number, options_of
+from penstock.rules.running import GenericHyper, Ran, Running, number, options_of, tried_group
 from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
 
 #: torch shares an operation on up to 32,768 elements with no other thread.
@@ -101,7 +101,7 @@ class Generic(Elementwise):
         self._running = Running(optimizer)
         self._scalars: dict[str, Any] = {}  # how each scalar is made of a number
         self._written: set[str] = set()  # what the class writes into its groups
-        groups = [options_of(group) for group in optimizer.param_groups]
+        groups = [tried_group(group) for group in optimizer.param_groups]
         trials = [self._try_out(group) for group in groups]
         names = dict.fromkeys(name for _, states in trials for name in states)
         # On values as they are computed: how they are stored is no matter of the class.

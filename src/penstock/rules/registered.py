@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.optim.matrix import MatrixRule, states_of
 from penstock.rules.rule import Rule
-from penstock.rules.running import Ran, Running, options_of, same
+from penstock.rules.running import Ran, Running, options_of, same, tried_group
 from penstock.rules.several import Several
 from penstock.rules.storage import StateFormat
 from penstock.rules.whole import Shape, Whole
@@ -80,7 +80,8 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
     for group in optimizer.param_groups:
         given = options_of(group)
         dims = sorted({p.dim() for p in group["params"] if p.dim() <= len(_SIDES)})
-        if _try_out(title, running, rule, given, [_SIDES[:dim] for dim in dims]):
+        # Two of each: a class that looks at several parameters at once ends elsewhere than its rule.
+        if _try_out(title, running, rule, tried_group(group), [_SIDES[:dim] for dim in dims for _ in range(2)]):
             writes.append(_SIDES[: dims[0]])
         options.setdefault(key := signature(given), given)
         own.setdefault(key, []).extend(tuple(p.shape) for p in group["params"])

@@ -16,6 +16,10 @@ from penstock.rules.rule import Hyper, Scalars
 State = dict[str, Any]
 
 
+#: The least learning rate and weight decay of a trial.
+_LEAST_LR, _LEAST_DECAY = 1e-2, 0.1
+
+
 @dataclass(frozen=True, eq=False)
 class GenericHyper(Hyper):
     """A group's options at one step, and the scalars of the parameters that share them.
@@ -217,6 +221,21 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
         if group.get(option):
             raise ConfigError(f"{option}=True is not supported. Set {option}=False in every parameter group.")
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def tried_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's options to try a class out with; raises what `options_of` does.
+
+    A learning rate or a weight decay that moves next to nothing, as at the begin of a warm-up, would hide what the
+    class computes: it is raised.
+    """
+    options = options_of(group)
+    lr, decay = options.get("lr"), options.get("weight_decay")
+    if isinstance(lr, int | float | Tensor) and not abs(float(lr)) >= _LEAST_LR:
+        options["lr"] = torch.full_like(lr, _LEAST_LR) if isinstance(lr, Tensor) else _LEAST_LR
+    if isinstance(decay, int | float) and 0 < decay < _LEAST_DECAY:
+        options["weight_decay"] = _LEAST_DECAY
+    return options
 
 
 def number(value: Any) -> Any:

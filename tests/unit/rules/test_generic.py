@@ -487,3 +487,17 @@ def test_what_schedulefree_evaluates_is_read_from_state() -> None:
     for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(optimizer.full_param(mine), plain.detach(), rtol=1e-6, atol=1e-8)
     optimizer.close()
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-6, 0.1])
+@pytest.mark.parametrize("dims", [1, 2, 4])
+def test_a_class_that_looks_at_the_shape_is_found_out_at_any_learning_rate(dims: int, lr: float) -> None:
+    """A warm-up begins at a rate of 0, where a trial of the parameters alone would see nothing."""
+
+    @penstock.elementwise
+    class Looking(Base):
+        def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.sub_(grad, alpha=group["lr"] * (2 if p.dim() == dims else 1))
+
+    with pytest.raises(ConfigError, match="Looking is not element-wise"):
+        rule_for(Looking([nn.Parameter(torch.zeros(4, 4))], lr=lr))

@@ -257,3 +257,33 @@ def test_a_registered_rule_is_tried_on_every_number_of_dimensions() -> None:
     rule_for(cls(parameters((6, 4), (4,))))
     with pytest.raises(ConfigError, match=r"of shape \(6, 4, 3, 2\), the parameter differs by"):
         rule_for(cls(parameters((6, 4), (4,), (2, 2, 2, 2))))
+
+
+def test_a_registered_rule_is_tried_at_any_learning_rate() -> None:
+    class Wrong(DescentRule):
+        def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Any, step: int) -> None:
+            super().update(matrix, grad, states, {**group, "lr": 1.01 * group["lr"]}, step)
+
+    cls = fresh()
+    register(cls, Wrong)
+    for lr in (0.0, 1e-6):
+        with pytest.raises(ConfigError, match="the parameter differs by up to"):
+            rule_for(cls(parameters((6, 4)), lr=lr))
+
+
+def test_a_class_that_looks_at_several_parameters_is_found_out_beside_its_rule() -> None:
+    class Together(Base):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            held = self.param_groups[0]["params"]
+            norm = torch.stack([p.grad.norm() for p in held]).norm()
+            for p in held:
+                p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+
+    class Alone(DescentRule):
+        def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Any, step: int) -> None:
+            matrix.sub_(grad / grad.norm(), alpha=group["lr"])
+
+    register(Together, Alone())
+    with pytest.raises(ConfigError, match="computes something else than the class"):
+        rule_for(Together(parameters((6, 4))))
