@@ -29,6 +29,7 @@ def prepare(disk):
         model,
         torch.optim.AdamW(model.parameters()),
         units=(nn.Linear,),
+        precision="bf16",
         placement=placement if disk else penstock.Placement(),
         options=penstock.Options(tile_bytes=16384, update_threads=2 if disk else 1),
     )

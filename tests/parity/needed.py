@@ -31,10 +31,6 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "home.py read: all of (part for part in self._read.parts() if not part.done())": ("saving beside a step", "read"),
     "home.py written: all of *beside": ("saving what is in files", "download"),
     "home.py written: all of self.memory.written": ("looking at what is in parts while it moves", "upload"),
-    "moving.py offload: self._cleaned.synchronize()": (
-        "what was kept is given back while a reload is under way",
-        "upload",
-    ),
     "moving.py finish: self._cleaned.synchronize()": ("old memory went before parameters come", "upload"),
     "movement.py _bring_memory: all of tile.slot.free": ("shadows of parameters that move", "upload"),
     "movement.py _fetch: FETCH after tile.slot.free of (tile.after, kept.ready, tile.slot.free)": (
@@ -77,9 +73,10 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "movement.py put_back: all of used": ("updated when step returns", "upload"),
     "movement.py ready: all of *self.arrivals": ("shadows of parameters that move", "upload"),
     "movement.py store: WRITE after landed": ("everything in files", "upload"),
-    "moving.py _exchange: UPDATE after all_of(over)": ("nothing in flight once the old memory went", "download"),
-    "moving.py _exchange: all of over": ("nothing in flight once the old memory went", "download"),
-    "moving.py _move: self._cleaned.synchronize()": ("old memory went before the next move takes some", "upload"),
+    "moving.py _exchange: all of (_Over(event) for event in (self._streams.now(), ring.free, *written))": (
+        "nothing in flight once the old memory went",
+        "download",
+    ),
     "moving.py finish: home.written.synchronize()": ("nothing in flight after a move", "upload"),
     "moving.py synchronize: self._event.synchronize()": ("nothing in flight once the old memory went", "download"),
     "reduce.py tell_host: home.note_write(heard)": ("updated in backward, in parts", "upload"),

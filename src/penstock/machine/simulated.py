@@ -84,9 +84,9 @@ class SimulatedStreams(Streams):
             return work()
 
         event = _SimulatedEvent(self)
-        self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
-        self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
         try:
+            self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
+            self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
             self._workers[stream].submit(in_order, event)  # after the note: it may run at once
         except BaseException:
             self._note_behind(stream, event)

@@ -20,7 +20,7 @@ keeps nothing for us. So its owner waits for the event before he lets go of it, 
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -134,6 +134,9 @@ class Meter(Protocol):
         """Give the seconds by stream of all waits that are over by now, and begin anew. Never blocks."""
 
 
+def _nothing() -> None: ...
+
+
 class Streams(ABC):
     """Side streams of one device.
 
@@ -198,6 +201,11 @@ class Streams(ABC):
     @abstractmethod
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """Do what `submit` does, on this back end."""
+
+    def drain(self, streams: Iterable[str]) -> None:
+        """Wait on the host until all that was submitted to some streams has run: work whose event is lost, too."""
+        for stream in streams:
+            self._submit(stream, _nothing, (), ()).synchronize()
 
     def now(self) -> Event:
         """Mark everything that compute was given until now, for work that is submitted later or by a thread of ours."""

@@ -28,7 +28,7 @@ from penstock.engine.units.recorded import views_elsewhere
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
 from penstock.kinds import PARAM, Tier
-from penstock.machine.streams import COLLECTIVE, DONE, Event
+from penstock.machine.streams import COLLECTIVE, DONE, READ, UPLOAD, Event
 from penstock.tiers.home import buffer_home
 from penstock.tiers.movement import Movement
 from penstock.trace import Label
@@ -342,9 +342,15 @@ class Gatherer:
         if is_shared and unit.replica is None and self.announce is not None:
             announce, self.announce = self.announce, None
             announce()
-        # A resident unit is read where it rests: compute has to follow the last write of that memory alone.
-        unit.event = unit.params.written if unit.resident else self._fill(unit)
-        unit.holding.become(Residency.GATHERING)
+        try:
+            # A resident unit is read where it rests: compute has to follow the last write of that memory alone.
+            unit.event = unit.params.written if unit.resident else self._fill(unit)
+            unit.holding.become(Residency.GATHERING)
+        except BaseException:
+            # An interrupt may come when a copy is under way and its event is not noted: the next one to have this
+            # memory would wait for nothing, and meet it.
+            self._streams.drain((READ, UPLOAD))
+            raise
         if is_shared:
             self._in_part.add(unit)
 
