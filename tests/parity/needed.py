@@ -77,7 +77,6 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
         "nothing in flight once the old memory went",
         "download",
     ),
-    "moving.py finish: home.written.synchronize()": ("nothing in flight after a move", "upload"),
     "moving.py synchronize: self._event.synchronize()": ("nothing in flight once the old memory went", "download"),
     "reduce.py tell_host: home.note_write(heard)": ("updated in backward, in parts", "upload"),
     "reduce.py zero: gradient.home.memory.written.synchronize()": ("clearing right after backward", "download"),
