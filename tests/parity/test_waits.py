@@ -82,7 +82,7 @@ REDUNDANT = {
     "update.py publish: trained.gradient.home.note_read(written)": FORWARD,
     "update.py publish: all of written": "the tiles that are left to the step are compute's own",
     "moving.py clean_up: over.synchronize()": COMPUTE,
-    "moving.py finish: home.written.synchronize()": "the clean-up waits too; this one hears of errors: test_residency.py",
+    "moving.py finish: home.written.synchronize()": "the clean-up waits too; it hears of errors: test_residency.py",
     "moving.py _exchange: UPDATE after over": "the work waits too: an interrupt may leave it to the next move",
     "torn.py tear: home.note_write(event(error))": "an error, and nothing to wait for",
     "moving.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
