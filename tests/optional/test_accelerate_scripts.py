@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"),
 ]
 PASSES = ""
-NOT_TRAINED = "was prepared for inference, by prepare\(model, None\)"
+NOT_TRAINED = r"was prepared for inference, by prepare\(model, None\)"
 NO_ELEMENTS = "it stands for a gradient that is sharded"
 UNEVEN = "join_uneven_inputs: ranks gather parameters together"
 
