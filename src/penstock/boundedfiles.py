@@ -46,10 +46,10 @@ def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES) -> bytes:
         OSError, ValueError: it is something else, is larger, cannot be read, or the path cannot be one.
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
+        # Files of the kernel have no size: those are read to see.
+        if os.fstat(file.fileno()).st_size > most or len(data := file.read(most + 1)) > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
-        return file.read(size)
+        return data
 
 
 def parse_object(raw: bytes, suffix: str = ".json", *, is_strict: bool = True) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], dtype: torch.dtype |
 
 
 def round_half_away(value: Tensor) -> Tensor:
-    """fp32 to bf16, ties away from zero: the parameter of the remainder form."""
+    """fp32 to bf16, ties away from zero: as every bf16 parameter is rounded, whatever its master."""
     return ((value.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -260,7 +260,7 @@ class Plain:
         self.publish()
 
     def publish(self) -> None:
-        half_away = self.what.precision == "bf16" and self.what.master == "remainder"
+        half_away = self.what.precision == "bf16"
         for weight, master in zip(self.model.parameters(), self.masters, strict=True):
             weight.data.copy_(round_half_away(master) if half_away else master)
 

@@ -85,3 +85,10 @@ def test_a_value_of_any_size_is_a_piece_of_a_line() -> None:
     for value in ("x" * 10**6, "\x1b[2J\n", [["x" * 100] * 100] * 100, dict.fromkeys(range(10**5)), nested):
         assert len(shown(value)) <= 83
         assert shown(value).isprintable()
+
+
+def test_a_file_of_the_kernel_has_no_size_and_is_read_all_the_same() -> None:
+    """Its size is 0: it was taken for an empty file."""
+    assert read_bytes("/proc/self/status")
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_bytes("/proc/self/status", 4)
