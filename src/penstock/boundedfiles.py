@@ -23,6 +23,7 @@ MOST_YAML_BYTES = 1 << 18  # whose reader takes ten seconds for a megabyte
 MOST_DEPTH = 100
 #: Of a whole number: tokenizers write 10**30 for "no limit".
 MOST_BITS = 256
+_PIECE_BYTES = 1 << 16
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -46,8 +47,13 @@ def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES) -> bytes:
         OSError, ValueError: it is something else, is larger, cannot be read, or the path cannot be one.
     """
     with open_regular(path) as file:
-        # Files of the kernel have no size: those are read to see.
-        if os.fstat(file.fileno()).st_size > most or len(data := file.read(most + 1)) > most:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(size) if size <= most else b""
+        # A file of the kernel says that its size is 0. Pieces, as a read takes the memory it was asked for at once.
+        while size <= most and (piece := file.read(_PIECE_BYTES)):
+            data += piece
+            size = len(data)
+        if size > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
         return data
 

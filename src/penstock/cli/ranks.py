@@ -83,7 +83,8 @@ class Ranks:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add the values up over all ranks, in place. Every rank calls it."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            with self._named_when_missing():
+                dist.all_reduce(values)
         return values
 
     def any(self, flag: bool) -> bool:
@@ -94,8 +95,25 @@ class Ranks:
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
         """Overwrite the values with those of rank 0. Every rank calls it."""
         if self.world_size > 1:
-            dist.broadcast(values, src=0)
+            with self._named_when_missing():
+                dist.broadcast(values, src=0)
         return values
+
+    @contextmanager
+    def _named_when_missing(self) -> Iterator[None]:
+        """Make the backend's error of a rank that waited in vain one that says how long ranks wait, and where.
+
+        Raises:
+            EngineError: another rank has ended, is stopped, or does something else.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineError(
+                f"Rank {self.rank} of {self.world_size} waits between two steps for another one, which has ended, is "
+                f"stopped, or does something else. Ranks wait for {self.timeout_s:g} s at most: --timeout-s. Look at "
+                f"what the others have said. ({one_line(error)})"
+            ) from error
 
 
 def _number(environ: Mapping[str, str], name: str, default: str, *, least: int = 0, most: int = 1 << 20) -> int:
