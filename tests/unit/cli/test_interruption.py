@@ -43,6 +43,18 @@ def arguments(model_folder: Path, text_folder: Path) -> list[str]:
     return ["train", "--model", str(model_folder), "--data", str(text_folder), *RUN]
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Have signals that whoever started the tests ignores (nohup, a shell's background) be heard by the commands."""
+    defaults = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    ignored = [number for number in defaults if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, defaults[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture
 def handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}

@@ -3,8 +3,10 @@
 import ctypes
 import gc
 import os
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,14 @@ def resident_bytes() -> int:
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
-    (folder,) = disks()
+def run() -> Iterator[Run]:
+    (disk,) = disks()
+    # A folder of its own: other processes have swap folders in that one, and what ended ones have left is cleared.
+    with tempfile.TemporaryDirectory(dir=disk) as folder:
+        yield measured_in(Path(folder))
+
+
+def measured_in(folder: Path) -> Run:
     torch.ones(64, 64) @ torch.ones(64, 64)  # torch's own threads are there for good
     before = surroundings(folder)
     said: list[str] = []

@@ -120,6 +120,8 @@ class Interruption:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if number == signal.SIGHUP:  # here too: the next print may come before the turn of the thread that watches
+            self._leave_terminal()
         is_first, self.asked = not self.asked, True
         if is_first and not self._deferred:
             self._number = number
