@@ -132,9 +132,11 @@ def on_disks(rank: int, folder: Path) -> dict[str, Any]:
     disk = Path(folder, os.uname().nodename, "disk")
     placement = Placement(optimizer="nvme", nvme_path=disk)
     found = train(rank, DISKS, placement=placement)
+    dist.barrier()  # close() waits for no other rank to remove its folder
     found["left"] = sorted(path.name for path in disk.iterdir())
     large = DISKS._replace(blocks=8, width=1024)  # takes 40 MiB of files on each rank
     found["refused"] = said_by(lambda: prepared(large, placement=placement))
+    dist.barrier()
     found["left after"] = sorted(path.name for path in disk.iterdir())
     return found
 
