@@ -5,9 +5,11 @@ from typing import Any
 
 #: The figures of a row, and what they are.
 FIGURES = {
-    "tokens_per_second": "of the median round",
-    "mfu": "model FLOPs utilisation of that round: `shapes.flops_per_token` over the device's peak",
-    "step_ms": "of the median round",
+    "tokens_per_second": "of the steady step",
+    "mfu": "model FLOPs utilisation of that step: `shapes.flops_per_token` over the device's peak",
+    "steady_step_ms": "median of all steps but a round's first, from the beginning of one to that of the next: what a "
+    "long run sees. That of the round where it has fewer than three steps",
+    "step_ms": "of the median round, which ends when all is done: the whole of its last update is charged to its steps",
     "round_step_ms": "of each round",
     "phases_ms": "medians over the steps: forward, backward and step, from events of the device's stream",
     "device_peak_bytes": "allocated on the device, at most, in the counted steps",
@@ -58,7 +60,7 @@ class Case:
     sequence: int = 4096
     warmup: int = 3
     rounds: int = 3
-    steps: int = 4
+    steps: int = 8
 
 
 TWIN_FLOW = (0.0, 0.25, 0.5, 0.75, 1.0)
