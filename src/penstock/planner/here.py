@@ -13,7 +13,7 @@ from torch import nn
 from penstock.engine.units.dtensors import own_elements
 from penstock.errors import EngineError
 from penstock.forecast.figures import Figure
-from penstock.forecast.machine import Machine
+from penstock.forecast.machine import Machine, from_probe
 from penstock.forecast.plan import Plan
 from penstock.machine.arena import available_host_memory
 from penstock.machine.border import theirs
@@ -140,8 +140,7 @@ def plan_here(
 
 def _probed(device: torch.device, seconds: float, folders: Sequence[str | os.PathLike[str]]) -> Machine:
     """Measure this machine, without its collectives."""
-    name, kind, measured, found = measure(device=device, folders=folders, seconds=seconds, groups={})
-    return Machine(name, kind, {each: Figure(*values) for each, values in measured.items()}, found, probed=True)
+    return from_probe(*measure(device=device, folders=folders, seconds=seconds, groups={}))
 
 
 def _knows_links(machine: Machine) -> bool:
