@@ -197,6 +197,20 @@ def test_an_event_lets_the_host_sleep_where_the_device_has_such_events(monkeypat
     ]
 
 
+def test_an_event_spins_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+
+    class Own:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            made.append(blocking)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Own))
+    for value in ("", "0", "1"):
+        monkeypatch.setenv("PENSTOCK_SPINNING_EVENTS", value)
+        Hardware(cuda(1)).make_event()
+    assert made == [True, True, False]
+
+
 def test_what_is_free_is_within_the_fraction_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.cuda.set_per_process_memory_fraction` ends in an error of torch where a plan takes more."""
     module = SimpleNamespace(
