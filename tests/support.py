@@ -69,7 +69,9 @@ def run_ranks(
     `start`, which each process calls before it makes the group.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("forkserver")  # imports torch once for all ranks of all tests of this process
+        # The server of forks imports torch once for all ranks of all tests of this process. What it imports may touch
+        # CUDA, which no fork can use then.
+        context = mp.get_context("spawn" if "nccl" in backend else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         processes = [
             context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout, backend, start))

@@ -141,7 +141,7 @@ def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for start in range(warmup, warmup + rounds * steps, steps):
             taken.append(take_steps(training, batches[start : start + steps], clock))
             found = timings(taken, steps, clock)
-            rate = tokens / found["step_ms"] * 1e3
+            rate = tokens / found["steady_step_ms"] * 1e3
             found |= {
                 "tokens_per_second": rate,
                 "mfu": rate * flops / peak if peak else None,
@@ -160,8 +160,13 @@ def timings(taken: Sequence[tuple[float, list[list[Any]], list[Tensor]]], steps:
     """What the rounds so far say of a step, and the losses of all of them."""
     spans = [[clock.milliseconds(*pair) for pair in pairwise(times)] for _, marks, _ in taken for times in marks]
     phases = map(statistics.median, zip(*spans, strict=True))
+    # From a step's beginning to that of the next, but of the first step of a round, which no update is behind.
+    begins = [[times[0] for times in marks] for _, marks, _ in taken]
+    steady = [clock.milliseconds(*pair) for times in begins for pair in list(pairwise(times))[1:]]
+    drained_ms = statistics.median(seconds for seconds, _, _ in taken) / steps * 1e3
     return {
-        "step_ms": statistics.median(seconds for seconds, _, _ in taken) / steps * 1e3,
+        "steady_step_ms": statistics.median(steady) if steady else drained_ms,
+        "step_ms": drained_ms,
         "round_step_ms": [seconds / steps * 1e3 for seconds, _, _ in taken],
         "phases_ms": dict(zip(("forward", "backward", "step"), phases, strict=True)),
         "losses": [float(loss) for _, _, losses in taken for loss in losses],

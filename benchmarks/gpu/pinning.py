@@ -72,6 +72,23 @@ def limits(device: torch.device) -> dict[str, Any]:
     }
 
 
+def wake_up(device: torch.device, *, spins: bool) -> dict[str, Any]:
+    """Submit a small kernel and wait for its event: microseconds until the host goes on, asleep or spinning."""
+    if device.type == "cpu":
+        return {"note": "a cpu has no events"}
+    work = torch.zeros(1 << 20, device=device)
+    found = []
+    for _ in range(200):
+        event: Any = torch.get_device_module(device).Event(enable_timing=False, blocking=not spins)
+        wait(device)
+        started = time.perf_counter()
+        work.add_(1)
+        event.record()
+        event.synchronize()
+        found.append(time.perf_counter() - started)
+    return {"microseconds": 1e6 * statistics.median(found), "of": "one small kernel, its event and the wait for it"}
+
+
 def take_slab(nbytes: int, device: torch.device) -> dict[str, Any]:
     """Map a slab, fault it in and register it, and give it back: seconds, and what the system says of it."""
     before = free_memory(device)
@@ -101,12 +118,21 @@ def take_slab(nbytes: int, device: torch.device) -> dict[str, Any]:
         "pinned": pinned,
         "take_seconds": taken,
         "take_gb_per_second": nbytes / taken / 1e9,
+        "take_seconds_per_gib": taken / (nbytes / (1 << 30)),
         "close_seconds": closed,
         "before": before,
         "during": during,
         "after": after,
         "wrong": "; ".join(wrong),
     }
+
+
+def take_huge(device: torch.device) -> dict[str, Any]:
+    """Take a slab of 32 GiB, as whole models need: what registering more than a few GiB costs by the GiB."""
+    free = available_host_memory()
+    if device.type == "cpu" or free is None or free.nbytes < 48 << 30:
+        return {"note": "needs a device that registers memory, and 48 GiB of the host"}
+    return take_slab(32 << 30, device)
 
 
 def bandwidths(nbytes: int, device: torch.device) -> dict[str, Any]:
@@ -205,6 +231,9 @@ def main() -> None:
         "bandwidth": partial(bandwidths, slab, device),
         "both ways at once": partial(both_ways, slab, device),
         "large slab": partial(take_slab, large, device),
+        "32 GiB slab": partial(take_huge, device),
+        "wake-up, sleeping": partial(wake_up, device, spins=False),
+        "wake-up, spinning": partial(wake_up, device, spins=True),
         "a run gives back": partial(a_run_gives_back, device),
     }
     journal = Journal()

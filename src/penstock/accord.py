@@ -14,6 +14,7 @@ from penstock.machine.council import Facts
 #: Options that say how a rank does its own part, and change nothing that ranks do together.
 _OWN = {
     "device_bytes",
+    "host_bytes",
     "pinned_bytes",
     "update_threads",
     "streamed_updates",

@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock import checks
 from penstock.blueprint import Blueprint
+from penstock.config import Options
 from penstock.engine.passes.buffers import BUFFERS_OF_A_SIZE
 from penstock.engine.passes.packing import packed_bytes
 from penstock.engine.passes.sums import summing_bytes
@@ -317,7 +318,7 @@ def _device_room(blueprint: Blueprint, need: DeviceNeed, device: torch.device) -
 
 def _host_room(need: HostNeed, ranks_here: int) -> Room:
     """Hold the cpu tier, and the device's state where that shares its memory, against what the host has."""
-    host = host_memory()
+    host = host_memory(need.blueprint.request.options)
     if host is None:
         return Room(HOST, need.nbytes, None)
     available = host.nbytes // ranks_here
@@ -333,8 +334,10 @@ def _host_room(need: HostNeed, ranks_here: int) -> Room:
     )
 
 
-def host_memory() -> HostMemory | None:
+def host_memory(options: Options) -> HostMemory | None:
     """Look up what the host has for all of its ranks; `None` where nothing says it."""
+    if options.host_bytes is not None:
+        return HostMemory(options.host_bytes, f"Options(host_bytes={options.host_bytes:,}) leaves")
     return available_host_memory()
 
 

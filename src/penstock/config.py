@@ -107,6 +107,9 @@ class Options:
             free. `prepare` refuses what takes more.
         pinned_bytes: the host memory that may be pinned; `None` for all that a device copies. What goes beyond it is
             pageable, and passes a few pinned buffers on its way to the device and back, which is slower.
+        host_bytes: the memory that the ranks of a host may take of it together; `None` for what the kernel and the
+            container call available, which leaves out what the kernel could still give up. `prepare` refuses what takes
+            more.
         update_threads: the number of threads of the update on the host; `None` shares the cores among the ranks of this
             host, and takes no more than the container's quota of time. Where there are several NUMA nodes and the
             launcher has not bound the process to one, they run on the cores of the device's node.
@@ -170,6 +173,7 @@ class Options:
     tile_bytes: int = 4 * MIB
     device_bytes: int | None = None
     pinned_bytes: int | None = None
+    host_bytes: int | None = None
     update_threads: int | None = None
     streamed_updates: float | Literal["auto"] = 0.0
     whole_updates: Literal["device", "home"] = "device"
@@ -225,6 +229,7 @@ _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
     "tile_bytes": (MIN_TILE_BYTES, False),
     "device_bytes": (1, True),
     "pinned_bytes": (0, True),
+    "host_bytes": (1, True),
     "update_threads": (1, True),
     "secondary_shard": (2, True),
     "io_queue_depth": (1, False),

@@ -141,7 +141,7 @@ def check_hosts(council: Council, claims: Claims) -> None:
 def _told(claims: Claims) -> list[_Claim]:
     """Look up what there is of what a rank claims. What cannot be looked up is no claim: to take it will tell."""
     found = []
-    host = host_memory() if claims.memory is not None else None
+    host = None if claims.memory is None else host_memory(claims.memory.blueprint.request.options)
     if host is not None and claims.memory is not None:
         found.append(_Claim(_MEMORY, host.whose, claims.memory.nbytes, host.nbytes, host.whose))
     for parent, nbytes in claims.disks:

@@ -77,6 +77,7 @@ FIELDS = {
         "tile_bytes": 4 << 20,
         "device_bytes": None,
         "pinned_bytes": None,
+        "host_bytes": None,
         "update_threads": None,
         "streamed_updates": 0.0,
         "whole_updates": "device",

@@ -163,6 +163,16 @@ def test_a_block_is_one_graph(way: str) -> None:
         assert len(blocks) == 1
 
 
+def test_nothing_of_ours_is_compiled_by_itself() -> None:
+    """What hooks call was, once for each kind of value that it looked at: beside many blocks up to torch's limit."""
+    with compiler() as backend:
+        torch._dynamo.utils.clear_compilation_metrics()
+        train(partial(whole_model, backend=backend))
+        files = {metrics.co_filename for metrics in torch._dynamo.utils.get_compilation_metrics()}
+        assert files
+        assert not [file for file in files if "penstock" in str(file).split("src")[-1]]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.thorough
 def test_bf16(way: str) -> None:

@@ -125,6 +125,13 @@ def test_ranks_of_one_host_have_each_their_part_of_it(monkeypatch: pytest.Monkey
     assert f"the host has {(1 << 20) // 64:,} available for each of its 64 ranks" in message
 
 
+@pytest.mark.usefixtures("nothing_taken")
+def test_host_bytes_take_the_place_of_what_the_host_calls_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "available_host_memory", lambda: HostMemory(1 << 40, "the host has"))
+    message = refused(Stack(), options=Options(host_bytes=10_000))
+    assert "Options(host_bytes=10,000) leaves 10,000 available" in message
+
+
 class OneDevice:
     """What a device's module of torch says of its memory."""
 

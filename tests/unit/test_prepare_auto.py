@@ -274,7 +274,7 @@ class TestWithABatch:
     def test_what_is_planned_for_is_the_memory_that_is_free(self, monkeypatch, shares, options, limits):
         monkeypatch.setattr(here, "shares_host_memory", lambda device: shares)
         monkeypatch.setattr(here, "free_device_memory", lambda device: 1000)
-        monkeypatch.setattr(here, "available_host_memory", lambda: HostMemory(5000, "the host has"))
+        monkeypatch.setattr(here, "host_memory", lambda options: HostMemory(5000, "the host has"))
         asked: list[dict[str, Any]] = []
         monkeypatch.setattr(here, "plan", lambda *_, **arguments: asked.append(arguments))
         model, machine = nn.Linear(10, 10), Machine.read("cpu-laptop")

@@ -11,7 +11,7 @@ from penstock.errors import PenstockError
 #: Arguments of the library that are options of the command under the same name.
 NAMED = (
     *("stage", "params", "grads", "optimizer", "activations", "nvme_path", "precision", "overlap", "max_grad_norm"),
-    *("device_bytes", "tile_bytes", "live_bytes", "prefetch_bytes", "persistent_bytes", "pinned_bytes"),
+    *("device_bytes", "tile_bytes", "live_bytes", "prefetch_bytes", "persistent_bytes", "pinned_bytes", "host_bytes"),
     *("update_threads", "streamed_updates", "state_dtype", "gather_format", "reduce_format", "secondary_shard"),
     "timeout_s",
 )

@@ -1,7 +1,7 @@
 """A machine as a value: the figures that a step's time and memory follow from, and where each figure is from."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,11 @@ from penstock.forecast.machinefiles import shipped
 __all__ = ["FIGURES", "Figure", "Machine", "parse_figure", "shipped", "write_value"]
 
 _MOST_CHARS = 200
+#: Figures of an accelerator that differ little between those of its kind.
+_NARROW = frozenset({"device_bandwidth", "device_update", "op_seconds", "h2d", "d2h", "duplex"})
+#: How many times less or more a narrow figure may be: than that of the same accelerator, than those of the same kind of
+#: device, and what any figure may be.
+_OF_THE_SAME, _OF_ITS_KIND, _OF_ANY = 5.0, 50.0, 1e4
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,15 @@ class Machine:
             The machine, with the figures that were measured.
 
         Raises:
-            ConfigError: `seconds` is no time or too short, or a folder cannot be written or is full.
+            ConfigError: `seconds` is no time or too short, a folder cannot be written or is full, or a figure cannot be
+                one of this machine.
 
         Example:
             >>> Machine.probe(folders=["/mnt/nvme"]).write("machine.json")  # doctest: +SKIP
         """
         from penstock.probe.measure import measure  # with torch and the native module, which files need not wait for
 
-        name, device, measured, fingerprint = measure(folders=list(folders), seconds=seconds)
-        figures = {each: Figure(*values) for each, values in measured.items()}
-        return cls(name, device, figures, fingerprint, probed=True)
+        return from_probe(*measure(folders=list(folders), seconds=seconds))
 
     @classmethod
     def read(cls, path_or_name: str | PathLike[str]) -> "Machine":
@@ -193,6 +197,63 @@ class Machine:
             lines.append("  ".join([*cells, how]).rstrip())
         how_known = "probed" if self.probed else "not probed"
         return "\n".join([f"{one_line(self.name)} ({self.device}, {how_known})", *lines])
+
+
+def from_probe(
+    name: str, device: str, measured: Mapping[str, Sequence[Any]], fingerprint: Mapping[str, Any]
+) -> Machine:
+    """Make a machine of measurements, each held against what machines like it have.
+
+    Arguments:
+        name: what it is called.
+        device: the kind of its devices.
+        measured: by name, value, lower quartile, upper quartile, and how it was measured. One that is implausible is
+            replaced by the figure of the same accelerator's data sheet, where that is known, and `how` says so.
+        fingerprint: what the machine is made of.
+
+    Raises:
+        ConfigError: a figure is implausible, and no data sheet has it.
+    """
+    machines = [Machine.read(each) for each in shipped()]
+    accelerator = str(fingerprint.get("device_name"))
+    same = [each for each in machines if str(each.fingerprint.get("accelerator")).endswith(f" x {accelerator}")]
+    like = [each for each in machines if each.device == device and device != "cpu"]
+    figures = {each: _plausible(each, values, same, like, machines) for each, values in measured.items()}
+    return Machine(name, device, figures, fingerprint, probed=True)
+
+
+def _plausible(name: str, values: Sequence[Any], *circles: Sequence[Machine]) -> Figure:
+    """Return a measured figure, or that of a data sheet where it is outside of what machines like this one have.
+
+    Arguments:
+        name: the figure's.
+        values: as they were measured.
+        circles: machines with the same accelerator, of the same kind of device, and any.
+    """
+    value, least, _, _ = values
+    unit = FIGURES[name].unit
+    if unit not in ("bytes/s", "FLOP/s", "s"):
+        return Figure(*values)
+    like = [[each.figures[name] for each in circle if each.has(name)] for circle in circles]
+    factors = (_OF_THE_SAME, _OF_ITS_KIND, _OF_ANY)
+    which = next((n for n, known in enumerate(like) if known and (name in _NARROW or n == 2)), None)
+    if which is None:  # of what no machine that comes along has
+        return Figure(*values)
+    low = min(each.low for each in like[which]) / factors[which]
+    high = max(each.high for each in like[which]) * factors[which]
+    if low <= value <= high and least > 0:
+        return Figure(*values)
+    found = (
+        f"{name} was measured as {value:.3g} {unit}, its lower quartile as {least:.3g}; "
+        f"machines like this one have {low:.3g} to {high:.3g}"
+    )
+    sheets = [*like[0], *(each for each in like[1] if each.how.startswith("assumed"))]
+    if sheets:
+        return replace(sheets[0], how=f"not measured: {sheets[0].how}. {found}")
+    raise ConfigError(
+        f"The probe cannot be right: {found}. Probe again with nothing else running and for longer (seconds=120), or "
+        "write the machine's file by hand (docs/machines.md)."
+    )
 
 
 def _check(name: object, device: object, probed: object) -> None:

@@ -135,19 +135,22 @@ def make_current(device: torch.device) -> None:
 def free_device_memory(device: torch.device) -> int | None:
     """Return the bytes of a device that this process can still have; `None` where nothing says how many.
 
-    That is what is free there, and what torch keeps for reuse in this process.
+    That is what is free there, and what torch keeps for reuse in this process, within
+    `torch.cuda.set_per_process_memory_fraction`.
     """
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
     ask = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
     try:
-        free = int(ask(device)[0])  # type: ignore[misc]
+        free, total = map(int, ask(device))  # type: ignore[misc]
     except Exception:  # it is somebody else's code, and not every device knows
         return None
     kept = 0
     with contextlib.suppress(Exception):
-        kept = int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+        reserved = int(module.memory_reserved(device))
+        kept = reserved - int(module.memory_allocated(device))
+        free = max(0, min(free, int(module.get_per_process_memory_fraction(device) * total) - reserved))
     return free + max(0, kept)
 
 

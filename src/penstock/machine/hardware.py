@@ -7,11 +7,15 @@ on its default stream.
 """
 
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+#: Set to 1 in the environment, a thread that waits for a CUDA event spins on a core of its own.
+SPINNING_EVENTS = "PENSTOCK_SPINNING_EVENTS"
 
 
 class Hardware:
@@ -47,7 +51,9 @@ class Hardware:
             timing: whether the event notes when the device came to it.
         """
         if self._own:
-            return self._module.Event(enable_timing=timing, blocking=True)  # the host sleeps: a core stays free
+            # The host sleeps, and a core stays free, unless its wake-up is too long to wait for.
+            sleeps = os.environ.get(SPINNING_EVENTS) != "1"
+            return self._module.Event(enable_timing=timing, blocking=sleeps)
         return torch.Event(self.device, enable_timing=timing)  # said: what it is by default has changed
 
     def current(self) -> Any:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.budgets import host_memory
+from penstock.config import Options
 from penstock.engine.units.dtensors import own_elements
 from penstock.errors import EngineError
 from penstock.forecast.figures import Figure
-from penstock.forecast.machine import Machine
+from penstock.forecast.machine import Machine, from_probe
 from penstock.forecast.plan import Plan
-from penstock.machine.arena import available_host_memory
 from penstock.machine.border import theirs
 from penstock.machine.council import Council, council_of_all
 from penstock.machine.devices import device_for, free_device_memory, shares_host_memory
@@ -140,8 +141,7 @@ def plan_here(
 
 def _probed(device: torch.device, seconds: float, folders: Sequence[str | os.PathLike[str]]) -> Machine:
     """Measure this machine, without its collectives."""
-    name, kind, measured, found = measure(device=device, folders=folders, seconds=seconds, groups={})
-    return Machine(name, kind, {each: Figure(*values) for each, values in measured.items()}, found, probed=True)
+    return from_probe(*measure(device=device, folders=folders, seconds=seconds, groups={}))
 
 
 def _knows_links(machine: Machine) -> bool:
@@ -157,7 +157,7 @@ def _free_bytes(
         for tensor in [*model.parameters(), *model.buffers()]
         if tensor.device == device
     }
-    host = available_host_memory()
+    host = host_memory(arguments.get("options") or Options())
     if shares_host_memory(device):
         return None, None if host is None else host.nbytes + ranks * sum(own.values())
     free = free_device_memory(device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from penstock.forecast.figures import Figure, write_value
-from penstock.forecast.machine import Machine
+from penstock.forecast.machine import Machine, from_probe
 from penstock.machine.devices import device_for
 from penstock.probe import cache
 from penstock.probe.disks import check_folders
@@ -63,9 +63,7 @@ def probe(
     Raises:
         ConfigError: as `Machine.probe`.
     """
-    measured = measure(folders=folders, seconds=seconds, progress=progress, groups=groups)
-    figures = {name: Figure(*figure) for name, figure in measured.figures.items()}
-    return Machine(measured.name, measured.device, figures, measured.fingerprint, probed=True)
+    return from_probe(*measure(folders=folders, seconds=seconds, progress=progress, groups=groups))
 
 
 def as_json(machine: Machine) -> str:

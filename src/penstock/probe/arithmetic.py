@@ -72,6 +72,22 @@ class Stopwatch:
         return seconds
 
 
+def measure_passes(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:
+    """Measure passes over the device's memory: `device_bandwidth`.
+
+    Arguments:
+        device: the one that computes.
+        deadline: when to be done.
+    """
+    watch = Stopwatch(device)
+    moved = _pass_tensors(device, deadline)
+    nbytes = sum(tensor.nbytes for tensor in moved)
+    add = partial(torch.add, moved[0], moved[1], out=moved[2])
+    turns = take_turns({"pass": lambda: nbytes / watch.seconds_each(add)}, deadline)
+    how = f"a sum of two tensors into a third, {moved[0].nbytes >> 20} MiB each, read and written"
+    return {"device_bandwidth": turns.measurement("pass", how)}
+
+
 def measure_arithmetic(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:
     """Measure what the device computes in a second.
 
@@ -80,7 +96,7 @@ def measure_arithmetic(device: torch.device, deadline: Deadline) -> dict[str, Me
         deadline: when to be done.
 
     Returns:
-        `flops_*`, `device_bandwidth`, `op_seconds` and `op_host_seconds`.
+        `flops_*`, `op_seconds` and `op_host_seconds`.
     """
     watch = Stopwatch(device)
     dtypes = [torch.float32, torch.bfloat16] + ([] if device.type == "cpu" else [torch.float16])
@@ -90,11 +106,6 @@ def measure_arithmetic(device: torch.device, deadline: Deadline) -> dict[str, Me
     sizing = deadline.share(0.35)
     products = {each.dtype: each.fitted(sizing.share(1 / (len(cold) - number))) for number, each in enumerate(cold)}
     cases: dict[str, Callable[[], float]] = {f"flops_{_WORDS[dtype]}": each.run for dtype, each in products.items()}
-    moved = _pass_tensors(device, deadline)
-    pass_bytes = sum(tensor.nbytes for tensor in moved)
-    cases["device_bandwidth"] = lambda: (
-        pass_bytes / watch.seconds_each(partial(torch.add, moved[0], moved[1], out=moved[2]))
-    )
     cases |= _tiny_cases(watch, products[torch.float32])
     # In the dtype that one would train in: some processors have no arithmetic for the other one.
     like = max(products.values(), key=Products.run)
@@ -106,9 +117,6 @@ def measure_arithmetic(device: torch.device, deadline: Deadline) -> dict[str, Me
     checked = f"flops_{_WORDS[like.dtype]}"
     share = turns.median("block") / turns.median(checked)
     figures[checked] = figures[checked]._replace(how=f"{figures[checked].how}; {words} ran at {share:.2f} of it")
-    figures["device_bandwidth"] = turns.measurement(
-        "device_bandwidth", f"a sum of two tensors into a third, {moved[0].nbytes >> 20} MiB each, read and written"
-    )
     return figures | _op_figures(turns, device)
 
 
@@ -200,8 +208,9 @@ def _tiny_cases(watch: Stopwatch, long: Products) -> Mapping[str, Callable[[], f
     def on_device() -> float:
         if watch.device.type == "cpu":
             return watch.seconds(many) / TINY_OPS
-        # Behind something long, so that the host is ahead of the device, and its own time does not count.
-        return max(watch.seconds(behind) - watch.seconds(long.compute), 1e-7) / TINY_OPS
+        # Behind something long, so that the host is ahead of the device, and its own time does not count. A difference
+        # below 0 stays as it is: the check of figures against machines of its kind finds it.
+        return (watch.seconds(behind) - watch.seconds(long.compute)) / TINY_OPS
 
     return {"op_seconds": on_device, "op_host_seconds": lambda: watch.host_seconds(chain) / (2 * TINY_OPS)}
 

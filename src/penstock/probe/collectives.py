@@ -13,7 +13,7 @@ from penstock.machine.council import Council
 from penstock.machine.groups import all_gather_flat, give_back, own_group
 from penstock.machine.threads import hosts_of, ranks_of_host
 from penstock.probe.arithmetic import Stopwatch
-from penstock.probe.sampling import Deadline, Measurement, quartiles
+from penstock.probe.sampling import LEAST_ROUNDS, Deadline, Measurement, quartiles
 
 SIZES = (1 << 10, 1 << 20, 1 << 26)  # bytes of the whole buffer
 MOST_ROUNDS = 15
@@ -110,7 +110,7 @@ def _measure_group(
         rounds += 1
         # One rank's clock decides for all: a rank that went on alone would wait for the others in vain.
         left, of_first = council.share([deadline.left(), longest])
-        if rounds > 1 and left < of_first:
+        if rounds > LEAST_ROUNDS and left < of_first:
             break
         if rounds == 1 and left < 2 * of_first and len(sizes) == len(SIZES):
             sizes = sizes[:-1]  # the largest one is too much for this link in this time

@@ -15,7 +15,7 @@ from penstock.machine.border import ours
 from penstock.machine.council import Council
 from penstock.machine.devices import device_for, visible_devices
 from penstock.machine.hardware import Hardware
-from penstock.probe.arithmetic import measure_arithmetic
+from penstock.probe.arithmetic import measure_arithmetic, measure_passes
 from penstock.probe.collectives import measure_collectives
 from penstock.probe.disks import Folder, check_folders, free_space, measure_disks
 from penstock.probe.fingerprint import fingerprint, machine_name
@@ -68,7 +68,8 @@ def measure(
 
     Arguments:
         folders: the folders of the nvme tier, one for each disk.
-        seconds: how long it may take. A part that runs out of its share stops early, and says so in its figures' `how`.
+        seconds: how long it is to take. A part that runs out of its share stops after three runs of each case, and says
+            so in its figures' `how`: on a slow machine it takes longer than that.
         device: the one that computes; `None` chooses as `prepare` does.
         progress: called with what is measured next, in words.
         groups: the dimensions of a mesh, by name; `None` for the default process group, if there is one. Empty where
@@ -119,25 +120,35 @@ def measure(
 def _measure_alone(
     device: torch.device, folders: Sequence[Folder], deadline: Deadline, say: Callable[[str], None]
 ) -> Figures:
-    """Measure everything but collectives: each part gets its share of the time that is left when it begins."""
+    """Measure everything but collectives: each part gets its share of the time that is left when it begins.
+
+    What plans rest on most comes first: a part that takes longer than its share leaves less to those behind it.
+    """
+    accelerator = device.type != "cpu"
     parts: list[tuple[str, float, Callable[[Deadline], Figures]]] = [
-        ("arithmetic", 6.0, partial(measure_arithmetic, device)),
-        ("host memory and updates", 6.0, partial(measure_host, device)),
-        ("jobs", 0.5, partial(measure_jobs, device)),
+        ("device memory", 1.0, partial(measure_passes, device))
     ]
-    if device.type != "cpu":
+    if accelerator:
+        parts.append(("updates on the device", 4.0, partial(_device_update, device, deadline)))
+    parts.append(("arithmetic", 6.0, partial(measure_arithmetic, device)))
+    if accelerator:
         parts.append(("links", 5.0, partial(measure_links, device)))
+    parts.append(("host memory and updates", 6.0, partial(measure_host, device)))
+    parts.append(("jobs", 0.5, partial(measure_jobs, device)))
     if folders:
         parts.append(("disks", 6.0, partial(measure_disks, folders)))
-    parts.append(("free memory", 0.5 if device.type == "cpu" else 2.0, partial(measure_room, device)))
+    parts.append(("free memory", 2.0 if accelerator else 0.5, partial(measure_room, device)))
     figures: Figures = {}
     for number, (what, weight, part) in enumerate(parts):
         say(what)
         figures |= part(deadline.share(weight / sum(other for _, other, _ in parts[number:])))
-    say("updates on the device")
-    figures["device_update"] = _device_update(device, figures, deadline)
+    update = "device_update" if "device_update" in figures else "device_bandwidth" if accelerator else "update"
+    figures["device_update"] = figures[update]
+    if update == "device_bandwidth":
+        how = f"no time to compile an update, which reads and writes once: as {figures[update].how}"
+        figures["device_update"] = figures[update]._replace(how=how)
     visible = visible_devices()
-    if visible is not None and device.type != "cpu":
+    if visible is not None and accelerator:
         figures["devices"] = Measurement(*(float(visible.count),) * 3, "that this process sees")
         Hardware(device).empty_cache()
     return figures
@@ -148,15 +159,10 @@ def measure_free(device: torch.device, folders: Sequence[Folder] = ()) -> Figure
     return {**free_memory(device), **free_space(folders)}
 
 
-def _device_update(device: torch.device, figures: Figures, deadline: Deadline) -> Measurement:
-    """Say how fast the device updates what is there."""
-    if device.type == "cpu":
-        return figures["update"]
-    found = measure_device_update(device, DEVICE_UPDATE_BYTES, deadline)
-    if found is not None:
-        return found
-    passing = figures["device_bandwidth"]
-    return passing._replace(how=f"no time to compile an update, which reads and writes once: as {passing.how}")
+def _device_update(device: torch.device, whole: Deadline, own: Deadline) -> Figures:
+    """Measure the update on an accelerator; nothing where the whole probe has no time to compile it."""
+    found = measure_device_update(device, DEVICE_UPDATE_BYTES, whole, own)
+    return {} if found is None else {"device_update": found}
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
 from typing import NamedTuple
 
+#: At least. The first run on an accelerator loads kernels and wakes clocks, and one more says nothing of its spread.
+LEAST_ROUNDS = 3
 #: More rounds than these make no figure better.
 MOST_ROUNDS = 25
 
@@ -48,7 +50,7 @@ class Turns(NamedTuple):
     """What the runs of several cases gave.
 
     Attributes:
-        samples: of each case, what its runs returned, one or more.
+        samples: of each case, what its runs after the warm-up returned.
         cut_short: whether the time was up before the rounds that were wanted.
     """
 
@@ -67,8 +69,7 @@ class Turns(NamedTuple):
             how: what was run; how often is added.
         """
         found = self.samples[case]
-        runs = f"{len(found)} run{'s' if len(found) > 1 else ''}"
-        told = f"{how}; median of {runs}" if len(found) > 1 else f"{how}; {runs}"
+        told = f"{how}; median of {len(found)} runs"
         if self.cut_short:
             told += ", then the time was up"
         return Measurement(median(found), *quartiles(found), told)
@@ -85,30 +86,29 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
 def take_turns(
     cases: Mapping[str, Callable[[], float]], deadline: Deadline, *, most_rounds: int = MOST_ROUNDS
 ) -> Turns:
-    """Run all cases in turn, once to warm up, then again and again until the time is up.
+    """Run all cases in turn, once to warm up, then three times and more until the time is up.
 
     In turn, because a machine's pace drifts: what is compared later has been measured under the same conditions.
 
     Arguments:
         cases: by name, what runs a case once and returns its sample.
-        deadline: no round begins that would be over after it.
-        most_rounds: how many rounds to run at most.
+        deadline: no round after the third begins that would be over after it.
+        most_rounds: how many rounds to run at most, three or more.
 
     Returns:
-        The samples of all rounds; those of the warm-up where there was no time for a round.
+        The samples of all rounds but the warm-up.
     """
-    samples: dict[str, list[float]] = {}
-    start = time.perf_counter()
-    warm = {name: [run()] for name, run in cases.items()}
-    round_seconds = time.perf_counter() - start
-    rounds = 0
-    while rounds < most_rounds and deadline.left() > round_seconds:
+    for run in cases.values():
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    rounds, round_seconds = 0, 0.0
+    while rounds < LEAST_ROUNDS or (rounds < most_rounds and deadline.left() > round_seconds):
         start = time.perf_counter()
         for name, run in cases.items():
-            samples.setdefault(name, []).append(run())
+            samples[name].append(run())
         round_seconds = time.perf_counter() - start
         rounds += 1
-    return Turns(samples or warm, cut_short=rounds < most_rounds)
+    return Turns(samples, cut_short=rounds < most_rounds)
 
 
 def seconds_of(work: Callable[[], object]) -> float:

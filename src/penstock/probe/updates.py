@@ -95,19 +95,20 @@ def fill(memory: Tensor) -> None:
     memory[whole * few.numel() :].zero_()
 
 
-def measure_device_update(device: torch.device, nbytes: int, deadline: Deadline) -> Measurement | None:
+def measure_device_update(device: torch.device, nbytes: int, whole: Deadline, deadline: Deadline) -> Measurement | None:
     """Measure AdamW's update on an accelerator.
 
     Arguments:
         device: the accelerator.
         nbytes: how much of its memory to update.
-        deadline: when to be done.
+        whole: when all is to be over: what compiling may take.
+        deadline: when to be done, of what is compiled.
 
     Returns:
         `None` where there is no time: its kernel has to be compiled first.
     """
     compiles = has_compiler(device)
-    if compiles and deadline.left() < COMPILING_SECONDS:
+    if compiles and whole.left() < COMPILING_SECONDS:
         return None
     watch = Stopwatch(device)
     update = _whole(device, nbytes if compiles else min(nbytes, LITTLE_UPDATE_BYTES))

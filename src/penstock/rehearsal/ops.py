@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from penstock.forecast.program import Op
 
@@ -181,18 +181,31 @@ def _grouped(left: Tensor, right: Tensor, *_: Any, out_val: Tensor, **__: Any) -
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    """Count the two products of attention, for each head of the query: heads of keys and values may be fewer.
+
+    torch's own formula refuses grouped queries before 2.13.
+    """
+    return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    shapes = (grad.shape, query.shape, key.shape, value.shape)
-    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+def _attention_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> int:
+    """Count the scores again, and two products each for the gradients of scores and values, queries and keys."""
+    return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
+
+def _scores(query: Tensor, key: Tensor) -> int:
+    """Count the scores of all heads, from [batch, heads, rows, width] and [batch, key heads, columns, width]."""
+    return prod(query.shape[:-1]) * key.shape[-2]
+
+
+#: The operations of attention whose keys and values come after their queries in this order of dimensions.
+_ATTENTION = tuple(
+    f"_scaled_dot_product_{kernel}"
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+)
 
 #: Formulas of torch, and those that it lacks.
 _FORMULAS: Mapping[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten.mv: _mv,
     aten.addmv: lambda _, matrix, vector, **__: _mv(matrix, vector),
     aten.dot: lambda left, right, **_: 2 * left.numel(),
@@ -201,4 +214,6 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
     **dict.fromkeys(_packets("mkldnn_rnn_layer"), _recurrent),
     **dict.fromkeys(_packets("mkldnn_rnn_layer_backward"), lambda *args, **kwargs: 2 * _recurrent(*args, **kwargs)),
     **flop_registry,
+    **dict.fromkeys(_packets(*_ATTENTION), _attention),
+    **dict.fromkeys(_packets(*(f"{name}_backward" for name in _ATTENTION)), _attention_backward),
 }

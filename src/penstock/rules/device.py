@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx.experimental._config as _shape_config
 from torch import Tensor
 
 from penstock.rules.compiler import has_compiler
@@ -139,18 +140,32 @@ class DeviceUpdate:
                 key_and_first,
             )
             try:
-                self._compiled(*arguments)
+                # Sizes that are equal by chance are not taken for the same: each chance would compile a kernel anew.
+                with _shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                    self._compiled(*arguments)
             except Exception as error:
                 # Compilation fails before anything of this segment has run, so it is updated in the other way, and so
                 # are those behind it. Those before it are done: a second update would be one too many.
                 warnings.warn(
-                    f"torch.compile failed for the update on {device} ({type(error).__name__}: {error}). Updates there "
-                    "run in plain torch operations: the same result in more passes over memory.",
+                    f"torch.compile failed for the update on {device} ({_reason(error)}). Updates there run in plain "
+                    "torch operations: the same result in more passes over memory.",
                     stacklevel=2,
                 )
                 self._compiled = None
                 return otherwise(rule, segments[done:], grad_scale)
         return None
+
+
+def _reason(error: Exception) -> str:
+    """Say why a compilation failed, and what to do where it was one too many."""
+    reason = f"{type(error).__name__}: {error}"
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        limit = torch._dynamo.config.recompile_limit
+        reason += (
+            f"; the update was compiled {limit} times, which is torch's limit: raise "
+            "torch._dynamo.config.recompile_limit, or see with TORCH_LOGS=recompiles what changes"
+        )
+    return reason
 
 
 def _numbers_of(
@@ -181,7 +196,8 @@ def _numbers_of(
 
 def _on_device(rows: list[list[Any]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make a tensor of rows of numbers on a device, [rows, columns]."""
-    values = torch.tensor(rows, dtype=dtype, device="cpu")
+    # At least two rows: for a size of 1 the compiler makes a kernel of its own.
+    values = torch.tensor(rows if len(rows) > 1 else 2 * rows, dtype=dtype, device="cpu")
     if device.type != "cpu":
         # A copy from pageable memory has the host wait for all that the device was given before. Where memory may not
         # be page-locked, it does wait, and the values are the same.

@@ -23,6 +23,7 @@ from penstock.rules.rule import BLOCK_NUMEL
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
+_STRIDE = 0x9E3779B9
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 #: Number of the parameter among what is rounded; the states are 0, 1 and 2.
@@ -48,7 +49,8 @@ def random_words(key: int | Tensor, first: int | Tensor, numel: int, draw: int, 
     key = _signed(key) if isinstance(key, int) else key
     keys = _mix_tensor((2 * blocks + draw) ^ key)[:, None]
     element = torch.arange(BLOCK_NUMEL, dtype=torch.int64, device=device)
-    x = (element * 0x9E3779B9 + (keys & _MASK32)) & _MASK32
+    # The product in two halves of 16 bits: Inductor computes with indices in int32, which the whole factor overflows.
+    x = ((element * (_STRIDE >> 16) << 16) + element * (_STRIDE & 0xFFFF) + (keys & _MASK32)) & _MASK32
     x = ((x ^ (x >> 16)) * 0x7FEB352D & _MASK32) ^ ((keys >> 32) & _MASK32)
     x = (x ^ (x >> 15)) * 0x846CA68B & _MASK32
     return (x ^ (x >> 16)).view(-1)[:numel]

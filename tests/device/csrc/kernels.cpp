@@ -173,6 +173,9 @@ std::shared_ptr<Stack> late_arguments(c10::ArrayRef<IValue> arguments, const c10
 void call(const c10::OperatorHandle& op, Stack& stack) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // An output that is given is returned by reference: torch before 2.13 drops the stack, and the output with it, before
+  // it reads that reference.
+  const Stack kept = stack;
   op.callBoxed(&stack);
 }
 

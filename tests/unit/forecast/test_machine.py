@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import types
 from dataclasses import FrozenInstanceError
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock import ConfigError
-from penstock.forecast.machine import FIGURES, Figure, Machine, shipped
+from penstock.forecast.machine import FIGURES, Figure, Machine, from_probe, shipped
 
 DISK = Figure(7e9, 6e9, 8e9, "read 256 MiB in records of 4 MiB")
 
@@ -168,6 +169,34 @@ def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, t
     made = Machine.probe(folders=(tmp_path, "/tmp"), seconds=5)
     assert made == Machine("here", "cpu", {"disk_read": Figure(7e9, 6e9, 8e9, "three times")}, {"cores": 2}, True)
     assert asked == {"folders": [tmp_path, "/tmp"], "seconds": 5}
+
+
+H100 = {"device_name": "NVIDIA H100 80GB HBM3"}
+COLD = "a sum; 1 run, then the time was up"
+
+
+@pytest.mark.parametrize(("name", "value"), [("device_bandwidth", 9e9), ("device_update", 9e9), ("op_seconds", 5e-10)])
+def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: float) -> None:
+    figure = from_probe("here", "cuda", {name: (value, value, value, COLD)}, H100).figures[name]
+    sheet = Machine.read("h100-node").figures[name]
+    assert (figure.value, figure.low, figure.high) == (sheet.value, sheet.low, sheet.high)
+    assert figure.how.startswith(f"not measured: {sheet.how}. {name} was measured as")
+
+
+def test_a_figure_without_a_data_sheet_is_an_error_that_names_it() -> None:
+    figures = {"device_bandwidth": (9.3e9, 9.3e9, 9.3e9, COLD)}
+    text = (
+        "device_bandwidth was measured as 9.3e+09 bytes/s, its lower quartile as 9.3e+09; machines like this one have "
+    )
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        from_probe("here", "cuda", figures, {"device_name": "Other"})
+
+
+def test_what_was_measured_stays_where_it_can_be() -> None:
+    measured = {"device_bandwidth": (2.9e12, 2.8e12, 3e12, "a sum"), "disk_read": (1e8, 1e8, 1e8, "a slow one")}
+    for device, fingerprint in (("cuda", H100), ("cuda", {}), ("cpu", {})):
+        assert from_probe("here", device, measured, fingerprint).figures["disk_read"] == Figure(*measured["disk_read"])
+    assert from_probe("here", "cuda", measured, H100).figures["device_bandwidth"].how == "a sum"
 
 
 # Files

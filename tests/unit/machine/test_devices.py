@@ -18,6 +18,7 @@ from penstock.machine.devices import (
     check_apart,
     choose_device,
     device_for,
+    free_device_memory,
     place_of,
 )
 from penstock.machine.hardware import Hardware
@@ -194,3 +195,33 @@ def test_an_event_lets_the_host_sleep_where_the_device_has_such_events(monkeypat
         ("cuda:1", {"enable_timing": True}),
         ("cuda:1", {"enable_timing": True}),
     ]
+
+
+def test_an_event_spins_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+
+    class Own:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            made.append(blocking)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Own))
+    for value in ("", "0", "1"):
+        monkeypatch.setenv("PENSTOCK_SPINNING_EVENTS", value)
+        Hardware(cuda(1)).make_event()
+    assert made == [True, True, False]
+
+
+def test_what_is_free_is_within_the_fraction_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.set_per_process_memory_fraction` ends in an error of torch where a plan takes more."""
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (900, 1000),
+        memory_reserved=lambda device: 100,
+        memory_allocated=lambda device: 60,
+        get_per_process_memory_fraction=lambda device: 0.5,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert free_device_memory(cuda(0)) == 500 - 100 + 40
+    module.get_per_process_memory_fraction = lambda device: 1.0
+    assert free_device_memory(cuda(0)) == 900 + 40
+    del module.get_per_process_memory_fraction  # of an accelerator that has none
+    assert free_device_memory(cuda(0)) == 900 + 40

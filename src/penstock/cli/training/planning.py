@@ -72,6 +72,7 @@ def plan_for(
             batches_of(prepared, recipe, packed=packed),
             machine=machine,
             device_bytes=config.device_bytes,
+            host_bytes=config.host_bytes,
             folders=config.nvme_path,
             world_size=recipe.world_size,
             hosts=hosts,

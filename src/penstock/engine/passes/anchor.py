@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.passes.precision import Inputs, LayerCast
+from penstock.engine.passes.precision import Inputs, LayerCast, is_fit
 from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
 
@@ -25,6 +25,16 @@ HOOK_ID = -1
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Inputs | None]
 After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 Passes = Callable[[nn.Module, Sequence[Unit]], bool]
+
+
+def never_compile(*functions: Callable[..., Any]) -> None:
+    """Have functions be traced into what calls them, and never be compiled by themselves.
+
+    A call from Python beside compiled code would be, in as many kinds as there are values that it looks at, until torch
+    reaches its limit of compilations.
+    """
+    for function in functions:
+        torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
 class Anchor:
@@ -61,12 +71,7 @@ class Anchor:
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks: before those that there are, and behind them."""
-        for hook in (
-            Anchor.before,
-            Anchor.after,
-            LayerCast.__call__,
-        ):  # to be traced into what calls them, and never by themselves
-            torch._dynamo.eval_frame.skip_code(hook.__code__)
+        never_compile(Anchor.before, Anchor.after, LayerCast.__call__, LayerCast.fits, is_fit)
         before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         after = module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
         for handle in (before, after):

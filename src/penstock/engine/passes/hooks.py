@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.passes.activations import Activations
-from penstock.engine.passes.anchor import Anchor
+from penstock.engine.passes.anchor import Anchor, never_compile
 from penstock.engine.passes.backward import Backward, BackwardUpdates
 from penstock.engine.passes.forward import Forward
 from penstock.engine.passes.gather import Gatherer
@@ -16,7 +16,7 @@ from penstock.engine.passes.handles import Handles
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.turns import Orders, Turns
-from penstock.engine.passes.under_way import UnderWay
+from penstock.engine.passes.under_way import UnderWay, in_backward
 from penstock.engine.units.reads import watch_reads
 from penstock.engine.units.unit import Unit
 from penstock.engine.units.weakly import weakly
@@ -73,6 +73,7 @@ class Hooks:
     def _attach_to_modules(self, casts: InputCasts) -> None:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(crossing(self.forward.before)), untraced(crossing(self.forward.after))
+        never_compile(Forward.passes, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
         owners = {parameter.tensor: unit for unit in self._units for parameter in unit.parameters}
         self.read = untraced(crossing(self.forward.gather_for_read))
         for unit, watches in watch_reads(self._model, owners, self.read).items():

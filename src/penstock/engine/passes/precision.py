@@ -45,10 +45,10 @@ STRICT_LAYERS: tuple[type[nn.Module], ...] = (
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Cast floating-point tensors in nested containers to `dtype`; everything else stays as it is."""
-    return replace_tensors(value, lambda tensor: tensor if _is_fit(tensor, dtype) else tensor.to(dtype))
+    return replace_tensors(value, lambda tensor: tensor if is_fit(tensor, dtype) else tensor.to(dtype))
 
 
-def _is_fit(tensor: Tensor, dtype: torch.dtype) -> bool:
+def is_fit(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether there is nothing to cast. Floats of 8 bits are codes, no numbers to compute with."""
     return tensor.dtype == dtype or not tensor.is_floating_point() or tensor.dtype.itemsize == 1
 
@@ -95,7 +95,7 @@ class InputCasts:
     def _may_change(self, value: Any) -> bool:
         """Whether it is worth a look: most calls have a tensor or two that fit."""
         if isinstance(value, Tensor):
-            return not _is_fit(value, self._dtype)
+            return not is_fit(value, self._dtype)
         return not (value is None or isinstance(value, bool | int | float | str))
 
     def of_layer(self, module: nn.Module) -> "LayerCast | None":
@@ -125,7 +125,7 @@ class LayerCast:
         """The inputs to take instead; `None` for the same."""
         fit = True
         for value in (*args, *kwargs.values()) if kwargs else args:
-            fit = fit and self._fits(value)
+            fit = fit and self.fits(value)
         if fit:
             return None
         for parameter in module._parameters.values():
@@ -135,24 +135,25 @@ class LayerCast:
         done: list[tuple[Tensor, Tensor]] = []  # attention asks whether its inputs are one and the same
         return tuple(self._cast(value, done) for value in args), {k: self._cast(v, done) for k, v in kwargs.items()}
 
-    def _fits(self, value: Any) -> bool:
+    def fits(self, value: Any) -> bool:
+        """Whether there is nothing to cast."""
         if isinstance(value, Tensor):
-            return _is_fit(value, self._dtype)
+            return is_fit(value, self._dtype)
         if isinstance(value, tuple | list):  # states of a recurrent layer, and packed sequences
             for item in value:
-                if not self._fits(item):
+                if not self.fits(item):
                     return False
         return True
 
     def _takes(
         self, query: Tensor, key: Tensor, value: Tensor, _: Any = None, need_weights: bool = True, *__: Any, **___: Any
     ) -> bool:
-        return not need_weights and self._fits(query) and self._fits(key) and self._fits(value)
+        return not need_weights and self.fits(query) and self.fits(key) and self.fits(value)
 
     def _cast(self, value: Any, done: list[tuple[Tensor, Tensor]]) -> Any:
         if not isinstance(value, Tensor):
-            return value if self._fits(value) else cast_floating(value, self._dtype)
-        if self._fits(value):
+            return value if self.fits(value) else cast_floating(value, self._dtype)
+        if self.fits(value):
             return value
         for old, new in done:
             if old is value:

@@ -44,7 +44,7 @@ class UnderWay:
 
     def goes_on_here(self) -> bool:
         """Whether the calling thread is inside of what is under way."""
-        return self._thread == threading.get_ident() and not self._is_over()
+        return self._thread == threading.get_ident() and not self.is_over()
 
     def enter_forward(self, module: nn.Module) -> bool:
         """Enter a module's forward, outside of backward: in what is under way in this thread, or as a new one.
@@ -58,7 +58,7 @@ class UnderWay:
         if self.goes_on_here():
             return False
         outer = self._module
-        if outer is not None and outer is not module and not self._is_over() and module in set(outer.modules()):
+        if outer is not None and outer is not module and not self.is_over() and module in set(outer.modules()):
             raise EngineError(
                 f"A {type(module).__name__} was called in {_name(threading.get_ident())} while {_name(self._thread)} "
                 f"runs the forward of a {type(outer).__name__} that it is a part of. Units are gathered for one thread "
@@ -94,7 +94,7 @@ class UnderWay:
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
         """Run a method of the optimizer inside: within what is under way in this thread, or as a turn of its own."""
-        if self._is_inside() and not self._is_over():
+        if self._is_inside() and not self.is_over():
             yield
             return
         self._take(method, None)
@@ -128,7 +128,7 @@ class UnderWay:
     def _wait(self, what: str) -> None:
         until = time.monotonic() + PATIENCE_SECONDS
         while self._what:
-            if self._is_over():
+            if self.is_over():
                 self._leave()
                 self._lost()
             elif time.monotonic() > until:
@@ -139,7 +139,7 @@ class UnderWay:
             else:
                 self._changed.wait(_POLL_SECONDS)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether what is under way, or was, does not run any more."""
         frame = self._frame  # which another thread may take away
         if frame is None:

@@ -60,6 +60,7 @@ class StateOptions:
     prefetch_bytes: int | None = _size(None, "Parameters gathered ahead of use, at most.")
     persistent_bytes: int | None = _size(None, "Parameters up to this size stay gathered.")
     pinned_bytes: int | None = _size(None, "Host memory that may be pinned.")
+    host_bytes: int | None = _size(None, "Memory of a host for its ranks; the default is what is available.")
     update_threads: int | None = option(None, "Threads of the update on the host.", _STATE, most=MOST_THREADS)
     streamed_updates: float | Literal["auto"] | None = option(
         None, "Share of the host's updates that the device does, or auto.", _STATE, parse=parse_share
