@@ -79,6 +79,7 @@ WHOLE_NUMBERS = {
     "tile_bytes": 4096,
     "device_bytes": 1,
     "pinned_bytes": 0,
+    "host_bytes": 1,
     "update_threads": 1,
     "io_queue_depth": 1,
     "rounding_seed": 0,
@@ -105,7 +106,14 @@ def test_only_some_sizes_may_be_left_to_penstock() -> None:
         except ConfigError:
             continue
         optional.add(name)
-    assert optional == {"device_bytes", "pinned_bytes", "update_threads", "max_skipped_steps", "secondary_shard"}
+    assert optional == {
+        "device_bytes",
+        "host_bytes",
+        "pinned_bytes",
+        "update_threads",
+        "max_skipped_steps",
+        "secondary_shard",
+    }
 
 
 @pytest.mark.parametrize(

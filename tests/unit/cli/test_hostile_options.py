@@ -70,6 +70,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--prefetch-bytes": SIZES,
         "--persistent-bytes": SIZES,
         "--pinned-bytes": SIZES,
+        "--host-bytes": [*SIZES, "0", "1"],
         "--update-threads": COUNTS,
         "--streamed-updates": SHARES,
         "--state-dtype": ["", "x", "fp16"],
