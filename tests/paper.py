@@ -91,6 +91,7 @@ class Rates:
         latency: seconds that every job takes beside.
         submit: the host's seconds to submit a job.
         enqueue: the host's seconds to enqueue a segment.
+        wake: seconds until a thread that slept goes on.
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class Rates:
     latency: float = 0.0
     submit: float = 0.0
     enqueue: float = 0.0
+    wake: float = 0.0
 
     def take(self, name: str, nbytes: int, latency: float = 0.0) -> Demand:
         """Give what work of a stream takes."""
@@ -106,6 +108,9 @@ class Rates:
 
     def submit_seconds(self, program: Program) -> float:
         return self.submit
+
+    def wake_seconds(self, program: Program) -> float:
+        return self.wake
 
     def host_seconds(self, program: Program, number: int) -> float:
         return self.enqueue
@@ -121,6 +126,7 @@ class Rates:
 
     def pace(self, other: "Rates") -> float:
         times = [(self.latency, other.latency), (self.submit, other.submit), (self.enqueue, other.enqueue)]
+        times += [(self.wake, other.wake)]
         times += [(1 / self.rates[name], 1 / other.rates[name]) for name in self.rates]
         times += [(1 / self.shared[name][0], 1 / other.shared[name][0]) for name in self.shared]
         return max((inf if not theirs else mine / theirs for mine, theirs in times if mine), default=0.0)

@@ -100,6 +100,9 @@ class _Sleeps:
     def submit_seconds(self, program: Any) -> float:
         return 0.0
 
+    def wake_seconds(self, program: Any) -> float:
+        return 0.0
+
     def host_seconds(self, program: Any, number: int) -> float:
         return 0.0
 

@@ -128,7 +128,8 @@ def counted(share: float, how: Movement = ON_CPU) -> Counter[str]:
 
 def test_the_share_of_the_tiles_is_updated_on_the_device() -> None:
     assert counted(0.0)[DEVICE_UPDATE] == 0
-    tiles = counted(0.0)[UPDATE]
+    tiles = counted(1.0)[DEVICE_UPDATE]
+    assert tiles > counted(0.0)[UPDATE], "without a share the host takes stretches of them"
     for share in (0.25, 0.5, 1.0):
         found = counted(share)
         assert found[DEVICE_UPDATE] == int(share * tiles / 2) * 2, "of each of two steps"

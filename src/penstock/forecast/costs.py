@@ -78,6 +78,11 @@ class MachineCosts:
         """Give the host's time to submit a job: where work is run by others it only hands it over."""
         return self.figures.value("job_seconds") if program.back_end == "accelerator" else 0.0
 
+    def wake_seconds(self, program: Program) -> float:
+        """Give the time from the end of what a thread of the host sleeps for until the thread goes on."""
+        slept = program.back_end == "accelerator" and self.figures.has("wake_seconds")
+        return self.figures.value("wake_seconds") if slept else 0.0
+
     def host_seconds(self, program: Program, number: int) -> float:
         """Give the host's time to enqueue a segment on a device."""
         if program.back_end != "accelerator":

@@ -43,6 +43,7 @@ FIGURES: Mapping[str, About] = {
     "op_seconds": About("s", "least time that an operation takes a device"),
     "op_host_seconds": About("s", "time that the host takes to enqueue an operation"),
     "job_seconds": About("s", "overhead of a job on a stream"),
+    "wake_seconds": About("s", "from the end of what a thread of the host sleeps for until the thread goes on"),
     "h2d": About("bytes/s", "from pinned memory of the host to a device, alone"),
     "d2h": About("bytes/s", "from a device to pinned memory of the host, alone"),
     "h2d_pageable": About("bytes/s", "from memory of the host that is not pinned to a device"),

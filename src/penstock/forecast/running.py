@@ -2,9 +2,11 @@
 
 Accelerator: the host gives work away and goes on. Compute does what it was given in order. A job starts after the job
 before it on its stream and those that it names; where the stream is the device's own also after all that compute was
-given before the job was. Threads: the host computes, each stream is a thread. Inline: a job that could start at once
-runs in the thread that computes, unless it transfers a file: then it goes on by itself; what has to wait is for a
-thread of its stream.
+given before the job was. Such a stream cannot follow a thread of the host: what does is enqueued by a thread once the
+host's part is over, and until then whoever has compute wait for it stands still himself. A thread that has slept until
+something is over takes some time to wake up. Threads: the host computes, each stream is a thread. Inline: a job that
+could start at once runs in the thread that computes, unless it transfers a file: then it goes on by itself; what has to
+wait is for a thread of its stream.
 
 Transfers of a disk in one direction follow each other; the thread of a stream is free once it has started one.
 """
@@ -28,6 +30,9 @@ class Costs(Protocol):
 
     def submit_seconds(self, program: Program) -> float:
         """Give the host's time to submit a job."""
+
+    def wake_seconds(self, program: Program) -> float:
+        """Give the time from the end of what a thread of the host sleeps for until the thread goes on."""
 
     def job(self, job: Job, program: Program) -> Demand:
         """Give what a job takes."""
@@ -54,21 +59,28 @@ class _State:
 
     Attributes:
         missing: how many things it waits for.
+        unqueued: how many things have to happen before the device's stream can be given it.
+        queued: whether the device's stream has it.
         begun: whether it is under way, or over.
         over: whether it is over.
         inline: whether it runs in the thread that computes.
         start: when it began.
         stop: when it was over.
+        once_queued: what to do when the device's stream has it.
         once_begun: what to do when it begins.
         once_over: what to do when it is over.
     """
 
-    __slots__ = ("begun", "inline", "missing", "once_begun", "once_over", "over", "start", "stop")
+    __slots__ = (
+        *("begun", "inline", "missing", "once_begun", "once_over", "once_queued", "over", "queued", "start", "stop"),
+        "unqueued",
+    )
 
     def __init__(self) -> None:
-        self.missing = 0
-        self.begun = self.over = self.inline = False
+        self.missing = self.unqueued = 0
+        self.queued = self.begun = self.over = self.inline = False
         self.start = self.stop = 0.0
+        self.once_queued: list[Callable[[], None]] = []
         self.once_begun: list[Callable[[], None]] = []
         self.once_over: list[Callable[[], None]] = []
 
@@ -120,6 +132,7 @@ class Run:
     def __init__(self, program: Program, costs: Costs) -> None:
         self._program, self._costs = program, costs
         self._submit_seconds = costs.submit_seconds(program)
+        self._wake_seconds = costs.wake_seconds(program)
         self._on_device = program.back_end == "accelerator"
         self._fluid = Fluid()
         self._compute = _Queue()
@@ -182,19 +195,26 @@ class Run:
             self._give(item)
         elif item.kind is Kind.SUBMIT:
             self._stand(Demand(self._submit_seconds), partial(self._submit, item.index))
-        elif item.kind is Kind.WAIT and self._on_device:
-            if not self._is_over(item.index):
-                self._compute.put(partial(self._hold, item.index))
+        elif item.kind is Kind.WAIT and self._is_of_device(item.index):
+            self._until_queued(item.index, partial(self._compute.put, partial(self._hold, item.index)))
         elif item.kind in (Kind.WAIT, Kind.HOST_WAIT):
             self._wait(item.index, _nothing)
         elif item.kind is Kind.MEET:
             self._stand(self._costs.meeting(self._program.meetings[item.index], self._program), _nothing)
         else:
             self._blocked = True
-            self._compute.then(self._unblock)
+            begun = self._fluid.now
+            self._compute.then(lambda: self._wake(self._unblock, self._fluid.now > begun))
 
     def _unblock(self) -> None:
         self._blocked = False
+
+    def _wake(self, then: Callable[[], None], slept: bool = True) -> None:
+        """Let a thread of the host wake up, if it has slept, and do something after that."""
+        if slept and self._wake_seconds > 0:
+            self._fluid.start(Demand(self._wake_seconds), then)
+        else:
+            then()
 
     def _stand(self, taken: Demand, then: Callable[[], None]) -> None:
         """Keep the host busy, and do something after that."""
@@ -222,7 +242,23 @@ class Run:
             self._note_wait(job, begun, by_host=self._on_device)
             then()
 
-        self._states[job].once_over.append(free)
+        self._states[job].once_over.append(partial(self._wake, free))
+
+    def _until_queued(self, job: int, then: Callable[[], None]) -> None:
+        """Let the host stand still until the device's stream has a job, and do something after that."""
+        state = self._states.get(job)
+        if state is None or state.queued:
+            then()
+            return
+        self._blocked = True
+        begun = self._fluid.now
+
+        def free() -> None:
+            self._blocked = False
+            self._note_wait(job, begun, by_host=True)
+            then()
+
+        state.once_queued.append(partial(self._wake, free))
 
     def _note_wait(self, job: int, begun: float, *, by_host: bool) -> None:
         if self._fluid.now > begun:
@@ -278,9 +314,16 @@ class Run:
         state = self._states.get(job)
         return state is None or state.over
 
+    def _is_of_device(self, job: int) -> bool:
+        """Whether a stream of the device itself runs a job."""
+        return self._on_device and self._program.jobs[job].stream in ON_DEVICE
+
     def _submit(self, number: int) -> None:
         job = self._program.jobs[number]
-        if self._program.back_end != "inline":
+        if self._on_device:
+            self._hand_over(number)
+            return
+        if self._program.back_end == "threads":
             self._queue(number)
             return
         ahead = [other for other in job.after if not self._is_over(other)]
@@ -301,6 +344,49 @@ class Run:
     def _run_by_thread(self, stream: str) -> None:
         self._queued[stream] -= 1
 
+    def _hand_over(self, number: int) -> None:
+        """Give a job to a thread of the host, or to a stream of the device."""
+        if not self._is_of_device(number):
+            self._queue(number)
+            return
+        state = self._states[number]
+        state.unqueued = 1
+        queued = partial(self._ready_to_queue, number)
+        last = self._last.get(self._program.jobs[number].stream)
+        for other in self._program.jobs[number].after:
+            if self._is_of_device(other):
+                self._follow_queued(other, state, queued)
+            elif not self._is_over(other):
+                state.unqueued += 1
+                self._states[other].once_over.append(queued)
+        if last is not None:
+            # The thread that has enqueued the one before is awake.
+            self._follow_queued(last, state, partial(queued, slept=False))
+        self._queue(number)
+        queued(slept=False)
+        if self._program.jobs[number].stream == _COLLECTIVE:  # enqueued by the caller, on every rank in one order
+            self._until_queued(number, _nothing)
+
+    def _follow_queued(self, job: int, state: _State, ready: Callable[[], None]) -> None:
+        other = self._states.get(job)
+        if other is not None and not other.queued:
+            state.unqueued += 1
+            other.once_queued.append(ready)
+
+    def _ready_to_queue(self, number: int, *, slept: bool = True) -> None:
+        """Count one thing off that has to happen before the device's stream can be given a job."""
+        state = self._states[number]
+        state.unqueued -= 1
+        if not state.unqueued:
+            self._wake(partial(self._has_queued, number), slept)
+
+    def _has_queued(self, number: int) -> None:
+        state = self._states[number]
+        state.queued = True
+        for call in state.once_queued:
+            call()
+        self._ready(number)
+
     def _queue(self, number: int) -> None:
         """Let a job begin after all that it follows."""
         job, state = self._program.jobs[number], self._states[number]
@@ -313,11 +399,12 @@ class Run:
         before = self._before(job, number)
         for waited in before:
             state.missing += 1
-            waited.append(ready)
-        if self._on_device and job.stream in ON_DEVICE:
-            state.missing += 1
+            waited.append(partial(ready, slept=False))
+        if self._is_of_device(number):
+            state.missing += 1  # until its stream has it
             self._compute.then(ready)
-        ready()
+        else:
+            ready()
 
     def _before(self, job: Job, number: int) -> list[list[Callable[[], None]]]:
         """Find what a job follows on its stream, and make it the last one there."""
@@ -337,12 +424,12 @@ class Run:
                 found.append(self._states[before].once_over)
         return found
 
-    def _ready(self, number: int) -> None:
-        """Count one thing off that a job waits for."""
+    def _ready(self, number: int, *, slept: bool = True) -> None:
+        """Count one thing off that a job waits for. A thread that was at the job before has not slept."""
         state = self._states[number]
         state.missing -= 1
         if not state.missing:
-            self._begin(number, on_host=False)
+            self._wake(partial(self._begin, number, on_host=False), slept and not self._is_of_device(number))
 
     def _begin(self, number: int, *, on_host: bool) -> None:
         job, state = self._program.jobs[number], self._states[number]

@@ -23,7 +23,7 @@ from penstock.machine.streams import FETCH, READ, SAVE, WRITE, Event, Streams, W
 from penstock.tiers.copies import Copies, Use, Way, in_reach
 from penstock.tiers.home import Home, Section, Views, shared_sections
 from penstock.tiers.records import RecordLayout, Records
-from penstock.tiers.ring import PASSING, Ring, RingSlot
+from penstock.tiers.ring import PASSING, STRETCH_NUMEL, Ring, RingSlot
 from penstock.tiers.sums import SummedRecord
 from penstock.trace import Label
 
@@ -222,6 +222,9 @@ class Pipeline:
         far = [section for section, _ in places if not self._reaches(section)]
         if any(isinstance(section, Records) for section in far):
             return Stretch(1, in_place=False)  # a record holds one tile
+        if not far and self._beside is not Tier.DEVICE:
+            # Its threads divide it among themselves: no more is won, and whoever waits for its end waits longer.
+            count = min(count, max(1, STRETCH_NUMEL // places[0][0].tile_numel))
         return Stretch(min(count, self._ring.tiles) if far else count, in_place=not far)
 
     def bring(

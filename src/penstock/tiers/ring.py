@@ -11,6 +11,9 @@ from torch import Tensor
 
 from penstock.machine.streams import DONE, Event, all_of
 
+#: Elements of a stretch, at most.
+STRETCH_NUMEL = 16 << 20
+
 #: The one buffer of a slot whose values only pass.
 PASSING = "passing"
 

@@ -21,7 +21,7 @@ from penstock.machine.reach import Reach
 from penstock.tiers.copies import in_reach
 from penstock.tiers.home import CellPlan, Section, SectionPlan
 from penstock.tiers.records import RecordLayout, record_sizes
-from penstock.tiers.ring import PASSING, Ring, RingSlot
+from penstock.tiers.ring import PASSING, STRETCH_NUMEL, Ring, RingSlot
 from penstock.tiers.store import Reservation, Store
 
 # Of two slots, one is filled while the other is used; of three, one goes back as well. Files come and go at a pace of
@@ -29,10 +29,11 @@ from penstock.tiers.store import Reservation, Store
 MEMORY_SLOTS, STREAMED_SLOTS = 2, 3
 LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
 
-# A device takes neighbouring tiles in a stretch: each copy and call of the rule costs its host as much for a small one.
-# It is bounded as values, as memory of the ring, and so that there are enough of them to fill and empty the ring behind
-# each other, and to divide between the device and the host.
-STRETCH_NUMEL, STRETCH_RING_BYTES, LEAST_STRETCHES = 16 << 20, 768 << 20, 32
+# Neighbouring tiles in memory are worked on in a stretch: each copy and each call of the rule costs the host as much for
+# a small one, and a thread that waits for it wakes up late, among others that want the interpreter. What a slot holds
+# is to last for longer than all of that. It is bounded as values, as memory of the ring, and so that there are enough
+# of them to fill and empty the ring behind each other, and to divide between the device and the host.
+STRETCH_RING_BYTES, LEAST_STRETCHES = 768 << 20, 32
 
 #: The sections of one unit on this rank, by home.
 Sections = Mapping[str, Sequence[SectionPlan]]
@@ -59,7 +60,7 @@ class StagingPlan:
         reach: what compute reads where it rests.
 
     Attributes:
-        stretch: how many tiles a slot of the ring of updates on the device holds.
+        stretch: how many tiles a slot of each ring of updates holds, by the tier beside which they run.
     """
 
     def __init__(self, units: Sequence[Sections], *, reduce_dtype: torch.dtype, reach: Reach) -> None:
@@ -67,8 +68,9 @@ class StagingPlan:
         plans = [plan for unit in units for sections in unit.values() for plan in sections]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
         self.landing = self._landing_slots(units, reduce_dtype)
-        self.stretch = 1
-        self.update = {beside: self._slots_beside(beside, units) for beside in (Tier.DEVICE, Tier.CPU)}
+        rings = {beside: self._ring_beside(beside, units) for beside in (Tier.DEVICE, Tier.CPU)}
+        self.update = {beside: slots for beside, (slots, _) in rings.items()}
+        self.stretch = {beside: stretch for beside, (_, stretch) in rings.items()}
         self.transit = transit_slots(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ()))
 
     def sections(self) -> Iterator[SectionPlan]:
@@ -78,28 +80,26 @@ class StagingPlan:
                 yield from slot.sections()
 
     def _landing_slots(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> list[SlotPlan]:
-        """Plan two slots: one is filled while the other is added or cast."""
+        """Plan two slots of a stretch: one is filled while the other is added or cast."""
         if in_reach(Tier.CPU, Tier.DEVICE, self._reach):
             return []
         away = [p for unit in units for p in unit.get(GRAD, ()) if p.cells and p.tier is not Tier.DEVICE]
         if not any(plan.tier is Tier.CPU or plan.cells[0].dtype != reduce_dtype for plan in away):
             return []
         nbytes = self._tile * reduce_dtype.itemsize
+        nbytes *= _stretch(self._tile, _tiles(away), MEMORY_SLOTS * nbytes)
         return [
             SlotPlan({PASSING: _buffer(f"landing {number}", Tier.CPU, torch.uint8, nbytes)}, {})
             for number in range(MEMORY_SLOTS)
         ]
 
-    def _slots_beside(self, beside: Tier, units: Sequence[Sections]) -> list[SlotPlan]:
-        """Plan the ring of the updates beside one tier."""
+    def _ring_beside(self, beside: Tier, units: Sequence[Sections]) -> tuple[list[SlotPlan], int]:
+        """Plan the ring of the updates beside one tier: its slots, and how many tiles each of them holds."""
         updated = (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM)
         sections = (each for unit in units for each in worked_on(beside, unit, OPTIMIZER, updated, streams=True))
         streams = any(plan.streamed != "none" for unit in units for plan in unit.get(OPTIMIZER, ()))
         in_memory = STREAMED_SLOTS if streams and beside is Tier.DEVICE else MEMORY_SLOTS
-        slots, stretch = plan_ring("update", beside, sections, self._reach, in_memory)
-        if beside is Tier.DEVICE:
-            self.stretch = stretch
-        return slots
+        return plan_ring("update", beside, sections, self._reach, in_memory)
 
 
 def plan_ring(
@@ -133,10 +133,8 @@ def plan_ring(
     tile = max(min(plan.numel, plan.tile_numel) for plans in passing.values() for plan in plans)
     sizes, stretch = _sizes(passing, tile), 1
     count = _slots(sum(sizes.values())) if files else in_memory
-    if beside is Tier.DEVICE and not files:
-        tiles = max(sum(-(-plan.numel // plan.tile_numel) for plan in plans) for plans in passing.values())
-        fits = STRETCH_RING_BYTES // (count * sum(sizes.values()))
-        stretch = max(1, min(STRETCH_NUMEL // tile, fits, tiles // LEAST_STRETCHES))
+    if not files:  # a record holds one tile
+        stretch = _stretch(tile, max(map(_tiles, passing.values())), count * sum(sizes.values()))
         sizes = _sizes(passing, tile * stretch)
     slots = [
         SlotPlan(
@@ -146,6 +144,22 @@ def plan_ring(
         for number in range(count)
     ]
     return slots, stretch
+
+
+def _tiles(plans: Iterable[SectionPlan]) -> int:
+    """Count the tiles of sections."""
+    return sum(-(-plan.numel // plan.tile_numel) for plan in plans)
+
+
+def _stretch(tile: int, tiles: int, ring_bytes: int) -> int:
+    """Say how many tiles a slot of a ring holds.
+
+    Arguments:
+        tile: elements of a tile.
+        tiles: how many tiles pass the ring in a step.
+        ring_bytes: of all slots, if each held one tile.
+    """
+    return max(1, min(STRETCH_NUMEL // tile, STRETCH_RING_BYTES // ring_bytes, tiles // LEAST_STRETCHES))
 
 
 def _sizes(passing: Mapping[str, Sequence[SectionPlan]], numel: int) -> dict[str, int]:
@@ -231,7 +245,8 @@ class Staging:
                 needed, also where an interrupt has kept the caller from `replan`.
         """
         self._make_plan, self._plan = make_plan, None
-        self._update[Tier.DEVICE].tiles = 1
+        for ring in self._update.values():
+            ring.tiles = 1
         for ring in (self._landing, *self._update.values(), self._transit):
             ring.drop()  # waits for what is under way: its memory goes below
         self._slots = None
@@ -242,7 +257,8 @@ class Staging:
         if self._plan is None:
             assert self._make_plan is not None
             self._plan = self._make_plan()
-            self._update[Tier.DEVICE].tiles = self._plan.stretch
+            for beside, ring in self._update.items():
+                ring.tiles = self._plan.stretch[beside]
         return self._plan
 
     def take(self, reserved: Reservation | None = None) -> None:

@@ -180,7 +180,7 @@ class Sides:
         apply, together = Updater._apply, Updater._update_in_place
 
         def watched(updater: Updater, tile: Any, *rest: Any) -> None:
-            self.meet("device" if tile.beside is Tier.DEVICE else "host")
+            self.meet("device" if tile.beside is Tier.DEVICE else "host", tile.count)
             apply(updater, tile, *rest)
 
         def watched_together(updater: Updater, tiles: Any, what: Any) -> None:

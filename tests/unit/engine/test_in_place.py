@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.machine.streams import Streams
 from penstock.rules import Segment
+from penstock.tiers import movement
 from tests.support import inline, prepare_on, separate
 
 WIDTH, BLOCKS = 64, 3
@@ -18,7 +19,12 @@ TILE_BYTES = 4096  # a weight of 16 KiB in fp32 is 4 tiles
 
 
 def prepared(
-    streams: Streams, groups: int = 1, optimizer: Any = "device", grads: Any = "device", **options: Any
+    streams: Streams,
+    groups: int = 1,
+    optimizer: Any = "device",
+    grads: Any = "device",
+    overlap: Any = "none",
+    **options: Any,
 ) -> tuple[nn.Sequential, penstock.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
@@ -26,7 +32,9 @@ def prepared(
     stock = torch.optim.AdamW([{"params": parameters[k::groups], "lr": 1e-2 / (k + 1)} for k in range(groups)])
     placement = penstock.Placement(grads=grads, optimizer=optimizer)
     given = penstock.Options(tile_bytes=TILE_BYTES, **options)
-    return model, prepare_on(streams, model, stock, precision="fp32", placement=placement, options=given)
+    return model, prepare_on(
+        streams, model, stock, precision="fp32", placement=placement, overlap=overlap, options=given
+    )
 
 
 class Calls:
@@ -89,17 +97,46 @@ def test_a_parameter_without_gradient_cuts_a_segment(monkeypatch: pytest.MonkeyP
     optimizer.close()
 
 
-def test_beyond_a_cut_tiles_are_updated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def calls_across_a_cut(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[int], list[list[int]]]:
+    """Of a step: the segments of the call for all that is on the device, and those of the host's calls."""
     half = {"device": 0.5, "cpu": 0.5}
-    model, optimizer = prepared(separate(), optimizer=half, grads=half)
+    model, optimizer = prepared(separate(), optimizer=half, grads=half, **options)
     calls = Calls(monkeypatch, optimizer)
     step(model, optimizer)
+    units = len(optimizer._engine.rig.units)
+    optimizer.close()
+    on_device = max(calls.numels, key=sum)  # half of the model, and no unit is more
+    on_host = [numels for numels in calls.numels if numels is not on_device]
     tile = TILE_BYTES // 4
-    alone = [numels for numels in calls.numels if sum(numels) <= tile]
-    (together,) = (numels for numels in calls.numels if sum(numels) > tile)
-    assert len(alone) > 4
-    assert sum(together) == pytest.approx(sum(sum(numels) for numels in alone), abs=2 * tile)
-    assert len(together) <= len(optimizer._engine.rig.units)
+    assert sum(on_device) == pytest.approx(sum(map(sum, on_host)), abs=2 * tile)
+    assert len(on_device) <= units
+    return on_device, on_host
+
+
+def test_beyond_a_cut_the_host_updates_what_it_has_of_a_unit_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, on_host = calls_across_a_cut(monkeypatch)
+    assert len(on_host) <= BLOCKS
+    assert all(len(numels) == 1 for numels in on_host)
+
+
+def test_a_call_of_the_host_has_no_more_elements_than_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = TILE_BYTES // 4
+    monkeypatch.setattr(movement, "STRETCH_NUMEL", 2 * tile)
+    _, on_host = calls_across_a_cut(monkeypatch)
+    assert max(map(sum, on_host)) == 2 * tile
+
+
+@pytest.mark.parametrize("why", ["asked in backward", "shared with the device"])
+def test_where_each_tile_is_asked_for_the_host_updates_them_one_by_one(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"streamed_updates": 0.25} if why == "shared with the device" else {}
+    overlap: Any = "backward" if why == "asked in backward" else "none"
+    model, optimizer = prepared(separate(), optimizer="cpu", grads="cpu", overlap=overlap, **given)
+    calls = Calls(monkeypatch, optimizer)
+    step(model, optimizer)
+    assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
+    assert len(calls.numels) > 4 * BLOCKS
     optimizer.close()
 
 

@@ -209,6 +209,62 @@ class TestAccelerator:
         script.submit("update", 1)
         assert times(retime(script.program(), ALONE)) == [(5, 6)]
 
+    def test_a_copy_that_follows_the_host_is_enqueued_by_a_thread_once_that_is_over(self) -> None:
+        script = Script("accelerator")
+        script.submit("update", 4)
+        script.submit("upload", 1, 0)
+        script.submit("upload", 1)  # behind it, though it follows nothing
+        script.submit("download", 1)
+        assert times(retime(script.program(), ALONE)) == [(0, 4), (4, 5), (5, 6), (0, 1)]
+
+    def test_compute_cannot_follow_what_the_device_was_not_given_yet_so_the_host_waits(self) -> None:
+        script = Script("accelerator")
+        script.submit("update", 4)
+        script.submit("upload", 3, 0)
+        script.compute(1)
+        script.wait(1)
+        script.submit("read", 1, folder=0)  # once the upload is enqueued, and not once it is over
+        timing = retime(script.program(), ALONE)
+        assert times(timing) == [(0, 4), (4, 7), (4, 5)]
+        assert timing.recording.waits == [Wait(1, 0, 4, by_host=True), Wait(1, 4, 7)]
+
+    def test_compute_that_follows_work_of_the_host_has_the_host_wait(self) -> None:
+        script = Script("accelerator")
+        script.submit("update", 4)
+        script.wait(0)
+        script.compute(1)
+        timing = retime(script.program(), ALONE)
+        assert timing.recording.waits == [Wait(0, 0, 4, by_host=True)]
+        assert timing.recording.compute == [(4, Label("forward", "unit")), (5, NO_LABEL)]
+
+    def test_a_collective_is_enqueued_by_the_host_after_what_a_thread_enqueues(self) -> None:
+        script = Script("accelerator")
+        script.submit("update", 4)
+        script.submit("upload", 3, 0)
+        script.submit("collective", 1, 1)
+        script.submit("read", 1, folder=0)
+        assert times(retime(script.program(), ALONE)) == [(0, 4), (4, 7), (7, 8), (4, 5)]
+
+    def test_a_thread_that_slept_wakes_up_first(self) -> None:
+        script = Script("accelerator")
+        script.submit("download", 4)
+        script.submit("update", 2, 0)  # its thread sleeps until the copy is over
+        script.submit("update", 2)  # and is awake when it comes to this
+        script.submit("upload", 1, 2)  # another thread enqueues it
+        timing = retime(script.program(), Rates(wake=0.5))
+        assert times(timing) == [(0, 4), (4.5, 6.5), (6.5, 8.5), (9, 10)]
+
+    def test_the_host_wakes_up_from_what_it_waits_for_and_not_from_what_is_over(self) -> None:
+        script = Script("accelerator")
+        script.compute(4)
+        script.synchronize()
+        script.submit("download", 2)
+        script.host_wait(0)
+        script.host_wait(0)
+        script.submit("download", 1)
+        script.submit("collective", 1)
+        assert times(retime(script.program(), Rates(wake=0.5))) == [(4.5, 6.5), (7, 8), (7, 8)]
+
     def test_the_host_takes_part_in_a_collective(self) -> None:
         script = Script("accelerator")
         script.meet(3)

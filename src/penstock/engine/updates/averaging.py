@@ -101,7 +101,7 @@ class Averaging:
             beside = Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
             homes = {MASTER: trained.master, "average": average}
             homes |= {SHADOW: trained.shadow} if trained.is_shadowed(number) else {PARAM: unit.params}
-            count = self._pipelines[beside].stretch(number, homes).tiles if beside is Tier.DEVICE else 1
+            count = self._pipelines[beside].stretch(number, homes).tiles
             brought = self._pipelines[beside].bring(
                 number,
                 homes,

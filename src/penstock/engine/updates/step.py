@@ -257,7 +257,7 @@ class Stepper:
         # Taken now, before the homes hear of these updates: the tiles that are left for the step follow the same, and
         # would else wait for tiles that have nothing to do with theirs.
         complete = self._updater.complete(unit)
-        tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, complete)
+        tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, complete, singly=True)
         begun = _Begun(plan, [tile for tile in tiles if tile.runs_on is not Tier.DEVICE], complete)
         self._early.units[unit] = begun  # before anything is submitted: what fails in between has begun
         if not begun.tiles:
@@ -356,7 +356,7 @@ class Stepper:
         # As the homes were before the tiles that are done, for which the others need not wait. A save that began since
         # then still reads the values that the others are about to overwrite: its reads, too.
         complete = all_of([begun.complete, *(home.read for home in unit.updated_homes)])
-        tiles = self._updater.tiles(unit, plan, scale, complete)
+        tiles = self._updater.tiles(unit, plan, scale, complete, singly=True)
         done = {tile.number for tile in begun.tiles}
         return [tile for tile in tiles if tile.number not in done]
 

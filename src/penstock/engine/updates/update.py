@@ -153,8 +153,16 @@ class Updater:
         # a new state: every home that is written has to be free of reads, too.
         return all_of([unit.trained.gradient.home.memory.written, *(home.memory.free for home in unit.updated_homes)])
 
-    def tiles(self, unit: Unit, plan: Plan, scale: float, complete: Event) -> list[TileUpdate]:
-        """List what is to be done for a unit once it is complete, in forward order."""
+    def tiles(self, unit: Unit, plan: Plan, scale: float, complete: Event, *, singly: bool = False) -> list[TileUpdate]:
+        """List what is to be done for a unit once it is complete, in forward order.
+
+        Arguments:
+            unit: the one that is updated.
+            plan: what is done to each of its slots that has a gradient.
+            scale: what the gradient is multiplied with.
+            complete: the event after which the unit may be updated.
+            singly: whether the host is asked before each tile, so that each one is an update of its own there.
+        """
         trained = unit.trained
         assert trained is not None
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
@@ -162,23 +170,30 @@ class Updater:
         updates: list[TileUpdate] = []
         number = 0
         while number < len(trained.tiles):
-            beside = trained.update_tier(number)
-            stretch = Stretch(1, in_place=False)
-            # Where a call costs the same for few elements as for many. A parameter that is looked at as a whole is one.
-            if beside is Tier.DEVICE and not unit.spec.whole_numel:
-                stretch = self._pipelines[beside].stretch(number, _homes(unit, number))
-            count = stretch.tiles
-            runs = merge(unit.pieces(number, count) if count > 1 else trained.tiles[number], hypers, bases)
-            if runs:
-                update = TileUpdate(unit, number, beside, runs, scale, complete)
-                update.count, update.in_place = stretch
-                # The section may have moved since it was planned: what rests on the device is updated there.
-                section, _ = trained.optimizer.tile(number)
-                update.streamed = section.plan.streamed == "all" and beside is not Tier.DEVICE
-                update.divisible = section.plan.streamed == "some"
+            section, _ = trained.optimizer.tile(number)
+            update = TileUpdate(unit, number, trained.update_tier(number), (), scale, complete)
+            # The section may have moved since it was planned: what rests on the device is updated there.
+            update.streamed = section.plan.streamed == "all" and update.beside is not Tier.DEVICE
+            update.divisible = section.plan.streamed == "some"
+            if update.runs_on is Tier.DEVICE or not (singly or update.divisible):
+                update.count, update.in_place = self._stretch(update)
+            count = update.count
+            update.runs = merge(unit.pieces(number, count) if count > 1 else trained.tiles[number], hypers, bases)
+            if update.runs:
                 updates.append(update)
             number += count
         return updates
+
+    def _stretch(self, tile: TileUpdate) -> Stretch:
+        """Say how many tiles from this one on are updated at once.
+
+        Each call costs the same for few elements as for many. A parameter that is looked at as a whole is one tile.
+        """
+        if tile.unit.spec.whole_numel:
+            return Stretch(1, in_place=False)
+        stretch = self._pipelines[tile.runs_on].stretch(tile.number, _homes(tile.unit, tile.number))
+        # What the host updates is work of its stream, and never compute's.
+        return stretch if tile.runs_on is Tier.DEVICE else stretch._replace(in_place=False)
 
     def taken_at_once(self, tile: TileUpdate) -> int:
         """Count the tiles from this one on that the device takes at once, if it is to update what the host would."""
