@@ -10,7 +10,7 @@ from penstock.probe import links, memory
 from penstock.probe.arithmetic import measure_arithmetic, measure_passes
 from penstock.probe.links import Link, measure_links
 from penstock.probe.measure import measure
-from penstock.probe.memory import measure_room
+from penstock.probe.memory import measure_jobs, measure_room
 from penstock.probe.sampling import Deadline
 from penstock.probe.updates import measure_device_update
 
@@ -61,6 +61,13 @@ def test_arithmetic_has_figures_of_three_dtypes() -> None:
     del figures["op_seconds"]  # the difference of two times, which this device's clock does not resolve
     for figure in (figures | measure_passes(torch.device(DEVICE), Deadline(0.1))).values():
         assert Figure(*figure).value > 0
+
+
+def test_a_hand_over_between_the_device_and_a_thread_takes_longer_than_a_job() -> None:
+    figures = measure_jobs(torch.device(DEVICE), Deadline(0.2))
+    assert figures.keys() == {"job_seconds", "wake_seconds"}
+    assert 0 < figures["job_seconds"].value < figures["wake_seconds"].value
+    assert "while another thread enqueues operations" in figures["wake_seconds"].how
 
 
 def test_memory_of_the_device_is_page_locked_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def programs(draw: st.DrawFn) -> Program:
 @st.composite
 def machines(draw: st.DrawFn) -> Rates:
     rates = {name: draw(SPEEDS) for name in (*STREAMS, "compute")}
-    latencies = [draw(st.sampled_from((0.0, 0.25))) for _ in range(3)]
+    latencies = [draw(st.sampled_from((0.0, 0.25))) for _ in range(4)]
     return Rates(rates, {name: (draw(SPEEDS), streams) for name, streams in SHARED.items()}, *latencies)
 
 
@@ -64,7 +64,7 @@ def at_scale(machine: Rates, factor: float) -> Rates:
     scaled = machine
     for name in FIGURES:
         scaled = faster(scaled, name, factor)
-    latencies = {name: getattr(machine, name) / factor for name in ("latency", "submit", "enqueue")}
+    latencies = {name: getattr(machine, name) / factor for name in ("latency", "submit", "enqueue", "wake")}
     return replace(scaled, **latencies)
 
 

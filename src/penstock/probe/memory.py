@@ -15,7 +15,7 @@ from penstock.machine.arena import PAGE_BYTES, Arena, available_host_memory, pag
 from penstock.machine.cgroups import core_quota
 from penstock.machine.devices import free_device_memory, shares_host_memory
 from penstock.machine.pinning import can_register, needs_pinning
-from penstock.machine.streams import DONE, UPDATE, Event, Streams
+from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, Event, Streams
 from penstock.machine.threads import UpdateCores, ranks_of_host, share_of_cores, update_cores
 from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
 from penstock.probe.updates import BF16, FP32, RULES, Update, fill
@@ -25,7 +25,7 @@ LEAST_BYTES, MOST_BYTES = 64 << 20, 2 << 30  # that passes go over; between them
 LITTLE_BYTES, LITTLE_SECONDS = 160 << 20, 4.0  # in less time, less memory
 CACHES = Path("/sys/devices/system/cpu")
 PIN_STEP_BYTES, MOST_PIN_BYTES = 1 << 28, 1 << 34
-JOBS = 200
+JOBS, HAND_OVERS = 200, 50
 
 
 def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:
@@ -189,14 +189,24 @@ def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Measuremen
 
 
 def measure_jobs(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:
-    """Measure what a job on a stream costs, beside what it does: `job_seconds`."""
+    """Measure what a job on a stream costs, beside what it does: `job_seconds`; of an accelerator `wake_seconds`."""
     streams = streams_for(device)
+    cases = {"jobs": partial(_run_jobs, streams)}
+    if device.type != "cpu":
+        cases["hand-overs"] = partial(_run_hand_overs, streams, device)
     try:
-        turns = take_turns({"jobs": partial(_run_jobs, streams)}, deadline)
+        turns = take_turns(cases, deadline)
     finally:
         streams.close()
     how = f"{JOBS} jobs with nothing to do on the stream of updates, each after the one before it"
-    return {"job_seconds": turns.measurement("jobs", how)}
+    found = {"job_seconds": turns.measurement("jobs", how)}
+    if "hand-overs" in cases:
+        how = (
+            f"{HAND_OVERS} times from a stream of the device to a thread of the host and back, with nothing to do, "
+            "while another thread enqueues operations"
+        )
+        found["wake_seconds"] = turns.measurement("hand-overs", how)
+    return found
 
 
 def _run_jobs(streams: Streams) -> float:
@@ -209,6 +219,25 @@ def _run_jobs(streams: Streams) -> float:
         event.synchronize()
 
     return seconds_of(jobs) / JOBS
+
+
+def _run_hand_overs(streams: Streams, device: torch.device) -> float:
+    """Go to and fro between a stream of the device and a thread of the host; return the seconds of one way.
+
+    Threads that go on want the interpreter, which in a forward is busy: so it is here.
+    """
+    values = torch.zeros(1, device=device)
+
+    def chain() -> None:
+        event: Event = DONE
+        for _ in range(HAND_OVERS):
+            event = streams.submit(DOWNLOAD, _nothing, after=(event,))
+            event = streams.submit(UPDATE, _nothing, after=(event,))
+        while not event.done():
+            values.add_(1.0)
+        event.synchronize()
+
+    return seconds_of(chain) / (2 * HAND_OVERS)
 
 
 def _nothing() -> None:
