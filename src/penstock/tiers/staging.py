@@ -29,7 +29,7 @@ from penstock.tiers.store import Reservation, Store
 MEMORY_SLOTS, STREAMED_SLOTS = 2, 3
 LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
 
-# Neighbouring tiles in memory are worked on in a stretch: a copy, or a call of the rule, costs the host the same for few
+# Neighbouring tiles in memory are worked on in a stretch: a copy, or a call of the rule, costs the host as much for few
 # values as for many, and a thread that waits for it wakes up late, among others that want the interpreter. What a slot
 # holds is to last longer than all of that. It is bounded as values, as memory of the ring, and so that there are enough
 # of them to fill and empty the ring behind each other, and to divide between the device and the host.

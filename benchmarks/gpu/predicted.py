@@ -1,0 +1,183 @@
+"""What the planner's paper says of rows that were measured on an H100, with the rings of then and those of now.
+
+    python benchmarks/gpu/predicted.py benchmarks/results/gpu/h100-2026-11
+
+Reads the reports of a folder, rehearses their rows, and writes `predicted.json` there. No accelerator is needed.
+A row was measured in rounds of a few steps that end once all is done, so it is predicted in the same way.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+from unittest.mock import patch
+
+import shapes
+import torch
+import transformers
+
+from penstock import Placement
+from penstock.forecast.costs import MachineCosts, machine_costs
+from penstock.forecast.figures import Figure
+from penstock.forecast.program import Kind, Program
+from penstock.forecast.retime import retime
+from penstock.forecast.sharing import Demand, total_loads
+from penstock.planner import Machine
+from penstock.planner.question import ask
+from penstock.planner.searching import given
+from penstock.planner.trials import Trials
+from penstock.tiers import movement, staging
+
+DEVICE = {"params": "device", "grads": "device", "optimizer": "device"}
+ALL_CPU = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
+#: What a probe of that day did not measure, or measured wrong, from `h100-server`; the link as `check.json` has it.
+FITTED = ("device_bandwidth", "device_update", "update", "wake_seconds")
+LINK = {"h2d": 54e9, "d2h": 54e9, "duplex": 86e9}
+WAKES = (10e-6, 100e-6, 300e-6, 600e-6)
+OF_UPDATES = ("update", "upload", "download")
+
+
+@contextmanager
+def rings_of_tiles() -> Iterator[None]:
+    """Have slots of a tile each, and updates of a tile each on the host, as they were when the rows were measured."""
+    with patch.object(staging, "STRETCH_NUMEL", 0), patch.object(movement, "STRETCH_NUMEL", 0):
+        yield
+
+
+def program(shape: str, placement: Mapping[str, str], machine: Machine) -> Program:
+    """Rehearse two steps of 4 sequences of 4,096 tokens, clipped, with layers recomputed."""
+
+    def model() -> torch.nn.Module:
+        kind, sizes = shapes.SHAPES[shape]
+        config = getattr(transformers, kind)(**sizes, use_cache=False, attn_implementation="sdpa")
+        with torch.device("meta"):
+            built = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        built.gradient_checkpointing_enable({"use_reentrant": False})
+        if shape.startswith("llama"):  # of a vocabulary of 128,256 words the logits would not fit
+            from penstock.integrations.chunked import chunk_loss
+
+            chunk_loss(built)
+        return built
+
+    def batch() -> dict[str, Any]:
+        tokens = torch.zeros(4, 4096, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    question = ask(
+        model,
+        torch.optim.AdamW,
+        batch,
+        machine=machine,
+        device_bytes=None,
+        host_bytes=None,
+        folders=(),
+        world_size=1,
+        hosts=1,
+        mesh=None,
+        placement=Placement(**placement),  # type: ignore[arg-type] # of names of tiers
+        micro_batches=1,
+        expert_share=None,
+        arguments={"max_grad_norm": 1.0, "overlap": "forward"},
+    )
+    return given(question, Trials(question), Placement(**placement)).trial.rehearsal.program  # type: ignore[arg-type]
+
+
+def round_seconds(program: Program, costs: MachineCosts, steps: int) -> float:
+    """Give the seconds of a step of a round that begins with nothing under way, and ends once all is done."""
+    timing = retime(program, costs)
+    return (timing.recording.stop + (steps - 2) * timing.steps_s[-1]) / steps
+
+
+def update_seconds(program: Program, costs: MachineCosts) -> tuple[float, float]:
+    """Give what the last step's update takes, which nothing hides, and what its traffic takes."""
+    timing = retime(program, costs)
+    jobs = [program.jobs[item.index] for item in program.items if item.kind is Kind.SUBMIT]
+    last = len([item for item in program.items[: program.steps[-2]] if item.kind is Kind.SUBMIT])
+    own = [n for n in range(last, len(jobs)) if jobs[n].label.verb in ("update", "publish")]
+    spans = [timing.recording.spans[n] for n in own]
+    demands: list[Demand] = [costs.job(jobs[n], program) for n in own if jobs[n].stream in OF_UPDATES]
+    return max(span.stop for span in spans) - min(span.start for span in spans), max(total_loads(demands).values())
+
+
+def measured_rows(folder: Path) -> Iterator[tuple[str, str, Mapping[str, str], list[float], int]]:
+    """Read what was measured: of each row a name, the shape, the placement, seconds of a step of each round, steps."""
+    for name in ("bench1.json", "bench2.json"):
+        report = json.loads((folder / name).read_text())
+        settings = report["settings"]
+        for row in report["rows"]:
+            seconds = [ms / 1000 for ms in row.get("round_step_ms") or []]
+            placement = DEVICE if row["name"] == "plain" else row.get("options", {}).get("placement")
+            if seconds and placement and row["setup"] in ("plain", "penstock"):
+                placement = {kind: placement.get(kind, "device") for kind in DEVICE}
+                yield row["name"], settings["shape"], placement, seconds, settings["steps"]
+    for row in json.loads((folder / "eight.json").read_text()):
+        if row["placement"]:
+            yield "penstock, 8B", "llama-3-8b", row["placement"], row["seconds"], 2
+            yield "penstock, 8B", "llama-3-8b", row["placement"], [row["seconds_of_four"]], 4
+
+
+def main() -> None:
+    """Predict every row of a folder, and write what was said."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    fitted = Machine.read("h100-server")
+    probed = Machine.read(folder / "machine-corrected.json")
+    figures = {name: figure for name, figure in probed.figures.items() if name != "update_adamw"}
+    machine = replace(probed, figures=figures | {name: fitted.figures[name] for name in FITTED})
+    programs: dict[tuple[str, str, str], Program] = {}
+
+    def known(shape: str, placement: Mapping[str, str], rings: str) -> Program:
+        key = shape, json.dumps(placement), rings
+        if key not in programs:
+            if rings == "of then":
+                with rings_of_tiles():
+                    programs[key] = program(shape, placement, machine)
+            else:
+                programs[key] = program(shape, placement, machine)
+        return programs[key]
+
+    rows = []
+    for name, shape, placement, seconds, steps in measured_rows(folder):
+        row: dict[str, Any] = {"name": name, "shape": shape, "placement": placement, "steps_of_a_round": steps}
+        row |= {"measured_s": mean(seconds), "rounds_s": seconds}
+        for rings in ("of then", "of now"):
+            row[f"said_s, rings {rings}"] = round_seconds(known(shape, placement, rings), machine_costs(machine), steps)
+        row["ratio"] = row["said_s, rings of then"] / row["measured_s"]
+        rows.append(row)
+        then, now = (row[f"said_s, rings {rings}"] for rings in ("of then", "of now"))
+        print(
+            f"{name:24} {shape:11} rounds of {steps}: measured {row['measured_s']:.3f} s, said {then:.3f} "
+            f"({row['ratio']:.2f}); with stretches {now:.3f}",
+            flush=True,
+        )
+    eight = {"params": "device", "grads": "device", "optimizer": "cpu"}
+    updates = []
+    for rings in ("of then", "of now"):
+        for wake in WAKES:
+            stated = {"wake_seconds": wake, "update": 131e9} | LINK
+            costs = machine_costs(
+                replace(machine, figures=machine.figures | {n: Figure.stated(v) for n, v in stated.items()})
+            )
+            took, traffic = update_seconds(known("llama-3-8b", eight, rings), costs)
+            updates.append({"rings": rings, "wake_s": wake, "update_s": took, "traffic_s": traffic})
+            print(
+                f"update of 8B, rings {rings}, {wake * 1e6:3.0f} us: {took:.3f} s, traffic {traffic:.3f} "
+                f"({took / traffic:.3f})",
+                flush=True,
+            )
+    found = {
+        "machine": {name: machine.figures[name].value for name in sorted(machine.figures)},
+        "median_ratio": median(row["ratio"] for row in rows),
+        "rows": rows,
+        "update_of_8B": updates,
+    }
+    (folder / "predicted.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
