@@ -186,7 +186,7 @@ def compiled_call(numel: int = 2048, rounds: int = 300) -> dict[str, float]:
     states = (torch.zeros(numel), torch.zeros(numel))
     param, grad = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
     segment = Segment(param, grad, torch.zeros(numel, dtype=torch.int16), states)
-    update = DeviceUpdate(device.compile_pass())
+    update = DeviceUpdate(device.compile_pass(device.one_pass))
     several = hasattr(fused, "update_in_torch")
 
     def alone() -> None:

@@ -116,8 +116,8 @@ class Options:
         streamed_updates: the share of the updates of tiles whose optimizer state rests on the cpu or on nvme that the
             device does, from 0 to 1: their state comes up and goes down again, through a ring of three slots (768 MiB
             at most), while the host updates the others. `"auto"` measures both sides in the first steps and keeps what
-            it finds. A device may round otherwise than the host in the last place, so state a number where a run has to
-            be repeated bit by bit. No effect where the device is a cpu.
+            it finds. Where the device rounds otherwise than the host (a warning says so), state a number for a run that
+            has to be repeated bit by bit. No effect where the device is a cpu.
         whole_updates: where parameters are updated by a rule that looks at whole ones (Muon), if its states rest on the
             cpu or on nvme: `"device"` brings them up and down again, one parameter after the other through a ring of
             three slots, since a product of matrices is what a device is for; `"home"` updates them where they rest, on

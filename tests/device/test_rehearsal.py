@@ -118,7 +118,7 @@ def test_a_rehearsal_submits_what_a_device_is_given_and_counts_what_it_takes(
 
     # One kernel in place of an update, as a compiler makes it: what it computes is not looked at here.
     monkeypatch.setattr(device_rules, "has_compiler", lambda device: True)
-    monkeypatch.setattr(device_rules, "compile_pass", lambda: lambda *arguments: None)
+    monkeypatch.setattr(device_rules, "compile_pass", lambda function: lambda *arguments: None)
     make, batch = MODELS[row.model]
     before = native.memory(0)["allocated"]
     model = make()

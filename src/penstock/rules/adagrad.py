@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from penstock import _native
-from penstock.rules.device import Operations, Traced
-from penstock.rules.exact import fp32
+from penstock.rules.device import Traced
+from penstock.rules.exact import fma, fp32, sqrt
 from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import StateSpec
 
@@ -53,13 +53,11 @@ class Adagrad(Fused):
         neg_lr = fp32(-(group["lr"] / (1 + (step - 1) * group["lr_decay"])))
         return _native.Rule.ADAGRAD, AdagradScalars(l2, fp32(group["eps"]), neg_lr), AdagradFlags(l2 != 0)
 
-    def arithmetic(
-        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
-    ) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
         """Compute one update; see `Fused.arithmetic`."""
         c = hyper.scalars
         if hyper.flags.l2:
-            g = ops.fma(c.l2, p, g)
-        states[0] = ops.fma(g, g, states[0])
-        update: Tensor = g * c.neg_lr / (ops.sqrt(states[0]) + c.eps)
+            g = fma(c.l2, p, g)
+        states[0] = fma(g, g, states[0])
+        update: Tensor = g * c.neg_lr / (sqrt(states[0]) + c.eps)
         return p + update

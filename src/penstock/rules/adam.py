@@ -30,8 +30,8 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.errors import ConfigError
-from penstock.rules.device import Operations, Traced
-from penstock.rules.exact import fp32
+from penstock.rules.device import Traced
+from penstock.rules.exact import fma, fp32, sqrt
 from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import StateSpec
 
@@ -130,17 +130,15 @@ class Adam(Fused):
         """Return how many states this update uses: two, three with amsgrad."""
         return 3 if hyper.kernel == _native.Rule.AMSGRAD else 2
 
-    def arithmetic(
-        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
-    ) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
         """Compute one update; see `Fused.arithmetic`."""
         c, flags = hyper.scalars, hyper.flags
         exp_avg, exp_avg_sq = states[:2]
         if flags.l2:
-            g = ops.fma(c.l2, p, g)
+            g = fma(c.l2, p, g)
         p = p * c.decay
-        exp_avg = states[0] = ops.fma(c.lerp_weight, g - exp_avg, g if flags.lerp_from_grad else exp_avg)
-        exp_avg_sq = states[1] = ops.fma(c.grad_sq_weight * g, g, exp_avg_sq * c.beta2)
+        exp_avg = states[0] = fma(c.lerp_weight, g - exp_avg, g if flags.lerp_from_grad else exp_avg)
+        exp_avg_sq = states[1] = fma(c.grad_sq_weight * g, g, exp_avg_sq * c.beta2)
         if len(states) > 2:
             largest = states[2]
             exp_avg_sq = states[2] = torch.where((largest > exp_avg_sq) | largest.isnan(), largest, exp_avg_sq)
@@ -148,5 +146,5 @@ class Adam(Fused):
         bias2_sqrt = c.bias2_sqrt
         if not isinstance(bias2_sqrt, Tensor):
             bias2_sqrt = torch.full((), bias2_sqrt, dtype=torch.float32, device=p.device)
-        update: Tensor = exp_avg * c.neg_step_size / (ops.sqrt(exp_avg_sq) / bias2_sqrt + c.eps)
+        update: Tensor = exp_avg * c.neg_step_size / (sqrt(exp_avg_sq) / bias2_sqrt + c.eps)
         return p + update

@@ -1,8 +1,52 @@
-"""Whether torch compiles kernels for a device."""
+"""Which devices torch compiles kernels for, and how to have these kernels round as the host's do."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from types import FunctionType
+from typing import Any
 
 import torch
+
+Pass = Callable[..., None]
+
+#: What Inductor is told of our functions alone. No product is contracted with a sum that it flows into; a quotient is
+#: the nearest value; functions of the device's library keep denormals. Triton keeps them in plain operations, and its
+#: square root is the nearest value without being told. torch 2.11 is the first release with all three.
+ROUNDING: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+
+
+def compile_pass(function: Callable[..., None], backend: Any = "inductor") -> Pass:
+    """Return a compiled copy of a function, which rounds as the host does where `rounds_as_host` says so.
+
+    Arguments:
+        function: what to compile, in one graph for all sizes.
+        backend: the compiler's back end, as `torch.compile` takes it.
+    """
+    assert isinstance(function, FunctionType)
+    import torch._inductor.inductor_prims  # registers the fused multiply-add of `rules.exact`
+
+    # A function is compiled anew for each combination of flags and dtypes, and after a few of one piece of code the
+    # compiler gives up. So every rule and every format has a copy of its own.
+    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    options = ROUNDING if backend == "inductor" and _knows_rounding() else None
+    compiled: Pass = torch.compile(copy, fullgraph=True, dynamic=True, backend=backend, options=options)
+    return compiled
+
+
+def rounds_as_host(device: torch.device) -> bool:
+    """Return True if compiled functions give the host's bits on a device: what is compiled for others was not read."""
+    return device.type == "cuda" and torch.version.hip is None and _knows_rounding()
+
+
+def _knows_rounding() -> bool:
+    """Return True if this torch has every option of `ROUNDING`."""
+    from torch._inductor import config
+
+    return config.get_config_copy().keys() >= ROUNDING.keys()
 
 
 def has_compiler(device: torch.device) -> bool:

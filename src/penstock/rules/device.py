@@ -1,35 +1,27 @@
 """The update of a segment on an accelerator: one function of tensors, compiled into one kernel where that works.
 
-Compiled, an element is read and written once. The bits may differ from the host's in the last place of each operation:
-the compiler decides which products it fuses into sums, and its division and square root need not be rounded correctly.
-Not compiled, the reference runs: the host's bits, for many passes over memory.
+Compiled, an element is read and written once. Not compiled, the reference runs, in many passes over memory. Both give
+the host's bits; where the compiler cannot be told to (`rules.compiler.rounds_as_host`), the user is warned.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx.experimental._config as _shape_config
 from torch import Tensor
 
-from penstock.rules.compiler import has_compiler
+from penstock.rules.compiler import Pass, compile_pass, has_compiler, rounds_as_host
 from penstock.rules.dither import step_key
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
-from penstock.rules.rule import Segment, StateSpec
+from penstock.rules.rule import BLOCK_NUMEL, Segment, StateSpec
 from penstock.rules.storage import Rounding, read_state, write_param, write_state
 
-Pass = Callable[..., None]
-
-
-class Operations(NamedTuple):
-    """The two operations whose rounding differs between back ends: a * b + c, and the square root."""
-
-    fma: Callable[[Any, Tensor, Tensor], Tensor]
-    sqrt: Callable[[Tensor], Tensor]
+#: For a size of 1 the compiler would make a kernel of its own.
+_LEAST_NUMEL = 2 * BLOCK_NUMEL
 
 
 class Traced(NamedTuple):
@@ -46,10 +38,11 @@ def one_pass(
     flags: Any,
     stochastic: bool,
     tensors: tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor | None]],
+    blocks: int,
     numbers: Tensor,
     key_and_first: Tensor,
 ) -> None:
-    """Update one segment in place. Everything before `tensors` is fixed for a compilation.
+    """Update one segment of whole blocks in place. Everything before `tensors` is fixed for a compilation.
 
     Arguments:
         arithmetic: the rule's `Fused.arithmetic`.
@@ -58,33 +51,23 @@ def one_pass(
         flags: the rule's flags, a NamedTuple.
         stochastic: whether bf16 is rounded by random bits.
         tensors: param, grad, master, states and their scales, as a `Segment` has them.
+        blocks: how many blocks of 256 elements the segment has.
         numbers: the factor on the gradient, then the scalars: fp32, [1 + scalars].
         key_and_first: the key of the step's random bits, and the number of the first element: int64, [2].
     """
     param, grad, master, states, scales = tensors
+    # The compiler takes sizes as multiples of 256 from here on: it reads and writes vectors, and nothing is padded.
+    torch._check(param.numel() == BLOCK_NUMEL * blocks)  # type: ignore[no-untyped-call]
     scale, *scalars = numbers.unbind()
     key, first = key_and_first.unbind()
     values = [read_state(spec, states[k], scales[k]) for k, spec in enumerate(specs)]
     p = read_master(param, master)
     hyper = Traced(make_scalars(*scalars), flags)
-    p = arithmetic(p, grad.float() * scale, values, hyper, Operations(_plain_fma, torch.sqrt))
+    p = arithmetic(p, grad.float() * scale, values, hyper)
     rounding = Rounding(key, first, param.numel(), param.device) if stochastic else None
     for k, spec in enumerate(specs):
         write_state(spec, states[k], scales[k], values[k], rounding, k)
     write_param(param, master, p, rounding)
-
-
-def compile_pass(backend: Any = "inductor") -> Pass:
-    """Return `one_pass` compiled, for one rule.
-
-    Arguments:
-        backend: the compiler's back end, as `torch.compile` takes it.
-    """
-    # The function is compiled anew for each combination of flags and dtypes, and after a few of one piece of code the
-    # compiler gives up. So every rule has a copy of its own.
-    copy = FunctionType(one_pass.__code__.replace(), one_pass.__globals__, one_pass.__name__)
-    compiled: Pass = torch.compile(copy, fullgraph=True, dynamic=True, backend=backend)
-    return compiled
 
 
 class DeviceUpdate:
@@ -113,16 +96,35 @@ class DeviceUpdate:
         if not self._decided:
             self._decided = True
             if has_compiler(device):
-                self._compiled = compile_pass()
+                self._compiled = compile_pass(one_pass)
+                if not rounds_as_host(device):
+                    warnings.warn(
+                        f"Updates on {device} may differ from the host's in the last place of a value: torch "
+                        f"{torch.__version__} compiles them and cannot be told to round as the host does. On NVIDIA "
+                        "GPUs torch 2.11 or newer can.",
+                        stacklevel=2,
+                    )
         if self._compiled is None:
-            return otherwise(rule, segments, grad_scale)
-        # For a tensor without elements the compiler would make another kernel.
-        segments = [(segment, hyper) for segment, hyper in segments if segment.param.numel()]
-        if not segments:
-            return None
+            otherwise(rule, segments, grad_scale)
+            return
+        whole, filled = _in_blocks(segments)
+        if whole:
+            self._update(rule, whole, grad_scale, otherwise)
+        for piece, copy in filled:
+            for target, source in zip(_written(piece), _written(copy), strict=True):
+                target.copy_(source[: target.numel()])
+
+    def _update(
+        self, rule: Any, segments: Sequence[tuple[Segment, Any]], grad_scale: float, otherwise: Callable[..., None]
+    ) -> None:
+        """Update segments of whole blocks, two or more each; see `__call__`."""
+        assert self._compiled is not None
+        device = segments[0][0].param.device
         numbers = _numbers_of(rule, segments, grad_scale, device)
         for done, ((segment, hyper), (scalars, key_and_first)) in enumerate(zip(segments, numbers, strict=True)):
             specs = rule.states[: rule.used(hyper)]
+            scales = [segment.scale(k) for k in range(len(specs))]
+            # `data` is no view of anything: for each form of memory that views are of, a kernel would be compiled anew.
             arguments = (
                 rule.arithmetic,
                 specs,
@@ -130,12 +132,13 @@ class DeviceUpdate:
                 hyper.flags,
                 rule.format.stochastic,
                 (
-                    segment.param,
-                    segment.grad,
-                    segment.master,
-                    list(segment.states[: len(specs)]),
-                    [segment.scale(k) for k in range(len(specs))],
+                    segment.param.data,
+                    segment.grad.data,
+                    None if segment.master is None else segment.master.data,
+                    [state.data for state in segment.states[: len(specs)]],
+                    [None if scale is None else scale.data for scale in scales],
                 ),
+                segment.param.numel() // BLOCK_NUMEL,
                 scalars,
                 key_and_first,
             )
@@ -152,8 +155,58 @@ class DeviceUpdate:
                     stacklevel=2,
                 )
                 self._compiled = None
-                return otherwise(rule, segments[done:], grad_scale)
-        return None
+                otherwise(rule, segments[done:], grad_scale)
+                return
+
+
+def _in_blocks(
+    segments: Iterable[tuple[Segment, Any]],
+) -> tuple[list[tuple[Segment, Any]], list[tuple[Segment, Segment]]]:
+    """Cut segments into what has whole blocks, two or more, and the rest, which is copied and filled up with zeros.
+
+    Returns:
+        What to update, with its scalars; and each rest with its copy, from which it has to be copied back.
+    """
+    whole: list[tuple[Segment, Any]] = []
+    filled = []
+    for segment, hyper in segments:
+        if _is_whole(segment):
+            whole.append((segment, hyper))
+            continue
+        numel = segment.param.numel()
+        for piece in segment.pieces(max(numel - numel % BLOCK_NUMEL, _LEAST_NUMEL)):
+            if _is_whole(piece):
+                whole.append((piece, hyper))
+            else:
+                copy = Segment(
+                    _filled(piece.param),
+                    _filled(piece.grad),
+                    None if piece.master is None else _filled(piece.master),
+                    tuple(map(_filled, piece.states)),
+                    tuple(None if scale is None else _filled(scale, blocks=True) for scale in piece.scales),
+                    piece.first,
+                )
+                filled.append((piece, copy))
+                whole.append((copy, hyper))
+    return whole, filled
+
+
+def _is_whole(segment: Segment) -> bool:
+    """Return True if a segment has whole blocks, and two or more."""
+    numel = segment.param.numel()
+    return numel % BLOCK_NUMEL == 0 and numel >= _LEAST_NUMEL
+
+
+def _filled(values: Tensor, *, blocks: bool = False) -> Tensor:
+    """Return a copy that is filled up with zeros to the least length, in elements or in blocks."""
+    numel = _LEAST_NUMEL // BLOCK_NUMEL if blocks else _LEAST_NUMEL
+    return torch.nn.functional.pad(values, (0, numel - values.numel()))
+
+
+def _written(segment: Segment) -> list[Tensor]:
+    """List the tensors that an update writes."""
+    tensors = segment.param, segment.master, *segment.states, *segment.scales
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _reason(error: Exception) -> str:
@@ -212,9 +265,3 @@ def rounds_by_its_place(rule: Any, segment: Segment, hyper: Any) -> bool:
     rounded = [spec.dtype for spec in rule.states[: rule.used(hyper)]]
     rounded += [segment.param.dtype] if segment.master is None else []
     return rule.format.stochastic and torch.bfloat16 in rounded
-
-
-def _plain_fma(a: Any, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c, rounded once or twice as the compiler likes."""
-    product: Tensor = a * b
-    return product + c

@@ -1,4 +1,8 @@
-"""Arithmetic that plain torch does not offer with a known rounding."""
+"""Arithmetic that plain torch does not offer with a known rounding.
+
+Run by torch, `sqrt` and `fma` go by way of fp64. Under `torch.compile` each is the one instruction that it stands for:
+`rules.compiler` has the compiler round it as the host does.
+"""
 
 import ctypes
 
@@ -17,6 +21,8 @@ def sqrt(value: Tensor) -> Tensor:
     `torch.sqrt` is one unit in the last place away from it for some values where a vendor's vector library computes it.
     The root of an fp32 value is never so near the middle between two others that fp64's own rounding could matter.
     """
+    if torch.compiler.is_compiling():
+        return value.sqrt()
     return value.double().sqrt().float()
 
 
@@ -38,6 +44,10 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
         S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to
         odd", IEEE Transactions on Computers, 2008.
     """
+    if torch.compiler.is_compiling():
+        factor = a if isinstance(a, Tensor) else torch.full((), a, dtype=torch.float32, device=b.device)
+        compiled: Tensor = torch.ops.prims.fma(factor, b, c)  # one of Inductor's own, there since 2.8
+        return compiled
     product = b.double() * a
     total = product + c
     # Two-sum: `error` is exactly what the addition lost. It is NaN where the total is not finite, and then unused.

@@ -11,8 +11,7 @@ from torch import Tensor
 from penstock import _native
 from penstock._native import Pool
 from penstock.errors import ConfigError
-from penstock.rules import exact
-from penstock.rules.device import DeviceUpdate, Operations, Traced, rounds_by_its_place
+from penstock.rules.device import DeviceUpdate, Traced, rounds_by_its_place
 from penstock.rules.dither import step_key
 from penstock.rules.elementwise import Elementwise
 from penstock.rules.exact import fp32
@@ -45,10 +44,6 @@ class FusedHyper(Hyper):
     def keeps_zeros(self) -> bool:
         """Whether zeros stay zero: they do unless a divisor without `eps` makes 0 / 0 of them, a NaN."""
         return bool(getattr(self.scalars, "eps", 1.0) > 0)
-
-
-#: Every operation rounded once.
-EXACT = Operations(exact.fma, exact.sqrt)
 
 
 @dataclass(frozen=True)
@@ -135,19 +130,17 @@ class Fused(Elementwise, ABC):
         """
 
     @abstractmethod
-    def arithmetic(
-        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
-    ) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
         """Return the updated parameter, and put the updated states in the list.
 
-        Each operation rounds on its own, so the order and the grouping of operations decide the bits.
+        Each operation rounds on its own, so the order and the grouping of operations decide the bits. A product that is
+        added without being rounded is `exact.fma`, and a root `exact.sqrt`.
 
         Arguments:
             p: the parameter, fp32, [n].
             g: the gradient, scaled and negated as it has to be, fp32, [n].
             states: the states that the update uses, fp32, [n] each.
             hyper: the flags, and scalars that are Python numbers or 0-dim tensors.
-            ops: the two operations that each back end rounds in its own way.
         """
 
     def used(self, hyper: FusedHyper) -> int:
@@ -238,7 +231,7 @@ def update_reference(rule: Fused, segment: Segment, hyper: FusedHyper, grad_scal
             piece.states[k] if spec.dtype == torch.float32 else read_state(spec, piece.states[k], piece.scale(k))
             for k, spec in enumerate(specs)
         ]
-        p = rule.arithmetic(p, g, states, hyper, EXACT)
+        p = rule.arithmetic(p, g, states, hyper)
         rounding = rounding_of(piece, rule.format, hyper.step)
         for k, spec in enumerate(specs):
             write_state(spec, piece.states[k], piece.scale(k), states[k], rounding, k)

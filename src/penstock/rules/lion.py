@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.errors import ConfigError
-from penstock.rules.device import Operations, Traced
-from penstock.rules.exact import fp32
+from penstock.rules.device import Traced
+from penstock.rules.exact import fma, fp32
 from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import StateSpec
 
@@ -68,12 +68,10 @@ class Lion(Fused):
         )
         return _native.Rule.LION, scalars, LionFlags()
 
-    def arithmetic(
-        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
-    ) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
         """Compute one update; see `Fused.arithmetic`."""
         c = hyper.scalars
-        u = ops.fma(c.grad_weight1, g, states[0] * c.beta1)
-        states[0] = ops.fma(c.grad_weight2, g, states[0] * c.beta2)
+        u = fma(c.grad_weight1, g, states[0] * c.beta1)
+        states[0] = fma(c.grad_weight2, g, states[0] * c.beta2)
         direction = (u > 0).to(torch.float32) - (u < 0).to(torch.float32)
-        return ops.fma(c.neg_lr, direction, p * c.decay)
+        return fma(c.neg_lr, direction, p * c.decay)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.errors import ConfigError
-from penstock.rules.device import Operations, Traced
-from penstock.rules.exact import fp32
+from penstock.rules.device import Traced
+from penstock.rules.exact import fma, fp32
 from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import StateSpec
 
@@ -86,15 +86,13 @@ class Sgd(Fused):
         """Return how many states this update uses: none without momentum."""
         return int(hyper.kernel == _native.Rule.SGD_MOMENTUM)
 
-    def arithmetic(
-        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
-    ) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
         """Compute one update; see `Fused.arithmetic`."""
         c, flags = hyper.scalars, hyper.flags
         if flags.l2:
-            g = ops.fma(c.l2, p, g)
+            g = fma(c.l2, p, g)
         if states:
             # torch's first momentum is the gradient itself, whatever the dampening.
-            states[0] = g if flags.first else ops.fma(c.grad_weight, g, states[0] * c.momentum)
-            g = ops.fma(c.momentum, states[0], g) if flags.nesterov else states[0]
-        return ops.fma(c.neg_lr, g, p)
+            states[0] = g if flags.first else fma(c.grad_weight, g, states[0] * c.momentum)
+            g = fma(c.momentum, states[0], g) if flags.nesterov else states[0]
+        return fma(c.neg_lr, g, p)

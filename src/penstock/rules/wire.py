@@ -17,8 +17,6 @@ Sources: T. Dettmers, M. Lewis, S. Shleifer and L. Zettlemoyer, "8-bit Optimizer
 """
 
 import warnings
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock._native import Pool, Wire
-from penstock.rules.compiler import has_compiler
+from penstock.rules.compiler import Pass, compile_pass, has_compiler
 from penstock.rules.imagined import is_imagined
 from penstock.rules.native import dtype_of
 from penstock.rules.rule import BLOCK_NUMEL
@@ -63,9 +61,6 @@ _KINDS = {
     "fp8": _Kind(Wire.FP8, 448.0, 0x1249248 * 2.0**95, BLOCK_NUMEL),
     "int4": _Kind(Wire.INT4, 7.0, 0x1249248 * 2.0**101, BLOCK_NUMEL // 2),
 }
-
-#: A pass over values and the 32-bit words of what is packed.
-Pass = Callable[..., None]
 
 
 class WireFormat:
@@ -188,20 +183,6 @@ class WireFormat:
             )
             self._passes = plain
             plain[number](self.name, *arguments)
-
-
-def compile_pass(function: Any, backend: Any = "inductor") -> Pass:
-    """Return `pack_words` or `unpack_words` compiled, for one format.
-
-    Arguments:
-        function: one of the two.
-        backend: the compiler's back end, as `torch.compile` takes it.
-    """
-    # A copy for each: after a few compilations of one piece of code the compiler gives up.
-    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    copy.__kwdefaults__, copy.__defaults__ = function.__kwdefaults__, function.__defaults__
-    compiled: Pass = torch.compile(copy, fullgraph=True, dynamic=True, backend=backend)
-    return compiled
 
 
 def pack_words(name: WireName, values: Tensor, words: Tensor) -> None:

@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock import _native
-
-WORDS = {
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.int16: torch.int16,
-    torch.uint8: torch.uint8,
-}
+from tests.unit.rules.segments import hard_values, same_bits
 
 
 @pytest.fixture(params=_native.isas())
@@ -30,12 +23,7 @@ def assert_same_bits() -> Callable[[Tensor, Tensor], None]:
     """Equal bit by bit, signs of zeros included; a NaN is a NaN, whatever its payload."""
 
     def check(actual: Tensor, expected: Tensor) -> None:
-        assert actual.dtype == expected.dtype
-        words = WORDS[actual.dtype]
-        same = actual.view(words) == expected.view(words)
-        if actual.is_floating_point():
-            same |= actual.isnan() & expected.isnan()
-        wrong = (~same).nonzero().flatten()
+        wrong = (~same_bits(actual, expected)).nonzero().flatten()
         first = wrong[:5]
         assert wrong.numel() == 0, (
             f"{wrong.numel()} of {actual.numel()} differ, at {first.tolist()}: "
@@ -48,12 +36,7 @@ def assert_same_bits() -> Callable[[Tensor, Tensor], None]:
 @pytest.fixture
 def hard_fp32() -> Tensor:
     """Every sign and exponent with mantissas at the borders of both halves: ties, denormals, infinities and NaNs."""
-    exponents = torch.arange(256) << 23
-    highs = torch.tensor([0x000000, 0x010000, 0x020000, 0x3F0000, 0x400000, 0x7E0000, 0x7F0000])
-    lows = torch.tensor([0x0000, 0x0001, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    magnitudes = (exponents[:, None, None] | highs[:, None] | lows).flatten()
-    bits = torch.cat([magnitudes, magnitudes | (1 << 31)])
-    return bits.to(torch.int32).view(torch.float32)
+    return hard_values()
 
 
 class Guarded:

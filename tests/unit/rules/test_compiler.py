@@ -1,5 +1,6 @@
 """Which devices torch compiles kernels for, with devices that are made up."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch._inductor.codegen import common
 
 from penstock.rules import compiler, device
 from penstock.rules.compiler import has_compiler
-from penstock.rules.device import DeviceUpdate, one_pass
+from penstock.rules.device import DeviceUpdate
 from tests.unit.rules.segments import make, random_inputs, rule_and_hyper
 
 DEVICE = torch.device("xpu")
@@ -94,13 +95,45 @@ def test_a_torch_of_another_inside_compiles_as_ever(monkeypatch: pytest.MonkeyPa
 def test_an_update_is_compiled_for_any_device_that_has_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr(device, "has_compiler", lambda of: bool(asked.append(of)) or True)
-    monkeypatch.setattr(device, "compile_pass", lambda: one_pass)
+    monkeypatch.setattr(device, "rounds_as_host", lambda of: True)
+    monkeypatch.setattr(device, "compile_pass", lambda function: function)
     rule, hyper = rule_and_hyper("adamw")
     segment = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
     update = DeviceUpdate()
     for _ in range(2):
         update(rule, [(segment, hyper)], 1.0, fail)
     assert asked == [torch.device("cpu")], "asked once"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "known", "expected"),
+    [
+        ("cuda", None, True, True),
+        ("cuda", None, False, False),  # torch before 2.11
+        ("cuda", "6.4", True, False),
+        ("xpu", None, True, False),
+    ],
+)
+def test_a_compiler_that_rounds_otherwise_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hip: str | None, known: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    if not known:
+        monkeypatch.setattr(compiler, "ROUNDING", {**compiler.ROUNDING, "eager_numerics.of_another_torch": True})
+    assert compiler.rounds_as_host(torch.device(kind)) is expected
+    monkeypatch.setattr(device, "has_compiler", lambda of: True)
+    monkeypatch.setattr(device, "rounds_as_host", lambda of: compiler.rounds_as_host(torch.device(kind)))
+    monkeypatch.setattr(device, "compile_pass", lambda function: function)
+    rule, hyper = rule_and_hyper("adamw")
+    segment = make(rule, *random_inputs(512), (torch.float32, None), torch.float32)
+    update = DeviceUpdate()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            update(rule, [(segment, hyper)], 1.0, fail)
+    assert [f"torch {torch.__version__} compiles them" in str(warning.message) for warning in seen] == [True] * (
+        not expected
+    )
 
 
 def fail(*_: object) -> None:

@@ -1,7 +1,8 @@
-"""The function that accelerators run, here on the cpu: near the native update, and one graph for the compiler."""
+"""The function that accelerators run, here on the cpu: the native update's bits, and one graph for the compiler."""
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor
 
 from penstock.rules import StateFormat
-from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
+from penstock.rules.compiler import ROUNDING, compile_pass
+from penstock.rules.device import DeviceUpdate, one_pass
+from penstock.rules.exact import fma, sqrt
 from penstock.rules.fused import update_in_torch, update_reference
 from tests.support import sampled_rows
 from tests.unit.rules.segments import (
     FORMATS,
     RULES,
     STORAGES,
-    assert_near,
     copy_of,
     make,
     parts,
@@ -37,13 +39,34 @@ formats = pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f"{f.dtype}-
     [*((name, STORAGES[2]) for name in RULES), *(("adamw", storage) for storage in STORAGES)],
     ids=str,
 )
-def test_one_pass_is_near_the_native_update(name: str, storage: tuple[Any, Any], format_: StateFormat) -> None:
-    rule, hyper = rule_and_hyper(name, format_)
-    native = make(rule, *random_inputs(2000), storage, torch.bfloat16)
-    device = copy_of(native)
-    rule.update(native, hyper, 0.7, None)
-    DeviceUpdate(one_pass)(rule, [(device, hyper)], 0.7, update_in_torch)
-    assert_near(device, native, rule, hyper)
+def test_one_pass_gives_the_native_bits(
+    name: str, storage: tuple[Any, Any], format_: StateFormat, assert_same_bits: Check
+) -> None:
+    for numel in (2000, 300):
+        rule, hyper = rule_and_hyper(name, format_)
+        native = make(rule, *random_inputs(numel), storage, torch.bfloat16)
+        device = copy_of(native)
+        rule.update(native, hyper, 0.7, None)
+        DeviceUpdate(one_pass)(rule, [(device, hyper)], 0.7, update_in_torch)
+        for (_, a), (_, b) in zip(parts(device), parts(native), strict=True):
+            assert_same_bits(a, b)
+
+
+class RoundedOnce:
+    """A back end of the compiler that runs a graph with each operation rounded once, as compiled kernels are to do."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.prims.fma:
+                node.target = fma
+            elif node.target == "sqrt":
+                node.op, node.target = "call_function", sqrt
+        graph.recompile()
+        self.graphs.append(graph)
+        return graph.forward
 
 
 @pytest.mark.parametrize(
@@ -51,24 +74,37 @@ def test_one_pass_is_near_the_native_update(name: str, storage: tuple[Any, Any],
     sampled_rows(product(GRAPH_RULES, GRAPH_FORMATS), every=4),
     ids=lambda value: getattr(value, "dtype", value),
 )
-def test_one_graph_serves_every_step(name: str, format_: StateFormat, assert_same_bits: Check) -> None:
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+def test_one_graph_of_the_native_bits_serves_every_step(
+    name: str, format_: StateFormat, assert_same_bits: Check
+) -> None:
     torch._dynamo.reset()
-    compiled = DeviceUpdate(compile_pass(backend))
+    backend = RoundedOnce()
+    compiled = DeviceUpdate(compile_pass(one_pass, backend))
     for step, numel in ((3, 2048), (4, 2048), (5, 2000), (6, 1111)):
         rule, hyper = rule_and_hyper(name, format_, step=step)
-        plain = make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16)
-        traced = copy_of(plain)
-        DeviceUpdate(one_pass)(rule, [(plain, hyper)], 0.1 * step, update_in_torch)
+        native = make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16)
+        traced = copy_of(native)
+        rule.update(native, hyper, 0.1 * step, None)
         compiled(rule, [(traced, hyper)], 0.1 * step, update_in_torch)
-        for (_, a), (_, b) in zip(parts(traced), parts(plain), strict=True):
+        for (_, a), (_, b) in zip(parts(traced), parts(native), strict=True):
             assert_same_bits(a, b)
-    assert len(graphs) <= 2
+    (graph,) = backend.graphs
+    sizes = [n.meta["example_value"].shape[0] for n in graph.graph.nodes if n.name.startswith("l_tensors_0")]
+    assert sizes
+    assert all(str(size.node.expr).startswith("256*") for size in sizes), "the compiler knows that vectors fit"
+
+
+def test_views_of_whatever_memory_compile_nothing_anew() -> None:
+    """torch guards what a view is of: each form of it compiled a kernel of its own."""
+    torch._dynamo.reset()
+    backend = RoundedOnce()
+    compiled = DeviceUpdate(compile_pass(one_pass, backend))
+    rule, hyper = rule_and_hyper("lion")
+    segment = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
+    slab = torch.zeros(10, 4096, dtype=torch.uint8)
+    for param in (segment.param, torch.zeros(4096)[:2048], slab[1:3].view(-1).view(torch.float32)):
+        compiled(rule, [(replace(segment, param=param), hyper)], 1.0, update_in_torch)
+    assert len(backend.graphs) == 1
 
 
 @pytest.mark.parametrize("blocks", [2, 9, 12])
@@ -81,7 +117,7 @@ def test_sizes_that_are_equal_by_chance_compile_nothing_anew(blocks: int) -> Non
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = DeviceUpdate(compile_pass(backend))
+    compiled = DeviceUpdate(compile_pass(one_pass, backend))
     rule, hyper = rule_and_hyper("adamw", StateFormat("int8"))
     for sizes in ((256 * blocks,), (256 * 40,), (256 * 3, 512)):
         inputs = [make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16) for numel in sizes]
@@ -91,7 +127,7 @@ def test_sizes_that_are_equal_by_chance_compile_nothing_anew(blocks: int) -> Non
 
 def test_the_limit_of_compilations_is_named() -> None:
     rule, hyper = rule_and_hyper("adamw")
-    update = DeviceUpdate(compile_pass("eager"))
+    update = DeviceUpdate(compile_pass(one_pass, "eager"))
     torch._dynamo.reset()
     first, second = (
         make(rule, *random_inputs(512), (dtype, None), torch.bfloat16) for dtype in (torch.bfloat16, torch.float32)
@@ -100,6 +136,28 @@ def test_the_limit_of_compilations_is_named() -> None:
         update(rule, [(first, hyper)], 0.7, update_in_torch)
         with pytest.warns(UserWarning, match="compiled 1 times, which is torch's limit"):
             update(rule, [(second, hyper)], 0.7, update_in_torch)
+
+
+def test_the_compiler_rounds_otherwise_for_our_functions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx, config
+
+    seen: list[dict[str, Any]] = []
+    before = config.get_config_copy()
+    assert before.keys() >= ROUNDING.keys(), "this torch has what rules/compiler.py asks for"
+
+    def compiler(graph: Any, inputs: Any, config_patches: Any = None, **_: Any) -> Any:
+        seen.append(config_patches)
+        return graph.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiler)
+    torch._dynamo.reset()
+    rule, hyper = rule_and_hyper("lion")
+    segment = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
+    DeviceUpdate(compile_pass(one_pass))(rule, [(segment, hyper)], 0.7, update_in_torch)
+    torch.compile(lambda value: value + 1)(torch.ones(3))
+    assert seen[0].items() >= ROUNDING.items()
+    assert not (seen[1] or {}).keys() & ROUNDING.keys()
+    assert config.get_config_copy() == before
 
 
 def test_factors_of_indices_fit_32_bits() -> None:
@@ -113,7 +171,7 @@ def test_factors_of_indices_fit_32_bits() -> None:
     torch._dynamo.reset()
     rule, hyper = rule_and_hyper("adamw", StateFormat("bf16", rounding="stochastic"))
     segment = make(rule, *random_inputs(2048), (torch.bfloat16, None), torch.bfloat16)
-    DeviceUpdate(compile_pass(backend))(rule, [(segment, hyper)], 0.7, update_in_torch)
+    DeviceUpdate(compile_pass(one_pass, backend))(rule, [(segment, hyper)], 0.7, update_in_torch)
     from_inputs: set[Any] = set()
     factors = []
     for node in graphs[0].graph.nodes:
@@ -137,7 +195,7 @@ def test_many_rules_in_one_process_are_all_compiled(recwarn: pytest.WarningsReco
     for name, format_ in cases:
         rule, hyper = rule_and_hyper(name, format_)
         segment = make(rule, *random_inputs(512), (torch.bfloat16, torch.int16), torch.bfloat16)
-        DeviceUpdate(compile_pass(backend))(rule, [(segment, hyper)], 0.7, update_in_torch)
+        DeviceUpdate(compile_pass(one_pass, backend))(rule, [(segment, hyper)], 0.7, update_in_torch)
     assert len(graphs) == len(cases) > torch._dynamo.config.recompile_limit
     assert not [w for w in recwarn if "torch.compile failed" in str(w.message)]
 
