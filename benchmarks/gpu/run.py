@@ -60,30 +60,42 @@ def run_limited(command: list[str], log: Path, seconds: float, threads: int) -> 
     return f"exit status {code}: {last_line[:400]}" if code else ""
 
 
-def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The outcome of one contender: its status, the reason for it, and the figures where it was measured."""
+def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+    """The outcomes of one contender, of each batch size: status, the reason for it, and figures where measured."""
     package = contender.needs.partition(".")[0]
     if find_spec(package) is None or find_spec(contender.needs) is None:
-        return {"status": "skipped", "reason": f"{contender.needs} is not there"}
+        return outcomes(settings, {}, "skipped", f"{contender.needs} is not there")
     if seconds < LEAST_SECONDS:
-        return {"status": "skipped", "reason": "no time was left of --budget-seconds"}
+        return outcomes(settings, {}, "skipped", "no time was left of --budget-seconds")
     with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "row.json")
-        given = settings | {"setup": contender.setup, "options": contender.options}
+        out = Path(scratch, "rows.json")
+        given = settings | {"setup": contender.setup, "options": contender.options, "states": contender.states}
         command = [sys.executable, str(HERE / "measure.py"), json.dumps(given), str(out)]
         wrong = run_limited(command, Path(scratch, "log"), seconds, settings["threads"])
-        if out.exists():
-            row = json.loads(out.read_text())
-            if wrong and not row["reason"]:  # it was ended later: the rounds before count
-                row["reason"] = f"figures of {len(row['round_step_ms'])} rounds; then {wrong}"
-            return row
-        return {"status": "over its limit" if wrong.startswith("ended") else "failed", "reason": wrong}
+        found = json.loads(out.read_text()) if out.exists() else {}
+        status = "over its limit" if wrong.startswith("ended") else "failed"
+        return outcomes(settings, found, found.get("status") or status, found.get("reason") or wrong)
+
+
+def outcomes(settings: dict[str, Any], found: dict[str, Any], status: str, reason: str) -> list[dict[str, Any]]:
+    """A row for each batch size; what went wrong is told of the one that was under way, and of those after it."""
+    measured = {row["batch"]: row for row in found.get("rows", ())}
+    under_way = found.get("under_way", settings["batches"][0])
+    rows = []
+    for batch in settings["batches"]:
+        row = {"batch": batch, "sequence": settings["sequence"], "status": status, "reason": reason}
+        if batch in measured:  # the rounds before count
+            cut = f"figures of {len(measured[batch]['round_step_ms'])} rounds; then {reason}"
+            row = measured[batch] | {"status": "measured", "reason": cut if batch == under_way else ""}
+        rows.append(row)
+    return rows
 
 
 def run_case(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of a case, one after the other."""
     ends = time.monotonic() + arguments.limit
-    settings = {key: value for key, value in asdict(case).items() if key != "contenders"} | {
+    settings = {key: value for key, value in asdict(case).items() if key not in ("contenders", "batch")} | {
+        "batches": arguments.batch or [case.batch],
         "recompute": arguments.recompute,
         "chunked_loss": arguments.chunked_loss,
         "threads": arguments.threads,
@@ -92,17 +104,23 @@ def run_case(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, An
     chosen = arguments.contenders.split(",") if arguments.contenders else case.contenders
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         known = contenders(
-            batch=case.batch, sequence=case.sequence, folder=folder, max_grad_norm=1.0 if arguments.clip else None
+            batch=settings["batches"][0],
+            sequence=case.sequence,
+            folder=folder,
+            max_grad_norm=1.0 if arguments.clip else None,
         )
         if unknown := set(chosen) - set(known):
             sys.exit(f"--contenders: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
         for memory_gb in arguments.memory_gb:
             for name in chosen:
                 seconds = min(arguments.contender_limit, ends - time.monotonic())
-                outcome = run_one(known[name], settings | {"memory_gb": memory_gb}, seconds)
+                traces = arguments.traces and str(arguments.traces / f"trace-{case.shape}-{name}.json.gz")
+                given = settings | {"memory_gb": memory_gb, "trace_out": traces}
+                for outcome in run_one(known[name], given, seconds):
+                    row = {"name": name, "memory_gb": memory_gb, **asdict(known[name])}
+                    yield row | dict.fromkeys(FIGURES) | outcome
                 for left in Path(folder).iterdir():  # by a contender that was killed
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
-                yield {"name": name, "memory_gb": memory_gb, **asdict(known[name])} | dict.fromkeys(FIGURES) | outcome
 
 
 def run_script(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +158,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", choices=(*CASES, *SCRIPTS), default="step")
     parser.add_argument("--shape", choices=SHAPES, help="the model; each case has its own")
     parser.add_argument("--contenders", help="comma-separated; each case has its own")
-    for name in ("batch", "sequence", "warmup", "rounds", "steps"):
+    parser.add_argument(
+        "--batch",
+        type=lambda text: [int(part) for part in text.split(",")],
+        help="sequences of a step; several, such as 4,8,16, are rows of one process that prepares once",
+    )
+    for name in ("sequence", "warmup", "rounds", "steps"):
         parser.add_argument(f"--{name}", type=int, help="each case has its own")
     parser.add_argument(
         "--memory-gb",
@@ -153,6 +176,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=True, help="the gradient's norm at 1")
     parser.add_argument("--peak-flops", type=float, help="bf16 FLOP/s of the device, where the table lacks it")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk of the nvme tier")
+    parser.add_argument("--traces", type=Path, help="a folder for a profiler's trace of each contender's step")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--budget-seconds", type=float, dest="limit", default=300.0, help="for everything")
     parser.add_argument("--contender-limit", type=float, default=60.0, help="seconds for one contender")
@@ -177,13 +201,13 @@ def main() -> None:
         "rows": [],
     }
     if arguments.case in SCRIPTS:
-        shape, tokens = script_model(arguments), 0
+        shape = script_model(arguments)
         rows = iter([run_script(arguments.case, arguments)])
     else:
-        given = {key: getattr(arguments, key) for key in ("shape", "batch", "sequence", "warmup", "rounds", "steps")}
+        given = {key: getattr(arguments, key) for key in ("shape", "sequence", "warmup", "rounds", "steps")}
         case = replace(CASES[arguments.case], **{key: value for key, value in given.items() if value is not None})
-        shape, tokens = case.shape, case.batch * case.sequence
-        report["settings"] = asdict(case)
+        shape = case.shape
+        report["settings"] = asdict(case) | ({"batch": arguments.batch} if arguments.batch else {})
         rows = run_case(case, arguments)
     report["settings"]["loss_tolerance"] = LOSS_TOLERANCE
     report["settings"] |= {key: str(value) for key, value in vars(arguments).items() if key not in report["settings"]}
@@ -194,7 +218,7 @@ def main() -> None:
     parts.write_report(out, report)
     for row in rows:
         report["rows"].append(row)
-        judge(report["rows"], tokens=tokens, clipped=arguments.clip)
+        judge(report["rows"], clipped=arguments.clip)
         parts.write_report(out, report)
         print(line_of(row), flush=True)
     print(f"written: {out}")
@@ -203,7 +227,8 @@ def main() -> None:
 def line_of(row: dict[str, Any]) -> str:
     """A row in short."""
     cap = f"{row['memory_gb']:g} GB" if row.get("memory_gb") else ""
-    said = [f"{row['name']:<32}{cap:>6}  {row['status']:<15}"]
+    work = f"{row['batch']}x{row['sequence']}" if row.get("batch") else ""
+    said = [f"{row['name']:<32}{work:>9}{cap:>6}  {row['status']:<15}"]
     if row.get("tokens_per_second"):
         said += [f"{row['tokens_per_second']:,.0f} tokens/s", f"loss {losses_in_short(row)}"]
         said += [f"device {row['device_peak_bytes'] / 1e9:.1f} GB", f"host {row['resident_bytes'] / 1e9:.1f} GB"]

@@ -37,6 +37,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+ATTENTION = "sdpa"
+#: FLOPs of forward and backward of one token, as `flops_per_token` counts them.
+FLOPS_FORMULA = "6 N + 12 L Q T"
 #: Dense bf16 FLOP/s with fp32 accumulation, as the vendor states them, by a part of the device's name.
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -63,7 +66,7 @@ def build(shape: str, *, sequence: int, recompute: bool, device: torch.device) -
 
     kind, sizes = SHAPES[shape]
     config = getattr(transformers, kind)(
-        **sizes, max_position_embeddings=sequence, use_cache=False, attn_implementation="sdpa"
+        **sizes, max_position_embeddings=sequence, use_cache=False, attn_implementation=ATTENTION
     )
     torch.manual_seed(0)
     with device:
