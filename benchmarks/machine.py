@@ -1,14 +1,13 @@
 """The machine that numbers were measured on, to be stored with them."""
 
 import contextlib
-import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import parts
 import torch
 
 #: Settings under which glibc gives no memory back between steps: no page faults for anybody.
@@ -35,23 +34,9 @@ def describe() -> dict[str, Any]:
         "accelerators": 0 if module is None else torch.accelerator.device_count(),
         "cuda": torch.version.cuda,
         **_driver_and_link(),
-        "source": source(),
+        "source": parts.source(),
         "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
     }
-
-
-def source() -> str:
-    """Hash of the sources of this checkout, `src` and `csrc`: reports with the same one measured the same code."""
-    root = Path(__file__).resolve().parents[1]
-    return hash_of(root, [*root.glob("src/**/*.py"), *root.glob("csrc/*")])
-
-
-def hash_of(root: Path, files: Iterable[Path]) -> str:
-    """Hash of files by their names below `root` and their contents."""
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _driver_and_link() -> dict[str, str | None]:

@@ -61,6 +61,7 @@ def build(shape: str, *, sequence: int, recompute: bool, device: torch.device) -
     Arguments:
         sequence: tokens of a sequence, at most.
         recompute: each layer saves its input alone, and computes its forward again in backward.
+        device: meta for a model without values.
     """
     import transformers
 
@@ -71,7 +72,9 @@ def build(shape: str, *, sequence: int, recompute: bool, device: torch.device) -
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.cpu().train()
+    if device.type != "meta":
+        model.cpu()
+    model.train()
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

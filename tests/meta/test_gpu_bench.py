@@ -93,7 +93,7 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
     assert report["versions"]["torch"]
     assert report["settings"]["chunked_loss"] == "True"
     assert [(row["name"], row["batch"]) for row in report["rows"]] == [(name, n) for name in names for n in (1, 2)]
-    assert report["machine"]["source"] == importlib.import_module("machine").source()
+    assert report["machine"]["source"] == importlib.import_module("parts").source()
     plain, _, ours, of_two = report["rows"]
     for row in report["rows"]:
         assert row["status"] == "measured", row["reason"]
