@@ -41,7 +41,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 KERNEL = (
-    "import torch; from deepspeed.ops.adam import DeepSpeedCPUAdam as Adam; Adam([torch.nn.Parameter(torch.zeros(8))])"
+    "import os, sys, torch; sys.path.append(os.environ.get('PENSTOCK_PEERS', ''));"
+    "from deepspeed.ops.adam import DeepSpeedCPUAdam as Adam; Adam([torch.nn.Parameter(torch.zeros(8))])"
 )
 FACTS = (
     "nvidia-smi; nvidia-smi --format=csv --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max,"
@@ -379,22 +380,24 @@ def say(text: str) -> None:
 
 
 def install(wheels: Path, site: Path) -> dict[str, str]:
-    """Install the wheels into a folder of their own; the environment in which they are found.
+    """Install the wheels into folders of their own, those of other systems apart; the environment that names them.
 
     Raises:
         SystemExit: penstock's wheel is of other sources than this checkout.
     """
     environment = {**os.environ, **ENVIRONMENT}
-    found = sorted(wheels.glob("*.whl"))
-    if not found:
+    if not list(wheels.glob("*.whl")):
         say(f"no wheels in {wheels}: this Python as it is")
         return environment
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
-    subprocess.run([*command, "--no-cache-dir", "--target", str(site), *map(str, found)], check=True)
+    for source, target in ((wheels, site), (wheels / "peers", site / "peers")):
+        if found := list(source.glob("*.whl")):
+            subprocess.run([*command, "--no-cache-dir", "--target", str(target), *map(str, found)], check=True)
     installed, here = (parts.hash_of(root, root.rglob("*.py")) for root in (site / "penstock", ROOT / "src/penstock"))
     if installed != here:
         sys.exit(f"The wheel of penstock in {wheels} is of other sources. Run benchmarks/gpu/make-wheels.sh again.")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    environment["PENSTOCK_PEERS"] = str(site / "peers")
     return environment
 
 

@@ -12,14 +12,20 @@ python=${PYTHON:-python3}
 out=build/gpu-wheels
 version=$("$python" -c 'import sys; print(".".join(map(str, sys.version_info[:2])))')
 rm -rf "$out"
-mkdir -p "$out"
+mkdir -p "$out/peers"
 
 # A wheel that says manylinux_2_N runs on a system of that glibc or a later one; pip wants each one named.
 platforms=(--platform manylinux2014_x86_64)
 for minor in 17 24 27 28; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
-"$python" -m pip download -q -c constraints.txt --no-deps --only-binary=:all: --python-version "$version" --implementation cp "${platforms[@]}" \
-  -d "$out" annotated-types datasets dill highspy hjson multiprocess pydantic pydantic_core torchao typing-inspection
+get() {
+  "$python" -m pip download -q -c constraints.txt --no-deps --only-binary=:all: --python-version "$version" \
+    --implementation cp "${platforms[@]}" -d "$@"
+}
+build() { "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$@"; }
 
-DS_BUILD_OPS=0 "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$out" deepspeed==0.19.8
-"$python" -m pip wheel -q --no-deps --no-build-isolation -w "$out" .
-ls -l "$out"
+get "$out" datasets dill highspy multiprocess
+build "$out" .
+# What DeepSpeed and torchao need, apart: only their own rows of the benchmark see it.
+get "$out/peers" annotated-types einops hjson msgpack pydantic pydantic_core py-cpuinfo torchao typing-inspection
+DS_BUILD_OPS=0 build "$out/peers" deepspeed==0.19.8
+ls -l "$out" "$out/peers"

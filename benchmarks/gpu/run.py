@@ -39,17 +39,21 @@ BENCHMARKS = HERE.parent
 DESCRIBE = "import json, machine; print(json.dumps(machine.describe()))"
 PACKAGES = ("penstock", "torch", "transformers", "deepspeed", "torchao")
 LEAST_SECONDS = 5.0
+#: A folder of packages that only the contenders see that need one: transformers imports some of them where it can.
+PEERS = os.environ.get("PENSTOCK_PEERS", "")
+if PEERS:
+    sys.path.append(PEERS)
 
 
-def environment(threads: int) -> dict[str, str]:
+def environment(threads: int, peers: str = "") -> dict[str, str]:
     """What every process is started with."""
-    path = os.pathsep.join(filter(None, (str(BENCHMARKS), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(BENCHMARKS), os.environ.get("PYTHONPATH"), peers)))
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
 
 
-def run_limited(command: list[str], log: Path, seconds: float, threads: int) -> str:
+def run_limited(command: list[str], log: Path, seconds: float, threads: int, peers: str = "") -> str:
     """Run a command and everything that it starts, for so many seconds; what went wrong, or nothing."""
-    with parts.ended_with_us(command, log, environment(threads)) as process:
+    with parts.ended_with_us(command, log, environment(threads, peers)) as process:
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -71,7 +75,8 @@ def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> l
         out = Path(scratch, "rows.json")
         given = settings | {"setup": contender.setup, "options": contender.options, "states": contender.states}
         command = [sys.executable, str(HERE / "measure.py"), json.dumps(given), str(out)]
-        wrong = run_limited(command, Path(scratch, "log"), seconds, settings["threads"])
+        peers = PEERS if package != "torch" else ""
+        wrong = run_limited(command, Path(scratch, "log"), seconds, settings["threads"], peers)
         found = json.loads(out.read_text()) if out.exists() else {}
         status = "over its limit" if wrong.startswith("ended") else "failed"
         return outcomes(settings, found, found.get("status") or status, found.get("reason") or wrong)

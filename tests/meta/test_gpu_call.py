@@ -146,8 +146,13 @@ def test_a_wheel_of_other_sources_is_refused(call: ModuleType, tmp_path: Path) -
         file.writestr(about + "METADATA", "Metadata-Version: 2.1\nName: penstock\nVersion: 0.0\n")
         file.writestr(about + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(about + "RECORD", "")
+    (tmp_path / "peers").mkdir()
+    wheel.rename(tmp_path / "peers" / wheel.name)
+    assert "PENSTOCK_PEERS" not in call.install(tmp_path, tmp_path / "site"), "no wheels: this Python as it is"
+    (tmp_path / wheel.name).write_bytes((tmp_path / "peers" / wheel.name).read_bytes())
     with pytest.raises(SystemExit, match="is of other sources"):
         call.install(tmp_path, tmp_path / "site")
+    assert (tmp_path / "site" / "peers" / "penstock").is_dir(), "apart"
 
 
 def test_reports_of_other_sources_answer_nothing(call: ModuleType, tmp_path: Path) -> None:
