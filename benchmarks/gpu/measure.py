@@ -144,28 +144,43 @@ def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     cap_memory(device, settings["memory_gb"])
     training = getattr(contenders, settings["setup"])(model, device, **settings["options"])
     common = {"arithmetic": arithmetic(settings), "flops_per_token": flops, "sequence": settings["sequence"]}
+    rows = {}
     for batch in settings["batches"]:
         yield {"batch": batch}
-        for found in measure_batch(training, model, batch, settings, device):
+        batches = data.batches(
+            settings["data"],
+            vocabulary=model.config.vocab_size,
+            batch=batch,
+            sequence=settings["sequence"],
+            count=settings["warmup"] + settings["rounds"] * settings["steps"],
+            device=device,
+        )
+        for found in measure_batch(training, batches, settings, device):
             rate = batch * settings["sequence"] / found["steady_step_ms"] * 1e3
             found |= common | {"batch": batch, "tokens_per_second": rate, "mfu": mfu(rate * flops, settings, device)}
-            yield found | {"setup_seconds": found["setup_seconds"] - started}
+            rows[batch] = found | {"setup_seconds": found["setup_seconds"] - started}
+            yield rows[batch]
         started = time.perf_counter()
+    yield from traces(training, rows[settings["batches"][0]], batches, settings, device)
+
+
+def traces(
+    training: Training, row: dict[str, Any], batches: Sequence[Tensor], settings: dict[str, Any], device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Add penstock's trace and the profiler's to a row: last, since nothing else needs them."""
+    again = [tokens[: row["batch"]] for tokens in (list(batches) * TRACED_STEPS)[:TRACED_STEPS]]
+    clock = Clock(device)
+    row |= {"trace": traced(training, again, clock)}
+    yield row
+    if device.type == "cuda":
+        yield row | profiled(lambda: take_steps(training, again, clock), settings["trace_out"])
 
 
 def measure_batch(
-    training: Training, model: torch.nn.Module, batch: int, settings: dict[str, Any], device: torch.device
+    training: Training, batches: Sequence[Tensor], settings: dict[str, Any], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Take the rounds of one batch size; `setup_seconds` is the moment when warm-up was over."""
-    warmup, rounds, steps = settings["warmup"], settings["rounds"], settings["steps"]
-    batches = data.batches(
-        settings["data"],
-        vocabulary=model.config.vocab_size,
-        batch=batch,
-        sequence=settings["sequence"],
-        count=warmup + rounds * steps,
-        device=device,
-    )
+    warmup, steps = settings["warmup"], settings["steps"]
     clock = Clock(device)
     take_steps(training, batches[:warmup], clock)
     warm = time.perf_counter()
@@ -175,7 +190,7 @@ def measure_batch(
     taken: list[Round] = []
     found: dict[str, Any] = {}
     with Resident() as resident:
-        for start in range(warmup, warmup + rounds * steps, steps):
+        for start in range(warmup, len(batches), steps):
             taken.append(take_steps(training, batches[start : start + steps], clock))
             found = timings(taken, clock) | {
                 "device_peak_bytes": memory.max_memory_allocated() if memory else 0,
@@ -185,12 +200,6 @@ def measure_batch(
                 "setup_seconds": warm,
             }
             yield found
-    if batch == settings["batches"][0]:
-        again = (batches * TRACED_STEPS)[-TRACED_STEPS:]
-        found |= {"trace": traced(training, again, clock)}
-        yield found
-        if device.type == "cuda":
-            yield found | profiled(lambda: take_steps(training, again, clock), settings["trace_out"])
 
 
 def arithmetic(settings: dict[str, Any]) -> dict[str, Any]:

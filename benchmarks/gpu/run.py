@@ -165,7 +165,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contenders", help="comma-separated; each case has its own")
     parser.add_argument(
         "--batch",
-        type=lambda text: [int(part) for part in text.split(",")],
+        type=lambda text: sorted(int(part) for part in text.split(",")),
         help="sequences of a step; several, such as 4,8,16, are rows of one process that prepares once",
     )
     for name in ("sequence", "warmup", "rounds", "steps"):
