@@ -397,7 +397,7 @@ def install(wheels: Path, site: Path) -> dict[str, str]:
     if installed != here:
         sys.exit(f"The wheel of penstock in {wheels} is of other sources. Run benchmarks/gpu/make-wheels.sh again.")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
-    environment["PENSTOCK_PEERS"] = str(site / "peers")
+    environment |= {"PENSTOCK_PEERS": str(site / "peers"), "TORCH_EXTENSIONS_DIR": str(site / "extensions")}
     return environment
 
 

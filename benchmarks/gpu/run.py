@@ -71,6 +71,8 @@ def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> l
         return outcomes(settings, {}, "skipped", f"{contender.needs} is not there")
     if seconds < LEAST_SECONDS:
         return outcomes(settings, {}, "skipped", "no time was left of --budget-seconds")
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", os.devnull)).glob("**/lock"):
+        lock.unlink()  # of a compilation that was ended: torch would wait for it without end
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "rows.json")
         given = settings | {"setup": contender.setup, "options": contender.options, "states": contender.states}

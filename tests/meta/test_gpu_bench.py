@@ -166,6 +166,20 @@ def test_what_takes_too_long_is_ended_with_all_it_started(kit: ModuleType, tmp_p
     assert "--budget-seconds" in outcome["reason"]
 
 
+def test_a_compilation_that_was_ended_holds_nobody_up(
+    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch waits without end for the lock that a process left which was killed while it compiled."""
+    lock = tmp_path / "py312_cu130" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(kit, "run_limited", lambda *given: "ended after 1 s" if not lock.exists() else "waits")
+    settings = {"threads": 1, "batches": [1], "sequence": 32}
+    (row,) = kit.run_one(kit.Contender("plain"), settings, seconds=60)
+    assert (row["status"], row["reason"]) == ("over its limit", "ended after 1 s")
+
+
 def test_a_contender_that_nobody_knows_is_refused(kit: ModuleType, tmp_path: Path) -> None:
     arguments = kit.parse(["--contenders", "plain,horse", "--folder", str(tmp_path)])
     with pytest.raises(SystemExit, match="horse is none of plain"):
