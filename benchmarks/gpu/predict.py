@@ -58,8 +58,8 @@ def predicted(row: dict[str, Any], shape: str, machine: Machine) -> dict[str, An
         "range_ms": [seconds * 1e3 for seconds in found.step_range_s],
         "bound_by": found.bound_by,
         "fits": found.fits,
-        "device_peak_bytes": found.peak_bytes["device"],
-        "host_peak_bytes": found.peak_bytes["cpu"],
+        "device_peak_bytes": found.peak_bytes.get("device", 0),
+        "host_peak_bytes": found.peak_bytes.get("cpu", 0),
     }
 
 

@@ -104,6 +104,7 @@ def test_a_check_is_answered_once_it_passed_and_what_passed_is_not_run_again(cal
     assert f"--pytest=--deselect={train}" not in command
     assert cut_off.missing([first, check_report(SAME, {train: "passed"})]) == []
     assert movement.missing([first]) == ["movement"]
+    assert movement.missing([check_report(SAME, {ranks: "passed", train: "passed"})]) == ["movement"], "the other ones"
     assert movement.missing([check_report(SAME, {"t/x.py::test_x": "failed"})]) == ["movement"]
     assert movement.missing([check_report(SAME, {"t/x.py::test_x": "passed"})]) == []
 
@@ -171,6 +172,24 @@ def test_reports_of_other_sources_answer_nothing(call: ModuleType, tmp_path: Pat
     reasons = {step["name"]: step["reason"] for step in steps}
     assert reasons["pinning"] == "reports of the same sources have it"
     assert reasons["parity"] == "no time was left"
+
+
+@pytest.mark.thorough
+def test_rows_of_penstock_are_predicted(call: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    predict, rows = importlib.import_module("predict"), importlib.import_module("rows")
+    predict.Machine.read("h100-node").write(tmp_path / "machine.json")
+    known = rows.contenders(batch=2, sequence=32, folder=str(tmp_path), max_grad_norm=1.0)
+    names = ("plain", "penstock-device", "penstock-all-cpu-activations", "penstock-optimizer-nvme")
+    common = {"status": "measured", "steady_step_ms": 1.0, "memory_gb": 80.0, "batch": 2, "sequence": 32}
+    common |= {"arithmetic": {"recompute": True, "chunked_loss": True}, "predicted": None}
+    told = [{"name": name, "setup": known[name].setup, "options": known[name].options} | common for name in names]
+    report = {"case": "step", "settings": {"shape": "tiny"}, "rows": told}
+    (tmp_path / "8b.json").write_text(json.dumps(report))
+    predict.fill_in(tmp_path)
+    plain, *ours = (row["predicted"] for row in json.loads((tmp_path / "8b.json").read_text())["rows"])
+    assert plain is None
+    assert all(row["fits"] and row["step_ms"] > 0 and row["device_peak_bytes"] > 0 for row in ours), ours
 
 
 def test_the_page_is_what_the_reports_say(call: ModuleType) -> None:
