@@ -7,8 +7,8 @@
 
 Nothing is downloaded. Each contender runs in a process of its own, one after the other and with a limit, and is a row
 of the report whatever becomes of it, those first that tell most. What is not installed is skipped and named. The report
-is replaced whole after each row, so nothing that was found is lost where a run is cut off; `draw.py` makes plots and
-tables of reports.
+is replaced whole after each round of steps, so nothing that was found is lost where a run is cut off; `draw.py` makes
+plots and tables of reports.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -39,6 +39,8 @@ BENCHMARKS = HERE.parent
 DESCRIBE = "import json, machine; print(json.dumps(machine.describe()))"
 PACKAGES = ("penstock", "torch", "transformers", "deepspeed", "torchao")
 LEAST_SECONDS = 5.0
+Row = dict[str, Any]
+Tell = Callable[[list[Row]], None]
 #: A folder of packages that only the contenders see that need one: transformers imports some of them where it can.
 PEERS = os.environ.get("PENSTOCK_PEERS", "")
 if PEERS:
@@ -51,21 +53,43 @@ def environment(threads: int, peers: str = "") -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
 
 
-def run_limited(command: list[str], log: Path, seconds: float, threads: int, peers: str = "") -> str:
-    """Run a command and everything that it starts, for so many seconds; what went wrong, or nothing."""
+def run_limited(
+    command: list[str],
+    log: Path,
+    seconds: float,
+    threads: int,
+    peers: str = "",
+    watch: Callable[[], None] = lambda: None,
+) -> str:
+    """Run a command and everything that it starts, for so many seconds; what went wrong, or nothing.
+
+    Arguments:
+        watch: called again and again while it runs.
+    """
+    ends = time.monotonic() + seconds
     with parts.ended_with_us(command, log, environment(threads, peers)) as process:
-        try:
-            code = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return f"ended after {seconds:.0f} s"
+        while (code := process.poll()) is None:
+            if time.monotonic() > ends:
+                return f"ended after {seconds:.0f} s"
+            watch()
+            time.sleep(parts.POLL_SECONDS)
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     last_line = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
     return f"exit status {code}: {last_line[:400]}" if code else ""
 
 
-def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-    """The outcomes of one contender, of each batch size: status, the reason for it, and figures where measured."""
+def run_one(
+    contender: Contender,
+    settings: dict[str, Any],
+    seconds: float,
+    tell: Tell = lambda rows: None,
+) -> list[Row]:
+    """The outcomes of one contender, of each batch size: status, the reason for it, and figures where measured.
+
+    Arguments:
+        tell: called with what there is so far, whenever there is more.
+    """
     package = contender.needs.partition(".")[0]
     if find_spec(package) is None or find_spec(contender.needs) is None:
         return outcomes(settings, {}, "skipped", f"{contender.needs} is not there")
@@ -78,13 +102,21 @@ def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> l
         given = settings | {"setup": contender.setup, "options": contender.options, "states": contender.states}
         command = [sys.executable, str(HERE / "measure.py"), json.dumps(given), str(out)]
         peers = PEERS if package != "torch" else ""
-        wrong = run_limited(command, Path(scratch, "log"), seconds, settings["threads"], peers)
+        told = 0
+
+        def watch() -> None:
+            nonlocal told
+            if out.exists() and (changed := out.stat().st_mtime_ns) != told:
+                told = changed
+                tell(outcomes(settings, json.loads(out.read_text()), "over its limit", "cut off with the whole run"))
+
+        wrong = run_limited(command, Path(scratch, "log"), seconds, settings["threads"], peers, watch)
         found = json.loads(out.read_text()) if out.exists() else {}
         status = "over its limit" if wrong.startswith("ended") else "failed"
         return outcomes(settings, found, found.get("status") or status, found.get("reason") or wrong)
 
 
-def outcomes(settings: dict[str, Any], found: dict[str, Any], status: str, reason: str) -> list[dict[str, Any]]:
+def outcomes(settings: dict[str, Any], found: dict[str, Any], status: str, reason: str) -> list[Row]:
     """A row for each batch size; what went wrong is told of the one that was under way, and of those after it."""
     measured = {row["batch"]: row for row in found.get("rows", ())}
     under_way = found.get("under_way", settings["batches"][0])
@@ -98,8 +130,8 @@ def outcomes(settings: dict[str, Any], found: dict[str, Any], status: str, reaso
     return rows
 
 
-def run_case(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of a case, one after the other."""
+def run_case(case: Case, arguments: argparse.Namespace, tell: Tell = lambda rows: None) -> Iterator[Row]:
+    """The rows of a case, one after the other; `tell` is given those of a contender that is under way."""
     ends = time.monotonic() + arguments.limit
     settings = {key: value for key, value in asdict(case).items() if key not in ("contenders", "batch")} | {
         "batches": arguments.batch or [case.batch],
@@ -123,9 +155,9 @@ def run_case(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, An
                 seconds = min(arguments.contender_limit, ends - time.monotonic())
                 traces = arguments.traces and str(arguments.traces / f"trace-{case.shape}-{name}.json.gz")
                 given = settings | {"memory_gb": memory_gb, "trace_out": traces}
-                for outcome in run_one(known[name], given, seconds):
-                    row = {"name": name, "memory_gb": memory_gb, **asdict(known[name])}
-                    yield row | dict.fromkeys(FIGURES) | outcome
+                row = {"name": name, "memory_gb": memory_gb, **asdict(known[name])} | dict.fromkeys(FIGURES)
+                found = run_one(known[name], given, seconds, lambda rows, row=row: tell([row | each for each in rows]))
+                yield from (row | each for each in found)
                 for left in Path(folder).iterdir():  # by a contender that was killed
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -207,6 +239,12 @@ def main() -> None:
         "settings": {},
         "rows": [],
     }
+
+    def tell(under_way: list[Row]) -> None:
+        rows = [*report["rows"], *under_way]
+        judge(rows, clipped=arguments.clip)
+        parts.write_report(out, report | {"rows": rows})
+
     if arguments.case in SCRIPTS:
         shape = script_model(arguments)
         rows = iter([run_script(arguments.case, arguments)])
@@ -215,7 +253,7 @@ def main() -> None:
         case = replace(CASES[arguments.case], **{key: value for key, value in given.items() if value is not None})
         shape = case.shape
         report["settings"] = asdict(case) | ({"batch": arguments.batch} if arguments.batch else {})
-        rows = run_case(case, arguments)
+        rows = run_case(case, arguments, tell)
     report["settings"]["loss_tolerance"] = LOSS_TOLERANCE
     report["settings"] |= {key: str(value) for key, value in vars(arguments).items() if key not in report["settings"]}
     device = re.sub(r"\W+", "-", machine["accelerator"] or "cpu").strip("-").lower()

@@ -268,7 +268,11 @@ def test_one_that_is_ended_keeps_the_rounds_before(kit: ModuleType, tmp_path: Pa
         "steps": 1,
     }
     settings |= {"recompute": True, "chunked_loss": False, "threads": 1, "peak_flops": None, "memory_gb": None}
-    row, never = kit.run_one(kit.Contender("plain"), settings | {"trace_out": None}, seconds=40)
+    told: list[list[dict]] = []
+    row, never = kit.run_one(kit.Contender("plain"), settings | {"trace_out": None}, 40, told.append)
+    first = next(rows for rows in told if rows[0]["status"] == "measured")
+    assert first[0]["reason"].startswith("figures of ")
+    assert first[0]["losses"] == row["losses"][: len(first[0]["losses"])], "told as it comes"
     assert row["status"] == "measured"
     assert row["reason"].startswith(f"figures of {len(row['losses'])} rounds; then ended after 40 s")
     assert row["trace"] is None
