@@ -403,10 +403,13 @@ def install(wheels: Path, site: Path) -> dict[str, str]:
     if not list(wheels.glob("*.whl")):
         say(f"no wheels in {wheels}: this Python as it is")
         return environment
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
-    for source, target in ((wheels, site), (wheels / "peers", site / "peers")):
-        if found := list(source.glob("*.whl")):
-            subprocess.run([*command, "--no-cache-dir", "--target", str(target), *map(str, found)], check=True)
+    stamp, wanted = site / "installed", parts.hash_of(wheels, wheels.rglob("*.whl"))
+    if not stamp.exists() or stamp.read_text() != wanted:  # new files would have DeepSpeed's kernel compiled again
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
+        for source, target in ((wheels, site), (wheels / "peers", site / "peers")):
+            if found := list(source.glob("*.whl")):
+                subprocess.run([*pip, "--no-cache-dir", "--target", str(target), *map(str, found)], check=True)
+        stamp.write_text(wanted)
     installed, here = (parts.hash_of(root, root.rglob("*.py")) for root in (site / "penstock", ROOT / "src/penstock"))
     if installed != here:
         sys.exit(f"The wheel of penstock in {wheels} is of other sources. Run benchmarks/gpu/make-wheels.sh again.")

@@ -139,7 +139,7 @@ def test_the_commands_of_a_call_are_ones_that_its_scripts_take(call: ModuleType,
 
 
 @pytest.mark.thorough
-def test_a_wheel_of_other_sources_is_refused(call: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_of_other_sources_is_refused(call: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = tmp_path / "penstock-0.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("penstock/__init__.py", "")
@@ -154,6 +154,9 @@ def test_a_wheel_of_other_sources_is_refused(call: ModuleType, tmp_path: Path) -
     with pytest.raises(SystemExit, match="is of other sources"):
         call.install(tmp_path, tmp_path / "site")
     assert (tmp_path / "site" / "peers" / "penstock").is_dir(), "apart"
+    monkeypatch.setattr(call.subprocess, "run", None)  # what is there is not installed again
+    with pytest.raises(SystemExit, match="is of other sources"):
+        call.install(tmp_path, tmp_path / "site")
 
 
 def test_reports_of_other_sources_answer_nothing(call: ModuleType, tmp_path: Path) -> None:
