@@ -58,6 +58,12 @@ def plain(model: torch.nn.Module, device: torch.device, *, max_grad_norm: float 
     return Training(model, torch.Tensor.backward, step)
 
 
+def bare(model: torch.nn.Module, device: torch.device) -> Training:
+    """Forward and backward alone: gradients are dropped, and nothing is trained."""
+    model.to(device)
+    return Training(model, torch.Tensor.backward, model.zero_grad)
+
+
 def penstock(
     model: torch.nn.Module,
     device: torch.device,
@@ -132,6 +138,7 @@ def deepspeed(
     optimizer: str,
     params: str | None,
     folder: str | None = None,
+    super_offload: bool = False,
     max_grad_norm: float | None = MAX_GRAD_NORM,
 ) -> Training:
     """ZeRO with the optimizer on the cpu or on nvme, and parameters where they are or on the cpu. Needs DeepSpeed."""
@@ -152,6 +159,8 @@ def deepspeed(
     }
     if params is not None:
         zero["offload_param"] = {**pinned, "device": params}
+    if super_offload:  # as its documentation has it
+        zero["offload_optimizer"] = {**pinned, "super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
     if optimizer == "nvme":  # as fast as it gets: pipelined both ways, buffers for both
         zero["sub_group_size"] = 10**8
         zero["offload_optimizer"] = {

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import parts
 import torch
 
 #: Settings under which glibc gives no memory back between steps: no page faults for anybody.
@@ -17,7 +19,7 @@ TUNED_MALLOC = {
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, memory, accelerator and versions."""
+    """Processor, cores, memory, accelerator, its driver and link, versions, and which sources were measured."""
     device = torch.accelerator.current_accelerator(check_available=True)
     module = None if device is None else torch.get_device_module(device)
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # not in every sandbox
@@ -31,8 +33,22 @@ def describe() -> dict[str, Any]:
         "accelerator": None if module is None else _name(module, device),
         "accelerators": 0 if module is None else torch.accelerator.device_count(),
         "cuda": torch.version.cuda,
+        **_driver_and_link(),
+        "source": parts.source(),
         "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
     }
+
+
+def _driver_and_link() -> dict[str, str | None]:
+    """Version of the driver and PCIe link of the first NVIDIA device; `None` where nvidia-smi does not say."""
+    fields = "driver_version,pcie.link.gen.max,pcie.link.width.max"  # the current ones are lower while it is idle
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        driver, generation, width = done.stdout.splitlines()[0].split(", ")
+    except (OSError, subprocess.SubprocessError, LookupError, ValueError):
+        return {"driver": None, "link": None}
+    return {"driver": driver, "link": f"PCIe {generation} x{width}"}
 
 
 def _name(module: Any, device: Any) -> str:

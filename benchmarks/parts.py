@@ -7,6 +7,7 @@ that is over its budget is ended with every process that it started, and the nex
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -44,6 +45,20 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def source() -> str:
+    """Hash of the sources of this checkout, `src` and `csrc`: reports with the same one measured the same code."""
+    root = Path(__file__).resolve().parents[1]
+    return hash_of(root, [*root.glob("src/**/*.py"), *root.glob("csrc/*")])
+
+
+def hash_of(root: Path, files: Iterable[Path]) -> str:
+    """Hash of files by their names below `root` and their contents."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

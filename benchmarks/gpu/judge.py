@@ -11,6 +11,8 @@ from rows import JUDGED, LOSS_TOLERANCE
 Row = dict[str, Any]
 #: Contenders that keep everything on the device: the faster one counts.
 ON_DEVICE = ("plain", "penstock-device")
+#: What rows have in common that are held against each other.
+SAME = ("memory_gb", "batch", "sequence")
 LEAST_TOKENS = 16_000  # of a step: below, an update has little to hide behind
 #: Contender, the ones it is measured against, how much as fast it has to be; the third of clipped steps of many tokens.
 SPEEDS = (
@@ -24,14 +26,14 @@ MOVES = ("offload to cpu / copy down", "reload from cpu / copy up")
 LEAST_OF_COPIES = 0.90
 
 
-def judge(rows: list[Row], *, tokens: int, clipped: bool) -> None:
+def judge(rows: list[Row], *, clipped: bool) -> None:
     """Fill in what rows say beside each other, in place. Rows that came before are judged again."""
     for row in rows:
         row |= dict.fromkeys(JUDGED) | {"targets": []}
-        beside = [other for other in rows if other.get("memory_gb") == row.get("memory_gb") and _measured(other)]
+        beside = [other for other in rows if _measured(other) and all(other.get(k) == row.get(k) for k in SAME)]
         if _measured(row) and "losses" in row:
             _compare_losses(row, beside[0])
-            row["targets"] = list(_speeds(row, beside, tokens, clipped))
+            row["targets"] = list(_speeds(row, beside, clipped))
         elif row.get("report"):
             row["targets"] = list(_moves(row["report"]))
 
@@ -55,8 +57,8 @@ def _compare_losses(row: Row, first: Row) -> None:
     row |= {"losses_beside": first["name"], "losses_apart": apart, "differs": apart > LOSS_TOLERANCE}
 
 
-def _speeds(row: Row, beside: list[Row], tokens: int, clipped: bool) -> list[dict[str, Any]]:
-    found = []
+def _speeds(row: Row, beside: list[Row], clipped: bool) -> list[dict[str, Any]]:
+    found, tokens = [], row["batch"] * row["sequence"]
     for name, others, least, what in SPEEDS:
         against = [other["tokens_per_second"] for other in beside if other["name"] in others]
         counts = others != ON_DEVICE or (tokens >= LEAST_TOKENS and clipped)

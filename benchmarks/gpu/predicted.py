@@ -114,10 +114,12 @@ def measured_rows(folder: Path) -> Iterator[tuple[str, str, Mapping[str, str], l
             if seconds and placement and row["setup"] in ("plain", "penstock"):
                 placement = {kind: placement.get(kind, "device") for kind in DEVICE}
                 yield row["name"], settings["shape"], placement, seconds, settings["steps"]
-    for row in json.loads((folder / "eight.json").read_text()):
-        if row["placement"]:
-            yield "penstock, 8B", "llama-3-8b", row["placement"], row["seconds"], 2
-            yield "penstock, 8B", "llama-3-8b", row["placement"], [row["seconds_of_four"]], 4
+    report = json.loads((folder / "8b.json").read_text())
+    for row in report["rows"]:
+        seconds, steps = [ms / 1000 for ms in row["round_step_ms"]], report["settings"]["steps"]
+        for count in sorted(set(steps)) if row["options"] else ():
+            of_count = [each for each, n in zip(seconds, steps, strict=True) if n == count]
+            yield row["name"], report["settings"]["shape"], row["options"]["placement"], of_count, count
 
 
 def main() -> None:

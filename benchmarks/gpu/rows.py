@@ -5,6 +5,8 @@ from typing import Any
 
 #: The figures of a row, and what they are.
 FIGURES = {
+    "batch": "sequences of a step",
+    "sequence": "tokens of each",
     "tokens_per_second": "of the steady step",
     "mfu": "model FLOPs utilisation of that step: `shapes.flops_per_token` over the device's peak",
     "steady_step_ms": "median of all steps but a round's first, from the beginning of one to that of the next: what a "
@@ -12,14 +14,20 @@ FIGURES = {
     "step_ms": "of the median round, which ends when all is done: the whole of its last update is charged to its steps",
     "round_step_ms": "of each round",
     "phases_ms": "medians over the steps: forward, backward and step, from events of the device's stream",
+    "host_ms": "the same phases by the host's clock: until each call returns",
     "device_peak_bytes": "allocated on the device, at most, in the counted steps",
     "device_reserved_bytes": "taken from the device by torch's allocator, at most, in the counted steps",
     "pinned_bytes": "page-locked host memory after the last counted step",
     "resident_bytes": "resident set of the process, at most, in the counted steps",
     "flops_per_token": "of the model",
-    "trace": "penstock's own report of two more steps",
+    "trace": "penstock's own report of two more steps, of the first batch size",
+    "profile": "torch's profiler over two more of them, a step: kernels, copies, their bytes and seconds",
+    "pinned_copies": "bytes/s of a copy of pinned memory up, and down, in the same process, with nothing beside it",
+    "link": "bytes/s of the step's copies up, and down, while they run, and as a share of `pinned_copies`",
+    "arithmetic": "dtypes of masters and states, clipping, recomputation, attention, and how FLOPs are counted",
     "losses": "of every counted step: the same batches for every contender",
     "setup_seconds": "from the start of the process's work to the end of warm-up",
+    "predicted": "the planner's step_ms, bound_by and peaks on the probed machine: `predict.py` fills it in later",
 }
 #: What `judge.py` says of a row beside others of the report.
 JUDGED = {
@@ -41,12 +49,14 @@ class Contender:
         options: its arguments beside the model and the device.
         needs: a module without which it cannot run.
         note: what a reader of its numbers has to know.
+        states: dtype of the moments.
     """
 
     setup: str
     options: dict[str, Any] = field(default_factory=dict)
     needs: str = "torch"
     note: str = ""
+    states: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,7 @@ CASES = {
             "penstock-all-cpu-streamed",
             "deepspeed-zero-offload",
             "deepspeed-zero3-offload",
+            "deepspeed-superoffload",
             "fsdp2-offload",
             "torchao-offload",
             "penstock-twin-flow-0.5",
@@ -117,32 +128,39 @@ def contenders(*, batch: int, sequence: int, folder: str, max_grad_norm: float |
     def penstock(needs: str = "torch", options: dict[str, Any] | None = None, **placement: Any) -> Contender:
         given: Any = placement or "auto"
         planned = {} if placement else {"planned": (batch, sequence)}
-        return Contender(
-            "penstock", {"placement": given, "overlap": "forward", "options": options or {}, **planned, **clip}, needs
-        )
+        arguments = {"placement": given, "overlap": "forward", "options": options or {}, **planned, **clip}
+        return Contender("penstock", arguments, needs, states=(options or {}).get("state_dtype", "fp32"))
 
-    def deepspeed(stage: int, optimizer: str, params: str | None) -> Contender:
+    def deepspeed(stage: int, optimizer: str, params: str | None, note: str = "", **more: Any) -> Contender:
         options = {"batch": batch, "stage": stage, "optimizer": optimizer, "params": params, "folder": folder}
-        return Contender("deepspeed", options | clip, "deepspeed")
+        return Contender("deepspeed", options | more | clip, "deepspeed", note)
 
     on_cpu = dict(params="device", grads="cpu", optimizer="cpu")
     all_on_cpu = dict(params="cpu", grads="cpu", optimizer="cpu")
     streamed = {"streamed_updates": "auto"}
+    int8 = {"state_dtype": "int8"}
     nvme = dict(params="device", grads="cpu", optimizer="nvme", nvme_path=folder)
     found = {
         "plain": Contender("plain", clip),
+        "forward-backward": Contender("bare", note="trains nothing: the least that a step takes", states="none"),
         "penstock-device": penstock(params="device", grads="device", optimizer="device"),
+        "penstock-optimizer-only-cpu": penstock(params="device", grads="device", optimizer="cpu"),
         "penstock-optimizer-cpu": penstock(**on_cpu),
         "penstock-optimizer-cpu-streamed": penstock(options=streamed, **on_cpu),
         "penstock-all-cpu": penstock(**all_on_cpu),
         # Of 16 cores two are left to the threads that feed the device: forward's, and that of autograd or of copies.
         "penstock-all-cpu-14-threads": penstock(options={"update_threads": 14}, **all_on_cpu),
+        "penstock-all-cpu-int8": penstock(options=int8, **all_on_cpu),
+        "penstock-all-cpu-activations": penstock(**all_on_cpu, activations="cpu"),
         "penstock-all-cpu-streamed": penstock(options=streamed, **all_on_cpu),
         "penstock-optimizer-nvme": penstock(**nvme),
-        "penstock-optimizer-nvme-int8": penstock(options={"state_dtype": "int8"}, **nvme),
+        "penstock-optimizer-nvme-int8": penstock(options=int8, **nvme),
         "penstock-auto": penstock(needs="penstock.planner"),
         "deepspeed-zero-offload": deepspeed(2, "cpu", None),
         "deepspeed-zero3-offload": deepspeed(3, "cpu", "cpu"),
+        "deepspeed-superoffload": deepspeed(
+            3, "cpu", None, "the memory of its own process on the host is not counted", super_offload=True
+        ),
         "deepspeed-zero-infinity": deepspeed(3, "nvme", "cpu"),
         "fsdp2-offload": Contender("fsdp2", clip),
         "torchao-offload": Contender("torchao", {}, "torchao", "does not clip; fp32 weights, cast for each use"),

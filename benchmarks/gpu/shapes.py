@@ -37,6 +37,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+ATTENTION = "sdpa"
+#: FLOPs of forward and backward of one token, as `flops_per_token` counts them.
+FLOPS_FORMULA = "6 N + 12 L Q T"
 #: Dense bf16 FLOP/s with fp32 accumulation, as the vendor states them, by a part of the device's name.
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -58,17 +61,20 @@ def build(shape: str, *, sequence: int, recompute: bool, device: torch.device) -
     Arguments:
         sequence: tokens of a sequence, at most.
         recompute: each layer saves its input alone, and computes its forward again in backward.
+        device: meta for a model without values.
     """
     import transformers
 
     kind, sizes = SHAPES[shape]
     config = getattr(transformers, kind)(
-        **sizes, max_position_embeddings=sequence, use_cache=False, attn_implementation="sdpa"
+        **sizes, max_position_embeddings=sequence, use_cache=False, attn_implementation=ATTENTION
     )
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.cpu().train()
+    if device.type != "meta":
+        model.cpu()
+    model.train()
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -136,7 +137,14 @@ def check_python(words: tuple[str, ...]) -> None:
         assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in sources, word
 
 
+def check_bash(words: tuple[str, ...]) -> None:
+    """A script of the repository, which the shell reads."""
+    done = subprocess.run(["bash", "-n", words[0]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 CHECKS = {
+    "bash": check_bash,
     "penstock": check_penstock,
     "torchrun": check_torchrun,
     "make": check_make,

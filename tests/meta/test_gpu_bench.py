@@ -19,7 +19,7 @@ TINY = [
     "--shape",
     "tiny",
     "--batch",
-    "1",
+    "1,2",
     "--sequence",
     "32",
     "--warmup",
@@ -43,11 +43,37 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_steady_step_is_charged_no_update_that_a_round_waits_for(kit: ModuleType) -> None:
     """Two rounds of four steps of a second; then three more seconds until the last update is over."""
     measure = importlib.import_module("measure")
-    rounds = [(7.0, [[begin + at / 4 for at in range(4)] for begin in range(4)], []) for _ in range(2)]
-    found = measure.timings(rounds, 4, measure.Clock(torch.device("cpu")))
+    marks = [[begin + at / 4 for at in range(4)] for begin in range(4)]
+    moments = [[begin + at / 8 for at in range(4)] for begin in range(4)]
+    clock = measure.Clock(torch.device("cpu"))
+    found = measure.timings([measure.Round(7.0, marks, moments)] * 2, clock)
     assert (found["steady_step_ms"], found["step_ms"]) == (1000, 1750)
-    found = measure.timings([(7.0, rounds[0][1][:1], [])], 1, measure.Clock(torch.device("cpu")))
+    assert (found["phases_ms"]["forward"], found["host_ms"]["forward"]) == (250, 125)
+    found = measure.timings([measure.Round(7.0, marks[:1], moments[:1])], clock)
     assert found["steady_step_ms"] == found["step_ms"] == 7000
+
+
+def test_a_profile_counts_what_runs_at_once_once(kit: ModuleType) -> None:
+    """Two steps: kernels that overlap by half, and copies both ways beside them."""
+    measure = importlib.import_module("measure")
+    events = [
+        {"cat": "kernel", "name": "gemm", "ts": 0.0, "dur": 2000.0},
+        {"cat": "kernel", "name": "gemm", "ts": 1000.0, "dur": 2000.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 2500.0, "dur": 1000.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 2500.0, "dur": 500.0},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 9000.0},
+        {"ph": "M", "name": "process_name"},
+    ]
+    for event, nbytes in zip(events[2:4], (4000, 2000), strict=True):
+        event["args"] = {"bytes": nbytes}
+    found = measure.summary(events, 2)
+    assert found == {
+        "kernel_ms": 1.5,
+        "launches": 1.0,
+        "busy_ms": 1.75,
+        "up": {"ms": 0.5, "bytes": 2000},
+        "down": {"ms": 0.25, "bytes": 1000},
+    }
 
 
 @pytest.mark.thorough
@@ -66,17 +92,22 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
     assert report["machine"]["cores"] >= 1
     assert report["versions"]["torch"]
     assert report["settings"]["chunked_loss"] == "True"
-    plain, ours = report["rows"]
-    assert [plain["name"], ours["name"]] == names
-    for row in (plain, ours):
+    assert [(row["name"], row["batch"]) for row in report["rows"]] == [(name, n) for name in names for n in (1, 2)]
+    assert report["machine"]["source"] == importlib.import_module("parts").source()
+    plain, _, ours, of_two = report["rows"]
+    for row in report["rows"]:
         assert row["status"] == "measured", row["reason"]
         assert set(kit.FIGURES) <= row.keys()
         assert len(row["losses"]) == len(row["round_step_ms"]) == 2
-        assert row["tokens_per_second"] == pytest.approx(32 / row["steady_step_ms"] * 1e3)
+        assert row["tokens_per_second"] == pytest.approx(32 * row["batch"] / row["steady_step_ms"] * 1e3)
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_token"] / 1e12)
         assert row["resident_bytes"] > 50e6
-        assert all(row["phases_ms"][phase] > 0 for phase in ("forward", "backward", "step"))
+        for key in ("phases_ms", "host_ms"):
+            assert all(row[key][phase] > 0 for phase in ("forward", "backward", "step"))
+        assert row["arithmetic"]["states"] == "fp32"
+        assert row["arithmetic"]["attention"] == "sdpa"
     assert plain["trace"] is None
+    assert of_two["trace"] is None, "one trace is enough"
     assert ours["trace"]["rows"]["write"]["nbytes"] > 0
     assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-2)
     assert (plain["differs"], ours["differs"], ours["losses_beside"]) == (None, False, "plain")
@@ -87,12 +118,13 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
         command = [sys.executable, str(BENCHMARKS / "gpu" / "draw.py"), str(tmp_path / f"{case}.json")]
         done = subprocess.run([*command, "--plots", str(tmp_path)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert [line.split(" | ")[0][2:] for line in done.stdout.splitlines() if line.startswith("| p")] == names
+        drawn_rows = [line.split(" | ")[0][2:] for line in done.stdout.splitlines() if line.startswith("| p")]
+        assert drawn_rows == [name for name in names for _ in (1, 2)]
         root = ElementTree.parse(tmp_path / f"{case}.svg").getroot()
         found = [element.tag.rpartition("}")[2] for element in root]
         head, *rows = (line for line in done.stdout.splitlines() if line.startswith("|") and "---" not in line)
         assert {row.count("|") for row in rows} == {head.count("|")}
-        assert found.count(drawn) == len(names) + (drawn == "rect"), "one for each, and the ground"
+        assert found.count(drawn) == 2 * len(names) + (drawn == "rect"), "one for each, and the ground"
 
 
 @pytest.mark.thorough
@@ -107,12 +139,15 @@ def test_one_that_fails_is_a_row_and_the_next_one_runs(
     monkeypatch.setattr(kit, "contenders", lambda **_: rows)
     arguments = kit.parse([*TINY, "--folder", str(tmp_path), "--contenders", ",".join(rows)])
     given = {key: getattr(arguments, key) for key in ("shape", "sequence", "warmup", "rounds", "steps")}
-    broken, absent, plain = kit.run_case(kit.replace(kit.CASES["step"], **given), arguments)
+    found = list(kit.run_case(kit.replace(kit.CASES["step"], **given), arguments))
+    assert [row["batch"] for row in found] == [1, 2] * 3
+    broken, absent, plain = found[::2]
     assert broken["status"] == "failed"
     assert "no_such_argument" in broken["reason"]
     assert absent["status"] == "skipped"
     assert "no_such_module" in absent["reason"]
-    assert all(broken[figure] is None and absent[figure] is None for figure in kit.FIGURES)
+    given = {"batch", "sequence"}
+    assert all(broken[figure] is None and absent[figure] is None for figure in kit.FIGURES if figure not in given)
     assert plain["status"] == "measured"
 
 
@@ -126,9 +161,23 @@ def test_what_takes_too_long_is_ended_with_all_it_started(kit: ModuleType, tmp_p
     time.sleep(2.5)
     assert not late.exists()
     assert kit.run_limited(["sh", "-c", "echo why >&2; exit 3"], tmp_path / "log", 30, 1) == "exit status 3: why"
-    outcome = kit.run_one(kit.Contender("plain"), {"threads": 1}, seconds=0)
+    (outcome,) = kit.run_one(kit.Contender("plain"), {"threads": 1, "batches": [1], "sequence": 32}, seconds=0)
     assert outcome["status"] == "skipped"
     assert "--budget-seconds" in outcome["reason"]
+
+
+def test_a_compilation_that_was_ended_holds_nobody_up(
+    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch waits without end for the lock that a process left which was killed while it compiled."""
+    lock = tmp_path / "py312_cu130" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(kit, "run_limited", lambda *given: "ended after 1 s" if not lock.exists() else "waits")
+    settings = {"threads": 1, "batches": [1], "sequence": 32}
+    (row,) = kit.run_one(kit.Contender("plain"), settings, seconds=60)
+    assert (row["status"], row["reason"]) == ("over its limit", "ended after 1 s")
 
 
 def test_a_contender_that_nobody_knows_is_refused(kit: ModuleType, tmp_path: Path) -> None:
@@ -171,6 +220,8 @@ def measured(name: str, tokens_per_second: float, losses: list[float]) -> dict:
     return {
         "name": name,
         "memory_gb": 80.0,
+        "batch": 4,
+        "sequence": 4096,
         "status": "measured",
         "tokens_per_second": tokens_per_second,
         "losses": losses,
@@ -182,7 +233,7 @@ def test_rows_are_judged_beside_each_other(kit: ModuleType) -> None:
     speeds, last = [900.0, 1000.0, 960.0, 840.0, 400.0], [11.0, 11.01, 11.0, 11.5, None]
     rows = [measured(name, speed, [12.0, loss]) for name, speed, loss in zip(names, speeds, last, strict=True)]
     rows.append(measured("fsdp2-offload", 1.0, []) | {"status": "failed"})
-    kit.judge(rows, tokens=16384, clipped=True)
+    kit.judge(rows, clipped=True)
     assert [row["differs"] for row in rows] == [None, False, False, True, True, None]
     assert rows[3]["losses_apart"] == pytest.approx(0.5)
     found = {row["name"]: [(target["measured"], target["met"]) for target in row["targets"]] for row in rows}
@@ -191,15 +242,17 @@ def test_rows_are_judged_beside_each_other(kit: ModuleType) -> None:
         "penstock-optimizer-cpu": [(0.96, True), (2.4, False)],
         "penstock-all-cpu": [(0.84, False)],
     }
-    kit.judge(rows[:4], tokens=4096, clipped=True)
-    assert not any(row["targets"] for row in rows[:4])
+    few = [row | {"batch": 1} for row in rows]
+    kit.judge([*rows, *few[2:4]], clipped=True)
+    assert [row["losses_beside"] for row in few[2:4]] == [None, "penstock-optimizer-cpu"], "of the same batch"
+    assert not any(row["targets"] for row in few[2:4])
     state = {
         "name": "states",
         "status": "measured",
         "report": {"machine": {"accelerator": "X"}, "bandwidth_ratios": {}},
     }
     state["report"]["bandwidth_ratios"] = {"offload to cpu / copy down": 0.93, "reload from cpu / copy up": 0.8}
-    kit.judge([state], tokens=0, clipped=True)
+    kit.judge([state], clipped=True)
     assert [target["met"] for target in state["targets"]] == [True, False]
 
 
@@ -208,14 +261,31 @@ def test_one_that_is_ended_keeps_the_rounds_before(kit: ModuleType, tmp_path: Pa
     settings = {
         "shape": "tiny",
         "data": "random",
-        "batch": 1,
+        "batches": [1, 2],
         "sequence": 32,
         "warmup": 0,
         "rounds": 100_000,
         "steps": 1,
     }
     settings |= {"recompute": True, "chunked_loss": False, "threads": 1, "peak_flops": None, "memory_gb": None}
-    row = kit.run_one(kit.Contender("plain"), settings, seconds=40)
+    told: list[list[dict]] = []
+    row, never = kit.run_one(kit.Contender("plain"), settings | {"trace_out": None}, 40, told.append)
+    first = next(rows for rows in told if rows[0]["status"] == "measured")
+    assert first[0]["reason"].startswith("figures of ")
+    assert first[0]["losses"] == row["losses"][: len(first[0]["losses"])], "told as it comes"
     assert row["status"] == "measured"
     assert row["reason"].startswith(f"figures of {len(row['losses'])} rounds; then ended after 40 s")
     assert row["trace"] is None
+    assert (never["batch"], never["status"], never["reason"]) == (2, "over its limit", "ended after 40 s")
+
+
+def test_batch_sizes_before_the_one_that_fails_are_whole(kit: ModuleType) -> None:
+    rows = [{"batch": 4, "round_step_ms": [1.0]}]
+    settings = {"batches": [4, 8, 16], "sequence": 32}
+    found = kit.outcomes(settings, {"rows": rows, "under_way": 8}, "out of memory", "OutOfMemoryError: 9 GB")
+    assert [(row["batch"], row["status"]) for row in found] == [
+        (4, "measured"),
+        (8, "out of memory"),
+        (16, "out of memory"),
+    ]
+    assert [row["reason"] for row in found] == ["", "OutOfMemoryError: 9 GB", "OutOfMemoryError: 9 GB"]
