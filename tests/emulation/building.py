@@ -1,7 +1,7 @@
 """Makes the environment of the emulation, and builds it there: `python -m tests.emulation.building [FOLDER]`.
 
-The environment has Python 3.12 and torch's CUDA build, 4.6 GB. Where it is there, only what has changed of the emulation
-is built again. Nothing is done before all that is needed is there.
+The environment has Python 3.12 and torch's CUDA build, 4.6 GB. Where it is there, only what has changed is built
+again. Nothing is done before all that is needed is there.
 """
 
 import argparse

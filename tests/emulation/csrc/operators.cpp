@@ -3,6 +3,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/native/Resize.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 #include <torch/extension.h>
 #include <torch/library.h>
@@ -67,6 +68,7 @@ struct OnCpu : c10::OperatorKernel {
                                                      c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView));
       op.callBoxed(&inner);
     }
+    C10_CUDA_KERNEL_LAUNCH_CHECK();  // as after a launch: an error that nobody has taken is found
     for (size_t i = 0; i < schema.returns().size(); i++) {
       const auto& result = schema.returns()[i];
       torch::jit::push(*stack, is_written(result) ? written(schema, given, result, inner[i])
@@ -155,10 +157,12 @@ at::Tensor& copy_by_runtime(at::Tensor& self, const at::Tensor& source, bool non
   return self;
 }
 
-int64_t attention_by_math(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                          double, bool, std::optional<double>, bool) {
-  return 0;
-}
+// An operator of the device's alone: its kernel would do nothing, and nobody would know.
+struct Refused : c10::OperatorKernel {
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "the emulation has no values of ", op.schema().operator_name());
+  }
+};
 
 // What only deals with memory and metadata is the device's own.
 const std::set<std::string> kKept = {
@@ -198,8 +202,6 @@ bool has_cpu_kernel(const c10::OperatorHandle& op) {
   return std::any_of(std::begin(keys), std::end(keys), [&](DispatchKey key) { return op.hasKernelForDispatchKey(key); });
 }
 
-std::vector<std::string> left_out;  // operators that the cpu has no kernel of
-
 // Put the cpu's kernels in the place of the device's; how many there are.
 int install() {
   struct : c10::WarningHandler {
@@ -213,23 +215,20 @@ int install() {
     const std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     if (!op || !op->hasSchema() || kKept.count(full) != 0 || name.name.rfind("aten::", 0) != 0) continue;
     if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
-    if (!has_cpu_kernel(*op)) {
-      left_out.push_back(full);
-      continue;
-    }
-    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<OnCpu>());
+    auto kernel = has_cpu_kernel(*op) ? c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<OnCpu>())
+                                      : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Refused>());
     registered.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr,
                                                  "the emulation's"));
   }
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   library.impl("copy_", TORCH_FN(copy_by_runtime));
-  library.impl("_fused_sdp_choice", TORCH_FN(attention_by_math));
+  // Of attention the cpu has one kernel for all: its sum of products. The others are the device's alone.
+  at::globalContext().setSDPUseFlash(false);
+  at::globalContext().setSDPUseMemEfficient(false);
+  at::globalContext().setSDPUseCuDNN(false);
   return static_cast<int>(registered.size());
 }
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.def("install", &install);
-  module.def("left_out", [] { return left_out; });
-}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("install", &install); }
