@@ -1,4 +1,4 @@
-"""Make modes B and C of the emulation in every Python process that has this folder on its path, once torch is there."""
+"""Make the mode of the emulation in every Python process that has this folder on its path, once torch is there."""
 
 import importlib.util
 import os
@@ -36,15 +36,18 @@ class _After(MetaPathFinder):
         return spec
 
 
-def _values(torch: ModuleType) -> None:
-    """Compute values by the kernels of the cpu, from the first use of CUDA on: a fork before it is not spoilt."""
+def _prepare(torch: ModuleType) -> None:
+    """Do without cuDNN, which wants a device; compute values, from the first use of CUDA on: a fork before it may go on."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.enabled = False
 
     def install() -> None:
         import fakeoperators  # type: ignore[import-not-found]
 
         fakeoperators.install()
 
-    torch.cuda._lazy_call(install)
+    if MODE in ("B", "C"):
+        torch.cuda._lazy_call(install)
 
 
 def _values_of_triton(helpers: ModuleType) -> None:
@@ -54,8 +57,7 @@ def _values_of_triton(helpers: ModuleType) -> None:
     libdevice.patch(helpers)
 
 
-if MODE in ("B", "C"):
-    sys.meta_path.insert(0, _After("torch", _values))
+sys.meta_path.insert(0, _After("torch", _prepare))
 if MODE == "C":
     os.environ["TRITON_INTERPRET"] = "1"
     sys.meta_path.insert(0, _After("torch._inductor.runtime.triton_helpers", _values_of_triton))
