@@ -51,10 +51,10 @@ def _prepare(torch: ModuleType) -> None:
 
 
 def _values_of_triton(helpers: ModuleType) -> None:
-    """Give the interpreter what it lacks of libdevice."""
-    import libdevice
+    """Give the interpreter what it lacks."""
+    import interpreting
 
-    libdevice.patch(helpers)
+    interpreting.patch(helpers)
 
 
 sys.meta_path.insert(0, _After("torch", _prepare))
