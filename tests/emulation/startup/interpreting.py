@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for Inductor's kernels: functions of libdevice, and rounding to bf16 as devices do."""
+"""What Triton's interpreter lacks for Inductor's kernels: functions of libdevice, and rounding to bf16."""
 
 from types import ModuleType
 from typing import Any
@@ -42,7 +42,7 @@ def _convert_rounded(values: np.ndarray, source: Any, target: Any, rounding: Any
 
 
 def patch(helpers: ModuleType) -> None:
-    """Put it where Inductor's kernels and the interpreter look; `helpers` is `torch._inductor.runtime.triton_helpers`."""
+    """Put it where Inductor's kernels and the interpreter look: `helpers` is Inductor's `triton_helpers`."""
     for function in (isnan, isinf, nearbyint):
         setattr(helpers.libdevice, function.__name__, function)
     interpreter._convert_float = _convert_rounded

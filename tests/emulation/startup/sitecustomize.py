@@ -37,7 +37,7 @@ class _After(MetaPathFinder):
 
 
 def _prepare(torch: ModuleType) -> None:
-    """Do without cuDNN, which wants a device; compute values, from the first use of CUDA on: a fork before it may go on."""
+    """Do without cuDNN, which wants a device; compute values from the first use of CUDA on: forks may precede."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cudnn.enabled = False
 
