@@ -102,7 +102,7 @@ EMULATED  := build/emulated
 # All that need no figures of the machine: a probe is not believed where kernels do nothing.
 STATED := plain,penstock-device,penstock-optimizer-cpu,penstock-all-cpu,penstock-optimizer-cpu-streamed
 STATED := $(STATED),penstock-all-cpu-streamed,penstock-twin-flow-0.5,penstock-optimizer-nvme,fsdp2-offload
-EMULATE    = . $(EMULATION)/env.sh && PYTHONPATH=$$PYTHONPATH:$(CURDIR)/$(EMULATED)/site OMP_NUM_THREADS=1
+EMULATE    = . $(EMULATION)/env.sh && PYTHONPATH=$$PYTHONPATH:$(CURDIR)/$(EMULATED)/site OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 emulation: ## an environment for gpu-emulated, in EMULATION: 4.6 GB
 	$(PYTHON) -m tests.emulation.building $(EMULATION)
