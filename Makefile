@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 WHEELS := build/wheels/venv
 ARGS   ?=
 
-.PHONY: help setup setup-tests setup-integrations train test test-thorough test-integrations check docs bench wheels gpu-check gpu-bench clean
+.PHONY: help setup setup-tests setup-integrations train test test-thorough test-integrations check docs bench wheels gpu-check gpu-bench emulation gpu-emulated clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,31 @@ gpu-check: ## on a machine with an accelerator: does everything work, 5 minutes 
 gpu-bench: ## there too: placements beside plain torch, DeepSpeed, FSDP2 and torchao, 5 minutes
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	$(PYTHON) benchmarks/gpu/run.py --out $(OUT) --budget-seconds $(BUDGET) $(ARGS)
+
+# CUDA without a GPU (tests/emulation/README.md): torch's own CUDA build in EMULATION. Penstock is installed beside it,
+# again whenever its sources have changed.
+EMULATION ?= build/emulation
+EMULATED  := build/emulated
+# All that need no figures of the machine: a probe is not believed where kernels do nothing.
+STATED := plain,penstock-device,penstock-optimizer-cpu,penstock-all-cpu,penstock-optimizer-cpu-streamed
+STATED := $(STATED),penstock-all-cpu-streamed,penstock-twin-flow-0.5,penstock-optimizer-nvme,fsdp2-offload
+EMULATE    = . $(EMULATION)/env.sh && PYTHONPATH=$$PYTHONPATH:$(CURDIR)/$(EMULATED)/site OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+
+emulation: ## an environment for gpu-emulated, in EMULATION: 4.6 GB
+	$(PYTHON) -m tests.emulation.building $(EMULATION)
+
+$(EMULATED)/.installed: pyproject.toml $(NATIVE) $(shell find src -name '*.py')
+	$(EMULATION)/venv/bin/python -m pip install -q --no-build-isolation --no-deps --upgrade --target $(EMULATED)/site .
+	touch $@
+
+gpu-emulated: ## gpu-check, and gpu-bench of a tiny model, on an emulation of CUDA: says what is missing (docs/gpu.md)
+	$(PYTHON) -m tests.emulation.building --no-packages $(EMULATION)
+	$(MAKE) $(EMULATED)/.installed
+	$(EMULATE) FAKE_MODE=A python benchmarks/gpu/run.py --shape tiny --batch 2 --sequence 64 --steps 2 \
+	    --contenders $(STATED) --out $(EMULATED)/bench.json --budget-seconds 900
+	! grep '"status": "\(failed\|over\)' $(EMULATED)/bench.json
+	$(EMULATE) FAKE_MODE=C FAKE_DEVICES=2 python benchmarks/gpu_check.py --item-seconds 300 \
+	    --out $(EMULATED)/check.json --budget-seconds 3600 $(ARGS)
 
 clean: ## remove what was built
 	rm -rf build dist $(STAMP) $(OTHERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ LINK, KERNEL = 1e8, 1e-5
 
 def small() -> torch.nn.Module:
     model = llama(2)
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("sdpa")
     return model
 
 

@@ -1,5 +1,6 @@
 """A small transformer-like model, and the plain torch loop it is compared with."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,11 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
+
+
+def is_emulated() -> bool:
+    """Whether the device is that of tests/emulation: values and memory are as on a GPU, time and overlap are not."""
+    return "EMULATION" in os.environ
 
 
 def build(width: int = 64, depth: int = 4) -> Net:

@@ -16,13 +16,18 @@ PLACEMENTS = {
 OPTIONS = penstock.Options(tile_bytes=16384)
 
 
-def run(streams, device, placement, *, clip=None, before=None, after=None, precision="bf16") -> list[torch.Tensor]:
+def adamw(model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **HYPER)
+
+
+def run(
+    streams, device, placement, *, clip=None, before=None, after=None, precision="bf16", rule=adamw
+) -> list[torch.Tensor]:
     """Losses, and parameters at the end."""
     model = build()
     if before is not None:
         before(model)
-    owned = [p for p in model.parameters() if p.requires_grad]
-    given = torch.optim.AdamW(owned, **HYPER)
+    given = rule(model)
     optimizer = prepare_on(streams, model, given, placement=placement, precision=precision, options=OPTIONS)
     values, state = [], {}
     for step, x in enumerate(batches(STEPS, device)):
@@ -100,3 +105,35 @@ def test_a_model_that_nothing_trains_computes_the_same(make_streams, device, hom
             assert_same([model(x).cpu()], [plain(x.bfloat16()).cpu()], "outputs")
     assert {row.kind for row in optimizer.locations().rows} <= {"param", "gathered", "staging"}
     optimizer.close()
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_muon_is_the_same_wherever_it_rests(make_streams, device, uncompiled, home, tmp_path):
+    """The device updates all matrices; AdamW has the rest."""
+
+    def muon(model):
+        return penstock.optim.MuonAdamW(model, lr=1e-2)
+
+    expected = run(make_streams(), device, PLACEMENTS["device"], rule=muon)
+    placement = penstock.Placement(grads="cpu", optimizer=home, nvme_path=tmp_path)
+    assert_same(run(make_streams(), device, placement, rule=muon), expected, home)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_checkpoint_goes_on_in_another_placement(make_streams, device, uncompiled, name, tmp_path):
+    """Saved after the first step, loaded by a run that has taken others."""
+
+    def save(model, optimizer, step, state):
+        if step == 0:
+            optimizer.save(tmp_path / "saved")
+
+    def load(model, optimizer, step, state):
+        if step == 0:
+            for x in batches(2, device, size=8):
+                optimizer.backward(loss_of(model, x))
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.load(tmp_path / "saved")
+
+    expected = run(make_streams(), device, PLACEMENTS["device"], after=save)
+    assert_same(run(make_streams(), device, PLACEMENTS[name], after=load), expected, name)

@@ -75,7 +75,8 @@ def test_states_go_and_come_back(make_streams, device, uncompiled, include, non_
         assert left[0] >= state_bytes * 0.9, "the device has the memory back"
 
 
-def test_activations_off_the_device_change_nothing(make_streams, device, uncompiled):
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_activations_off_the_device_change_nothing(make_streams, device, uncompiled, tier, tmp_path):
     """What blocks save is not below the least size that is taken, 64 KiB."""
     expected = train(make_streams(), device, placement=OPTIMIZER_ON_CPU, size=512)
     taken: list[int] = []
@@ -83,7 +84,7 @@ def test_activations_off_the_device_change_nothing(make_streams, device, uncompi
     def look(optimizer: penstock.Optimizer, step: int) -> None:
         taken.append(optimizer.locations().bytes(kind="activation"))
 
-    placement = penstock.Placement(grads="cpu", optimizer="cpu", activations="cpu")
+    placement = penstock.Placement(grads="cpu", optimizer="cpu", activations=tier, nvme_path=tmp_path)
     found = train(make_streams(), device, placement=placement, size=512, between=look)
     assert min(taken) > 0
-    assert_same(found, expected, "with activations on the host")
+    assert_same(found, expected, f"with activations on {tier}")

@@ -1,10 +1,13 @@
 """What the device sees of movement: its memory, overlap, and no waiting of the host."""
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import penstock
 from penstock.machine import accelerator
 from penstock.machine.accelerator import AcceleratorStreams
 from penstock.machine.streams import HostEvent, Streams, WorkerThread
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, batches, build, loss_of
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, batches, build, is_emulated, loss_of
 from tests.support import prepare_on, simulated, thorough
 
 
@@ -171,8 +174,36 @@ def _torch_waits_are_errors(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("placement", [penstock.Placement(), EVERYTHING_ON_CPU], ids=["device", "cpu"])
+@pytest.mark.parametrize("activations", ["device", "cpu"])
+def test_a_step_copies_pageable_memory_once_for_its_norm(device, uncompiled, placement, activations):
+    """The host waits for the squares that it sums. A GPU does not tell of such copies, its emulation counts them."""
+    if not is_emulated():
+        pytest.skip("only the emulation counts them (docs/gpu.md)")
+    pageable = partial(ctypes.CDLL(None).fake_get, b"pageable")
+    model = build()
+    optimizer = penstock.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), **HYPER),
+        placement=replace(placement, activations=activations),
+        max_grad_norm=1.0,
+    )
+    inputs = batches(4, device, size=512)
+    for x in inputs:
+        before = pageable()
+        optimizer.backward(loss_of(model, x))
+        assert pageable() == before
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        assert pageable() == before + 1
+    optimizer.close()
+
+
 def test_copies_run_beside_compute(device):
     """Gradients go down and parameters come up while compute goes on."""
+    if is_emulated():
+        pytest.skip("an emulation has no copies beside kernels")
     if device.type == "cpu":
         _copies_hide_behind_simulated_compute()
     elif device.type == "cuda":

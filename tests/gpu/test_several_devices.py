@@ -83,7 +83,7 @@ def train_on_ranks(rank: int, same_device: bool) -> list[list[torch.Tensor]]:
     inputs = [x[rank * 16 : (rank + 1) * 16] for x in batches(STEPS, device)]
     found = []
     for placement in PLACEMENTS.values():
-        model = build()
+        model = build().to(device) if same_device else build()  # else each takes that of its LOCAL_RANK
         optimizer = penstock.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), placement=placement, precision="fp32"
         )

@@ -268,7 +268,7 @@ NAMED: list[tuple[bool, tuple[Any, ...], Any, str]] = [
         True,
         ("random", "numpy", "items", 2),
         10**6,
-        "'random' is no state of a random number generator (position 1000000)",
+        "'random' is no state of a random number generator (",
     ),
     (True, ("random", "python"), 1, "'random' is no state"),
     (True, ("units", 0, "slots", -1, 0), "no", "has no tile for its element 0"),

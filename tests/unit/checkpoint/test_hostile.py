@@ -41,6 +41,7 @@ def opcodes(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for such a frame when it begins to trace
     sys.settrace(trace)
     try:
         work()

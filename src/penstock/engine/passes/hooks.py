@@ -15,10 +15,13 @@ from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.handles import Handles
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
+from penstock.engine.passes.saved import SavedTensors, SavedView
 from penstock.engine.passes.turns import Orders, Turns
 from penstock.engine.passes.under_way import UnderWay, in_backward
+from penstock.engine.units.dtensors import is_divided
 from penstock.engine.units.reads import watch_reads
 from penstock.engine.units.unit import Unit
+from penstock.engine.units.versions import Kept
 from penstock.engine.units.weakly import weakly
 from penstock.engine.updates.rig import Rig
 from penstock.machine.border import crossing
@@ -74,6 +77,9 @@ class Hooks:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(crossing(self.forward.before)), untraced(crossing(self.forward.after))
         never_compile(Forward.passes, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
+        # Torch before 2.13 calls these beside compiled code, too.
+        never_compile(SavedTensors._pack, SavedTensors._view, Gatherer.owner_of, is_divided, Kept.__init__)
+        never_compile(SavedTensors._unpack, Kept.take, SavedView.__init__)
         owners = {parameter.tensor: unit for unit in self._units for parameter in unit.parameters}
         self.read = untraced(crossing(self.forward.gather_for_read))
         for unit, watches in watch_reads(self._model, owners, self.read).items():
