@@ -32,7 +32,7 @@ class Costs:
 #: By file, below `tests/`: of `make test`, and of `make test-thorough`.
 BUDGETS: dict[str, tuple[float, float]] = {
     "device/test_budgets.py": (12, 0),
-    "device/test_gpu_suite.py": (40, 35),
+    "device/test_gpu_suite.py": (36, 35),
     "device/test_later.py": (3, 40),
     "device/test_plan_times.py": (9, 0),
     "device/test_probe.py": (6, 0),
@@ -86,7 +86,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "faults/test_torchrun.py": (50, 190),
     "faults/test_train_killed.py": (19, 22),
     "faults/test_training.py": (8, 40),
-    "gpu/test_loops.py": (8, 0),
+    "gpu/test_loops.py": (6, 0),
     "gpu/test_parity.py": (4, 9),
     "gpu/test_pinned.py": (11, 0),
     "gpu/test_train.py": (9, 0),
