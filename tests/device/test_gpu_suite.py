@@ -3,8 +3,10 @@
 from tests.gpu.conftest import device, make_streams, uncompiled  # noqa: F401 - fixtures
 from tests.gpu.test_loops import (  # noqa: F401
     test_a_block_that_is_unfrozen_trains_the_same_everywhere,
+    test_a_checkpoint_goes_on_in_another_placement,
     test_a_model_that_nothing_trains_computes_the_same,
     test_an_average_is_the_same_wherever_it_rests,
+    test_muon_is_the_same_wherever_it_rests,
     test_torchs_clipping_is_the_optimizers,
 )
 from tests.gpu.test_modes import (  # noqa: F401
