@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.updates.update import TileUpdate, Updater
+from penstock.engine.updates.update import TileUpdate, Updater, _homes
+from penstock.kinds import Tier
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
 from penstock.tiers import staging
@@ -68,20 +69,22 @@ def test_streaming_on_late_streams_changes_no_bit(what: Arithmetic) -> None:
 def test_stretches_of_tiles_change_no_bit(
     what: Arithmetic, streams: Callable[[], Streams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device takes several tiles at once, which small models have too few for."""
-    seen = []
+    """The device and the host take several tiles at once out of a ring, which small models have too few for."""
+    seen: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.CPU: []}
     submit = Updater._submit
 
     def note(self: Updater, tile: TileUpdate, *rest: Any) -> None:
-        seen.append(tile.count)
+        if not self._pipelines[tile.runs_on].stretch(tile.number, _homes(tile.unit, tile.number)).in_place:
+            seen[tile.runs_on].append(tile.count)
         submit(self, tile, *rest)
 
     monkeypatch.setattr(staging, "LEAST_STRETCHES", 2)
     monkeypatch.setattr(Updater, "_submit", note)
-    gradients_only = Movement(3, "device", "cpu", "device").but(tile_bytes=4 * KIB)
-    rows = [(streams, how) for how in (*MOVEMENTS, gradients_only)]
+    down, up = Movement(3, "device", "cpu", "device"), Movement(2, "device", "device", "cpu", "none")
+    both = Movement(3, "cpu", "device", "cpu", "forward")
+    rows = [(streams, how) for how in (*MOVEMENTS, *(how.but(tile_bytes=4 * KIB) for how in (down, up, both)))]
     assert otherwise(what, rows, ON_DEVICE, steps=STEPS) == []
-    assert max(seen) > 2
+    assert all(max(counts) > 2 for counts in seen.values())
 
 
 @pytest.mark.parametrize("streams", [separate, late])

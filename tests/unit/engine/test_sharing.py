@@ -97,11 +97,16 @@ BLOCK_BYTES = {UPDATE: 26 * NUMEL, UPLOAD: 14 * NUMEL, DOWNLOAD: 12 * NUMEL}  # 
 
 
 def prepared(
-    streams: Streams, share: object, optimizer_tier: str = "cpu", disk: Path | None = None, **rest: int
+    streams: Streams,
+    share: object,
+    optimizer_tier: str = "cpu",
+    disk: Path | None = None,
+    other_tier: str = "cpu",
+    **rest: int,
 ) -> tuple[nn.Module, penstock.Optimizer]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
     stock = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    placement = penstock.Placement(grads="cpu", params="cpu", optimizer=optimizer_tier, nvme_path=disk)  # type: ignore[arg-type]
+    placement = penstock.Placement(grads=other_tier, params=other_tier, optimizer=optimizer_tier, nvme_path=disk)  # type: ignore[arg-type]
     options = penstock.Options(streamed_updates=share, **rest)  # type: ignore[arg-type]
     return model, prepare_on(streams, model, stock, placement=placement, overlap="none", options=options)
 
@@ -200,6 +205,20 @@ def test_a_stretch_of_neighbours_has_their_runs_joined_where_they_meet() -> None
         ]
     )
     assert [(run.start, run.stop, run.hyper) for run in whole.runs] == [(0, 200, "a"), (200, 300, "b")]
+
+
+@pytest.mark.parametrize(("ring_bytes", "tiles_at_once"), [(1 << 30, 4), (2 * 2 * 2 * 2048, 2), (0, 1)])
+def test_the_ring_beside_the_host_holds_stretches_too(
+    ring_bytes: int, tiles_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that rest on the device come down to an update on the host a stretch at a time."""
+    monkeypatch.setattr(staging, "LEAST_STRETCHES", 4)
+    monkeypatch.setattr(staging, "STRETCH_RING_BYTES", ring_bytes)
+    model, optimizer = prepared(separate(), 0.0, other_tier="device", tile_bytes=4096)
+    assert optimizer.locations().bytes(kind=STAGING, tier="cpu") == 2 * tiles_at_once * 2 * 2048
+    assert optimizer.locations().bytes(kind=STAGING, tier="device") == 0
+    step_seconds(model, optimizer)
+    optimizer.close()
 
 
 @pytest.mark.parametrize(("ring_bytes", "tiles_at_once"), [(1 << 30, 4), (3 * 2 * 14 * 2048, 2), (0, 1)])
