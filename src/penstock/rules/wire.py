@@ -199,7 +199,8 @@ def pack_words(name: WireName, values: Tensor, words: Tensor) -> None:
     finite = largest < _INFINITE_BITS
     usable = finite & (largest >= _LEAST_BITS)
     magnitude = torch.where(usable, largest, _FP8_DENORMAL).view(torch.float32)  # any number where there are no codes
-    tops = torch.full_like(magnitude, kind.top)  # torch divides by numbers, and numbers, by way of a reciprocal
+    # By numbers, and what they know to be numbers, torch and its compiler divide by way of a rounded reciprocal.
+    tops = torch.where(usable, kind.top, torch.ones_like(magnitude))
     scale = torch.where(usable, (magnitude / tops).clamp(max=kind.most), torch.where(finite, 0.0, torch.nan))
     scaled = torch.where(usable[:, None], blocks * (tops / magnitude)[:, None], 0.0)
     codes = _fp8_codes(scaled) if name == "fp8" else scaled.round().to(torch.int32)

@@ -151,9 +151,9 @@ def hard_values() -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def hard_inputs() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def hard_inputs(every: int = 1) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Values that meet others of all sizes: parameter, gradient and states each in an order of its own."""
-    hard = hard_values()
+    hard = hard_values()[::every]
     orders = [torch.randperm(hard.numel(), generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
     value, grad, *states = (hard[order] for order in orders)
     return value, grad, tuple(states)
