@@ -1,6 +1,5 @@
 """The device under test: the accelerator where there is one, else the cpu with simulated streams in its place."""
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -10,11 +9,7 @@ from penstock.machine.accelerator import streams_for
 from penstock.machine.devices import default_device
 from penstock.machine.streams import Streams
 from penstock.rules import device as device_rules
-from tests.gpu.interpreted import round_as_a_gpu
 from tests.support import simulated
-
-if os.environ.get("TRITON_INTERPRET"):
-    round_as_a_gpu()
 
 
 @pytest.fixture(scope="session")

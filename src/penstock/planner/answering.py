@@ -169,7 +169,7 @@ def _words(shares: Mapping[Any, float]) -> str:
 
 
 def _rounding(question: Question, trial: Trial) -> tuple[str, ...]:
-    """Name choices that may round otherwise than the same run elsewhere."""
+    """Name choices that may round otherwise than the same run elsewhere: a device whose compiler does not know how."""
     if question.on_accelerator and trial.choice.streamed:
         return (f"the device updates {trial.choice.streamed:.0%} of what rests elsewhere (streamed_updates)",)
     return ()

@@ -1,14 +1,15 @@
-"""What Triton's interpreter lacks for Inductor's kernels: functions of libdevice, and rounding to bf16."""
+"""What Triton's interpreter lacks for Inductor's kernels: functions of libdevice, and the roundings of a GPU."""
 
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-_convert_float = interpreter._convert_float
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @triton.jit
@@ -31,18 +32,27 @@ def nearbyint(x):
     return tl.where(fraction > 0.5, floor + 1.0, tl.where(fraction < 0.5, floor, at_half))
 
 
-def _convert_rounded(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """Round fp32 to the nearest bf16, half to even; the interpreter cuts it off."""
-    if (source, target) != (tl.float32, tl.bfloat16):
-        return _convert_float(values, source, target, rounding)
-    bits = np.frombuffer(values.tobytes(), dtype=np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return np.where(is_nan, 0x7FC0, rounded).astype(np.uint16).reshape(values.shape)
+def _fma(builder: Any, *operands: Any) -> Any:
+    """Compute a * b + c, rounded once; the interpreter takes two steps."""
+    from penstock.rules import exact  # not at the start of every process
+
+    shape = np.broadcast_shapes(*(operand.data.shape for operand in operands))
+    a, b, c = (torch.tensor(np.broadcast_to(operand.data, shape)) for operand in operands)
+    assert a.dtype == torch.float32
+    return interpreter.TensorHandle(exact.fma(a, b, c).numpy(), operands[2].dtype.scalar)
+
+
+def _convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """Round to the nearest value, half to even, and keep denormals; the interpreter cuts bf16 off and flushes them."""
+    words = np.frombuffer(values.tobytes(), dtype=f"int{source.primitive_bitwidth}").copy()
+    converted = torch.from_numpy(words).view(_DTYPES[str(source)]).to(_DTYPES[str(target)])
+    bits = converted.view(torch.int16 if target.primitive_bitwidth == 16 else torch.int32).numpy()
+    return bits.view(f"uint{target.primitive_bitwidth}").reshape(values.shape)
 
 
 def patch(helpers: ModuleType) -> None:
     """Put it where Inductor's kernels and the interpreter look: `helpers` is Inductor's `triton_helpers`."""
     for function in (isnan, isinf, nearbyint):
         setattr(helpers.libdevice, function.__name__, function)
-    interpreter._convert_float = _convert_rounded
+    interpreter._convert_float = _convert
+    interpreter.InterpreterBuilder.create_fma = _fma

@@ -20,7 +20,7 @@ from penstock.machine.streams import Streams
 
 FIRST_SHARE = 0.25
 #: The first step compiles kernels. What the others find last is kept: a share that never rests is a run that nobody can
-#: repeat, because the device may round otherwise than the host.
+#: repeat, where the device rounds otherwise than the host (`rules.compiler.rounds_as_host`).
 WARM_UP_STEPS, MEASURED_STEPS = 1, 4
 
 log = logging.getLogger(__name__)
