@@ -215,7 +215,7 @@ def test_a_close_that_is_interrupted_is_finished_by_the_next(where: str) -> None
             optimizer.close()
         optimizer.close()
         assert own_folders() <= there, happened.where
-        assert threading.active_count() == threads, happened.where
+        assert threading.active_count() <= threads, happened.where
         for name, p in model.named_parameters():
             assert torch.equal(p.float(), expected[name].to(p.dtype).float()), (name, happened.where)
         with pytest.raises(penstock.EngineError, match="after close"):
