@@ -69,6 +69,7 @@ def _row(
         folders=(),
         world_size=1,
         hosts=1,
+        mesh=None,
         placement=placement,
         micro_batches=count,
         expert_share=None,
