@@ -158,10 +158,9 @@ class HostWorker:
         """Run what is queued, then end the thread. Called again after an interrupt, it waits for the rest."""
         if os.getpid() != self._process:
             return
-        if not self._closed:
-            self._closed = True  # first: what was submitted behind the end of the queue would never run
-            self._end.cancel()
-            self._inbox.queue.put(None)
+        self._closed = True  # first: what was submitted behind the end of the queue would never run
+        self._end.cancel()
+        self._inbox.queue.put(None)  # by each call: an interrupt may have kept the one before from it
         self._inbox.wait(self._thread)
 
 

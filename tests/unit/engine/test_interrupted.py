@@ -53,6 +53,10 @@ CALLS: dict[str, tuple[list[Call], Call]] = {
     ),
     "save": ([], lambda optimizer, folder: optimizer.save(folder / "b")),
     "save beside": ([], lambda optimizer, folder: optimizer.save(folder / "c", blocking=False)),
+    "save behind a save": (
+        [lambda optimizer, folder: optimizer.save(folder / "c", blocking=False)],
+        lambda optimizer, folder: optimizer.save(folder / "d", blocking=False),
+    ),
 }
 
 
@@ -68,15 +72,15 @@ def goes_on(run: Run, prepared: tuple[nn.Module, penstock.Optimizer, Any]) -> Va
     return values(*prepared[:2])
 
 
-def lines_of(run: Run, before: list[Call], call: Call, folder: Path) -> list[int]:
-    """Each line of Penstock that a call runs, by the number of its first run among all."""
+def places_of(run: Run, before: list[Call], call: Call, folder: Path) -> dict[str, int]:
+    """Each line of Penstock that a call runs, and the number of its first run among all."""
     _, optimizer, _ = after_a_step(run)
     for prepare in before:
         prepare(optimizer, folder)
     with interrupt(1 << 60) as happened:
         call(optimizer, folder)
     optimizer.close()
-    return sorted(happened.places.values())
+    return dict(happened.places)
 
 
 def once(run: Run, name: str, lines: int, error: type[BaseException], folder: Path, expected: Values) -> str:
@@ -115,11 +119,27 @@ def test_what_is_interrupted_works_again_or_says_what_to_do(where: str, name: st
     prepared = after_a_step(run)
     expected = goes_on(run, prepared)
     prepared[1].close()
-    lines = lines_of(run, *CALLS[name], tmp_path / "lines")
+    lines = sorted(places_of(run, *CALLS[name], tmp_path / "lines").values())
     said = [once(run, name, number, error, tmp_path / str(number), expected) for number in lines[::EVERY]]
     refused = [text for text in said if text]
     assert all(any(advice in text for advice in SAYS) for text in refused), refused
     assert len(refused) < len(said) / 3
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("save beside", "_run_beside_training"), ("save behind a save", "finish")]
+)
+def test_a_save_beside_training_is_noted_whole_or_not_at_all(name: str, method: str, tmp_path: Path) -> None:
+    """Noted without a thread that writes it, the next one waited for it without end."""
+    run = RUNS["cpu"]
+    prepared = after_a_step(run)
+    expected = goes_on(run, prepared)
+    prepared[1].close()
+    places = places_of(run, *CALLS[name], tmp_path / "lines")
+    first = min(number for at, number in places.items() if at.startswith("saving.py") and at.endswith(method))
+    # Calls differ by a few lines, so that its lines are aimed at from some before the first one.
+    for number in range(first - 6, first + 16):
+        assert once(run, name, number, KeyboardInterrupt, tmp_path / str(number), expected) == ""
 
 
 @pytest.mark.parametrize("where", ["plan_staging", "make_slots", "fill"])

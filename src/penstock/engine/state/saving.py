@@ -159,8 +159,7 @@ class Saver:
             if own.worker is None:
                 save.run()  # nothing is noted in the homes: the caller writes none of them before it returns
             else:
-                self._run_beside_training(save, own.worker)
-                undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
+                self._run_beside_training(save, own.worker, undo)
 
     def _take(
         self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack, *, blocking: bool, frozen: bool
@@ -204,16 +203,18 @@ class Saver:
             tensors=own.tensors if self._council.is_first else other_than(own.tensors, prints),
         )
 
-    def _run_beside_training(self, save: Save, worker: HostWorker) -> None:
+    def _run_beside_training(self, save: Save, worker: HostWorker, undo: contextlib.ExitStack) -> None:
         """Write on a thread of its own, and have what comes next wait for what has to be copied first."""
         over = _Over([source.copied for source in save.sources])
-        self._job = _Job(worker, over, save.ring)
         try:
+            # Inside: noted and then interrupted, it would be waited for without a thread that ever ends it.
+            self._job = _Job(worker, over, save.ring)
             for source in save.sources:
                 for home in source.homes:
                     # Else an update would write what is still being copied, and the tile would be of two steps.
                     home.note_read(source.copied)
             worker.submit(save.run, over)
+            undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
         except BaseException:
             self._job = None
             worker.close()  # an interrupt may come when the save is queued: it is finished then
@@ -235,7 +236,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the save that is under way is over; raise its error. Collective where there is one."""
-        job, self._job = self._job, None
+        job = self._job
         if job is None:
             return
         try:
@@ -243,6 +244,7 @@ class Saver:
         finally:
             job.worker.close()
             job.ring.close()
+            self._job = None  # last: after an interrupt the next call goes on, and no two saves are under way
 
     def close(self) -> None:
         """Finish what is under way and end the thread.
