@@ -233,7 +233,19 @@ class Run:
         """Let the host stand still until a job is over, and do something after that."""
         if self._is_over(job):
             then()
-            return
+        else:
+            self._stand_still(job, self._states[job].once_over, then)
+
+    def _until_queued(self, job: int, then: Callable[[], None]) -> None:
+        """Let the host stand still until the device's stream has a job, and do something after that."""
+        state = self._states.get(job)
+        if state is None or state.queued:
+            then()
+        else:
+            self._stand_still(job, state.once_queued, then)
+
+    def _stand_still(self, job: int, until: list[Callable[[], None]], then: Callable[[], None]) -> None:
+        """Let the host stand still for a job, until it is told to go on, and do something after that."""
         self._blocked = True
         begun = self._fluid.now
 
@@ -242,23 +254,7 @@ class Run:
             self._note_wait(job, begun, by_host=self._on_device)
             then()
 
-        self._states[job].once_over.append(partial(self._wake, free))
-
-    def _until_queued(self, job: int, then: Callable[[], None]) -> None:
-        """Let the host stand still until the device's stream has a job, and do something after that."""
-        state = self._states.get(job)
-        if state is None or state.queued:
-            then()
-            return
-        self._blocked = True
-        begun = self._fluid.now
-
-        def free() -> None:
-            self._blocked = False
-            self._note_wait(job, begun, by_host=True)
-            then()
-
-        state.once_queued.append(partial(self._wake, free))
+        until.append(partial(self._wake, free))
 
     def _note_wait(self, job: int, begun: float, *, by_host: bool) -> None:
         if self._fluid.now > begun:

@@ -159,6 +159,8 @@ def _stretch(tile: int, tiles: int, ring_bytes: int) -> int:
         tiles: how many tiles pass the ring in a step.
         ring_bytes: of all slots, if each held one tile.
     """
+    if not tile:  # a rank that has no element of what passes
+        return 1
     return max(1, min(STRETCH_NUMEL // tile, STRETCH_RING_BYTES // ring_bytes, tiles // LEAST_STRETCHES))
 
 

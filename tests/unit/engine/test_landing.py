@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.kinds import GRAD, Tier
+from penstock.machine.reach import Reach
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
-from penstock.tiers.staging import MEMORY_SLOTS
+from penstock.tiers.home import CellPlan, SectionPlan
+from penstock.tiers.staging import MEMORY_SLOTS, StagingPlan
 from penstock.trace import NO_LABEL, Label
 from tests.parity.rows import shares
 from tests.support import disks, inline, pinning_on_cpu, prepare_on, separate, simulated
@@ -154,3 +157,11 @@ def test_a_copy_between_host_and_device_that_casts_is_refused_where_it_is_submit
     with pytest.raises(AssertionError, match="casts nothing"):
         copy(far, narrow)
     copy(far, wide)
+
+
+def test_a_rank_without_elements_plans_buffers_of_no_size() -> None:
+    """Of a few matrices that are updated as a whole, a rank may have none."""
+    cell = CellPlan("unit", GRAD, Tier.CPU, torch.bfloat16, 0)
+    gradients = SectionPlan(GRAD, Tier.CPU, (cell,), 0, 0, 1024)
+    plan = StagingPlan([{GRAD: [gradients]}], reduce_dtype=torch.bfloat16, reach=Reach(False, True))
+    assert sum(section.nbytes for section in plan.sections()) == 0

@@ -176,7 +176,7 @@ class Updater:
             update.streamed = section.plan.streamed == "all" and update.beside is not Tier.DEVICE
             update.divisible = section.plan.streamed == "some"
             if update.runs_on is Tier.DEVICE or not (singly or update.divisible):
-                update.count, update.in_place = self._stretch(update)
+                update.count, update.in_place = self._stretch(update, update.runs_on)
             count = update.count
             update.runs = merge(unit.pieces(number, count) if count > 1 else trained.tiles[number], hypers, bases)
             if update.runs:
@@ -184,22 +184,20 @@ class Updater:
             number += count
         return updates
 
-    def _stretch(self, tile: TileUpdate) -> Stretch:
-        """Say how many tiles from this one on are updated at once.
+    def _stretch(self, tile: TileUpdate, on: Tier) -> Stretch:
+        """Say how many tiles from this one on are updated at once by the device, or by the host.
 
         Each call costs the same for few elements as for many. A parameter that is looked at as a whole is one tile.
         """
         if tile.unit.spec.whole_numel:
             return Stretch(1, in_place=False)
-        stretch = self._pipelines[tile.runs_on].stretch(tile.number, _homes(tile.unit, tile.number))
+        stretch = self._pipelines[on].stretch(tile.number, _homes(tile.unit, tile.number))
         # What the host updates is work of its stream, and never compute's.
-        return stretch if tile.runs_on is Tier.DEVICE else stretch._replace(in_place=False)
+        return stretch if on is Tier.DEVICE else stretch._replace(in_place=False)
 
     def taken_at_once(self, tile: TileUpdate) -> int:
         """Count the tiles from this one on that the device takes at once, if it is to update what the host would."""
-        if tile.unit.spec.whole_numel:
-            return 1
-        return self._pipelines[Tier.DEVICE].stretch(tile.number, _homes(tile.unit, tile.number)).tiles
+        return self._stretch(tile, Tier.DEVICE).tiles
 
     def submit(self, tiles: Iterable[TileUpdate], allowed: Callable[[], bool] | None = None) -> None:
         """Submit the updates of tiles: in order on the host, in order on the device, both at the same time.
