@@ -78,15 +78,8 @@ def predicted(case: Case) -> float:
         torch.optim.AdamW,
         case.batch,
         machine=machine_of(case.link, case.kernel_s),
-        device_bytes=None,
-        host_bytes=None,
-        folders=(),
-        world_size=1,
-        hosts=1,
-        mesh=None,
         placement=case.placement,
         micro_batches=case.micro_batches,
-        expert_share=None,
         arguments={**case.arguments, "overlap": case.overlap},
     )
     known: dict[Op, float] = {}

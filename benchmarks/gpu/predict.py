@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,30 @@ from penstock.integrations.chunked import chunk_loss
 from penstock.planner import Machine, plan
 
 
-def predicted(row: dict[str, Any], shape: str, machine: Machine) -> dict[str, Any]:
-    """What the planner says of the step of a row."""
-    given, done, work = row["options"], row["arithmetic"], (row["batch"], row["sequence"])
+def work_of(
+    shape: str, size: tuple[int, int], *, recompute: bool, chunked_loss: bool
+) -> tuple[Callable[[], torch.nn.Module], Callable[[], dict[str, torch.Tensor]]]:
+    """Functions that make a model without values, and a batch of so many sequences of so many tokens."""
 
     def model() -> torch.nn.Module:
-        found = shapes.build(shape, sequence=work[1], recompute=done["recompute"], device=torch.device("meta"))
-        if done["chunked_loss"]:
+        found = shapes.build(shape, sequence=size[1], recompute=recompute, device=torch.device("meta"))
+        if chunked_loss:
             chunk_loss(found)
         return found
 
     def batch() -> dict[str, torch.Tensor]:
-        tokens = torch.zeros(work, dtype=torch.long)
+        tokens = torch.zeros(size, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
+    return model, batch
+
+
+def predicted(row: dict[str, Any], shape: str, machine: Machine) -> dict[str, Any]:
+    """What the planner says of the step of a row."""
+    given, done = row["options"], row["arithmetic"]
+    model, batch = work_of(
+        shape, (row["batch"], row["sequence"]), recompute=done["recompute"], chunked_loss=done["chunked_loss"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         placement = given["placement"]
         if placement != "auto":

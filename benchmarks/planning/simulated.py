@@ -64,15 +64,8 @@ def _row(
         torch.optim.AdamW,
         batch,
         machine=machine,
-        device_bytes=None,
-        host_bytes=None,
-        folders=(),
-        world_size=1,
-        hosts=1,
-        mesh=None,
         placement=placement,
         micro_batches=count,
-        expert_share=None,
         arguments=arguments,
     )
     question = replace(question, scene=replace(question.scene, back_end="threads"))

@@ -1,8 +1,8 @@
 """What the planner's paper says of rows that were measured on an H100, with the rings of then and those of now.
 
-    python benchmarks/gpu/predicted.py benchmarks/results/gpu/h100-2026-11
+    python benchmarks/gpu/rings.py benchmarks/results/gpu/h100-2026-11
 
-Reads the reports of a folder, rehearses their rows, and writes `predicted.json` there. No accelerator is needed.
+Reads the reports of a folder, rehearses their rows, and writes `rings.json` there. No accelerator is needed.
 A row was measured in rounds of a few steps that end once all is done, so it is predicted in the same way.
 """
 
@@ -16,9 +16,8 @@ from statistics import mean, median
 from typing import Any
 from unittest.mock import patch
 
-import shapes
 import torch
-import transformers
+from predict import work_of
 
 from penstock import Placement
 from penstock.forecast.costs import MachineCosts, machine_costs
@@ -50,37 +49,14 @@ def rings_of_tiles() -> Iterator[None]:
 
 def program(shape: str, placement: Mapping[str, str], machine: Machine) -> Program:
     """Rehearse two steps of 4 sequences of 4,096 tokens, clipped, with layers recomputed."""
-
-    def model() -> torch.nn.Module:
-        kind, sizes = shapes.SHAPES[shape]
-        config = getattr(transformers, kind)(**sizes, use_cache=False, attn_implementation="sdpa")
-        with torch.device("meta"):
-            built = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-        built.gradient_checkpointing_enable({"use_reentrant": False})
-        if shape.startswith("llama"):  # of a vocabulary of 128,256 words the logits would not fit
-            from penstock.integrations.chunked import chunk_loss
-
-            chunk_loss(built)
-        return built
-
-    def batch() -> dict[str, Any]:
-        tokens = torch.zeros(4, 4096, dtype=torch.long)
-        return {"input_ids": tokens, "labels": tokens}
-
+    # With a vocabulary of 128,256 words the logits would not fit.
+    model, batch = work_of(shape, (4, 4096), recompute=True, chunked_loss=shape.startswith("llama"))
     question = ask(
         model,
         torch.optim.AdamW,
         batch,
         machine=machine,
-        device_bytes=None,
-        host_bytes=None,
-        folders=(),
-        world_size=1,
-        hosts=1,
-        mesh=None,
         placement=Placement(**placement),  # type: ignore[arg-type] # of names of tiers
-        micro_batches=1,
-        expert_share=None,
         arguments={"max_grad_norm": 1.0, "overlap": "forward"},
     )
     return given(question, Trials(question), Placement(**placement)).trial.rehearsal.program  # type: ignore[arg-type]
@@ -178,7 +154,7 @@ def main() -> None:
         "rows": rows,
         "update_of_8B": updates,
     }
-    (folder / "predicted.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "rings.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
