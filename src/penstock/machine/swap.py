@@ -21,8 +21,8 @@ import shutil
 import signal
 import stat
 import sys
+import tempfile
 import threading
-import time
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -266,10 +266,16 @@ def _remove_leftovers(parent: Path, own: Identity) -> None:
             if path.name.startswith("."):
                 # Who makes such a folder renames it at once, who ends one removes it at once. A run may be in between
                 # just now; after an hour it was killed there.
-                if UNFINISHED.fullmatch(path.name) and time.time() - found.st_mtime > UNFINISHED_SECONDS:
+                if UNFINISHED.fullmatch(path.name) and _now_on(parent) - found.st_mtime > UNFINISHED_SECONDS:
                     _remove_unfinished(path)
             elif identity := Identity.read(path):
                 _remove_leftover(path, identity, own)
+
+
+def _now_on(folder: Path) -> float:
+    """Return the time by the clock that dates the files of a folder. This host's own may be hours from it."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _remove_unfinished(path: Path) -> None:

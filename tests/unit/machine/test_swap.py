@@ -339,6 +339,17 @@ def test_unfinished_folders_go_after_an_hour(tmp_path: Path) -> None:
     assert names(data) == [IDENTITY, LOCK, "thesis.txt"]
 
 
+def test_a_wrong_clock_removes_no_folder_that_another_rank_is_making(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making = tmp_path / ".penstock-node-1-00000001"
+    making.mkdir()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 86_400)
+    SwapFolder(tmp_path, 0).close()
+    assert names(tmp_path) == [making.name]
+
+
 @pytest.mark.parametrize("by", ["link", "folder", "file"])
 def test_what_has_the_name_of_a_folder_that_was_removed_stays(tmp_path: Path, by: str) -> None:
     folder = SwapFolder(tmp_path, 0)
