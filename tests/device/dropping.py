@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from penstock.machine.accelerator import AcceleratorStreams
-from penstock.machine.simulated import _site
+from penstock.machine.simulated import _place
 from penstock.machine.streams import Event, Work
 
 
@@ -25,14 +25,14 @@ class DroppingStreams(AcceleratorStreams):
         self._dropped = dropped
         self.seen: set[str] = set()
 
-    def keeps(self, site: str) -> bool:
+    def keeps(self, place: str) -> bool:
         """Note a wait; whether it is to be done."""
-        self.seen.add(site)
-        return site != self._dropped
+        self.seen.add(place)
+        return place != self._dropped
 
     def submit(self, stream: str, work: Work, *, after: Sequence[Event] = (), **rest: Any) -> Event:
-        site = _site(2)
-        kept = [event for index, event in enumerate(after) if self.keeps(f"{site}#{index}")]
+        place = _place(2)
+        kept = [event for index, event in enumerate(after) if self.keeps(f"{place}#{index}")]
         return _Heard(super().submit(stream, work, after=kept, **rest), self)
 
 
@@ -43,11 +43,11 @@ class _Heard(Event):
         self._event, self._streams = event, streams
 
     def wait(self) -> None:
-        if self._streams.keeps(_site(2)):
+        if self._streams.keeps(_place(2)):
             self._event.wait()
 
     def synchronize(self) -> None:
-        if self._streams.keeps(_site(2)):
+        if self._streams.keeps(_place(2)):
             self._event.synchronize()
 
     def done(self) -> bool:

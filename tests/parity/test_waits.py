@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -21,17 +22,16 @@ from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
 from tests.parity.needed import NEEDED_BY
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
-from tests.parity.waits import Wait, listen, waits
+from tests.parity.waits import Wait, complaints, listen, read_file, waits
 from tests.support import inline, pinning_on_cpu, prepare_on, run_ranks, sampled, shorten_rings
 
 SLOW_SECONDS = 0.01
 KIB = 1 << 10
 
-# Waits that another wait makes redundant today, by name, each with the reason.
+# Waits that another wait makes redundant today, by site, each with the reason.
 IN_TURN = "slots are used in turn, and what is waited for was done with one that this one's slot was used after"
 ONCE = "what the gradient's or the update's event says already"
 MEASURED = "step measures first, which waits for every gradient; updates run in order"
-FILES = "the rows of saves are in memory; test_saving.py saves what is in files"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 COMPUTE = "compute is never late here: tests/device/test_streams.py"
@@ -41,62 +41,59 @@ FORWARD = "the unit's forward, which waits for its update, comes before its back
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
-    "checkpoints.py finish: self._optimizer.synchronize()": "the tests of the command see to it",
-    "saving.py finish: job.over.synchronize()": SAVES,
-    "saving.py wait_copied: event.synchronize()": SAVES,
-    "saving.py _sources: all of begun": COMPUTE,
-    "tiles.py _finish: transfer.wait()": AT_ONCE,
-    "tiles.py read: transfer.wait()": AT_ONCE,
-    "tiles.py _wait: transfer.wait()": AT_ONCE,
-    "tiles.py _check_copy: transfer.wait()": AT_ONCE,
-    "tiles.py _verify_copies: transfer.wait()": AT_ONCE,
-    "movement.py take_tile: loading.wait()": AT_ONCE,
-    "ahead.py _wait: request.transfer.wait()": "a transfer and not an event: tests/unit/checkpoint/test_ahead.py",
-    "activations.py _let_go: saved.arrived.wait()": KEPT,
-    "activations.py _give_back: all of cut.home.memory.written": UNWANTED,
-    "activations.py _give_back: all of cut.home.read": UNWANTED,
-    "reduce.py flush: COLLECTIVE after route.free": MOVES,
-    "reduce.py add: gradient.home.memory.written.wait()": MOVES,
-    "reduce.py tell_host: DOWNLOAD after home.memory.written": "the gradient went home on that stream, or in place",
-    "routes.py _add: all of self._home.memory.free": MOVES,
-    "step.py _rest: all of begun.complete": MEASURED,
-    "step.py _rest: all of *(home.read for home in unit.updated_homes)": SAVES,
-    "cuts.py _sweep: all of cut.home.read": UNWANTED,
-    "home.py add_read: all of *self.read.parts()": "of two reads that are under way here the later one ends last",
-    "home.py written: all of *beside": FILES,
-    "records.py written: all of self.last_stores": FILES,
-    "movement.py copy: all of target.memory.free": COPIES,
-    "movement.py copy: source.note_read(event)": COPIES,
-    "movement.py ready: all of self.after": MEASURED,
-    "movement.py _bring_memory: all of tile.after": MEASURED,
-    "movement.py _fetch: FETCH after tile.after of (tile.after, kept.ready, tile.slot.free)": MEASURED,
-    "movement.py _fetch: FETCH after kept.ready of (tile.after, kept.ready, tile.slot.free)": ONCE,
-    "movement.py _fetch: FETCH after tile.after of (tile.after, section.last_stores[number], tile.slot.free)": MEASURED,
-    "movement.py _fetch: FETCH after section.last_stores[number] of (tile.after, section.last_stores[number], "
-    "tile.slot.free)": IN_TURN,
-    "movement.py _load: READ after after of (after, here.last_stores[number], slot.free)": "the record is stored later",
-    "movement.py _load: all of after": ONCE,
-    "movement.py _store: WRITE after there.last_stores[number] of (landed, there.last_stores[number])": AT_ONCE,
-    "ring.py add_use: all of self.free": "only where a slot is stored from and copied from, both late",
-    "ring.py add_use: all of event": "only where a slot is stored from and copied from, both late",
-    "update.py publish: trained.gradient.home.note_read(written)": FORWARD,
-    "update.py publish: all of written": "the tiles that are left to the step are compute's own",
-    "moving.py clean_up: over.synchronize()": COMPUTE,
-    "moving.py finish: home.written.synchronize()": "the clean-up waits too; it hears of errors: test_residency.py",
-    "moving.py _exchange: UPDATE after over": "the work waits too: an interrupt may leave it to the next move",
-    "torn.py tear: home.note_write(event(error))": "an error, and nothing to wait for",
-    "moving.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
-    "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
-    "ring.py drop: slot.free.synchronize()": MOVES,
-    "gather.py _retire: part.synchronize()": "only where a gather has failed in part: test_failing_work.py",
-    "cuts.py rest: event.synchronize()": UNWANTED,
-    "cuts.py _sweep: all of cut.home.written": UNWANTED,
-    "packing.py gather: COLLECTIVE after free of (arrived, free)": "this rank's part comes up after it, on its stream",
-    "cuts.py take: home.note_read(under_way)": UNWANTED,
-    "cuts.py take: all of (event for extent in extents for event in self._under_way.take(extent))": UNWANTED,
-    "records.py visit: self.last_stores[number].synchronize()": "who visits waits for every home first",
-    "records.py visit: written.synchronize()": AT_ONCE,
-    "records.py visit: loading.wait()": "a transfer and not an event: the tests of records see to it",
+    "train.checkpoint_saved": "the tests of the command see to it",
+    "save.over": SAVES,
+    "save.copied": SAVES,
+    "save.compute": COMPUTE,
+    "checkpoint.tile_read": AT_ONCE,
+    "checkpoint.reads_abandoned": AT_ONCE,
+    "checkpoint.tile_written": AT_ONCE,
+    "checkpoint.copy_read_back": AT_ONCE,
+    "checkpoint.copies_abandoned": AT_ONCE,
+    "checkpoint.record_loaded": AT_ONCE,
+    "read_ahead.over": "a transfer and not an event: tests/unit/checkpoint/test_ahead.py",
+    "activations.away": KEPT,
+    "activations.unwanted_write": UNWANTED,
+    "activations.unwanted_reads": UNWANTED,
+    "reduce.storage_free": MOVES,
+    "reduce.storage_moved": MOVES,
+    "reduce.norm_measured": "the gradient went home on that stream, or in place",
+    "host_sum.storage_free": MOVES,
+    "step.rest_complete": MEASURED,
+    "step.rest_reads": SAVES,
+    "pool.returned_reads": UNWANTED,
+    "storage.earlier_reads": "of two reads that are under way here the later one ends last",
+    "transfer.target_free": COPIES,
+    "transfer.source_read": COPIES,
+    "tile.complete": MEASURED,
+    "tile.copy_complete": MEASURED,
+    "tile.reuse_complete": MEASURED,
+    "tile.reuse_ready": ONCE,
+    "tile.load_complete": MEASURED,
+    "tile.load_stored": IN_TURN,
+    "load.target_free": "the record is stored later",
+    "load.copy_target_free": ONCE,
+    "store.write_in_order": AT_ONCE,
+    "slot.earlier_use": "only where a slot is stored from and copied from, both late",
+    "slot.new_use": "only where a slot is stored from and copied from, both late",
+    "update.gradient_read": FORWARD,
+    "update.later_tiles_written": "the tiles that are left to the step are compute's own",
+    "offload.clean_up": COMPUTE,
+    "offload.arrived": "the clean-up waits too; it hears of errors: test_residency.py",
+    "offload.clean_up_queued": "the work waits too: an interrupt may leave it to the next move",
+    "failure.noted": "an error, and nothing to wait for",
+    "offload.ended_for_compute": "it is for a stream of the host, which synchronizes",
+    "ring.free": "the clean-up waits for each slot of the ring",
+    "ring.free_to_drop": MOVES,
+    "release.failed_gather_over": "only where a gather has failed in part: test_failing_work.py",
+    "pool.memory_unused": UNWANTED,
+    "pool.returned_write": UNWANTED,
+    "quantized_gather.buffer_free": "this rank's part comes up after it, on its stream",
+    "pool.earlier_copies_noted": UNWANTED,
+    "pool.earlier_copies": UNWANTED,
+    "records.visit_stored": "who visits waits for every home first",
+    "records.visit_written": AT_ONCE,
+    "records.visit_loaded": "a transfer and not an event: the tests of records see to it",
 }
 Values = list[Any]
 RowRun = Callable[[Streams], Values]
@@ -536,18 +533,14 @@ class OfTwoRanks:
 
 
 OF_TWO_RANKS = {
-    "gather.py _all_gather: COLLECTIVE after unit.event": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
-    "gather.py _all_gather: buffer_home(full, written=event)": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
-    "packing.py gather: COLLECTIVE after arrived of (arrived, free)": OfTwoRanks(PACKED, UPLOAD),
-    "packing.py gather: UPLOAD if self._streams.computes_on_host else COLLECTIVE after gathered": OfTwoRanks(
-        PACKED, COLLECTIVE
-    ),
-    "secondary.py keep: buffer_home(unit.full[start:stop], written=unit.event)": OfTwoRanks(
-        EVERYTHING_ON_CPU.but(secondary_shard=2), COLLECTIVE
-    ),
-    "routes.py _add: all of received": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
-    "routes.py _add: DEVICE_UPDATE after received of (received, brought)": OfTwoRanks(IN_FILES, COLLECTIVE),
-    "routes.py send_home: self._home.note_write(received)": OfTwoRanks(EVERYTHING_ON_DEVICE, COLLECTIVE),
+    "gather.uploaded": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
+    "gather.replica_source": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "quantized_gather.uploaded": OfTwoRanks(PACKED, UPLOAD),
+    "quantized_gather.received": OfTwoRanks(PACKED, COLLECTIVE),
+    "gather.secondary_source": OfTwoRanks(EVERYTHING_ON_CPU.but(secondary_shard=2), COLLECTIVE),
+    "host_sum.received": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
+    "device_sum.received": OfTwoRanks(IN_FILES, COLLECTIVE),
+    "reduce.written_in_place": OfTwoRanks(EVERYTHING_ON_DEVICE, COLLECTIVE),
 }
 
 
@@ -606,23 +599,25 @@ def reached_by(row: str) -> frozenset[str]:
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # what goes wrong may do so in a hook
 @pytest.mark.parametrize(
     "wait",
-    sampled((w for w in waits() if w.name not in (*REDUNDANT, *OF_TWO_RANKS)), every=18),
-    ids=lambda wait: wait.name,
+    sampled((w for w in waits() if w.site not in (*REDUNDANT, *OF_TWO_RANKS)), every=18),
+    ids=lambda wait: wait.site,
 )
 def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
     rows = []
-    known = NEEDED_BY.get(wait.name)
+    known = NEEDED_BY.get(wait.site)
     first = [known] if known else []
     for row, slow in [*first, *(each for each in product(ROWS, STREAMS) if each != known)]:
-        if wait.site not in reached_by(row):  # each row is run once, with all waits, when the first wait asks for it
+        if wait.place not in reached_by(row):  # each row is run once, with all waits, when the first wait asks for it
             continue
         rows.append(row)
-        if not attempt(ROWS[row], expected_of(row), slow, wait.site).same:
+        if not attempt(ROWS[row], expected_of(row), slow, wait.place).same:
             assert attempt(ROWS[row], expected_of(row), slow, None).same, "the row goes wrong with the wait too"
             return
-    assert rows, f"no row waits at {wait.site}: write one"
+    assert rows, f"no row waits at {wait.site} ({wait.place}): write one"
     right = ", ".join(dict.fromkeys(rows))
-    pytest.fail(f"{wait.site} can be dropped: {right} stay right. Write the row that needs it, or drop it.")
+    pytest.fail(
+        f"{wait.site} ({wait.place}) can be dropped: {right} stay right. Write the row that needs it, or drop it."
+    )
 
 
 def outcome_on_two_ranks(rank: int, name: str, dropped: str | None) -> Outcome:
@@ -632,21 +627,51 @@ def outcome_on_two_ranks(rank: int, name: str, dropped: str | None) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "wait", sampled((w for w in waits() if w.name in OF_TWO_RANKS), every=4), ids=lambda wait: wait.name
+    "wait", sampled((w for w in waits() if w.site in OF_TWO_RANKS), every=4), ids=lambda wait: wait.site
 )
 def test_without_the_wait_two_ranks_go_wrong(wait: Wait) -> None:
     # Ranks of their own for each: one that goes wrong may leave the other waiting in a collective, until it times out.
-    for kept in run_ranks(outcome_on_two_ranks, 2, wait.name, None):
+    for kept in run_ranks(outcome_on_two_ranks, 2, wait.site, None):
         assert kept.same
-        assert wait.site in kept.waits_seen, "the row does not wait there"
+        assert wait.place in kept.waits_seen, "the row does not wait there"
     try:
-        of_ranks = run_ranks(outcome_on_two_ranks, 2, wait.name, wait.site, timeout=timedelta(seconds=20))
+        of_ranks = run_ranks(outcome_on_two_ranks, 2, wait.site, wait.place, timeout=timedelta(seconds=20))
     except AssertionError as error:
         if "died with exit code" in str(error):  # gloo ends a process that meets another collective than its own
             return
         raise
-    assert not all(outcome.same for outcome in of_ranks), f"{wait.site} ({wait.name}) can be dropped"
+    assert not all(outcome.same for outcome in of_ranks), f"{wait.site} ({wait.place}) can be dropped"
+
+
+def test_every_wait_has_a_site_of_its_own() -> None:
+    assert complaints() == [], "\n".join(complaints())
+
+
+@pytest.mark.parametrize(
+    ("line", "sites"),
+    [
+        ("event.wait()  # site a.b", ["a.b"]),
+        ("event.wait()  # site a.b: else it is read too early", ["a.b"]),
+        ("# site a.b\n# Else it is read too early.\nevent.wait()", ["a.b"]),
+        ("submit(\n    UPLOAD,\n    after=(one, two),  # site a.b, c.d\n)", ["a.b", "c.d"]),
+        ("home.note_write(all_of([one, *more]))  # site noted, first, rest", ["noted", "first", "rest"]),
+        ("event.wait()", None),
+        ("event.wait()  # of a site", None),
+        ("submit(UPLOAD, after=(one, two))  # site a.b", None),
+        ("event.done()  # site a.b", None),
+        ("# site a.b\nevent.done()", None),
+    ],
+)
+def test_sites_are_read_from_comments(line: str, sites: list[str] | None, tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(f"if engine:\n{indent(line, '    ')}\n")
+    found, wrong = read_file(source)
+    if sites is None:
+        assert wrong
+    else:
+        assert ([wait.site for wait in found], wrong) == (sites, [])
 
 
 def test_the_lists_of_waits_are_up_to_date() -> None:
-    assert {*REDUNDANT, *OF_TWO_RANKS, *NEEDED_BY} <= {wait.name for wait in waits()}
+    assert {*REDUNDANT, *OF_TWO_RANKS, *NEEDED_BY} <= {wait.site for wait in waits()}
+    assert REDUNDANT.keys().isdisjoint({*OF_TWO_RANKS, *NEEDED_BY})

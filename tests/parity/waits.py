@@ -1,7 +1,15 @@
-"""Every place of the engine that waits for an event, or notes one for others to wait for, read from its source."""
+"""Every place of the engine that waits for an event, or notes one for others to wait for, read from its source.
+
+Each has a name, its site, in a comment `# site NAME` that ends its line or has the line before to itself: it stays when
+files, functions and variables are renamed, and costs a run nothing.
+"""
 
 import ast
+import io
+import re
 import sys
+import tokenize
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,11 +23,14 @@ from penstock.machine.streams import DONE, Event, all_of
 from penstock.tiers.home import MemoryEvents
 
 PACKAGE = Path(penstock.__file__).parent
+# What measures a machine, and what only notes waits, orders nothing of an engine's.
+ORDERS_NOTHING = ("machine", "probe", "rehearsal", "forecast", "planner")
 VERBS = ("wait", "synchronize", "submit", "all_of", "note_write", "note_read", "buffer_home")
 ALL = "#all"  # of `all_of(events)`
 REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
 NOTE = "#note"  # of what a home is told
 FAILURES = ("DONE", "FailedEvent", "TornEvent")  # nothing to wait for
+SITES = re.compile(r"# site ([\w.]+(?:, [\w.]+)*)(?:: .*)?$")
 
 
 @dataclass(frozen=True)
@@ -27,80 +38,103 @@ class Wait:
     """A place that waits.
 
     Attributes:
-        name: file, function and what is waited for: stable when lines move.
-        site: as `SimulatedStreams` or `AllOf` names it.
+        site: its name.
+        place: `file:line` and which event, as `SimulatedStreams` or `AllOf` tells it while it runs.
     """
 
-    name: str
     site: str
+    place: str
+
+
+def waits() -> tuple[Wait, ...]:
+    """`event.wait()`, `event.synchronize()`, what `submit` and `all_of` wait for, and what homes are told to keep."""
+    return _read()[0]
+
+
+def complaints() -> list[str]:
+    """Waits without a name, names without a wait, and names that are given twice."""
+    return _read()[1]
 
 
 @cache
-def waits() -> tuple[Wait, ...]:
-    """`event.wait()`, `event.synchronize()`, what `submit` and `all_of` wait for, and what homes are told to keep."""
-    found = []
+def _read() -> tuple[tuple[Wait, ...], list[str]]:
+    found: list[Wait] = []
+    wrong: list[str] = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        # What measures a machine, and what only notes waits, orders nothing of an engine's.
-        if path.parent.name not in ("machine", "probe", "rehearsal", "forecast", "planner"):
-            found += _waits_of(path)
-    names = [wait.name for wait in found]
-    assert len(set(names)) == len(names), "two waits of one function look alike: name their events apart"
-    return tuple(found)
+        if path.relative_to(PACKAGE).parts[0] not in ORDERS_NOTHING:
+            waits_there, wrong_there = read_file(path)
+            found += waits_there
+            wrong += wrong_there
+    sites = [wait.site for wait in found]
+    wrong += [f"{site} names several waits" for site in sorted({site for site in sites if sites.count(site) > 1})]
+    return tuple(found), wrong
 
 
-def _waits_of(path: Path) -> Iterator[Wait]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    functions = [n for n in nodes if isinstance(n, ast.FunctionDef)]
-    for node in nodes:
-        if not isinstance(node, ast.Call) or _verb(node) not in VERBS:
-            continue
-        inside = [f for f in functions if f.lineno <= node.lineno <= f.end_lineno]
-        function = max(inside, key=lambda f: f.lineno).name if inside else ""
-        site = f"{path.name}:{node.lineno}"
-        for what, entry in _entries(node, function):
-            yield Wait(f"{path.name} {function}: {what}", f"{site}{entry}")
+def read_file(path: Path) -> tuple[list[Wait], list[str]]:
+    """The waits of a file, and what is wrong with their names."""
+    text = path.read_text()
+    places = defaultdict(list)  # by the line that names them: (column, place)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and (entries := list(_entries(node))):
+            # A call of several lines is named where it says what it waits for.
+            named = next((k.value for k in node.keywords if _verb(node) == "submit" and k.arg == "after"), node)
+            places[named.lineno] += [(named.col_offset, f"{path}:{node.lineno}{entry}") for entry in entries]
+    names = _names(text) if "# site" in text else {}
+    found, wrong = [], []
+    for line in sorted({*places, *names}):
+        there = [place for _, place in sorted(places[line], key=lambda each: each[0])]
+        sites = names.get(line, [])
+        if len(sites) != len(there):
+            wrong.append(f"{path}:{line}: {len(there)} events, sites {sites}: name each by `# site NAME, NAME`")
+            sites = there
+        found += [Wait(site, place) for site, place in zip(sites, there, strict=True)]
+    return found, wrong
+
+
+def _names(text: str) -> dict[int, list[str]]:
+    """The sites that each line of code is given, by a comment at its end or by one before it."""
+    found, above = {}, []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        named = SITES.match(token.string) if token.type == tokenize.COMMENT else None
+        if named is not None and token.line.lstrip().startswith("#"):
+            above = named[1].split(", ")
+        elif named is not None:
+            found[token.start[0]] = named[1].split(", ")
+        elif above and token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            found[token.start[0]], above = above, []
+    return found
 
 
 def _verb(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
-    """What a call waits for, and what that adds to the call's site."""
+def _entries(call: ast.Call) -> Iterator[str]:
+    """What each event that a call waits for adds to the call's place."""
     verb = _verb(call)
     if verb in ("wait", "synchronize") and not call.args and not call.keywords:
         if isinstance(call.func, ast.Attribute) and not isinstance(
             call.func.value, ast.Call
         ):  # a transfer that is waited for where it is started
-            yield ast.unparse(call), ""
+            yield ""
     elif verb == "submit":
-        for keyword in call.keywords:
-            if keyword.arg == "after":
-                yield from _after(call, keyword.value)
+        for after in (keyword.value for keyword in call.keywords if keyword.arg == "after"):
+            yield from (f"#{index}" for index in range(len(after.elts) if isinstance(after, ast.Tuple) else 1))
     elif verb in ("note_write", "note_read", "buffer_home"):
         noted = call.args[0] if verb != "buffer_home" else call.keywords[0].value if call.keywords else None
         if noted is not None and not ast.unparse(noted).startswith(FAILURES):
-            yield ast.unparse(call), NOTE
+            yield NOTE
     elif verb == "all_of":
         (events,) = call.args
         if isinstance(events, ast.List):
-            *firsts, rest = events.elts
-            for index, event in enumerate(firsts):
-                yield f"all of {ast.unparse(event)}", f"#{index}"
-            yield f"all of {ast.unparse(rest)}", f"#{len(firsts)}{REST}"
+            last = len(events.elts) - 1
+            yield from (f"#{index}{REST * (index == last)}" for index in range(last + 1))
         else:
-            yield f"all of {ast.unparse(events)}", ALL
-
-
-def _after(call: ast.Call, value: ast.expr) -> Iterator[tuple[str, str]]:
-    entries = value.elts if isinstance(value, ast.Tuple) else [value]
-    for index, entry in enumerate(entries):
-        others = f" of {ast.unparse(value)}" if len(entries) > 1 else ""
-        yield f"{ast.unparse(call.args[0])} after {ast.unparse(entry)}{others}", f"#{index}"
+            yield ALL
 
 
 class Notes:
-    """Has homes not hear of the event that a site notes."""
+    """Has homes not hear of the event that a place notes."""
 
     def __init__(self, dropped: str | None) -> None:
         self._dropped = dropped
@@ -112,19 +146,21 @@ class Notes:
             patch.setattr(MemoryEvents, method, self._between(getattr(MemoryEvents, method)))
 
     def _between(self, note: Callable[[MemoryEvents, Event], None]) -> Callable[[MemoryEvents, Event], None]:
+        homes = note.__code__.co_filename  # type: ignore[attr-defined]
+
         def heard(events: MemoryEvents, event: Event) -> None:
             frame: Any = sys._getframe(1)
-            while Path(frame.f_code.co_filename).name == "home.py":
+            while frame.f_code.co_filename == homes:
                 frame = frame.f_back
-            site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{NOTE}"
-            self.seen.add(site)
-            note(events, DONE if site == self._dropped else event)
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}{NOTE}"
+            self.seen.add(place)
+            note(events, DONE if place == self._dropped else event)
 
         return heard
 
 
 class AllOf:
-    """`all_of` without the events that a site names."""
+    """`all_of` without the events that a place names."""
 
     def __init__(self, dropped: str | None) -> None:
         self._dropped = dropped
@@ -132,17 +168,17 @@ class AllOf:
 
     def __call__(self, events: Iterable[Event]) -> Event:
         frame = sys._getframe(1)
-        site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        call = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         kept = list(events)
         without = {ALL: kept[:0]}
         for index in range(len(kept) + 1):
             without |= {f"#{index}": kept[:index] + kept[index + 1 :], f"#{index}{REST}": kept[:index]}
-        self.seen |= {site + part for part in without}
-        return all_of(next((left for part, left in without.items() if site + part == self._dropped), kept))
+        self.seen |= {call + part for part in without}
+        return all_of(next((left for part, left in without.items() if call + part == self._dropped), kept))
 
 
 def listen(patch: pytest.MonkeyPatch, dropped: str | None) -> tuple[AllOf, Notes]:
-    """Leave out what a site waits for or notes, wherever `all_of` and homes are used, until the patch is undone."""
+    """Leave out what a place waits for or notes, wherever `all_of` and homes are used, until the patch is undone."""
     together, notes = AllOf(dropped), Notes(dropped)
     notes.listen(patch)
     for name, module in list(sys.modules.items()):

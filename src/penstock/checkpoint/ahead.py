@@ -180,7 +180,7 @@ class ReadAhead:
             return
         path = request.place.path
         try:
-            request.transfer.wait()
+            request.transfer.wait()  # site read_ahead.over
         except NvmeError as error:
             raise _unread(path, _ENDED if error.errno is None else os.strerror(error.errno)) from error
 

@@ -128,6 +128,7 @@ class TileWriter:
         written: list[list[list[Transfer | _Copied]]] = []  # what has a checksum, once it is written
         try:
             for source in self._sources:
+                # site checkpoint.unit_updated
                 source.ready.synchronize()  # else a tile is copied while its update still writes it
                 written.append([self._write_tile(source, number) for number in source.table.tiles])
                 source.copied.settle()  # after the last copy: the unit's next update begins now
@@ -186,7 +187,7 @@ class TileWriter:
         finally:
             for _, transfer in reading:
                 with contextlib.suppress(NvmeError):
-                    transfer.wait()
+                    transfer.wait()  # site checkpoint.copies_abandoned
 
     def _copy_in_kernel(self, section: Section, index: int, record: Record, what: str) -> _Copied | None:
         """Copy a record from its file; `None` where that is not possible, or the section has no records."""
@@ -203,7 +204,7 @@ class TileWriter:
 def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
     """Wait until a copy was read back; one that is not what its record was when it was written is an error."""
     try:
-        transfer.wait()
+        transfer.wait()  # site checkpoint.copy_read_back
     except NvmeError as error:
         if error.errno != errno.EBADMSG:
             raise
@@ -220,7 +221,7 @@ def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
 def _wait(transfers: list[Transfer]) -> None:
     """Wait for transfers, and forget them."""
     for transfer in transfers:
-        transfer.wait()
+        transfer.wait()  # site checkpoint.tile_written
     transfers.clear()
 
 
@@ -293,7 +294,7 @@ class TileReader:
             for _, _, transfers in ahead:  # of a caller who stopped early: they write into buffers that go now
                 for _, transfer in transfers:
                     with contextlib.suppress(NvmeError):
-                        transfer.wait()
+                        transfer.wait()  # site checkpoint.reads_abandoned
 
     def _start(
         self, key: TileKey, buffer: Tensor, homes: Container[str] | None
@@ -341,7 +342,7 @@ class TileReader:
 def _finish(key: TileKey, record: Record, transfer: Transfer) -> None:
     """Wait until a record was read and verified; name what is damaged."""
     try:
-        transfer.wait()
+        transfer.wait()  # site checkpoint.tile_read
     except NvmeError as error:
         what = f"{record.home.name} of unit '{key.unit.name}', tile {key.number}"
         reason = os.strerror(error.errno) if error.errno else "the file ends there"

@@ -10,7 +10,6 @@ on groups of their own, where nothing else is.
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class SimulatedStreams(Streams):
 
     Arguments:
         delay: seconds that a piece of work on a stream waits before it runs, given its bytes.
-        dropped_wait: a site of `waits_seen` whose wait is left out.
+        dropped_wait: a place of `waits_seen` whose wait is left out.
 
     Attributes:
         waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`.
@@ -65,8 +64,8 @@ class SimulatedStreams(Streams):
         label: Label = NO_LABEL,
     ) -> Event:
         """Queue `work` on the stream's thread; what it overwrites is NaN while it is delayed."""
-        site = _site(2)
-        kept = tuple(event for index, event in enumerate(after) if self.keeps(f"{site}#{index}"))
+        place = _place(2)
+        kept = tuple(event for index, event in enumerate(after) if self.keeps(f"{place}#{index}"))
         seconds = self._delay(stream, nbytes)
 
         def late() -> Pending | None:
@@ -119,10 +118,10 @@ class SimulatedStreams(Streams):
         storage = buffer.untyped_storage().data_ptr()
         assert all(event.done() for other, event in self._writing if other == storage), "the buffer is being written"
 
-    def keeps(self, site: str) -> bool:
+    def keeps(self, place: str) -> bool:
         """Note a wait, and say whether it is to be done."""
-        self.waits_seen.add(site)
-        return site != self._dropped_wait
+        self.waits_seen.add(place)
+        return place != self._dropped_wait
 
     def close(self) -> None:
         """Run what is queued and end the threads."""
@@ -135,16 +134,16 @@ class _SimulatedEvent(HostEvent):
         self._streams = streams
 
     def wait(self) -> None:
-        if self._streams.keeps(_site(2)):
+        if self._streams.keeps(_place(2)):
             super().synchronize()
 
     def synchronize(self) -> None:
-        if self._streams.keeps(_site(2)):
+        if self._streams.keeps(_place(2)):
             super().synchronize()
 
 
-def _site(depth: int) -> str:
+def _place(depth: int) -> str:
     frame = sys._getframe(depth)
     while frame.f_back and frame.f_code.co_filename == _EVENTS_FILE:
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

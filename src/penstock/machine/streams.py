@@ -4,7 +4,8 @@ Compute is whatever the user's thread, or autograd's for it, gives to the device
 submitted to one of the streams below, each of which runs its work in the order of submission. Work on the device starts
 after all compute that was issued before it was submitted, and after the events in `after`; compute and the host see its
 result after they wait for its event. Nothing else orders anything: a missing wait is a bug, and the simulated back end
-turns it into a wrong number on any machine (`machine/simulated.py`).
+turns it into a wrong number on any machine (`machine/simulated.py`). The test that leaves out one wait after the other
+knows each by the comment `# site NAME` beside it.
 
 Collectives are issued before `submit` returns, by its caller, who waits for what they follow on the host: a read of a
 file, an update. A thread that issued them once that is over would do so at a time of its own on each rank, before or

@@ -72,7 +72,7 @@ class Copies:
         return self._streams.submit(
             UPLOAD if up else DOWNLOAD,
             across(target, source) if crosses else partial(copy, target, source),
-            after=(after,),  # the source is complete, and nobody reads the target any more
+            after=(after,),  # site copy.source_ready: the source is complete, and nobody reads the target any more
             writes=(target,),
             nbytes=source.numel() * source.element_size(),
             label=label,
@@ -128,7 +128,7 @@ class Copies:
                 filled = self._streams.submit(
                     fill,
                     partial(copy, held, here),
-                    after=(after, slot.free),
+                    after=(after, slot.free),  # site staged_copy.source_ready, staged_copy.slot_free
                     writes=(held,),
                     nbytes=nbytes,
                     label=label,
@@ -137,6 +137,7 @@ class Copies:
                 slot.free = self._streams.submit(
                     drain,
                     partial(use, start, held),
+                    # site staged_copy.filled
                     after=(filled,),  # on another stream: it would use what the buffer held before
                     writes=overwritten,
                     nbytes=nbytes,
@@ -144,7 +145,7 @@ class Copies:
                 )
                 drained.append(slot.free)
                 start += here.numel()
-        return all_of(drained)  # any of them may fail, and whoever waits is to hear of it
+        return all_of(drained)  # site staged_copy.over: any of them may fail, and whoever waits is to hear of it
 
 
 def _put(target: Tensor, start: int, values: Tensor) -> None:

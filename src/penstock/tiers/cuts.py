@@ -104,8 +104,9 @@ class Cuts:
             start += numel
         home = Home(sections)
         # Copies from and to whoever had these bytes before may be under way: nothing is written over them.
+        # site pool.earlier_copies
         under_way = all_of(event for extent in extents for event in self._under_way.take(extent))
-        home.note_read(under_way)  # the copy that fills the home follows it
+        home.note_read(under_way)  # site pool.earlier_copies_noted: the copy that fills the home follows it
         return Cut(home, extents)
 
     def drop(self, cut: Cut) -> None:
@@ -123,6 +124,7 @@ class Cuts:
             for number in numbers:
                 for event in self._under_way.take(Extent(number, 0, section.plan.numel)):
                     with contextlib.suppress(Exception):  # of what nobody wants any more
+                        # site pool.memory_unused
                         event.synchronize()  # a copy would write memory that is unmapped, or somebody else's
                 self._slabs.pop(number).space.remove(number)
             self._store.leave(section)
@@ -138,6 +140,7 @@ class Cuts:
         """Free what was dropped."""
         while self._dropped:
             cut = self._dropped.popleft()
+            # site pool.returned_write, pool.returned_reads
             over = all_of([cut.home.written, cut.home.read])  # asked now: the home goes, its copies may not be over
             for section in cut.home.sections:
                 section.drop()

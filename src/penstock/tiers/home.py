@@ -251,17 +251,17 @@ class MemoryEvents:
     def read(self) -> Event:
         """The reads since then that are not over yet: memory is written again after them."""
         if self._read is not DONE:  # not those that are over: events keep their errors, and what those refer to
-            self._read = all_of(part for part in self._read.parts() if not part.done())
+            self._read = all_of(part for part in self._read.parts() if not part.done())  # site storage.reads
         return self._read
 
     def add_read(self, event: Event) -> None:
         """Note one more read."""
-        self._read = all_of([*self.read.parts(), event])
+        self._read = all_of([*self.read.parts(), event])  # site storage.earlier_reads, storage.new_read
 
     @property
     def free(self) -> Event:
         """Everything that a write has to follow."""
-        return all_of([self.written, self.read])
+        return all_of([self.written, self.read])  # site storage.free_of_write, storage.free_of_reads
 
 
 class Home:
@@ -315,6 +315,7 @@ class Home:
     def written(self) -> Event:
         """The last write: after it everything is where it rests, in memory and in files. It raises what has failed."""
         beside = [event for section in self.sections if (event := section.written) is not DONE]
+        # site storage.memory_written, storage.files_written
         return all_of([self.memory.written, *beside]) if beside else self.memory.written
 
     @property

@@ -55,6 +55,7 @@ class Movement:
         free, and the memory of the target holds the values.
         """
         # Not before the source is complete, nor while anybody still writes the target or reads what is in it.
+        # site transfer.source_written, transfer.target_free
         after = all_of([source.memory.written, target.memory.free])
         copied: list[Event] = []
         for start, stop, here, there in shared_sections(source, target):
@@ -71,10 +72,10 @@ class Movement:
                 copied += self._copy_all(way, _at(there, start, stop), _at(here, start, stop), after, label)
         # What was copied came after it. Named beside that it would keep the events of all copies of a run: a target
         # that nothing but copies writes would wait for each of them.
-        event = all_of(copied) if copied else after
+        event = all_of(copied) if copied else after  # site transfer.over
         # Both hear of it: else an update would write the source under the copy, or a gather read the target before it.
-        source.note_read(event)
-        target.note_write(event)
+        source.note_read(event)  # site transfer.source_read
+        target.note_write(event)  # site transfer.target_written
         return event
 
     def land(self, source: Tensor, use: Use, *, after: Event, label: Label) -> Event:
@@ -98,6 +99,7 @@ class Movement:
                 ready = self._streams.submit(
                     READ,
                     partial(here.load, number, buffer),
+                    # site load.target_free, load.stored, load.slot_free
                     after=(after, here.last_stores[number], slot.free),
                     writes=(buffer,),
                     nbytes=here.record_bytes(number),
@@ -106,6 +108,7 @@ class Movement:
                 slot.free = ready
                 slot.keep(here, number, buffer, ready)
             values = here.views_of(number, buffer)
+            # site load.arrived, load.copy_target_free, load.copy_read
             arrived = all_of(self._copy_all(way, _at(there, first, last), values, all_of([after, ready]), label))
             slot.add_use(arrived)  # filled anew before, the buffer would give these copies another tile
             copied.append(arrived)
@@ -121,12 +124,14 @@ class Movement:
             buffer = slot.near[PASSING]
             first, last = (element + there.plan.start for element in there.tile_range(number))
             # The slot may still be read by the store of the tile that it had last.
+            # site store.source_ready, store.slot_free
             values, free = there.views_of(number, buffer), all_of([after, slot.free])
-            landed = all_of(self._copy_all(way, values, _at(here, first, last), free, label))
+            landed = all_of(self._copy_all(way, values, _at(here, first, last), free, label))  # site store.landed
             # Two stores of one record may overtake each other on the disk.
             slot.free = there.last_stores[number] = self._streams.submit(
                 WRITE,
                 partial(there.store, number, buffer),
+                # site store.write_landed, store.write_in_order
                 after=(landed, there.last_stores[number]),  # before `landed` the buffer holds another tile
                 nbytes=there.record_bytes(number),
                 label=label.of_tile(number),
@@ -169,7 +174,7 @@ class BroughtTile:
     @property
     def ready(self) -> Event:
         """Everything of it is there."""
-        return all_of([self.after, *self.arrivals])
+        return all_of([self.after, *self.arrivals])  # site tile.complete, tile.arrived
 
     def put_back(self, used: Event) -> Event:
         """Put what was written where it rests, after its use.
@@ -177,9 +182,10 @@ class BroughtTile:
         Returns the event after which it is in the homes that are memory; records know of theirs.
         """
         # The way back follows the use: else it would take values that the use has not written yet.
-        home_again = all_of([used, *(back(used) for back in self.to_memory)])
+        home_again = all_of([used, *(back(used) for back in self.to_memory)])  # site tile.used, tile.copied_back
         if self.slot is not None:
             # The next tile of the slot overwrites what copies and stores still take from its buffers.
+            # site tile.slot_copied_from, tile.slot_stored_from
             self.slot.free = all_of([home_again, *(back(used) for back in self.to_records)])
         return home_again
 
@@ -284,6 +290,7 @@ class Pipeline:
         there, back_again = Way(self._beside, True, bounce), Way(section.tier, True, bounce)
         sources = section.views(*extent)
         tile.views[name] = _views_like(sources, tile.slot.near[name])
+        # site tile.copy_complete, tile.copy_slot_free
         free = all_of([tile.after, tile.slot.free])  # the tile that the slot had last may still be on its way back
         for source, target in zip(sources, tile.views[name], strict=True):
             tile.arrivals.append(self._copies.copy(there, target, source, free, tile.label))
@@ -319,6 +326,7 @@ class Pipeline:
         def store(used: Event) -> Event:
             landed = self._copies.copy(down, host, near, used, tile.label) if passes else used
             slot.keep(section, number, host, landed)  # who wants the record next need not wait for the file
+            # site tile.store_landed
             written = self._streams.submit(WRITE, put, after=(landed,), nbytes=nbytes, label=tile.label)
             section.last_stores[number] = written  # a load from the file before would bring the old values
             return written
@@ -335,6 +343,7 @@ class Pipeline:
             return self._streams.submit(
                 FETCH,
                 load,
+                # site tile.load_complete, tile.load_stored, tile.load_slot_free
                 after=(tile.after, section.last_stores[number], tile.slot.free),
                 writes=(buffer,),
                 nbytes=buffer.numel(),
@@ -344,6 +353,7 @@ class Pipeline:
         event = self._streams.submit(
             FETCH,
             partial(copy, buffer, kept.buffer[: buffer.numel()]),
+            # site tile.reuse_complete, tile.reuse_ready, tile.reuse_slot_free
             after=(tile.after, kept.ready, tile.slot.free),
             writes=(buffer,),
             nbytes=buffer.numel(),
@@ -358,7 +368,7 @@ def take_tile(section: Section, number: int, buffer: Tensor, streams: Streams, l
     if isinstance(section, Records):
         loading = section.load(number, buffer)
         if loading is not None:
-            loading.wait()
+            loading.wait()  # site checkpoint.record_loaded
         return
     start, stop = section.tile_range(number)
     buffer[-PAGE_BYTES:].zero_()  # what no kind fills

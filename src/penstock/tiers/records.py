@@ -109,7 +109,7 @@ class Records(Section):
     @property
     def written(self) -> Event:
         """The last store of every tile."""
-        return all_of(self.last_stores)
+        return all_of(self.last_stores)  # site records.stored
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
         """Look at a piece for each tile, through a buffer of one record."""
@@ -117,9 +117,11 @@ class Records(Section):
         for number in range(start // self.tile_numel, -(-stop // self.tile_numel)):
             if buffer is None:
                 buffer = page_aligned(max(self._sizes))
+            # site records.visit_stored
             self.last_stores[number].synchronize()  # what is still being stored would be loaded half
             loading = self.load(number, buffer)
             if loading is not None:
+                # site records.visit_loaded
                 loading.wait()  # a transfer has started, and the buffer holds another tile until it is over
             first, last = self.tile_range(number)
             inside = max(start, first), min(stop, last)
@@ -136,7 +138,7 @@ class Records(Section):
                 storing = self.store(number, buffer)
                 if storing is not None:
                     self.last_stores[number] = written = PendingEvent(storing)
-                    written.synchronize()  # the next tile is loaded into the same buffer
+                    written.synchronize()  # site records.visit_written: the next tile is loaded into the same buffer
 
     def drop(self) -> None:
         """Let go of the records: buffers that hold some hold nothing of use any more."""

@@ -69,7 +69,7 @@ class RingSlot:
     def add_use(self, event: Event) -> None:
         """Note one more use of the buffers as they are now."""
         # A record may be taken from a slot that is being put back: it is free after both.
-        self.free = event if self.free.done() else all_of([self.free, event])
+        self.free = event if self.free.done() else all_of([self.free, event])  # site slot.earlier_use, slot.new_use
 
 
 class Ring:
@@ -111,7 +111,7 @@ class Ring:
     @property
     def free(self) -> Event:
         """Work on all slots is over."""
-        return all_of(slot.free for slot in self._slots)
+        return all_of(slot.free for slot in self._slots)  # site ring.free
 
     def forget(self) -> None:
         """Let nobody take a record from the slots from now on: what is under way with them is all there will be."""
@@ -123,6 +123,6 @@ class Ring:
         for slot in self._slots:
             with contextlib.suppress(Exception):
                 # Else the memory is taken by others while a copy still writes it.
-                slot.free.synchronize()
+                slot.free.synchronize()  # site ring.free_to_drop
             slot.forget()
         self._slots.clear()

@@ -118,7 +118,7 @@ def test_every_wait_is_noted_by_its_place_and_can_be_dropped(gate: threading.Eve
     use(streams)
     streams.close()
     line = use.__code__.co_firstlineno
-    name = "test_simulated_streams.py"
+    name = use.__code__.co_filename
     assert streams.waits_seen == {f"{name}:{line + 2}#0", f"{name}:{line + 3}"}
 
     gate.clear()

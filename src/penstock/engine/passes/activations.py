@@ -183,7 +183,7 @@ class Activations:
         """Give a tensor that autograd wants back, and start to bring those that it will want next."""
         packed.version.check()
         self._bring(packed)  # now, where it was not brought ahead: backward may want tensors in another order
-        packed.arrived.wait()  # else compute reads what the copy has not brought yet
+        packed.arrived.wait()  # site activations.back: else compute reads what the copy has not brought yet
         assert packed.here is not None
         values, packed.here = packed.here, None
         self._forget(packed)
@@ -205,6 +205,7 @@ class Activations:
         left = sum(saved.nbytes for saved in self._leaving)
         while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
             saved = self._leaving.popleft()
+            # site activations.away
             saved.arrived.wait()  # its device memory goes: compute would fill it anew while the copy still reads it
             if self._forget(saved):
                 saved.here = None
@@ -227,6 +228,7 @@ def _give_back(cuts: Cuts, cut: Cut, held: _Bytes, streams: "weakref.ref[Streams
     back_end = streams()
     if values is not None and back_end is not None:
         # A copy may still read or write the device memory: freed now, it would be somebody else's under that copy.
+        # site activations.unwanted_write, activations.unwanted_reads
         back_end.give_up((values,), until=all_of([cut.home.memory.written, cut.home.read]))
     cuts.drop(cut)
 

@@ -31,6 +31,7 @@ class BufferRing:
         # Prefer one that is idle; make another only while the ring is not full.
         if free and (free[0][1].done() or len(free) + self._leased[key] > BUFFERS_OF_A_SIZE):
             buffer, event = free.popleft()
+            # site reduce.buffer_free
             event.wait()  # else compute overwrites what a collective or a copy of the last gradient still reads
         else:
             buffer = torch.empty(numel, dtype=dtype, device=self._device)

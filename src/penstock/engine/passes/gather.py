@@ -89,7 +89,7 @@ class Gatherer:
         if unit.holding.residency is Residency.GATHERING:
             if unit in self._in_part:
                 self._gather_rest(unit)  # at the latest here: every rank comes to its units in this order
-            unit.event.wait()  # else compute reads what an upload or a collective has not filled yet
+            unit.event.wait()  # site gather.over: else compute reads what an upload or a collective has not filled yet
             unit.expose()
             unit.holding.become(Residency.GATHERED)
             self._ahead_bytes -= self._ahead.pop(unit, 0)
@@ -283,11 +283,12 @@ class Gatherer:
                 unit.hide()
             return
         try:
+            # site release.gather_over
             unit.event.wait()  # a copy that still fills or reads the memory would meet whoever has it next
         except Exception:  # of a gather that failed: whoever needed it was told; other parts of it may go on
             for part in unit.event.parts():
                 with contextlib.suppress(Exception):
-                    part.synchronize()
+                    part.synchronize()  # site release.failed_gather_over
             holding.note_failed_fill()
         if recorded.is_alive:
             if recorded.is_new and holding.residency is Residency.GATHERED:
@@ -390,7 +391,7 @@ class Gatherer:
                 if layout.is_even
                 else self._ranks.broadcast_shards(full, layout.cuts, what)
             ),
-            after=(unit.event,),
+            after=(unit.event,),  # site gather.uploaded
             nbytes=unit.nbytes,
             label=Label("gather", unit.name),
         )
@@ -399,6 +400,7 @@ class Gatherer:
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False
             if not unit.resident:
+                # site gather.replica_source
                 home, label = buffer_home(full, written=event), Label("save", unit.name, PARAM)
                 # The buffer is released after this copy: else the replica would get what the memory holds next.
                 unit.event = self._movement.copy(home, unit.replica, label)

@@ -60,7 +60,7 @@ class Packing:
         gathered = self._streams.submit(
             COLLECTIVE,
             exchange,
-            after=(arrived, free),
+            after=(arrived, free),  # site quantized_gather.uploaded, quantized_gather.buffer_free
             writes=(packed,),
             nbytes=packed.nbytes,
             label=Label("gather", unit.name, form.name),
@@ -71,7 +71,7 @@ class Packing:
         unit.event = self._streams.submit(
             UPLOAD if self._streams.computes_on_host else COLLECTIVE,
             lambda: form.unpack(packed, full, self._pool),
-            after=(gathered,),
+            after=(gathered,),  # site quantized_gather.received
             writes=(full,),
             nbytes=unit.nbytes,
             label=Label("unpack", unit.name, form.name),

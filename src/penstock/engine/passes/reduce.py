@@ -121,7 +121,7 @@ class Reducer:
         values = self._route(unit, gradient.home).values if self._straight else None
         if values is not None and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
             # Where the home has just moved, copies may still write it: they would undo what is written here.
-            gradient.home.memory.written.wait()
+            gradient.home.memory.written.wait()  # site reduce.storage_moved
             held = slot_index in gradient.present
             if not self._measures_late:
                 norm = deposit_part(values, start, stop, flat, add=held, pool=self._pool)
@@ -181,7 +181,7 @@ class Reducer:
         received = self._streams.submit(
             COLLECTIVE,
             communicate,
-            after=(route.free,),  # an update may still read the home that this writes
+            after=(route.free,),  # site reduce.storage_free: an update may still read the home that this writes
             writes=(reduced.values,) if sharded else (),
             nbytes=full.numel() * full.element_size(),
             label=Label("reduce", unit.name),
@@ -234,11 +234,12 @@ class Reducer:
         heard = self._streams.submit(
             DOWNLOAD,
             tell,
-            after=(home.memory.written,),  # the norms are taken of what the home holds then
+            after=(home.memory.written,),  # site reduce.norm_measured: the norms are taken of what the home holds then
             writes=(told,),
             nbytes=told.element_size(),
             label=Label("tell", unit.name),
         )
+        # site reduce.norm_told
         home.note_write(heard)  # whoever waits for the gradient may ask the host, which knows only after the copy
         if agreed is not None:  # ranks may not have agreed yet: the copy reads its memory later
             self._streams.give_up((agreed,), until=heard)
@@ -293,6 +294,7 @@ class Reducer:
                 parameter.drop_gradient()
             if unit.trained:
                 gradient = unit.trained.gradient
+                # site reduce.over_before_zero
                 gradient.home.memory.written.synchronize()  # work under way must not write into what comes next
                 gradient.present = set()
                 gradient.squared_norms, gradient.unmeasured = {}, set()

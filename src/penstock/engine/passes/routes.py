@@ -129,7 +129,7 @@ class InPlace(Route):
     def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
         """Note the write: it is home already."""
         # The step, updates and the next micro-batch ask the home. None of them knows of the collective that wrote it.
-        self._home.note_write(received)
+        self._home.note_write(received)  # site reduce.written_in_place
         return received
 
 
@@ -152,6 +152,7 @@ class Away(Route):
         if reduced.adds:
             return self._add(gradient, reduced, received)
         # After the collective: else what the buffer held before would go home in place of the sum.
+        # site reduce.first_received
         return self._means.movement.copy(buffer_home(reduced.values, written=received), self._home, reduced.label)
 
     @abstractmethod
@@ -176,9 +177,9 @@ class AddedOnHost(Away):
 
         # Not before the collective has made the values, nor while an earlier micro-batch still lands in the home or an
         # update or a move still reads it.
-        after = all_of([received, self._home.memory.free])
+        after = all_of([received, self._home.memory.free])  # site host_sum.received, host_sum.storage_free
         added = self._means.movement.land(reduced.values[: home.numel()], add, after=after, label=reduced.label)
-        self._home.note_write(added)  # the next micro-batch and the update come after the sum
+        self._home.note_write(added)  # site host_sum.written: the next micro-batch and the update come after the sum
         return added
 
 
@@ -199,7 +200,9 @@ class AddedOnDevice(Away):
         # On a stream beside that of collectives: whoever issues one waits on the host for what it follows, and this
         # follows a read of a file. Not before both are there: else half of the sum is missing.
         nbytes = 2 * total.nbytes + reduced.values.nbytes  # read and written
+        # site device_sum.received, device_sum.loaded
         added = means.streams.submit(DEVICE_UPDATE, add, after=(received, brought), nbytes=nbytes, label=reduced.label)
+        # site device_sum.added
         saved = means.movement.copy(buffer_home(total, written=added), self._home, reduced.label)
         means.buffers.give_back(total, saved)  # the copy home reads it last
         return saved

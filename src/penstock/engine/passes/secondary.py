@@ -53,7 +53,7 @@ class SecondaryParts:
         start, stop = _range_of(unit, unit.secondary)
         unit.stale = False
         # The buffer is released after this copy: else later gathers would get what the memory holds next.
-        gathered = buffer_home(unit.full[start:stop], written=unit.event)
+        gathered = buffer_home(unit.full[start:stop], written=unit.event)  # site gather.secondary_source
         unit.event = self._movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
 
 

@@ -65,7 +65,7 @@ class Access:
         """Wait on the host until everything that was written has reached its home."""
         for unit in self._units:
             for home in unit.homes.values():
-                home.written.synchronize()
+                home.written.synchronize()  # site access.written
 
     def param(self, parameter: nn.Parameter) -> Tensor:
         """Return the parameter at master precision, in fp32."""

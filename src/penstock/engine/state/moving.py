@@ -51,7 +51,7 @@ class _Move:
         for home in self.homes.values():
             try:
                 # Each, also behind one that failed: else what the copies still write is given back under them.
-                home.written.synchronize()
+                home.written.synchronize()  # site offload.arrived
             except Exception as error:
                 failure = failure or error
         return failure
@@ -155,7 +155,7 @@ class Mover:
 
     def finish(self) -> None:
         """Wait until what the last move left behind has been given back, or do what is left of that."""
-        self._cleaned.synchronize()
+        self._cleaned.synchronize()  # site offload.cleaned_up
         if self._clean_up is not None:
             self._clean_up()
             self._clean_up = None
@@ -204,10 +204,11 @@ class Mover:
         # Compute has read what is left, and copies what it still needs of it: maybe on another stream than its memory
         # belongs to.
         written = [home.memory.written for move in moves for home in move.homes.values()]
+        # site offload.old_memory_unused
         over = all_of(_Over(event) for event in (self._streams.now(), ring.free, *written))
 
         def clean_up() -> None:
-            over.synchronize()
+            over.synchronize()  # site offload.clean_up
             ring.drop()
             buffers.free(keep=self._keep)
             while left:  # one by one: after an interrupt the next move goes on
@@ -221,7 +222,7 @@ class Mover:
             self._gatherer.drop_unused()  # the sections that were left had views of full buffers
         else:
             # A thread of the host waits for all that still uses what is left; updates on the host queue up behind it.
-            self._cleaned = self._streams.submit(UPDATE, clean_up, after=(over,))
+            self._cleaned = self._streams.submit(UPDATE, clean_up, after=(over,))  # site offload.clean_up_queued
             self._clean_up = None
 
     def _plan_now(self) -> StagingPlan:
@@ -369,11 +370,11 @@ class _Over(Event):
         self._event = event
 
     def wait(self) -> None:
-        self._event.wait()
+        self._event.wait()  # site offload.ended_for_compute
 
     def synchronize(self) -> None:
         with contextlib.suppress(Exception):
-            self._event.synchronize()
+            self._event.synchronize()  # site offload.ended
 
     def done(self) -> bool:
         return self._event.done()

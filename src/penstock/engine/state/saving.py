@@ -212,7 +212,7 @@ class Saver:
             for source in save.sources:
                 for home in source.homes:
                     # Else an update would write what is still being copied, and the tile would be of two steps.
-                    home.note_read(source.copied)
+                    home.note_read(source.copied)  # site save.read
             worker.submit(save.run, over)
             undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
         except BaseException:
@@ -232,6 +232,7 @@ class Saver:
         """Wait on the host until nothing reads the homes any more."""
         if self._job is not None:
             for event in self._job.over.copied:
+                # site save.copied
                 event.synchronize()  # else the save would keep some values from before a change, and some from after
 
     def finish(self) -> None:
@@ -240,6 +241,7 @@ class Saver:
         if job is None:
             return
         try:
+            # site save.over
             job.over.synchronize()  # before the ring goes: a tile may still be on its way through it to the disk
         finally:
             job.worker.close()
@@ -287,7 +289,7 @@ class Saver:
             )
             offset += table.nbytes
             # Else a tile would be saved before the update of this step has written it, or in the middle of that.
-            ready = all_of([begun, *(home.written for home in homes.values())])
+            ready = all_of([begun, *(home.written for home in homes.values())])  # site save.compute, save.written
             sources.append(UnitSource(table, tuple(homes.values()), ready, HostEvent()))
         return sources
 

@@ -20,6 +20,7 @@ def tear(units: Iterable[Unit], error: BaseException, event: type[TornEvent] = T
     """Note that the state of these units is in parts: whoever waits for one of their homes gets the error."""
     for unit in units:
         for home in unit.updated_homes:
+            # site failure.noted
             home.note_write(event(error))  # the last write: gathers, updates, saves and looks all wait for it
 
 

@@ -92,9 +92,10 @@ class Averaging:
         average = trained.averages[kind]
         weights = [unit.params, trained.master, trained.shadow]
         read, written = ([], [*weights, average]) if exchanges else (weights, [average])
-        complete = all_of(home.memory.written for home in read)
+        complete = all_of(home.memory.written for home in read)  # site average.weights_written
+        # site average.storage_free
         free = all_of(home.memory.free for home in written)  # of updates, gathers, saves, and of the pass before
-        after = all_of([complete, free])
+        after = all_of([complete, free])  # site average.after_weights, average.after_storage
         events, number = [], 0
         while number < len(trained.tiles):
             section, _ = average.tile(number)
@@ -112,11 +113,11 @@ class Averaging:
             )
             events.append(self._submit(brought, beside, work))
             number += count
-        over = all_of(events)
+        over = all_of(events)  # site average.tiles_over
         for home in read:
-            home.note_read(over)  # the next update would else write what this still reads
+            home.note_read(over)  # site average.read: the next update would else write what this still reads
         for home in written:
-            home.note_write(over)
+            home.note_write(over)  # site average.written
         if exchanges and any(trained.is_shadowed(number) for number in range(len(trained.tiles))):
             self._movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
 
@@ -126,10 +127,11 @@ class Averaging:
         (param,) = brought.views[SHADOW] if SHADOW in brought.views else brought.views[PARAM]
         call = partial(work, average, param, master[0] if master else None)
         if beside is Tier.DEVICE:
-            brought.ready.wait()  # compute works with what is brought on other streams
+            brought.ready.wait()  # site average.loaded_for_compute: compute works with what is brought on other streams
             self._streams.compute(call, label=brought.label)
             done: Event = DONE
         else:
             nbytes = sum(tensor.numel() * tensor.element_size() for views in brought.views.values() for tensor in views)
+            # site average.loaded
             done = self._streams.submit(UPDATE, call, after=(brought.ready,), nbytes=nbytes, label=brought.label)
         return brought.put_back(done)

@@ -148,7 +148,7 @@ class Stepper:
                 _check(unit)
                 # The host decides on its norm, which the same work has measured: before that it is the norm of another
                 # gradient, or of half of this one.
-                unit.trained.gradient.home.memory.written.synchronize()
+                unit.trained.gradient.home.memory.written.synchronize()  # site step.gradient_measured
             except Exception as error:
                 failure = failure or error
         try:  # after the waits: these read the homes themselves
@@ -238,7 +238,7 @@ class Stepper:
                     assert unit.trained is not None
                     # As promised: nothing of this step goes on beside what the user's thread does next. Files may still
                     # be written: nobody is kept from them, and records know their own events.
-                    unit.trained.optimizer.memory.written.synchronize()
+                    unit.trained.optimizer.memory.written.synchronize()  # site step.updates_over
         except BaseException as error:  # an interrupt too: some tiles are of this step and others of the last
             self._fail(error)
             raise
@@ -314,7 +314,7 @@ class Stepper:
             for unit in early.units:
                 assert unit.trained is not None
                 # Until then it is open whether any of its tiles was updated: `may_update` says so in `applied`.
-                unit.trained.optimizer.memory.written.synchronize()
+                unit.trained.optimizer.memory.written.synchronize()  # site step.early_updates_over
         except Exception as error:
             failure = error
         if early.applied:
@@ -355,6 +355,7 @@ class Stepper:
             return self._updater.tiles(unit, plan, scale, self._updater.complete(unit))
         # As the homes were before the tiles that are done, for which the others need not wait. A save that began since
         # then still reads the values that the others are about to overwrite: its reads, too.
+        # site step.rest_complete, step.rest_reads
         complete = all_of([begun.complete, *(home.read for home in unit.updated_homes)])
         tiles = self._updater.tiles(unit, plan, scale, complete, singly=True)
         done = {tile.number for tile in begun.tiles}

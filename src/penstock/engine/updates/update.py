@@ -151,6 +151,7 @@ class Updater:
         assert unit.trained is not None
         # A gradient that is not there yet would be half an old one. What a save or a gather still copies would be half
         # a new state: every home that is written has to be free of reads, too.
+        # site update.gradient_written, update.storage_free
         return all_of([unit.trained.gradient.home.memory.written, *(home.memory.free for home in unit.updated_homes)])
 
     def tiles(self, unit: Unit, plan: Plan, scale: float, complete: Event, *, singly: bool = False) -> list[TileUpdate]:
@@ -245,7 +246,7 @@ class Updater:
             )
             # Nothing has to be brought, but a save or a gather may still read what compute is about to write, and a
             # move still be bringing it: streams of their own, which compute does not follow by itself.
-            brought.ready.wait()
+            brought.ready.wait()  # site update.in_place_free
             segments += self._segments(tile, tile.unit.trained.fields, brought.views)
             nbytes += _touched(brought.views)
         (scale,), (rule,) = {tile.scale for tile in tiles}, {tile.unit.rule for tile in tiles}
@@ -270,12 +271,13 @@ class Updater:
         work = partial(self._apply, tile, trained.fields, brought, allowed)
         nbytes = _touched(brought.views)
         if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
-            brought.ready.wait()  # else it computes with what the slot held before
+            brought.ready.wait()  # site update.loaded_for_compute: else it computes with what the slot held before
             self._streams.compute(work, label=label, nbytes=nbytes)
             updated = DONE  # what puts it back follows all that compute was given
         else:
             # Two streams: the device's own updates run beside those of the host, and beside compute.
             stream = DEVICE_UPDATE if tile.streamed else UPDATE
+            # site update.loaded
             updated = self._streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, label=label)
         # After the update, or it would put back what was brought. The slot is free once it has arrived: another tile's
         # values would else be written over it on its way.
@@ -291,11 +293,13 @@ class Updater:
         """
         trained = unit.trained
         assert trained is not None
-        written = all_of(tile.written for tile in tiles)
+        written = all_of(tile.written for tile in tiles)  # site update.tiles_written
+        # site update.gradient_read
         trained.gradient.home.note_read(written)  # the next micro-batch's would else be written over what updates read
         for home in unit.updated_homes:
             # Whoever needs the new values asks the home. A write that is noted stands for all before it, which these
             # tiles have followed; the other tiles of the same step they have not.
+            # site update.written, update.earlier_tiles_written, update.later_tiles_written
             home.note_write(all_of([home.memory.written, written]) if goes_on else written)
         # After the notes: the copy follows the shadow's last write, which must be these tiles. It notes in the home of
         # the parameters what it writes there.

@@ -193,7 +193,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written."""
-        self._optimizer.synchronize()
+        self._optimizer.synchronize()  # site train.checkpoint_saved
 
 
 def _order(option: str) -> tuple[int, str]:
