@@ -196,7 +196,6 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "unit/engine/test_residency.py": (22, 99),
     "unit/engine/test_saving.py": (11, 0),
     "unit/engine/test_several.py": (4, 0),
-    "unit/engine/test_sliced_calls.py": (4, 0),
     "unit/engine/test_tracing.py": (8, 0),
     "unit/engine/test_under_way.py": (5, 6),
     "unit/engine/test_versions.py": (4, 0),

@@ -95,8 +95,7 @@ def grid() -> dict[str, Any]:
 
         room = int(LIMIT * asked(penstock.Placement()).peak_bytes["device"])
         auto = asked("auto", device_bytes=room)
-        chosen = {**arguments, "unit_micro_batches": auto.unit_micro_batches}
-        best = measured(replace(case, placement=auto.placement, arguments=chosen))
+        best = measured(replace(case, placement=auto.placement))
         found = []
         shares = ({"cpu": 1.0}, {"device": 0.25, "cpu": 0.75}, {"device": 0.5, "cpu": 0.5}, {"device": 1.0})
         for params, grads, optimizer in itertools.islice(itertools.product(shares, repeat=3), 60):

@@ -18,7 +18,6 @@ from penstock import checks
 from penstock.accord import facts_of
 from penstock.config import Options, Placement
 from penstock.dtypes import COMPUTE_DTYPES
-from penstock.engine.passes.samples import BatchDim, check_batch_dim, check_blocks
 from penstock.engine.units.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.units.plan import Homes, UnitPlan, plan_units
 from penstock.engine.units.source import INIT, Weights
@@ -60,8 +59,6 @@ class Request:
     overlap: Overlap
     options: Options
     weights: Weights | None = None
-    unit_micro_batches: int = 1
-    batch_dim: BatchDim = 0
     precision_is_said: bool = True
 
     @property
@@ -105,8 +102,6 @@ def request_for(
     reduce_dtype: torch.dtype | None = None,
     overlap: Overlap = "auto",
     master: Literal["remainder", "fp32", "none"] = "remainder",
-    unit_micro_batches: int = 1,
-    batch_dim: BatchDim = 0,
     options: Options = Options(),  # noqa: B008 - a frozen value
     weights: Weights | None = None,
 ) -> Request:
@@ -117,8 +112,7 @@ def request_for(
     Raises:
         ConfigError: a value does not exist, or does not go with another one.
     """
-    placed = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
-    check_batch_dim(batch_dim)
+    placed = checks.check_features(stage, placement, precision, overlap, master, options)
     checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
     checks.check_clip(max_grad_norm, overlap)
     checks.check_loss_scale(precision, overlap, options)
@@ -136,8 +130,6 @@ def request_for(
         overlap=overlap,
         options=options,
         weights=weights,
-        unit_micro_batches=unit_micro_batches,
-        batch_dim=batch_dim,
         precision_is_said=not isinstance(precision, UnsaidPrecision),
     )
 
@@ -217,10 +209,6 @@ class Blueprint:
         kept = sum(nbytes for spec, nbytes in gathered if spec.persistent)
         return kept + checks.most_needed([(s, 0 if s.persistent else nbytes) for s, nbytes in gathered])[0]
 
-    def blocks(self, model: nn.Module) -> dict[nn.Module, str]:
-        """List the modules that are units, with their names; the model itself is not among them."""
-        return _blocks(self.specs, model)
-
     def facts(self, model: nn.Module, grid: Grid) -> Facts:
         """List what has to be the same on every rank, for ranks to compare before any of them takes memory."""
         request = self.request
@@ -240,8 +228,6 @@ class Blueprint:
             master=request.master,
             max_grad_norm=request.max_grad_norm,
             overlap=request.overlap,
-            unit_micro_batches=request.unit_micro_batches,
-            batch_dim=str(request.batch_dim),
             weights=weights,
             optimizer=self.rule.name,
         )
@@ -280,8 +266,6 @@ def draw_blueprint(
         compute_dtype=request.compute_dtype,
         persistent_bytes=options.persistent_bytes,
     )
-    if request.unit_micro_batches > 1:
-        check_blocks(_blocks(specs, model), request.batch_dim)
     homes = request.homes(rule, reach)
     units = plan_units(specs, homes, grid, reach)
     checks.check_whole(model, rules, specs, options, grid)
@@ -297,7 +281,3 @@ def draw_blueprint(
         plan_staging=plan_staging,
         staging=plan_staging([plan.shard_sections for plan in units]),
     )
-
-
-def _blocks(specs: Sequence[UnitSpec], model: nn.Module) -> dict[nn.Module, str]:
-    return {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}

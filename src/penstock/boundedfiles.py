@@ -24,6 +24,8 @@ MOST_DEPTH = 100
 #: Of a whole number: tokenizers write 10**30 for "no limit".
 MOST_BITS = 256
 _PIECE_BYTES = 1 << 16
+#: Arguments of `prepare` that files of 0.2 have, each with the value that asks for what happens without it.
+_REMOVED: Mapping[str, Any] = {"unit_micro_batches": 1, "batch_dim": 0}
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -95,6 +97,26 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except (ConfigError, OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"{one_line(str(path))} is not read: {why}. Mend it, or name another file.") from error
+
+
+def without_removed(content: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Leave out arguments of `prepare` that were removed, where the file has them at their default.
+
+    Arguments:
+        content: what the file has.
+        where: what messages write before a key.
+
+    Raises:
+        ConfigError: one has another value.
+    """
+    for name, default in _REMOVED.items():
+        if content.get(name, default) != default:
+            raise ConfigError(
+                f"{where}{name}={shown(content[name])} was removed: blocks run whole micro-batches. Leave it out. For "
+                "fewer transfers per token use a larger micro-batch, with activation checkpointing and "
+                "Placement(activations='cpu') where its activations do not fit; make a plan again with penstock plan."
+            )
+    return {name: value for name, value in content.items() if name not in _REMOVED}
 
 
 def yaml_of(content: Mapping[str, Any]) -> str:

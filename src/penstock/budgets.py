@@ -231,16 +231,12 @@ def _gradient_buffers(
 ) -> Iterator[tuple[int, torch.dtype]]:
     """List the sizes of the buffers that a unit's gradient passes: elements and dtype."""
     request = blueprint.request
-    collects_fp32 = request.unit_micro_batches > 1
     sections = [section for section in plan.sections[GRAD] if section.cells]
     in_place = len(sections) == 1 and in_reach(sections[0].tier, Tier.DEVICE, reach)
     exact = request.reduce_dtype in (plan.spec.dtype, torch.float32)
-    if grid.data_size == 1 and not collects_fp32 and in_place and exact:
+    if grid.data_size == 1 and in_place and exact:
         return  # straight from autograd to its home
-    collected = torch.float32 if collects_fp32 else request.reduce_dtype
-    yield plan.layout.numel, collected
-    if collected != request.reduce_dtype:
-        yield plan.layout.numel, request.reduce_dtype
+    yield plan.layout.numel, request.reduce_dtype
     if grid.shards > 1:
         yield plan.shard_numel, request.reduce_dtype
     if len(sections) > 1 or not all(section.tier.is_memory for section in sections):

@@ -35,7 +35,6 @@ def check_features(
     precision: object,
     overlap: object,
     master: object,
-    unit_micro_batches: object,
     options: object,
 ) -> Placement:
     """Refuse values that do not exist, and those that this version does not have.
@@ -82,8 +81,6 @@ def check_features(
         raise ConfigError(
             "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."
         )
-    if isinstance(unit_micro_batches, bool) or not isinstance(unit_micro_batches, int) or unit_micro_batches < 1:
-        raise ConfigError(f"unit_micro_batches={unit_micro_batches!r}: use a whole number, 1 or more.")
     return placement
 
 

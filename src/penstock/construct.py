@@ -29,7 +29,6 @@ from penstock.engine.passes.packing import Packing
 from penstock.engine.passes.planted import Planted
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
-from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
 from penstock.engine.passes.sums import Sums
 from penstock.engine.policy import StepPolicy
 from penstock.engine.state.access import Access
@@ -214,7 +213,6 @@ def _make_lasting(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Coun
         movement,
         Sums(rig, request.reduce_dtype, options.reduce_format),
         accumulation_dtype=request.accumulation_dtype,
-        collects_fp32=request.unit_micro_batches > 1,
         agrees=request.overlap == "backward",
         may_hold_back=request.stage <= 1 and rig.ranks.data_size > 1,
     )
@@ -241,10 +239,8 @@ def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
     hooks = Hooks(rig, gatherer, reducer, casts, begins, lasting.activations)
     passes = Passes(gatherer, reducer, hooks)
     mixing = casts.where_products_mix(model)
-    sliced = sliced_blocks(blueprint.blocks(model), request.unit_micro_batches, request.batch_dim)
-    replaced: list[SlicedBlock | MixedProducts] = [*sliced, *mixing]
     planted = Planted()
-    idioms = Idioms(model, rig.units, hooks, planted, [*replaced, lasting.planted])
+    idioms = Idioms(model, rig.units, hooks, planted, [*mixing, lasting.planted])
     state = _make_state(blueprint, rig, lasting, passes, updates)
     return Engine(
         rig=rig,
@@ -260,7 +256,7 @@ def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
             max_grad_norm=request.max_grad_norm,
             waits=request.overlap not in ("forward", "backward"),
         ),
-        restore_model=partial(restore, [*replaced, idioms, planted, *frozen]),
+        restore_model=partial(restore, [*mixing, idioms, planted, *frozen]),
         planted=lasting.planted,
     )
 
@@ -327,7 +323,7 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
     )
 
 
-def restore(attached: Iterable[SlicedBlock | MixedProducts | Idioms | Planted | Freeze]) -> None:
+def restore(attached: Iterable[MixedProducts | Idioms | Planted | Freeze]) -> None:
     """Undo what was set on the model beside its parameters and hooks, and on the optimizer that was given."""
     for part in attached:
         part.remove()

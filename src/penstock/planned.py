@@ -128,7 +128,7 @@ def planned(
     # What nothing trains has the plan of a model that is trained beside it, and is that one with other parts frozen.
     checked = plan if trains else replace(plan, model_fingerprint="")
     checked.check_for(model, machine, grid.world_size, stage, precision, sizes=grid.sizes)
-    said = {name: arguments[name] for name in ("options", "overlap", "unit_micro_batches") if name in arguments}
+    said = {name: arguments[name] for name in ("options", "overlap") if name in arguments}
     decided = plan.prepare_arguments(**said)
     if trains and plan.recompute and not recomputes(model):
         raise ConfigError(f"The plan has the model compute activations again in backward. {_how_to_recompute(model)}")

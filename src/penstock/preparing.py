@@ -18,7 +18,6 @@ from penstock import checks
 from penstock.blueprint import Request, request_for
 from penstock.build import build
 from penstock.config import Options, Placement
-from penstock.engine.passes.samples import BatchDim
 from penstock.engine.units.discover import UnitPolicy
 from penstock.engine.units.dividing import check_divided
 from penstock.engine.units.source import Weights
@@ -54,8 +53,6 @@ def prepare(
     reduce_dtype: torch.dtype | None = None,
     overlap: Overlap = "auto",
     master: Literal["remainder", "fp32", "none"] = "remainder",
-    unit_micro_batches: int = 1,
-    batch_dim: BatchDim = 0,
     options: Options = Options(),  # noqa: B008 - a frozen value
     weights: Weights | None = None,
     plan: PlanOrFile | None = None,
@@ -107,20 +104,14 @@ def prepare(
             the same, bit for bit.
         master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, a full copy, or none:
             then every update rounds the parameter, as `Options(rounding=...)` says. fp16 always has a full copy.
-        unit_micro_batches: each block is gathered once and runs this many slices of the batch, in forward and in
-            backward, which saves the block's input alone and computes its forward again: parameters and gradients
-            travel as for one large batch, activations are those of a slice.
-        batch_dim: for `unit_micro_batches`, which dimension of the blocks' inputs is the batch; 1 for blocks that have
-            the sequence first. A mapping says it for single arguments of the blocks, by name, `None` for those that
-            every slice gets whole; others then have the batch in the dimension of the block's first argument.
         options: sizes and policies.
         weights: the parameters' first values, where the model does not have them (or has others): a folder or a file of
             safetensors, tensors by name, a `StoredTensors` that makes them of files, a function from a name to its
             tensor, or `"init"` for the modules' own initialisation. The model may be on the meta device: no rank ever
             holds more than one unit and its shards.
         plan: with `placement="auto"`: a `penstock.planner.Plan`, or the file that `penstock plan` wrote. It decides
-            `placement`, `overlap`, `unit_micro_batches` and options, which by hand may say the same, or nothing. All
-            ranks take the first one's.
+            `placement`, `overlap` and options, which by hand may say the same, or nothing. All ranks take the first
+            one's.
         batch: with `placement="auto"` and no plan: a function that makes one micro-batch as the model takes it, with
             which the first rank plans for the tiers of the device and the host, while the others wait. A machine that
             was never probed is probed first: a minute.
@@ -154,8 +145,6 @@ def prepare(
         "reduce_dtype": reduce_dtype,
         "overlap": overlap,
         "master": master,
-        "unit_micro_batches": unit_micro_batches,
-        "batch_dim": batch_dim,
         "options": options,
         "weights": weights,
     }

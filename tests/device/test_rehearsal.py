@@ -90,8 +90,6 @@ ROWS = [
     thorough(Row("llama", Movement(grads="cpu", optimizer="cpu", options=TILES), micro_batches=3)),
     thorough(Row("llama", AWAY)),
     thorough(Row("llama", AWAY, precision="fp32")),
-    thorough(Row("llama", AWAY, slices=2)),
-    Row("llama", AWAY, slices=2, micro_batches=2),
     Row("llama", AWAY, streamed=0.5),
     Row("llama", AWAY, activations="cpu"),
     thorough(Row("llama", AWAY, activations="nvme")),

@@ -31,8 +31,8 @@ NAMES = [
 
 PREPARE = (
     "(model, optimizer, *, stage=3, placement=None, precision='bf16', units=None, mesh=None, max_grad_norm=None, "
-    "grad_accumulation_dtype=None, reduce_dtype=None, overlap='auto', master='remainder', unit_micro_batches=1, "
-    "batch_dim=0, options=Options())"
+    "grad_accumulation_dtype=None, reduce_dtype=None, overlap='auto', master='remainder', "
+    "options=Options())"
 )
 OPTIMIZER = {
     "backward": "(self, loss, *, retain_graph=False)",

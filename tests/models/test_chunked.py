@@ -17,7 +17,6 @@ WAYS: list[dict[str, Any]] = [
     {"placement": ON_DEVICE},
     {"placement": ON_CPU},
     {"placement": ON_CPU, "tied": True},
-    {"placement": ON_CPU, "unit_micro_batches": 2},
     {"placement": ON_CPU, "options": penstock.Options(prefetch_bytes=0)},
     {"placement": ON_DEVICE, "precision": "bf16"},
     {"placement": ON_CPU, "precision": "fp16"},

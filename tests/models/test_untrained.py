@@ -120,17 +120,6 @@ def test_forwards_of_two_ranks_are_the_plain_model_s(rows: Sequence[tuple[str, s
     run_ranks(on_two_ranks, 2, rows)
 
 
-def test_slices_of_a_batch() -> None:
-    model, plain = built("stack"), built("stack")
-    optimizer = prepared(model, unit_micro_batches=2)
-    x, y = (Batch(0).floats(4, 8).requires_grad_() for _ in range(2))
-    torch.testing.assert_close(model(x), plain(y), rtol=1e-6, atol=1e-6)
-    squared(model(x)).backward()
-    squared(plain(y)).backward()
-    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-7)
-    optimizer.close()
-
-
 @pytest.mark.skipif(PEFT not in ADAPTERS, reason="without peft")
 def test_adapters_on_and_off() -> None:
     """With adapters one model is the policy and its reference."""

@@ -44,7 +44,6 @@ def late() -> Streams:
 
 ARITHMETIC: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16", "fp16", "fp16, dynamic"),
-    "slices": (1, 3),
     "clip": ("no", "prepare", "by hand"),
     "backwards": (1, 3),
     "stage": (3, 1),
@@ -113,7 +112,6 @@ def prepared(cell: Cell) -> tuple[Net, penstock.Optimizer]:
         precision=cell["precision"].split(",")[0],
         max_grad_norm=0.5 if cell["clip"] == "prepare" else None,
         overlap=cell["overlap"],
-        unit_micro_batches=cell["slices"],
         options=penstock.Options(**options),
     )
 

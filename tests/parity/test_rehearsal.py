@@ -101,7 +101,6 @@ class Row:
     micro_batches: int = 1
     activations: str | None = None
     precision: str = "bf16"
-    slices: int = 1
     streamed: float = 0.0
 
     @property
@@ -122,7 +121,6 @@ class Row:
             placement=placement,
             precision=self.precision,
             overlap=self.how.overlap,
-            unit_micro_batches=self.slices,
             options=options,
         )
 
@@ -135,7 +133,6 @@ ROWS = [
     *(Row("recomputed", how, "inline") for how in PLACEMENTS[:6]),
     *(Row("llama", how, micro_batches=3) for how in (PLACEMENTS[1], PLACEMENTS[2], PLACEMENTS[4], PLACEMENTS[7])),
     *(Row("llama", PLACEMENTS[2], precision=precision) for precision in ("fp32", "fp16")),
-    *(Row("llama", PLACEMENTS[2], slices=2, micro_batches=n) for n in (1, 2)),
     *(Row("llama", PLACEMENTS[2], streamed=share) for share in (0.25, 1.0)),
     Row("recomputed", PLACEMENTS[2], activations="cpu"),
     Row("llama", PLACEMENTS[2], activations="cpu"),

@@ -54,7 +54,6 @@ def plans(draw: st.DrawFn) -> Plan:
             nvme_path=draw(st.none() | st.text(max_size=5) | st.lists(st.text(max_size=5), max_size=3)),
         ),
         overlap=draw(st.sampled_from(["none", "forward", "backward", "auto"])),
-        unit_micro_batches=draw(st.integers(1, 8)),
         options=Options(
             streamed_updates=draw(st.just("auto") | st.floats(0, 1)),
             timeout_s=draw(st.floats(1e-300, 1e300)),

@@ -100,18 +100,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "placement='auto' needs to know what it is for: give plan=, the file that penstock plan wrote, or batch=, a "
         "function that makes one micro-batch, to rehearse it.",
     ),
-    "unit_micro_batches": (
-        with_(unit_micro_batches=0),
-        "unit_micro_batches=0: use a whole number, 1 or more.",
-    ),
-    "batch_dim": (
-        with_(batch_dim=-1),
-        "batch_dim=-1: use the dimension of the samples in the blocks' inputs, 0 or more, or a mapping",
-    ),
-    "batch_dim of an argument": (
-        with_(batch_dim={"mask": "all"}),
-        "batch_dim={'mask': 'all'}: use the dimension of the samples in the blocks' inputs, 0 or more, or a mapping",
-    ),
     # Optimizers
     "no rule": (
         by(lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1)),

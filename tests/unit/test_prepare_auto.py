@@ -197,13 +197,12 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "The plan is for a machine whose cpu is 'Z80', here it is",
     ),
     "overlap": (lambda: {"plan": plan(), "overlap": "none"}, "overlap is 'none' here and 'forward' in the plan."),
-    "slices": (lambda: {"plan": plan(), "unit_micro_batches": 2}, "unit_micro_batches is 2 here and 1 in the plan."),
     "options": (
         lambda: {"plan": plan(), "options": Options(tile_bytes=1 << 12)},
         "Options(tile_bytes) is 4096 here and 16384 in the plan.",
     ),
     "what does not fit": (
-        lambda: {"plan": plan(fits=False, lacks=(Lack("device", 5 << 20, "use 2 slices"),), **UNMADE)},
+        lambda: {"plan": plan(fits=False, lacks=(Lack("device", 5 << 20, "2 more ranks, 3 in all"),), **UNMADE)},
         "The plan does not fit: ",
     ),
     "a model that does not recompute": (

@@ -97,7 +97,6 @@ class Answer:
     Attributes:
         placement: where each kind of state lives.
         overlap: when updates run.
-        unit_micro_batches: into how many slices of the batch a block's work is cut.
         options: sizes and policies.
         recompute: whether backward computes again what forward did not keep; the model has to be told.
         world_size: how many ranks there are.
@@ -135,7 +134,6 @@ class Answer:
 
     placement: Placement
     overlap: Overlap
-    unit_micro_batches: int
     options: Options
     recompute: bool
     world_size: int
@@ -194,7 +192,7 @@ class Answer:
         values.one_of("overlap", self.overlap, get_args(Overlap))
         values.one_of("precision", self.precision, get_args(Precision))
         values.one_of("stage", self.stage, STAGES)
-        for name in ("unit_micro_batches", "world_size", "hosts"):
+        for name in ("world_size", "hosts"):
             values.whole(name, getattr(self, name), 1)
         for name in ("recompute", "fits"):
             values.true_or_false(name, getattr(self, name))

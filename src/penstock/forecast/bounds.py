@@ -1,4 +1,4 @@
-"""How short a step can be at best, for one choice of activations, recomputing and slices: a linear programme.
+"""How short a step can be at best, for one choice of activations and recomputing: a linear programme.
 
 A step is two windows, forward and backward (`traffic.py`). For every resource r, with what it has to do in seconds:
 

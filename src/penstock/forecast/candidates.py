@@ -26,25 +26,22 @@ class Choice(NamedTuple):
     Attributes:
         activations: the tier of what forward saves for backward; `None` where it stays.
         recompute: whether the model computes activations again in backward.
-        unit_micro_batches: into how many slices a batch is cut in each unit.
         streamed: the most of the updates of what rests off the device that the device may do.
     """
 
     activations: TierName | None = None
     recompute: bool = False
-    unit_micro_batches: int = 1
     streamed: float = 0.0
 
     @property
-    def order(self) -> tuple[int, bool, int, float]:
+    def order(self) -> tuple[int, bool, float]:
         """What choices are sorted by, where their bounds are alike."""
         tiers = (None, *TIERS)
-        return tiers.index(self.activations), self.recompute, self.unit_micro_batches, self.streamed
+        return tiers.index(self.activations), self.recompute, self.streamed
 
     def __str__(self) -> str:
         words = [f"activations on {self.activations}" if self.activations else ""]
         words += ["recomputing" if self.recompute else ""]
-        words += [f"unit_micro_batches={self.unit_micro_batches}" if self.unit_micro_batches > 1 else ""]
         words += [f"streamed_updates={self.streamed:g}" if self.streamed else ""]
         return ", ".join(word for word in words if word) or "all on the device at once"
 
@@ -234,7 +231,7 @@ def cut(fractions: Fractions, tiers: Sequence[TierName], slack: float | None) ->
 
 
 #: What candidates are sorted by.
-_Place = tuple[int, float, tuple[int, bool, int, float], str]
+_Place = tuple[int, float, tuple[int, bool, float], str]
 
 
 def order_among(among: Iterable[Candidate]) -> Callable[[Candidate], _Place]:

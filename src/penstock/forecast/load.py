@@ -29,7 +29,7 @@ class Figures(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """One rank's step for one choice of activations, recomputing and slices, wherever the state is.
+    """One rank's step for one choice of activations and recomputing, wherever the state is.
 
     "In all" is of one step; "of a pass" is of the forward, or the backward, of one micro-batch. What is gathered or
     reduced is this rank's part, which it copies itself.

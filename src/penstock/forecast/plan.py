@@ -48,7 +48,7 @@ class Plan(Answer):
     Example:
         >>> from penstock import Placement
         >>> plan = Plan(
-        ...     placement=Placement(optimizer="cpu"), overlap="auto", unit_micro_batches=1, options=Options(),
+        ...     placement=Placement(optimizer="cpu"), overlap="auto", options=Options(),
         ...     recompute=False, world_size=1, fits=True, step_s=0.5, step_range_s=(0.4, 0.6),
         ...     bound_by="host update", gap=0.02, bytes={"device": 2 << 30, "cpu": 5 << 30},
         ...     peak_bytes={"device": 3 << 30, "cpu": 5 << 30}, busy_s={"host update": 0.4},
@@ -92,9 +92,7 @@ class Plan(Answer):
         """Write the table: whether it fits, the step, and what lies where."""
         return table(self)
 
-    def prepare_arguments(
-        self, options: Options | None = None, *, overlap: Overlap = "auto", unit_micro_batches: int = 1
-    ) -> dict[str, Any]:
+    def prepare_arguments(self, options: Options | None = None, *, overlap: Overlap = "auto") -> dict[str, Any]:
         """Give the arguments of `prepare` that the plan decides, beside what the user wrote by hand.
 
         Options that change neither the length of a step nor what it takes are the user's where these say something,
@@ -104,24 +102,20 @@ class Plan(Answer):
         Arguments:
             options: the user's options; `None` says nothing.
             overlap: the user's; `"auto"` says nothing.
-            unit_micro_batches: the user's; 1 says nothing.
 
         Returns:
-            `placement`, `overlap`, `unit_micro_batches` and `options`.
+            `placement`, `overlap` and `options`.
 
         Raises:
             ConfigError: the user asks for something else than the plan, or the plan does not fit.
         """
         if not self.fits:
             raise ConfigError(f"The plan does not fit: {lacks_in_words(self)} Change that, and {_AGAIN}.")
-        given = {"overlap": (overlap, "auto"), "unit_micro_batches": (unit_micro_batches, 1)}
-        for name, (value, unsaid) in given.items():
-            if value not in (unsaid, getattr(self, name)):
-                raise _conflict(name, value, getattr(self, name))
+        if overlap not in ("auto", self.overlap):
+            raise _conflict("overlap", overlap, self.overlap)
         return {
             "placement": self.placement,
             "overlap": self.overlap,
-            "unit_micro_batches": self.unit_micro_batches,
             "options": self.options if options is None else self._merged(options),
         }
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
-from penstock.boundedfiles import parse_object, read_bytes
+from penstock.boundedfiles import parse_object, read_bytes, without_removed
 from penstock.config import Options, Placement
 from penstock.errors import ConfigError, one_line, shown
 from penstock.forecast import values
@@ -64,6 +64,7 @@ def parse(text: bytes) -> dict[str, Any]:
         raise ConfigError(
             f"it is a plan of version {shown(version)}, and version {VERSION} is read: plan again with penstock plan."
         )
+    content = without_removed(content)
     _check_keys(content, Answer, "")
     content["placement"] = _placement(content["placement"])
     content["options"] = Options(**_members(content["options"], Options, "options"))

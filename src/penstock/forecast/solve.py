@@ -12,7 +12,7 @@ from itertools import pairwise, permutations
 from math import ceil
 
 from penstock.forecast.candidates import Candidate, Candidates, Choice, candidates, order_among
-from penstock.forecast.lacks import Change, Infeasible, fits, lacks
+from penstock.forecast.lacks import Change, Infeasible, lacks
 from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
 from penstock.kinds import TierName
 
@@ -106,23 +106,19 @@ def search(
     return Found(best, evaluation, lower, gap, tuple(run.tried))
 
 
-def infeasible(loads: Mapping[Choice, Load], limits: Limits, others: Mapping[Choice, Load] | None = None) -> Infeasible:
+def infeasible(loads: Mapping[Choice, Load], limits: Limits) -> Infeasible:
     """Say what is missing where nothing fits, and the smallest change after which something does.
 
     Arguments:
-        loads: what a step consists of, for each choice that was allowed.
+        loads: what a step consists of, for each choice.
         limits: what there is of each tier.
-        others: the same for choices that were not allowed.
 
     Returns:
-        What is missing with the choice that comes nearest, and changes, the smallest first: another choice, more files,
-        a smaller batch, more ranks.
+        What is missing with the choice that comes nearest, and changes, the smallest first: more files, a smaller
+        batch, more ranks.
     """
     ordered = sorted(loads, key=lambda choice: choice.order)
-    nearest = min((lacks(loads[choice], limits) for choice in ordered), key=lambda each: sum(each.missing.values()))
-    allowed = others or {}
-    instead = [choice for choice in sorted(allowed, key=lambda choice: choice.order) if fits(allowed[choice], limits)]
-    return replace(nearest, changes=(*(Change("choice", 0, str(choice)) for choice in instead), *nearest.changes))
+    return min((lacks(loads[choice], limits) for choice in ordered), key=lambda each: sum(each.missing.values()))
 
 
 @dataclass

@@ -129,7 +129,7 @@ def bytes_in(by_tier: Mapping[TierName, int], tiers: Iterable[TierName]) -> int:
 
 
 def activations_in_words(answer: Answer) -> str:
-    """Say where activations go, and what is done to them: "device (recomputed, 2 slices)"."""
+    """Say where activations go, and what is done to them: "device (recomputed)"."""
     tier = answer.placement.activations or "device"
     where = next(name for name, tiers in columns(answer) if tier in tiers)
     return f"{where} {_treatment(answer)}".rstrip()
@@ -250,10 +250,7 @@ def _activations(answer: Answer) -> list[str]:
 
 
 def _treatment(answer: Answer) -> str:
-    said = ["recomputed"] if answer.recompute else []
-    if answer.unit_micro_batches > 1:
-        said.append(f"{answer.unit_micro_batches} slices")
-    return f"({', '.join(said)})" if said else ""
+    return "(recomputed)" if answer.recompute else ""
 
 
 def _peak(answer: Answer, tiers: Sequence[TierName]) -> str:

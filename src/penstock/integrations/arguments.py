@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.boundedfiles import read_mapping
+from penstock.boundedfiles import read_mapping, without_removed
 from penstock.errors import ConfigError, shown
 
 _Value = TypeVar("_Value", penstock.Placement, penstock.Options)
@@ -61,7 +61,8 @@ def prepare_arguments(mapping: Mapping[str, Any], *, source: str = "penstock") -
         What `penstock.prepare(model, optimizer, **arguments)` takes; only what the mapping has.
 
     Raises:
-        ConfigError: a name that there is not, with the nearest that there is; a value that stands for nothing.
+        ConfigError: a name that there is not, with the nearest that there is; an argument that was removed, at another
+            value than its default; a value that stands for nothing.
 
     Example:
         >>> prepare_arguments({"stage": 2, "placement": {"optimizer": "cpu"}})["placement"].optimizer
@@ -69,6 +70,7 @@ def prepare_arguments(mapping: Mapping[str, Any], *, source: str = "penstock") -
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{source} is {type(mapping).__name__}, not a mapping of arguments of penstock.prepare().")
+    mapping = without_removed(mapping, f"{source}: ")
     known = argument_names()
     for name in mapping:
         if name in _GIVEN_BY_CALL:

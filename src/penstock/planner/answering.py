@@ -40,7 +40,6 @@ def answer(question: Question, trials: Trials, best: Best) -> Plan:
     return Plan(
         placement=trial.placement,
         overlap=request.overlap,
-        unit_micro_batches=request.unit_micro_batches,
         options=request.options,
         recompute=trial.choice.recompute or recomputes(question.scene.model),
         world_size=grid.world_size,
@@ -148,7 +147,7 @@ def _why(best: Best) -> tuple[Why, ...]:
     reasons = []
     if others:
         cost = others[0][1] - best.trial.timing.step_s
-        reasons.append(Why("activations, recomputing, slices", str(chosen), str(others[0][0].choice), cost))
+        reasons.append(Why("activations, recomputing", str(chosen), str(others[0][0].choice), cost))
     step_s = best.trial.timing.step_s
     for kind in ("params", "grads", "optimizer"):
         home = best.trial.placement.home(kind)

@@ -59,7 +59,7 @@ class Question:
         """Whether the device has memory of its own."""
         return self.scene.back_end == "accelerator"
 
-    def request(self, placement: Placement, *, streamed: float, unit_micro_batches: int) -> Request:
+    def request(self, placement: Placement, *, streamed: float) -> Request:
         """Check a placement as `prepare` does, with all other arguments.
 
         Raises:
@@ -72,7 +72,6 @@ class Question:
             "options": replace(self.options, streamed_updates=streamed),
             # By name alone updates begin in backward: a gradient that is not finite then ends the optimizer.
             "overlap": "forward" if overlap == "auto" else overlap,
-            "unit_micro_batches": unit_micro_batches,
             "weights": self.arguments.get("weights") or "init",  # the copy that is rehearsed has no values
         }
         return request_for(self.scene.model, **arguments)

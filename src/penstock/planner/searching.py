@@ -16,7 +16,6 @@ from penstock.planner.trials import Trial, Trials, placement_of
 from penstock.recompute import can_be_told, recomputes
 
 REHEARSALS = 12
-SLICES = (2, 4, 8)
 #: How much of the updates of what rests elsewhere an accelerator may do.
 STREAMED = 1.0
 
@@ -46,38 +45,25 @@ def find_best(question: Question, trials: Trials) -> Best:
     1. Everything on the device, if that fits.
     2. Activations where they are made, as the model is; computed again; or kept elsewhere: memory that they leave free
        takes state in, so all of these are searched together.
-    3. Where nothing fits yet: slices of the batch.
     """
-    loads: dict[Choice, Load] = {}
-    found: Found | Infeasible | None = None
-    turns = _in_turn(question)
-    everything = trials.run(Placement(), turns[0][0])
+    choices = _choices(question)
+    everything = trials.run(Placement(), choices[0])
     if not question.limits.excess(everything.peak_bytes):
         return given(question, trials, everything.placement)  # what need not move is not moved
-    for choices in turns:
-        for choice in choices:
-            load = _load(question, trials, choice)
-            if load is not None:
-                loads[choice] = load
-        if not loads:
-            continue
-        found = _search(question, trials, loads)
-        if isinstance(found, Found):
-            break
+    counted = {choice: _load(question, trials, choice) for choice in choices}
+    loads = {choice: load for choice, load in counted.items() if load is not None}
+    found = _search(question, trials, loads)
     if isinstance(found, Found):
         trial = trials.run(
             placement_of(found.best.fractions, found.best.choice, question), _fixed(found.best, question)
         )
         return Best(trial, found.lower_bound_s, found.gap, found.tried)
-    if found is None:
-        raise ConfigError("No choice of activations, recomputing and slices of the batch could be rehearsed.")
     return Best(_nearest(question, trials, loads), 0.0, 0.0, lacking=found)
 
 
 def given(question: Question, trials: Trials, placement: Placement) -> Best:
     """Look at one placement, with its lower bound."""
-    slices = question.arguments.get("unit_micro_batches", 1)
-    choice = Choice(placement.activations, False, slices, _stated(question))
+    choice = Choice(placement.activations, streamed=_stated(question))
     trial = trials.run(placement, choice)
     load = _load(question, trials, choice)
     if load is None:
@@ -99,28 +85,21 @@ def given(question: Question, trials: Trials, placement: Placement) -> Best:
     return Best(trial, bound.bound_s, max(0.0, trial.timing.step_s / bound.bound_s - 1), lacking=lacking)
 
 
-def _in_turn(question: Question) -> list[list[Choice]]:
-    """List the choices that are looked at together, first those that cost least."""
+def _choices(question: Question) -> list[Choice]:
+    """List the choices that are searched together, first those that cost least."""
     model = question.scene.model
     accelerator = question.on_accelerator
-    slices = question.arguments.get("unit_micro_batches", 1)
     streamed = (0.0, STREAMED) if accelerator and question.options.streamed_updates == "auto" else (_stated(question),)
-    plain = [Choice(None, False, slices, share) for share in streamed]
+    plain = [Choice(streamed=share) for share in streamed]
     again = can_be_told(model) and not recomputes(model)
-    less = [Choice(None, True, slices, share) for share in streamed] if again else []
+    less = [Choice(None, True, share) for share in streamed] if again else []
     if accelerator:
-        less.append(Choice("cpu", False, slices, streamed[0]))
+        less.append(Choice("cpu", False, streamed[0]))
         if again:
-            less.append(Choice("cpu", True, slices, streamed[0]))
+            less.append(Choice("cpu", True, streamed[0]))
     elif question.folders:
-        less.append(Choice("nvme", again, slices, streamed[0]))
-    turns = [[*plain, *less]]
-    if slices == 1:
-        tier: TierName | None = "cpu" if accelerator else None
-        turns += [
-            [Choice(where, False, count, streamed[0]) for where in dict.fromkeys((None, tier))] for count in SLICES
-        ]
-    return turns
+        less.append(Choice("nvme", again, streamed[0]))
+    return [*plain, *less]
 
 
 def _stated(question: Question) -> float:
@@ -136,7 +115,7 @@ def _load(question: Question, trials: Trials, choice: Choice) -> Load | None:
     try:
         trial = trials.run(Placement(activations=tier, nvme_path=folders), choice)
     except (ConfigError, EngineError):
-        if choice.activations is None and choice.unit_micro_batches == 1 and not choice.recompute:
+        if choice.activations is None and not choice.recompute:
             raise  # nothing was asked of the model beyond what it does
         return None
     return load_of(

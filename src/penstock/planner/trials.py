@@ -75,9 +75,7 @@ class Trials:
         key = f"{placement!r} {choice!r}"
         if key not in self._found:
             question = self._question
-            request = question.request(
-                placement, streamed=choice.streamed, unit_micro_batches=choice.unit_micro_batches
-            )
+            request = question.request(placement, streamed=choice.streamed)
             rehearsal = self._rehearse(replace(question.scene, recompute=choice.recompute), request)
             self._found[key] = Trial(
                 placement,

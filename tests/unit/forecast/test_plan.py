@@ -17,8 +17,7 @@ from penstock.forecast.plan import PLANNED_OPTIONS, Plan, model_fingerprint
 from tests.plans import DESKTOP, plan, too_large
 
 CONTRACT = (
-    "placement overlap unit_micro_batches options recompute world_size fits step_s step_range_s bound_by gap "
-    "bytes peak_bytes busy_s"
+    "placement overlap options recompute world_size fits step_s step_range_s bound_by gap bytes peak_bytes busy_s"
 )
 
 
@@ -37,7 +36,7 @@ def said(refused: pytest.ExceptionInfo) -> str:
 
 
 def test_the_fields_of_the_contract_come_first():
-    assert [field.name for field in fields(Plan)][:14] == CONTRACT.split()
+    assert [field.name for field in fields(Plan)][:13] == CONTRACT.split()
 
 
 @pytest.mark.parametrize(
@@ -46,8 +45,6 @@ def test_the_fields_of_the_contract_come_first():
         ("placement", "cpu", "placement='cpu': use a Placement"),
         ("overlap", "sometimes", "overlap='sometimes': use one of 'none', 'forward', 'backward', 'auto'"),
         ("overlap", ["none"], "overlap=['none']: use one of"),
-        ("unit_micro_batches", 0, "unit_micro_batches=0: use a whole number, 1 or more"),
-        ("unit_micro_batches", True, "unit_micro_batches=True: use a whole number"),
         ("options", {}, "options={}: use Options"),
         ("recompute", 1, "recompute=1: use True or False"),
         ("world_size", 1.5, "world_size=1.5: use a whole number"),
@@ -163,14 +160,13 @@ class TestPrepare:
         assert made.prepare_arguments() == {
             "placement": DESKTOP.placement,
             "overlap": "forward",
-            "unit_micro_batches": 2,
             "options": options,
         }
         assert made.prepare_arguments(Options())["options"] == options
 
     def test_saying_the_same_is_no_conflict(self):
         options = Options(streamed_updates=0.25)
-        given = plan(options=options).prepare_arguments(options, overlap="forward", unit_micro_batches=2)
+        given = plan(options=options).prepare_arguments(options, overlap="forward")
         assert given["options"] == options
 
     @pytest.mark.parametrize(
@@ -224,23 +220,16 @@ class TestPrepare:
     def test_every_option_that_a_plan_is_for_is_an_option(self):
         assert {field.name for field in fields(Options)} >= set(PLANNED_OPTIONS)
 
-    @pytest.mark.parametrize(
-        ("given", "words"),
-        [
-            ({"overlap": "none"}, "overlap is 'none' here and 'forward' in the plan"),
-            ({"unit_micro_batches": 4}, "unit_micro_batches is 4 here and 2 in the plan"),
-        ],
-    )
-    def test_an_argument_that_the_plan_is_for_cannot_be_another(self, given, words):
+    def test_an_overlap_that_the_plan_is_for_cannot_be_another(self):
         with pytest.raises(ConfigError) as refused:
-            DESKTOP.prepare_arguments(**given)
-        assert words in said(refused)
+            DESKTOP.prepare_arguments(overlap="none")
+        assert "overlap is 'none' here and 'forward' in the plan" in said(refused)
 
     def test_a_plan_that_does_not_fit_prepares_nothing(self):
         with pytest.raises(ConfigError) as refused:
             too_large().prepare_arguments()
         assert "3.00 GiB (3,221,237,817 bytes) too few on the device" in said(refused)
-        assert "use 4 slices of the batch" in said(refused)
+        assert "1 more rank, 2 in all" in said(refused)
 
     def test_it_asks_for_just_what_the_same_arguments_by_hand_ask_for(self):
         made = plan(options=Options(tile_bytes=1 << 16))
@@ -248,7 +237,6 @@ class TestPrepare:
             net(),
             placement=DESKTOP.placement,
             overlap="forward",
-            unit_micro_batches=2,
             options=Options(tile_bytes=1 << 16),
         )
         assert request_for(net(), **made.prepare_arguments()) == by_hand

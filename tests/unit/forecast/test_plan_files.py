@@ -83,6 +83,10 @@ def test_an_edited_file_is_read_where_it_is_consistent(tmp_path):
     assert made.why == ()
 
 
+def test_a_file_of_0_2_whose_blocks_run_whole_batches_is_read(tmp_path):
+    assert Plan.read(edited(tmp_path, unit_micro_batches=1)) == DESKTOP
+
+
 def test_a_mark_of_byte_order_does_not_matter(tmp_path):
     assert Plan.read(written(tmp_path, b"\xef\xbb\xbf" + TEXT.encode())) == DESKTOP
 
@@ -97,6 +101,7 @@ def test_a_mark_of_byte_order_does_not_matter(tmp_path):
         ({"version": "1"}, "it is a plan of version '1'"),
         ({"version": ...}, "it is a plan of version None"),
         ({"placment": {}}, "'placment' is no key of a plan. Did you mean 'placement'? Correct it, or leave it out."),
+        ({"unit_micro_batches": 2}, "unit_micro_batches=2 was removed: blocks run whole micro-batches. Leave it out."),
         ({"a\nb\x1b": 1}, "'a\\nb\\x1b' is no key of a plan. Correct it"),
         ({"k" * 5000: 1}, "is no key of a plan"),
         ({"busy_s": ...}, "'busy_s' is missing. Add it, or plan again"),

@@ -40,7 +40,7 @@ def test_a_plan_that_fits():
         params           0.31 4.60 GiB      0.69 10.1 GiB     -
         gradients        -                  1.00 14.7 GiB     -
         optimizer        -                  0.83 74.0 GiB     0.17 13.0 GiB
-        activations      6.10 GiB (recomputed, 2 slices)
+        activations      6.10 GiB (recomputed)
         peak / limit     21.8 / 23.1 GiB    98.0 / 110 GiB    13.0 / 900 GiB
         updates          overlap forward
         waits exposed    update 0.90 s, fetch 0.20 s
@@ -53,13 +53,13 @@ def test_a_plan_that_fits():
 def test_a_plan_that_does_not_fit():
     lacks = (*too_large().lacks, Lack("nvme", 40 * MIB))
     assert str(too_large(lacks=lacks)) == shows("""
-        fits: no      3.00 GiB (3,221,237,817 bytes) too few on the device. Smallest change: use 4 slices of the batch.
+        fits: no      3.00 GiB (3,221,237,817 bytes) too few on the device. Smallest change: 1 more rank, 2 in all.
         fits: no      40.0 MiB (41,943,040 bytes) too few on nvme.
                         device             host              nvme
         params          0.31 4.60 GiB      0.69 10.1 GiB     -
         gradients       -                  1.00 14.7 GiB     -
         optimizer       -                  0.83 74.0 GiB     0.17 13.0 GiB
-        activations     6.10 GiB (recomputed, 2 slices)
+        activations     6.10 GiB (recomputed)
         peak / limit    26.1 / 23.1 GiB    98.0 / 110 GiB    13.0 / 900 GiB
         updates         overlap forward
         planned for     rtx4090-desktop, bf16, stage 3, input_ids int64[16, 1024], labels int64[16, 1024]
@@ -76,7 +76,6 @@ def test_a_plan_for_a_cpu_where_device_and_host_are_one_memory():
             nvme_path="/scratch",
         ),
         overlap="auto",
-        unit_micro_batches=1,
         recompute=False,
         step_s=0.0412,
         step_range_s=(0.0399, 0.0431),
@@ -114,7 +113,6 @@ def test_a_plan_for_a_cpu_where_device_and_host_are_one_memory():
 def test_a_plan_for_one_of_two_ranks_with_updates_on_the_device():
     made = plan(
         placement=Placement(optimizer="cpu", activations="cpu"),
-        unit_micro_batches=1,
         options=Options(streamed_updates=0.25),
         world_size=2,
         stage=2,
@@ -153,11 +151,10 @@ def test_fractions_that_are_1_but_for_rounding_are_all():
 
 def test_activations_stand_in_the_columns_that_have_them():
     kept = {"activations": {"device": 2 * MIB, "cpu": GIB}}
-    row = line_of(str(plan(kind_bytes=kept, recompute=False)), "activations")
-    assert row.split() == ["activations", "2.00", "MiB", "1.00", "GiB", "(2", "slices)"]
-    assert line_of(str(plan(kind_bytes={"activations": {"cpu": GIB}}, recompute=False)), "activations").split() == [
-        *("activations", "-", "1.00", "GiB", "(2", "slices)")
-    ]
+    row = line_of(str(plan(kind_bytes=kept)), "activations")
+    assert row.split() == ["activations", "2.00", "MiB", "1.00", "GiB", "(recomputed)"]
+    row = line_of(str(plan(kind_bytes={"activations": {"cpu": GIB}}, recompute=False)), "activations")
+    assert row.split() == ["activations", "-", "1.00", "GiB"]
 
 
 def test_a_step_that_is_known_though_it_does_not_fit_is_told():
@@ -179,13 +176,13 @@ def test_a_plan_in_which_nothing_waits_says_so():
 def test_reasons_say_what_the_next_best_would_have_cost():
     why = (*DESKTOP.why, Why("streamed_updates", "0", "0.25", 0.004, "the link is busy"), Why("a", "b", "c", -0.5))
     assert explain(plan(why=why)) == shows("""
-        choice                chosen    next best    would cost
-        recompute             yes       no           does not fit
+        choice              chosen               next best    would cost
+        recompute           yes                  no           does not fit
           activations take 41.2 GiB of 23.1 GiB
-        unit_micro_batches    2         1            +0.31 s
-        streamed_updates      0         0.25         +4.00 ms
+        optimizer           83% cpu, 17% nvme    100% nvme    +0.31 s
+        streamed_updates    0                    0.25         +4.00 ms
           the link is busy
-        a                     b         c            -0.50 s
+        a                   b                    c            -0.50 s
     """)
     text = "There was nothing to choose: the placement was given, or all of it fits where compute is."
     assert explain(plan(why=())) == text
@@ -195,7 +192,7 @@ def test_the_block_at_the_start_of_a_run():
     assert block(DESKTOP) == shows("""
         plan: step 4.12 s, 3,977 tokens/s, bound by: host update
           params 0.31 device + 0.69 host; gradients host; optimizer 0.83 host + 0.17 nvme
-          activations device (recomputed, 2 slices); overlap forward
+          activations device (recomputed); overlap forward
           step                   4.12 s
           host update            3.25 s
           device compute         2.10 s

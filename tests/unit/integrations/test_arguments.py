@@ -51,11 +51,14 @@ def test_values_stay_as_they_are() -> None:
         "units": [nn.Linear],
         "reduce_dtype": torch.bfloat16,
         "weights": "folder",
-        "batch_dim": {"mask": None},
     }
     assert prepare_arguments(given) == given
     assert prepare_arguments({"placement": "auto"}) == {"placement": "auto"}
     assert prepare_arguments({"placement": None, "options": None}) == {"placement": None, "options": penstock.Options()}
+
+
+def test_what_was_removed_is_left_out_where_it_said_nothing() -> None:
+    assert prepare_arguments({"stage": 2, "unit_micro_batches": 1, "batch_dim": 0}) == {"stage": 2}
 
 
 def test_a_file_names_a_plan_and_prepare_does_what_that_says(tmp_path: Path) -> None:
@@ -81,6 +84,11 @@ def test_every_argument_of_prepare_is_known() -> None:
     [
         ({"stages": 3}, r"penstock has no 'stages'\. Did you mean 'stage'\?"),
         ({"quux": 3}, r"has no 'quux'\. Use some of stage, placement"),
+        (
+            {"unit_micro_batches": 4},
+            r"penstock: unit_micro_batches=4 was removed: .* larger micro-batch, with",
+        ),
+        ({"batch_dim": {"mask": None}}, r"penstock: batch_dim=\{'mask': None\} was removed: blocks run whole"),
         ({"placement": {"param": "cpu"}}, r"penstock\['placement'\] has no 'param'\. Did you mean 'params'"),
         ({"options": {"prefetch": 1}}, r"penstock\['options'\] has no 'prefetch'\. Did you mean 'prefetch_bytes'"),
         ({"placement": {"params": "gpuu"}}, "not a tier"),

@@ -49,7 +49,7 @@ def test_a_step_is_within_its_range_and_above_its_bound(auto: Plan) -> None:
 
 
 def test_the_placement_that_was_found_takes_as_long_when_it_is_given(auto: Plan) -> None:
-    again = planned(placement=auto.placement, unit_micro_batches=auto.unit_micro_batches, device_bytes=TIGHT)
+    again = planned(placement=auto.placement, device_bytes=TIGHT)
     assert again.step_s == auto.step_s
     assert again.peak_bytes == auto.peak_bytes
     assert again.fits

@@ -36,8 +36,6 @@ class Reducer:
         movement: brings reduced gradients to their homes, where compute does not reach those.
         sums: sums gradients over shards.
         accumulation_dtype: the dtype in which micro-batches are summed, the homes' own.
-        collects_fp32: whether gradients are summed in fp32 until they are reduced, because a parameter gets several in
-            one backward.
         agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
         may_hold_back: whether whole gradients may stay on this rank until a later micro-batch is reduced (stages 0
             and 1).
@@ -53,7 +51,6 @@ class Reducer:
         sums: Sums,
         *,
         accumulation_dtype: torch.dtype,
-        collects_fp32: bool,
         agrees: bool,
         may_hold_back: bool,
     ) -> None:
@@ -66,10 +63,9 @@ class Reducer:
         self._accumulation_dtype = accumulation_dtype
         # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
         self._measures_late = not streams.computes_on_host
-        self._straight = ranks.data_size == 1 and not collects_fp32
+        self._straight = ranks.data_size == 1
         # What is collected is what will be at home, bit for bit: the pass that collects it measures for nothing.
         self._measures_collected = self._straight and streams.computes_on_host and sums.dtype == accumulation_dtype
-        self._collects_fp32 = collects_fp32
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
         if agrees and not streams.aliases_host:
@@ -277,8 +273,6 @@ class Reducer:
         """Give the flat gradient that is being collected, on the device: a new one, or what rested in host memory."""
         if gradient.pending is None:
             dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
-            if self._collects_fp32:
-                dtype = torch.float32
             gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
         if gradient.rests:
             buffer = self.buffers.lease(gradient.pending.numel(), gradient.pending.dtype)

@@ -32,21 +32,14 @@ def check_version(tensor: Tensor, expected: int, what: str = "") -> None:
 
 
 class Version:
-    """The version that a tensor has now.
-
-    Arguments:
-        tensor: the one that is looked at.
-        keeps: keep the tensor itself; else its counter alone is kept, without memory.
-    """
+    """The version that a tensor has now. The tensor's counter is kept, and not its memory."""
 
     __slots__ = ("_counter", "_expected")
 
-    def __init__(self, tensor: Tensor, *, keeps: bool = False) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._expected = 0 if tensor.is_inference() else tensor._version
-        self._counter = tensor
-        if not keeps:
-            self._counter = tensor.detach()  # it has the same counter
-            self._counter.data = tensor.new_empty(0)
+        self._counter = tensor.detach()  # it has the same counter
+        self._counter.data = tensor.new_empty(0)
 
     def check(self) -> None:
         """Refuse to compute with the tensor if it was written since. Raises what `check_version` does."""

@@ -30,7 +30,7 @@ RECIPE = Recipe(seq_length=16, lr=1e-3, batch_size=2, accumulation=2, world_size
 
 def small(**changes: Any) -> Plan:
     """A plan for the small model on a cpu, with a step that nobody will measure."""
-    here = {"device": "cpu", "machine_fingerprint": {}, "batch": "2 of 2x16 int64, 2x16 int64", "unit_micro_batches": 1}
+    here = {"device": "cpu", "machine_fingerprint": {}, "batch": "2 of 2x16 int64, 2x16 int64"}
     here |= {"precision": "fp32", "placement": Placement(params="cpu", grads="cpu", optimizer="cpu")}
     return desktop(**(here | {"busy_s": {"device compute": 3.5, "host update": 1e-3}, "recompute": False} | changes))
 
