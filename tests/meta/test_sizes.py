@@ -44,7 +44,7 @@ PACKAGES = {
     "engine": (8545, 82),
     "forecast": (3079, 25),
     "integrations": (5891, 53),
-    "machine": (3376, 33),
+    "machine": (3220, 32),
     "optim": (497, 7),
     "planner": (929, 9),
     "probe": (1148, 11),
