@@ -188,7 +188,6 @@ TORCH: dict[str, dict[str, tuple[str, str]]] = {
     "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": ("the module that torch.compile has wrapped", BOTH)},
     "torch.fx.experimental": {"_config": ("equal sizes are no reason to compile again", BOTH)},
     "torch.distributed.distributed_c10d": {
-        "_get_default_group": ("the group of all ranks as an object", BOTH),
         "_get_default_store": ("ranks meet there before they have a group of ours", BOTH),
         "_new_process_group_helper": ("a group of some ranks, that others need not take part in", BOTH),
         "_resolve_process_group": ("the group of a functional collective", BOTH),
