@@ -267,7 +267,7 @@ def _group_timeout_s() -> float:
     """The timeout that `run_ranks` was given: a rank that is wrong must not leave the others waiting for longer."""
     if not dist.is_initialized():
         return math.inf
-    group: Any = dist.distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     told = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return max((float(each._timeout.total_seconds()) for each in told if each is not None), default=math.inf)
 

@@ -10,7 +10,7 @@ and reduce units, whichever they are.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +31,10 @@ from penstock.engine.units.regroup import lay_again, parameters_for, place, trai
 from penstock.engine.units.source import FirstRank
 from penstock.engine.units.unit import Unit
 from penstock.errors import ConfigError, EngineError
-from penstock.kinds import PARAM, SECONDARY
 from penstock.machine.council import Facts
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
 from penstock.rules.storage import StateFormat
-from penstock.tiers.home import SectionPlan
 
 
 class Adopter:
@@ -72,9 +70,9 @@ class Adopter:
         checks.check_newcomers(newcomers)
         check_divided(newcomers.items(), engine.rig.ranks.mesh)
         _check_group(given.param_groups[-1]["params"], known | set(newcomers.values()))
-        blueprint, stays = self._extended(engine, self._rule(given), groups, given.param_groups)
+        blueprint, stays, changed = self._extended(engine, self._rule(given), groups, given.param_groups)
         facts.update(blueprint.facts(model, engine.rig.ranks.grid))
-        return Adoption(self, engine, blueprint, stays)
+        return Adoption(self, engine, blueprint, stays, changed)
 
     def _rule(self, given: torch.optim.Optimizer) -> Rule:
         """Choose the rule for the groups as they are now; refuse those that need other states than there are."""
@@ -94,8 +92,8 @@ class Adopter:
         rule: Rule,
         groups: Mapping[nn.Parameter, int],
         given_groups: Sequence[Mapping[str, Any]],
-    ) -> tuple[Blueprint, dict[str, Unit]]:
-        """Draw the blueprint of the engine as it will be, and say by name which of its units there are already."""
+    ) -> tuple[Blueprint, dict[str, Unit], list[UnitPlan]]:
+        """Draw the blueprint of the engine as it will be; say which of its units there are, and which get memory."""
         before, units = self.blueprint, engine.rig.units
         ranks, streams = engine.rig.ranks, engine.rig.streams
         request, options = before.request, before.request.options
@@ -120,9 +118,10 @@ class Adopter:
                 unit, plan = units[number], before.units[number]
                 stays[spec.name] = unit
                 resting[spec.name] = replace(plan, spec=spec, layout=lay_again(plan.layout, unit.spec, spec))
-        changed = [s for s in specs if s.name not in stays or (s.trainable and stays[s.name].trained is None)]
-        made = {plan.spec.name: plan for plan in plan_units(changed, before.homes, ranks.grid, streams.reach, resting)}
-        drawn = [made.get(spec.name) or resting[spec.name] for spec in specs]
+        growing = [s for s in specs if s.name not in stays or (s.trainable and stays[s.name].trained is None)]
+        changed = plan_units(growing, before.homes, ranks.grid, streams.reach, resting)
+        by_name = resting | {plan.spec.name: plan for plan in changed}
+        drawn = [by_name[spec.name] for spec in specs]
         blueprint = replace(
             before,
             rule=rule,
@@ -131,7 +130,7 @@ class Adopter:
             live_bytes=checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in drawn], options),
             staging=before.plan_staging([plan.shard_sections for plan in drawn]),
         )
-        return blueprint, stays
+        return blueprint, stays, changed
 
 
 class Adoption:
@@ -142,12 +141,20 @@ class Adoption:
         engine: the one that they are of.
         blueprint: of that engine as it will be.
         stays: by name, those of its units that there are.
+        changed: the plans of units that are new, or trained from now on, in the blueprint's order.
 
     Raises:
         MemoryBudgetError, NvmeError: there is no room; nothing was taken.
     """
 
-    def __init__(self, adopter: Adopter, engine: Engine, blueprint: Blueprint, stays: Mapping[str, Unit]) -> None:
+    def __init__(
+        self,
+        adopter: Adopter,
+        engine: Engine,
+        blueprint: Blueprint,
+        stays: Mapping[str, Unit],
+        changed: Sequence[UnitPlan],
+    ) -> None:
         self._adopter = adopter
         self._engine = engine
         self._blueprint = blueprint
@@ -155,10 +162,11 @@ class Adoption:
         self._left = {p.tensor: (unit, p) for unit in engine.rig.units for p in unit.parameters}
         self._newcomers = {p for plan in blueprint.units for p in plan.spec.parameters if p not in self._left}
         self._new: list[Unit] = []
-        #: Those that are trained from now on: new ones, and those that were frozen.
-        self._joining = [plan for plan in blueprint.units if plan.spec.trainable and not self._is_trained(plan)]
+        self._joining = [plan for plan in changed if plan.spec.trainable]  # with averages
         self._averages = engine.state.averages.plans_for(self._joining)
-        self._reserved = engine.store.reserve([*self._sections(), *self._averages])
+        # In the order in which they are made.
+        homes = [h for plan in changed for h in (plan.beside if plan.spec.name in stays else plan.sections).values()]
+        self._reserved = engine.store.reserve([*(section for home in homes for section in home), *self._averages])
 
     def cancel(self) -> None:
         """Give the memory back."""
@@ -191,20 +199,6 @@ class Adoption:
         lasting.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
         self._adopter.blueprint = self._blueprint
 
-    def _is_trained(self, plan: UnitPlan) -> bool:
-        unit = self._stays.get(plan.spec.name)
-        return unit is not None and unit.trained is not None
-
-    def _sections(self) -> Iterator[SectionPlan]:
-        """Go through what is taken for the units, in the order in which it is made."""
-        for plan in self._blueprint.units:
-            if plan.spec.name not in self._stays:
-                yield from plan.all_sections()
-            elif plan.spec.trainable and not self._is_trained(plan):
-                yield from (
-                    s for home, sections in plan.sections.items() if home not in (PARAM, SECONDARY) for s in sections
-                )
-
     def _let_go(self) -> None:
         """Finish what is under way, and take the engine's hooks off the model."""
         engine = self._engine
@@ -220,7 +214,6 @@ class Adoption:
 
     def _units(self) -> list[Unit]:
         """Let those change that stay, and make the others."""
-        trained = {unit for unit in self._engine.rig.units if unit.trained is not None}
         for plan in self._blueprint.units:
             if plan.spec.name in self._stays:
                 place(self._stays[plan.spec.name], plan)
@@ -229,7 +222,7 @@ class Adoption:
             unit = self._stays.get(plan.spec.name)
             if unit is None:
                 unit = self._made(plan, index)
-            elif plan.spec.trainable and unit not in trained:
+            elif plan.spec.trainable and unit.trained is None:
                 train_where_it_rests(unit, plan, self._reserved)
             unit.index = index
             units.append(unit)

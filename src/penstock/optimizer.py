@@ -45,7 +45,7 @@ def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concat
     @wraps(method)
     @crossing
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
-        # A forward in another thread gathers what this method may move, write or give back: one waits for the other.
+        # Refused beside a forward of another thread, which gathers what this method may move, write or give back.
         with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__.lstrip("_")):
             return method(self, *args, **kwargs)
 

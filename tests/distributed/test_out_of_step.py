@@ -63,7 +63,7 @@ def test_a_layer_that_one_rank_skips_is_named() -> None:
     orders = [[0, 1, 2, 3], [0, 1, 3]]
     for rank, (said, _) in enumerate(run_ranks(walk, 2, orders)):
         assert re.search(rf"Rank {rank} could not finish the (gather|reduction) of unit 'layers\.", said)
-        assert re.search(rf"rank {1 - rank} (could not finish|waits in) the", said)
+        assert re.search(rf"rank {1 - rank} could not finish the", said)
         assert "Ranks wait for 6 s at most: Options(timeout_s=)." in said
 
 
@@ -231,4 +231,4 @@ def test_a_forward_too_many_on_one_rank_ends_all_of_them_by_its_name() -> None:
     (first, _), (second, _) = run_ranks(evaluated_alone, 2, "cpu", "recorded", "")
     assert "Rank 0 of 2 hears nothing from another one in a forward with gradients" in first[0]
     assert re.search(r"Rank 1 could not finish the \w+ of unit '\w+'", second[0])
-    assert "rank 0 waits in a forward with gradients, since" in second[0] or "could not finish" in second[0]
+    assert "rank 0 could not finish a forward with gradients" in second[0]

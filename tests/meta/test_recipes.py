@@ -69,8 +69,7 @@ def test_the_waits_that_the_page_names_are_those_of_the_code() -> None:
     from penstock import Options
     from penstock.cli.ranks import JOINING_S
     from penstock.machine import council
-    from penstock.machine.council import HEARING_S
-    from penstock.machine.whereabouts import WARN_S
+    from penstock.machine.council import HEARING_S, WARN_S
     from penstock.preparing import PATIENCE_S
 
     assert f"any agreement | {Options().timeout_s:g} s | `--timeout-s`; `Options(timeout_s=)` |" in PAGE

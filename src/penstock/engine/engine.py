@@ -85,7 +85,7 @@ class Engine:
     _ending: deque[Callable[[], object]] = field(default_factory=deque)
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
-        """Keep other threads from running the model while a method of the optimizer runs."""
+        """Refuse other threads the model while a method of the optimizer runs."""
         return self.passes.hooks.under_way.turn(method)
 
     def at_rest(self, unit_name: str, kind: str) -> bool:

@@ -24,7 +24,7 @@ from penstock.machine.groups import all_gather_flat as _all_gather_flat
 from penstock.machine.groups import give_back, is_alive
 from penstock.machine.groups import reduce_scatter_flat as _reduce_scatter_flat
 from penstock.machine.issued import Tally, UnderWay
-from penstock.machine.lifetime import Phase, at_end
+from penstock.machine.lifetime import at_end
 from penstock.machine.mesh import Nodes
 from penstock.machine.reach import Grid
 from penstock.machine.sequel import SAME, Sequel
@@ -70,7 +70,6 @@ class Ranks:
         divided: Sequence[Sequence[int]] = (),
     ) -> None:
         self.council = council or Council()
-        self._whereabouts = self.council.whereabouts
         self.grid = grid
         self.divided = divided
         self.mesh: DeviceMesh | None = None
@@ -104,17 +103,12 @@ class Ranks:
             EngineError: another rank does not take part.
         """
         formed = form(mesh, sharded=sharded, timeout_s=timeout_s, nodes=nodes)
-        council = formed.council
-        ranks = cls(formed.grid, formed.groups, council, formed.divided)
+        ranks = cls(formed.grid, formed.groups, formed.council, formed.divided)
         ranks.mesh = mesh
-        if council.size > 1:
-            council.whereabouts.watch(council.members, council.rank, formed.name, timeout_s, council.host_of)
-            at_end(ranks, council.whereabouts.close, phase=Phase.THREADS)
         return ranks
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
-        self._whereabouts.close()
         self._end_groups()
         self.council.close()
 
@@ -259,20 +253,17 @@ class Ranks:
         """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
         self._check_alive(group)
         failed = partial(self._could_not_finish, what, self.sequel.note(what))
-        self._whereabouts.issued(what)
-        waiting = partial(self._whereabouts.waiting, what)
         try:
-            with waiting():
-                work = collective()
+            work = collective()
         except RuntimeError as error:
             raise failed(error) from error
-        return None if work is None else UnderWay(work, failed, waiting)
+        return None if work is None else UnderWay(work, failed)
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
-        """Make the error of a collective that failed, with where the other ranks stand."""
+        """Make the error of a collective that failed, with what the other ranks say."""
         return EngineError(
             f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish {what}, collective {number} since the "
-            f"last step; {self.council.others_stand(what)}. {SAME} {self._patience} ({error})"
+            f"last step; {self.council.others_say(what)} {SAME} ({error})"
         )
 
     def _count(
@@ -283,17 +274,13 @@ class Ranks:
         dimensions = {id(self._shard_group): "shard", id(self._replica_group): "replicate", id(self._tp_group): "tp"}
         self.counts.note(name, dimensions[id(group)], tensor)
         try:
-            with self._whereabouts.waiting(f"the {name} of all ranks"):
-                collective()
+            collective()
         except RuntimeError as error:
+            others = self.council.others_say(f"the {name} of all ranks")
             raise EngineError(
                 f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish the {name} that another one takes "
-                f"part in, which has ended or does something else{self.council.ended()}. {self._patience} ({error})"
+                f"part in, which has ended or does something else; {others} ({error})"
             ) from error
-
-    @property
-    def _patience(self) -> str:
-        return f"Ranks wait for {self.council.timeout_s:g} s at most: Options(timeout_s=)."
 
     def _check_alive(self, group: dist.ProcessGroup | None) -> None:
         """Refuse a group that the user has destroyed."""
@@ -341,8 +328,7 @@ class Ranks:
         """
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
         self.all_reduce(message)
-        with self._whereabouts.waiting("the sums of a step"):  # on a device, for all that was issued before
-            summed: list[float] = message.tolist()
+        summed: list[float] = message.tolist()
         return summed
 
     def all_reduce_max(self, tensor: Tensor) -> None:

@@ -28,7 +28,6 @@ from penstock.errors import EngineError, PenstockError, one_line
 from penstock.machine.groups import limit_of
 from penstock.machine.host import host_name, names_of_hosts
 from penstock.machine.mesh import peers_of
-from penstock.machine.whereabouts import WARN_S, Whereabouts
 
 #: What ranks compare: values that JSON has, by a name that a message can show.
 Facts = dict[str, Any]
@@ -39,6 +38,7 @@ _MOST_BYTES = 1 << 28  # that one rank may say at once
 _MOST_NAMED = 8  # ranks in one message
 DEFAULT_TIMEOUT_S = 600.0
 JOINING_S = 300.0  # the longest wait for all members to join, also where the timeout is longer
+WARN_S = 60.0  # after which ranks that wait for others in `prepare` say whom they miss
 HEARING_S = 5.0  # how long to wait for the other ranks' words once something has failed
 #: How a forward of the model is called in messages: without, and with, a graph that autograd records.
 FORWARDS = ("a forward without gradients", "a forward with gradients")
@@ -70,7 +70,6 @@ class Council:
 
     Attributes:
         timeout_s: the same as the argument.
-        whereabouts: where this rank is, as others are told.
 
     Raises:
         PenstockError: of class `error`, when a member does not join in time.
@@ -90,7 +89,6 @@ class Council:
         self.members = tuple(members)
         self.rank = rank
         self.timeout_s = timeout_s
-        self.whereabouts = Whereabouts()
         self._error = error
         self._advice = advice
         self._others: list[Council] = []  # councils of the same ranks, which end with this one
@@ -323,8 +321,7 @@ class Council:
         """Exchange tensors of one shape; wait for every other rank, at most as long as the timeout."""
         parts = [torch.empty_like(own) for _ in self.members]
         try:
-            with self.whereabouts.waiting(verb or "a word between ranks"):
-                self._group.allgather(parts, own).wait()
+            self._group.allgather(parts, own).wait()
         except RuntimeError as error:
             raise self._silence(verb, error) from error
         return parts
@@ -334,8 +331,7 @@ class Council:
         where, rank = f" in {verb}" if verb else "", self.members[self.rank]
         return self._error(
             f"Rank {rank} of {self.size}{self.host_of(rank)} hears nothing from another one{where}, which has ended or "
-            f"does something else{self.ended()}. Ranks wait for {self.timeout_s:g} s at most: Options(timeout_s=). "
-            f"{self._advice}({error})"
+            f"does something else; {self.others_say(verb or 'a word between ranks')} {self._advice}({error})"
         )
 
     def tell(self, what: str) -> None:
@@ -348,25 +344,24 @@ class Council:
             with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
                 self._store.set(_stopped(self.members[self.rank]), one_line(what, 300))
 
-    def others_stand(self, what: str) -> str:
-        """Tell the other ranks what this one could not finish, and hear where they stand, for some seconds."""
+    def others_say(self, what: str) -> str:
+        """Tell the other ranks what this one waited for in vain. Return what each of them says, for a message.
+
+        Names the ranks that say nothing for `HEARING_S` at most, and ends with what to do next.
+        """
         self.tell(f"could not finish {what}")
         # A rank that is stuck in another collective finds out later than this one: give all of them some seconds.
-        ends = time.monotonic() + HEARING_S
+        ends = time.monotonic() + min(HEARING_S, self.timeout_s)
         said: list[str] = []
         for rank in (member for member in self.members if member != self.members[self.rank]):
             if len(said) == _MOST_NAMED:
                 said.append("others are not asked")
                 break
-            word = self._word(rank, ends - time.monotonic()) or self.whereabouts.said(rank)
-            said.append(f"{self.named(rank)} {word or _SILENT}")
-        return "; ".join(said)
-
-    def ended(self) -> str:
-        """Return what other ranks have said that they were ended by, for a message; empty where none has."""
-        words = ((rank, self._word(rank, 0)) for rank in self.members if rank != self.members[self.rank])
-        said = [f"; {self.named(rank)} {word}" for rank, word in words if word]
-        return "".join(said[:_MOST_NAMED])
+            said.append(f"{self.named(rank)} {self._word(rank, ends - time.monotonic()) or _SILENT}")
+        return (
+            f"{'; '.join(said)}. Look at the first error of a rank that has ended. Ranks wait for {self.timeout_s:g} s "
+            "at most: Options(timeout_s=)."
+        )
 
     def _word(self, rank: int, patience_s: float) -> str:
         """Return what a rank has told, or tells in time; empty where it tells nothing or the store is gone."""

@@ -170,9 +170,9 @@ def shares_host_memory(device: torch.device) -> bool:
 def _bound_device(mesh: DeviceMesh | None) -> torch.device | None:
     """Return the device that the process groups of a mesh, or the default one, are bound to, if it is one."""
     if mesh is not None:
-        groups = list(mesh.get_all_groups())
+        groups: list[dist.ProcessGroup | None] = [*mesh.get_all_groups()]
     elif dist.is_available() and dist.is_initialized():
-        groups = [dist.distributed_c10d._get_default_group()]
+        groups = [dist.group.WORLD]
     else:
         groups = []
     found = {getattr(group, "bound_device_id", None) for group in groups} - {None}

@@ -20,14 +20,12 @@ class Formed(NamedTuple):
 
     Attributes:
         grid, groups, council, divided: as `Ranks` takes them.
-        name: of this engine, on all of its ranks, and of no other one before.
     """
 
     grid: Grid
     groups: Sequence[dist.ProcessGroup | None]
     council: Council
     divided: Sequence[Sequence[int]]
-    name: str
 
 
 def form(mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float, nodes: Nodes) -> Formed:
@@ -62,4 +60,4 @@ def form(mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float, nodes: Nod
                 f"another one has ended, or does something else. ({error})"
             ) from error
         raise
-    return Formed(grid, own, council, peers.divided, name)
+    return Formed(grid, own, council, peers.divided)

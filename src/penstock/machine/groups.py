@@ -3,10 +3,15 @@
 Ranks match the collectives of a group by their order on it. On a group of our own nobody else's stand between ours:
 neither those of a user's forward, nor those of another engine.
 
-`torch.distributed.new_group` would not do. It names a group by its ranks and by how many groups the process has. Ranks
-of one group may have different numbers of others, and would look for each other under different names; and a group that
-is made after another one was destroyed gets that one's name, and would look for its ranks where the ranks of that one
-were.
+`torch.distributed.new_group` would not do, in torch 2.8 to 2.13. All ranks of the job have to call it, also those that
+have no engine. With `use_local_synchronization=True` its members alone do, and then
+
+- the name is made of the ranks and of how many groups the process has. Ranks that have different numbers of others look
+  for each other under different names, and wait for ever (`test_two_ranks_of_four_with_other_groups_beside_...`);
+- a group that is made after another one was destroyed gets that one's name, and looks for its ranks where the ranks of
+  that one were (`test_engines_in_turn_and_at_once_...`);
+- where the default group is bound to a device, NCCL splits its communicator, in which every rank of the job takes part:
+  the members wait for ever. This one needs several GPUs to be seen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,11 +43,10 @@ def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str, *, tim
         RuntimeError: torch's, where another rank does not take part.
     """
     c10d: Any = dist.distributed_c10d  # torch does not type what it does not show
-    default = c10d._get_default_group()
+    default: Any = dist.group.WORLD
     backend, _ = c10d._world.pg_map[like]
     bound = like.bound_device_id
-    # Where the default group is bound to a device, NCCL makes a new group by splitting its communicator. In a split
-    # every rank of the job takes part, and ranks that are no members are not here: the members would wait for ever.
+    # No split of the default group's communicator: ranks that are no members are not here to take part in it.
     before, default.bound_device_id = default.bound_device_id, None
     try:
         group, _ = c10d._new_process_group_helper(

@@ -1,6 +1,5 @@
 """Collectives that were issued: counted, and waited for."""
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -47,17 +46,10 @@ class UnderWay:
     Arguments:
         work: torch's handle. It holds the buffers; once the collective is over nothing here refers to it.
         failed: makes the error that whoever waits gets, of torch's own.
-        waiting: a context in which to wait.
     """
 
-    def __init__(
-        self,
-        work: dist.Work | Together,
-        failed: Callable[[RuntimeError], Exception],
-        waiting: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, work: dist.Work | Together, failed: Callable[[RuntimeError], Exception]) -> None:
         self._left: tuple[dist.Work | Together, Callable[[RuntimeError], Exception]] | None = work, failed
-        self._waiting = waiting
         self._error: Exception | None = None
         self._ended: float | None = None
 
@@ -67,8 +59,7 @@ class UnderWay:
         if left is not None:
             work, failed = left
             try:
-                with self._waiting():
-                    work.wait()
+                work.wait()
             except RuntimeError as error:
                 self._error = self._error or failed(error)
                 self._error.__cause__ = error

@@ -140,7 +140,7 @@ def peers_of(mesh: DeviceMesh | None, *, sharded: bool) -> Peers:
     if mesh is None:
         if not (dist.is_available() and dist.is_initialized()):
             return Peers(0, (0,), (0,), (0,), (0,))
-        default = dist.distributed_c10d._get_default_group()
+        default = dist.group.WORLD
         members = dist.get_process_group_ranks(default)
         rank, likes = dist.get_rank(), (default, default, default)
         shards, copies = (members, (rank,)) if sharded else ((rank,), members)

@@ -110,9 +110,9 @@ def measure(
         council.agree(failure, "probe")
         known, shared = council.share(said)
         figures = {name: Measurement(*figure) for name, figure in shared.items()}
-        if council.size > 1:
+        if council.size > 1 and (world := dist.group.WORLD) is not None:
             say("collectives")
-            named = groups or {"all ranks": dist.distributed_c10d._get_default_group()}
+            named = groups or {"all ranks": world}
             figures |= measure_collectives(device, named, council, deadline)
     return Measured(machine_name(known), device.type, dict(sorted(figures.items())), known)
 

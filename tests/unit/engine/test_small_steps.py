@@ -164,7 +164,7 @@ def test_a_layer_is_refused_to_a_thread_that_another_one_runs_the_block_beside()
     model.blocks[0].watch = elsewhere
     model(x)
     (error,) = errors
-    assert "A Linear was called" in str(error)
+    assert "is inside forward of the same model" in str(error)
     assert not any(holders(optimizer).values())
     optimizer.close()
 

@@ -106,7 +106,7 @@ def test_model_mesh_and_process_group_say_a_device(monkeypatch: pytest.MonkeyPat
     mesh: Any = SimpleNamespace(device_type="cuda", get_all_groups=lambda: groups)
     assert device_for(lying_on(CPU), mesh, third) == Choice(cuda(2), "the process group is bound to it")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_group", lambda: groups[0])
+    monkeypatch.setattr(torch.distributed.distributed_c10d._world, "default_pg", groups[0])
     assert device_for(lying_on(CPU), None, third).device == cuda(2)
     with pytest.raises(ConfigError, match=r"The model lies on cuda:1, and the process group is bound to cuda:2\."):
         device_for(lying_on(cuda(1)), None, third)

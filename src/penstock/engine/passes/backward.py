@@ -46,7 +46,7 @@ class Backward:
         reducer: takes their gradients.
         orders: gathers units, and those that are expected next.
         turns: knows what compute is doing.
-        under_way: has other threads wait.
+        under_way: refuses other threads meanwhile.
         handles: stand for gradients between backwards.
         updates: the updates that begin in backward; `None` where none do.
 
@@ -179,7 +179,7 @@ class Backward:
     def _open(self) -> None:
         """Begin a backward, if none is open, and have autograd tell its end."""
         if self.is_open:
-            self._under_way.join_backward()  # else it would release units that another thread's backward computes with
+            self._under_way.enter("backward")  # refused to a thread that is not the one of this backward
             return
         self.handles.look()  # what was set is there before the first gradient is added to it
         if self.refusal is not None:
@@ -191,7 +191,7 @@ class Backward:
                 "a GradScaler."
             )
         self.handles.take_off()  # else autograd would add to them
-        self._under_way.enter_backward()  # waits: another thread's forward would release what this backward gathers
+        self._under_way.enter("backward")  # refused beside a forward, which would release what this one gathers
         self.is_open = True
         self._orders.backward.start()
         # Runs once every node of this backward has: what no later unit ends is reduced and released there.
@@ -253,7 +253,7 @@ class Backward:
             unit.holding.forget_unseen_saves()  # after its release, which goes by them
         self._gatherer.drop_unused()
         self._turns.note()
-        self._under_way.leave_backward()  # last: another thread's forward begins now
+        self._under_way.leave("backward")  # last: another thread's forward may begin now
 
 
 def inside_a_node() -> bool:

@@ -38,7 +38,7 @@ class Forward:
         backward: takes over units whose forward runs again in it.
         orders: gathers units, and those that are expected next.
         turns: knows what compute is doing.
-        under_way: has other threads wait.
+        under_way: refuses other threads meanwhile.
         casts: knows which floating-point inputs are cast.
         activations: takes what forward saves; `None` leaves it where it is.
 
@@ -91,7 +91,7 @@ class Forward:
         for unit in units:
             if not unit.holding.forwards:
                 return False
-        # As in `before`: those of other threads wait, or are refused, and calls may be left of a forward that was lost.
+        # As in `before`: those of other threads are refused, and calls may be left of a forward that was lost.
         return in_backward() or self._under_way.goes_on_here()
 
     def before(
@@ -100,8 +100,8 @@ class Forward:
         """Gather what a module needs before it runs; return its inputs where they were cast."""
         units = self._turns.anchors.get(module, ())
         recomputing = in_backward()
-        # May block: a forward of another thread would release what this one computes with.
-        if not recomputing and self._under_way.enter_forward(module):
+        # Refused beside a forward of another thread, which would release what this one computes with.
+        if not recomputing and self._under_way.enter("forward"):
             if self._calls:
                 self.lose()  # a new forward, and calls are left: the last one has ended without a word
             # Whoever lost it has forgotten all that it was told of, and this one with them: its end would do nothing.
@@ -136,8 +136,11 @@ class Forward:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Release what a module needed after it has run, or has raised an error; `output` is `None` then."""
+        recomputing = in_backward()
         if not self._calls or self._calls[-1].module is not module:
             return  # another hook failed before ours had its turn
+        if not (recomputing or self._under_way.goes_on_here()):
+            return  # `before` has refused it, beside another thread's forward of the same module
         call = self._calls.pop()
         if call.saved_hooks is not None:
             call.saved_hooks.__exit__()  # before anything below can fail: they would stay on the thread
@@ -151,7 +154,6 @@ class Forward:
                 finished.append(unit)
         if self._calls and not finished:
             return
-        recomputing = in_backward()
         if finished:
             # Before the release: what announces their backward, or holds them for one that nothing announces.
             keep = self._watch_outputs(call, finished, output, args, kwargs)
@@ -162,7 +164,7 @@ class Forward:
         if not (self._calls or recomputing):
             self._end(complete=output is not None)
             self._turns.note()  # before another thread's forward may change what there is to note
-            self._under_way.leave_forward()  # after the releases: another thread's forward may begin now
+            self._under_way.leave("forward")  # after the releases: another thread's forward may begin now
         else:
             self._turns.note()
 

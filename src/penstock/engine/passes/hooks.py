@@ -38,7 +38,7 @@ class Hooks:
         activations: takes what forward saves; `None` leaves it where it is.
 
     Attributes:
-        under_way: knows whose turn it is, of the threads that run the model.
+        under_way: knows which thread is inside, and refuses others.
         orders: the orders in which units are used in forward and in backward.
         handles: what stands for gradients between backwards.
         read: gathers a unit whose parameters a forward reads.

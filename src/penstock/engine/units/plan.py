@@ -127,6 +127,11 @@ class UnitPlan:
         """The sections of this rank's shard."""
         return {**self.sections, PARAM: self.own_params}
 
+    @property
+    def beside(self) -> dict[str, Sequence[SectionPlan]]:
+        """The sections of what a trained unit has beside its parameters."""
+        return {name: sections for name, sections in self.sections.items() if name not in (PARAM, SECONDARY)}
+
     def all_sections(self) -> Iterator[SectionPlan]:
         """Yield every section, in the order in which `make_unit` makes them."""
         for sections in self.sections.values():

@@ -15,7 +15,7 @@ from penstock.engine.units.divided import make_parameters
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
-from penstock.kinds import PARAM, SECONDARY
+from penstock.kinds import PARAM
 from penstock.layout import FlatLayout, Slot
 from penstock.machine.collectives import Ranks
 from penstock.rules.master import write_master
@@ -59,11 +59,7 @@ def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> N
 
     Nothing is under way on them. On the caller's time, as `fill_unit`.
     """
-    homes = {
-        name: Home([reserved.make(section) for section in sections])
-        for name, sections in plan.sections.items()
-        if name not in (PARAM, SECONDARY)
-    }
+    homes = {name: Home([reserved.make(section) for section in sections]) for name, sections in plan.beside.items()}
     unit.trained = make_trained(plan, homes, unit.rank)
     for start in range(0, unit.shard_numel, plan.tile_numel):  # a tile at a time: in fp32 it is larger
         stop = min(start + plan.tile_numel, unit.shard_numel)
