@@ -37,7 +37,7 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 
 #: Code lines and modules of each package; `__init__.py` has lines and is no module.
 PACKAGES = {
-    "(top)": (3628, 29),
+    "(top)": (3630, 29),
     "checkpoint": (2815, 21),
     "cli": (8608, 105),
     "doctor": (266, 5),
@@ -46,9 +46,9 @@ PACKAGES = {
     "integrations": (5891, 53),
     "machine": (3376, 33),
     "optim": (497, 7),
-    "planner": (929, 9),
+    "planner": (927, 9),
     "probe": (1148, 11),
-    "rehearsal": (1960, 18),
+    "rehearsal": (1958, 18),
     "rules": (2110, 29),
     "tiers": (1788, 16),
 }
