@@ -89,6 +89,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
         "parallel",
         "ring",
         "checkpoint",
+        "ext",
         "footprint",
         "planner",
         "doctor",
