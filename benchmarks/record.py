@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.recording import Record
+from penstock.ext.observe.record import Record
 
 WARM = 4  # steps of a round that are not counted: the trace is among them
 

@@ -59,10 +59,10 @@ def measured(
 ) -> None:
     """Train, and compare what there was at the most with what was counted before."""
     model = deep()
-    counted: list[budgets.DeviceNeed] = []
+    counted: list[budgets.MemoryBudget] = []
     with pytest.MonkeyPatch.context() as patch:
-        count = budgets.device_need
-        patch.setattr(budgets, "device_need", lambda *given: counted.append(count(*given)) or counted[-1])
+        count = budgets.budget_of
+        patch.setattr(budgets, "budget_of", lambda *given: counted.append(count(*given)) or counted[-1])
         watch = Watch(patch)
         optimizer = prepare_on(
             streams,
@@ -74,7 +74,7 @@ def measured(
             grad_accumulation_dtype=accumulation,
             options=Options(tile_bytes=4 * KIB, **options),
         )
-        (need,) = counted
+        (budget,) = counted
         for _ in range(2):
             for _ in range(2):
                 optimizer.backward(squared(model(torch.ones(2, 64))))
@@ -86,6 +86,7 @@ def measured(
         table = optimizer.locations()
         at_rest = table.bytes(tier="device") - table.bytes(kind="gathered")
         optimizer.close()
+    need = budget.device
     parts = need.parts
     assert at_rest == sum(parts[what] for what in ("params", "grads", "optimizer", "tiles"))
     assert gathered <= parts["gathered"] <= 2 * gathered

@@ -13,7 +13,7 @@ from penstock.blueprint import Request
 from penstock.build import build
 from penstock.forecast.program import Program
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import ON_DEVICE, Event, Pending, Streams, Work
+from penstock.machine.streams import ON_DEVICE, Event, Streams, Work
 from penstock.rehearsal.order import Order
 from penstock.rehearsal.rehearse import Scene, rehearse
 from penstock.trace import Label
@@ -31,11 +31,13 @@ class Noted(NamedTuple):
 
 
 class Witness:
-    """Takes the place of a trace's recorder: nothing is forgotten because it was quick.
+    """Takes the place of a trace's observer: nothing is forgotten because it was quick.
 
     An event counts as over once somebody has waited for it, or a whole step has passed: as in a rehearsal, so that both
     are asked the same questions and get the same answers. A device keeps the order of its streams.
     """
+
+    is_traced = True
 
     def __init__(self, *, on_host: bool = True) -> None:
         self.jobs: list[Noted] = []
@@ -52,7 +54,7 @@ class Witness:
     def turn_to(self, label: Label) -> None:
         pass
 
-    def step_made(self) -> None:
+    def step_made(self, *told: Any) -> None:
         pass
 
 
@@ -61,8 +63,8 @@ class _Job:
         self._witness, self._number, self._work = witness, number, [work]
         self.after = after
 
-    def run(self) -> Pending | None:
-        return self._work.pop()()
+    def work(self) -> Work:
+        return self._work.pop()
 
     def watch(self, event: Event) -> Event:
         return _Seen(event, self._number, self._witness)
@@ -113,7 +115,7 @@ def run_really(
     prepared = build(model, optimizer, request, ranks or Ranks(), streams)
     when_built()
     witness = Witness(on_host=streams.computes_on_host)
-    streams.recorder = witness
+    streams.observer = witness
     for _ in range(STEPS):
         for number in range(micro_batches):
             last = number == micro_batches - 1
@@ -128,7 +130,7 @@ def run_really(
         prepared.zero_grad()
         witness.step += 1
     prepared.synchronize()
-    streams.recorder = None
+    streams.observer = None
     return witness.jobs, prepared
 
 

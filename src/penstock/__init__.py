@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.export import export
     from penstock.config import Options, Placement
     from penstock.ema import EMA
     from penstock.engine.updates.step import StepResult
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
         NvmeError,
         PenstockError,
     )
+    from penstock.ext.interop.export import export
     from penstock.optimizer import Optimizer
     from penstock.preparing import prepare
     from penstock.rules.generic import elementwise
@@ -48,7 +48,7 @@ __all__ = [
 
 _HOMES = {
     "prepare": "penstock.preparing",
-    "export": "penstock.checkpoint.export",
+    "export": "penstock.ext.interop.export",
     "EMA": "penstock.ema",
     "Options": "penstock.config",
     "Placement": "penstock.config",

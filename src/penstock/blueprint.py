@@ -170,24 +170,14 @@ class Blueprint:
         """Every section, in the order in which they are made."""
         return [*(section for plan in self.units for section in plan.all_sections()), *self.staging.sections()]
 
-    def bytes_on(self, tier: Tier, home: str | None = None) -> int:
+    def bytes_on(self, tier: Tier, *homes: str) -> int:
         """Count the bytes that sections take on a tier: state, and the buffers between tiers.
 
         Arguments:
             tier: where the sections are.
-            home: whose sections alone are counted (param, grad, master, optimizer, shadow, staging); `None` for all.
+            homes: whose sections are counted (param, grad, master, optimizer, shadow, staging); all without any.
         """
-        return bytes_on([section for section in self.sections if home in (None, section.home)], tier)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host bytes of the buffers between tiers."""
-        return bytes_on(list(self.staging.sections()), Tier.CPU)
-
-    @property
-    def copied_bytes(self) -> int:
-        """Host bytes that a device copies from or to, which are pinned first."""
-        return bytes_on([section for section in self.sections if section.copied], Tier.CPU)
+        return bytes_on([section for section in self.sections if not homes or section.home in homes], tier)
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -196,10 +186,7 @@ class Blueprint:
         Those in use, and those ahead of their use within the budgets.
         """
         all_of_them = sum(plan.full_bytes for plan in self.units if not plan.resident)
-        prefetch_bytes = self.request.options.prefetch_bytes
-        if all_of_them <= min(self.live_bytes, prefetch_bytes):
-            return all_of_them  # without a look at which are around which, which takes long for thousands of units
-        ahead = min(self.live_bytes, self.least_gathered_bytes + prefetch_bytes)
+        ahead = min(self.live_bytes, self.least_gathered_bytes + self.request.options.prefetch_bytes)
         return min(all_of_them, max(self.least_gathered_bytes, ahead))
 
     @cached_property

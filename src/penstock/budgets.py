@@ -34,10 +34,15 @@ from penstock.tiers.home import SectionPlan
 from penstock.tiers.nvme import bytes_by_folder, stripe
 from penstock.tiers.store import bytes_on
 
-#: What a device has at rest, as `Placement` calls it: the homes that it is made of.
-_AT_REST = {"params": (PARAM, SECONDARY), "grads": (GRAD,), "optimizer": (MASTER, OPTIMIZER, SHADOW)}
 GATHERED, PACKED, ON_THEIR_WAY = "gathered", "packed", "gradients on their way"
 TILES, UPDATE, BUFFERS, FIRST = "tiles", "an update", "buffers", "first values"
+#: What is planned of each memory: kinds as `Placement` calls them, and buffers; and the homes that they are made of.
+_AT_REST = {
+    "params": (PARAM, SECONDARY),
+    "grads": (GRAD,),
+    "optimizer": (MASTER, OPTIMIZER, SHADOW),
+    TILES: (STAGING,),
+}
 DEVICE, HOST = "device", "host"  # names of rooms
 
 # Bytes per element that values take on their way to their homes: in fp32; and while they are split into bf16 and a
@@ -46,28 +51,119 @@ _FP32_BYTES, _SPLIT_BYTES, _SPLIT_OF_COPY_BYTES = 4, 12, 16
 
 
 @dataclass(frozen=True)
-class DeviceNeed:
-    """Bytes of device memory that a rank takes at once, beside what its model computes.
+class Need:
+    """Bytes of one memory that a rank takes at once, by what they are for.
 
     Attributes:
-        parts: the bytes by what they are for: `"params"`, `"grads"` and `"optimizer"` at rest, `"gathered"` parameters,
-            `"packed"` ones between ranks, `"gradients on their way"`, `"tiles"` that pass buffers, temporaries of
-            `"an update"` of a whole parameter, the model's `"buffers"`, and `"first values"`: what the start takes
-            beyond all of these.
+        parts: the bytes by name. At rest: `"params"`, `"grads"`, `"optimizer"`, and `"tiles"`, the buffers that these
+            pass. For a while: `"gathered"` parameters, `"packed"` ones between ranks, `"gradients on their way"`,
+            temporaries of `"an update"` of a whole parameter, and `"first values"`: what the start takes beyond all of
+            these. And the model's `"buffers"`.
         there: how many of them the model has there already: in buffers, and in parameters, whose own memory goes while
             their homes are filled.
     """
 
     parts: Mapping[str, int]
-    there: int
+    there: int = 0
 
     @property
     def nbytes(self) -> int:
         """All of it."""
         return sum(self.parts.values())
 
+    @property
+    def at_rest(self) -> int:
+        """The bytes of planned sections: state, and the buffers that it passes."""
+        return self.nbytes - sum(self.beside.values())
+
+    @property
+    def beside(self) -> dict[str, int]:
+        """What there is beside planned sections, by name."""
+        return {what: nbytes for what, nbytes in self.parts.items() if what not in _AT_REST}
+
     def __str__(self) -> str:
         return ", ".join(f"{what} {nbytes:,}" for what, nbytes in self.parts.items() if nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """Bytes that a rank takes of each memory at once, beside what its model computes. `budget_of` counts them.
+
+    Attributes:
+        device: of the device that computes.
+        host: of the cpu tier, and for updates on it.
+        pinned_bytes: how many bytes of the cpu tier a device copies from or to. They are pinned first; others are
+            pageable.
+        folders: of each folder of the nvme tier, activations apart.
+        is_shared: whether the device's memory is the host's.
+        is_ahead: whether units are gathered ahead of their use.
+        stage: the ZeRO stage.
+        options: what limits the device and the host.
+    """
+
+    device: Need
+    host: Need
+    pinned_bytes: int
+    folders: Sequence[tuple[str | os.PathLike[str], int]]
+    is_shared: bool
+    is_ahead: bool
+    stage: int
+    options: Options
+
+    @property
+    def host_bytes(self) -> int:
+        """All bytes of the host's memory; of a device that shares it those that the model does not have already."""
+        return self.host.nbytes + (self.device.nbytes - self.device.there if self.is_shared else 0)
+
+    def lack_of_host(self, whose: str, missing: int) -> str:
+        """Say that the host has too little memory, and what to do.
+
+        Arguments:
+            whose: what the host has.
+            missing: how many bytes are missing, for each rank.
+        """
+        on_cpu, updating = self.host.at_rest, self.host.parts[UPDATE]
+        if not self.is_shared:
+            beside = f" and {updating:,} for an update" if updating else ""
+            return (
+                f"The cpu tier needs {on_cpu:,} bytes{beside} on this rank; {whose}. Use more ranks, a higher "
+                "stage, or keep less on the cpu tier."
+            )
+        what = f"{self.device}, cpu tier {on_cpu:,}" if on_cpu else str(self.device)
+        advice = self._advice(missing, (self.device, self.host), "nvme")
+        beside = f", beside {self.device.there:,} that the model takes already" if self.device.there else ""
+        return (
+            f"The device and the cpu tier share the host's memory, and need {self.host_bytes:,} bytes of it on this "
+            f"rank{beside}, activations apart ({what}); {whose}. {advice}"
+        )
+
+    def lack_of_device(self, whose: str, missing: int) -> str:
+        """Say that the device has too little memory, and what to do.
+
+        Arguments:
+            whose: what the device has.
+            missing: how many bytes are missing.
+        """
+        return (
+            f"The device needs {self.device.nbytes:,} bytes on this rank, activations apart ({self.device}); {whose}, "
+            f"{missing:,} too few. {self._advice(missing, (self.device,), 'cpu')}"
+        )
+
+    def _advice(self, missing: int, needs: Sequence[Need], to: str) -> str:
+        """Say which kinds to move from some memories to a tier, what is used least first, until it is enough."""
+        moved: list[str] = []
+        for what in ("optimizer", "grads", "params"):
+            resting = sum(need.parts[what] for need in needs)
+            if missing > 0 and resting:
+                moved.append(f"{what}='{to}'")
+                missing -= resting
+        ways = [f"Move state with Placement({', '.join(moved)})"] if moved else []
+        # With more ranks a shard is smaller, of what is sharded.
+        ways.append("use more ranks" if self.stage == 3 else "use more ranks and a higher stage")
+        if self.is_ahead:
+            ways.append("lower Options(prefetch_bytes=...)")
+        text = f"{', '.join(ways[:-1])}, or {ways[-1]}." if len(ways) > 1 else f"{ways[0]}."
+        return text[0].upper() + text[1:]
 
 
 @dataclass(frozen=True)
@@ -87,74 +183,27 @@ class Room:
     lack: str | None = None
 
 
-@dataclass(frozen=True)
-class HostNeed:
-    """Bytes of the host's memory that a rank takes at once.
-
-    Attributes:
-        blueprint: what takes them.
-        shares: what the device takes, where its memory is the host's; `None` where it has memory of its own.
-    """
-
-    blueprint: Blueprint
-    shares: DeviceNeed | None
-
-    @property
-    def on_cpu(self) -> int:
-        """Those of the cpu tier."""
-        return self.blueprint.bytes_on(Tier.CPU)
-
-    @property
-    def updating(self) -> int:
-        """Those of temporaries of one update, where it looks at a whole parameter."""
-        return updating_bytes(self.blueprint, Tier.CPU)
-
-    @property
-    def nbytes(self) -> int:
-        """All of them."""
-        return self.on_cpu + self.updating + (self.shares.nbytes - self.shares.there if self.shares else 0)
-
-    def lack(self, whose: str, missing: int) -> str:
-        """Say that it is too much, and what to do.
-
-        Arguments:
-            whose: what the host has.
-            missing: how many bytes are missing, for each rank.
-        """
-        if self.shares is None:
-            beside = f" and {self.updating:,} for an update" if self.updating else ""
-            return (
-                f"The cpu tier needs {self.on_cpu:,} bytes{beside} on this rank; {whose}. Use more ranks, a higher "
-                "stage, or keep less on the cpu tier."
-            )
-        what = f"{self.shares}, cpu tier {self.on_cpu:,}" if self.on_cpu else str(self.shares)
-        beside = f", beside {self.shares.there:,} that the model takes already" if self.shares.there else ""
-        return (
-            f"The device and the cpu tier share the host's memory, and need {self.nbytes:,} bytes of it on this rank"
-            f"{beside}, activations apart ({what}); {whose}. "
-            f"{_advice(self.blueprint, missing, (Tier.DEVICE, Tier.CPU), 'nvme')}"
-        )
-
-
-def check_device(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> HostNeed:
+def check_device(
+    blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device
+) -> MemoryBudget:
     """Refuse a blueprint that takes more of its device than there is. Nothing was taken.
 
     Returns:
-        What it takes of the host.
+        What it takes of every memory.
 
     Raises:
         MemoryBudgetError: it says of what, how much is missing, and what to do.
     """
-    checks.check_pinned_memory(blueprint.copied_bytes, blueprint.staging_bytes, device, blueprint.request.options)
-    need = device_need(blueprint, model, grid, reach, device)
-    rooms = memories(blueprint, need, device, ranks_of_host())
+    budget = budget_of(blueprint, model, grid, reach, device)
+    checks.check_pinned_memory(budget.pinned_bytes, budget.host.parts[TILES], device, budget.options)
+    rooms = memories(budget, device, ranks_of_host())
     if any(room.lack for room in rooms if room.name == DEVICE):
         raise MemoryBudgetError(" ".join(room.lack for room in rooms if room.lack))
-    return HostNeed(blueprint, need if shares_host_memory(device) else None)
+    return budget
 
 
-def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> DeviceNeed:
-    """Count what a rank takes of its device at once.
+def budget_of(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> MemoryBudget:
+    """Count what a rank takes of each memory at once.
 
     Arguments:
         blueprint: what it will have.
@@ -163,16 +212,37 @@ def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach
         reach: what compute reads where it rests.
         device: the one that computes.
     """
+    return MemoryBudget(
+        device=_device_need(blueprint, model, grid, reach, device),
+        host=Need({**_planned(blueprint, Tier.CPU), UPDATE: _updating_bytes(blueprint, Tier.CPU)}),
+        pinned_bytes=bytes_on([section for section in blueprint.sections if section.copied], Tier.CPU),
+        folders=nvme_bytes(blueprint),
+        is_shared=shares_host_memory(device),
+        is_ahead=blueprint.gathered_bytes > blueprint.least_gathered_bytes,
+        stage=blueprint.request.stage,
+        options=blueprint.request.options,
+    )
+
+
+def _planned(blueprint: Blueprint, tier: Tier) -> dict[str, int]:
+    """Count what is planned of a tier, by name."""
+    return {what: blueprint.bytes_on(tier, *homes) for what, homes in _AT_REST.items()}
+
+
+def _device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> Need:
+    """Count what a rank takes of its device at once."""
     given = blueprint.request.weights is not None
     own = [_own_bytes(plan, device) for plan in blueprint.units]
     buffers, buffers_there = _buffer_bytes(model, device)
+    planned = _planned(blueprint, Tier.DEVICE)
+    tiles = planned.pop(TILES)
     parts = {
-        **{what: sum(blueprint.bytes_on(Tier.DEVICE, home) for home in homes) for what, homes in _AT_REST.items()},
+        **planned,
         GATHERED: blueprint.gathered_bytes,
         PACKED: packed_bytes(blueprint.units, blueprint.request.options.gather_format),
         ON_THEIR_WAY: gradient_bytes(blueprint, grid, reach),
-        TILES: blueprint.bytes_on(Tier.DEVICE, STAGING),
-        UPDATE: updating_bytes(blueprint, Tier.DEVICE),
+        TILES: tiles,
+        UPDATE: _updating_bytes(blueprint, Tier.DEVICE),
         BUFFERS: buffers,
     }
     training = sum(parts.values())
@@ -186,10 +256,10 @@ def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach
         loading_beside_own = max(loading_beside_own, least - (0 if given else sum(own[:number])))
     beside_own = max(training - sum(own) - buffers_there, loading_beside_own)
     parts[FIRST] = max(0, loading - training)
-    return DeviceNeed(parts, max(0, sum(parts.values()) - beside_own))
+    return Need(parts, max(0, sum(parts.values()) - beside_own))
 
 
-def updating_bytes(blueprint: Blueprint, tier: Tier) -> int:
+def _updating_bytes(blueprint: Blueprint, tier: Tier) -> int:
     """Count the most bytes of temporaries that an update of a whole parameter holds, on the device or on the cpu tier.
 
     One is updated after the other. Temporaries of element-wise updates are of pieces, and not counted.
@@ -271,28 +341,23 @@ def _buffer_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
     return sum(buffer.nbytes for buffer in plain), sum(buffer.nbytes for buffer in plain if buffer.device == device)
 
 
-def memories(blueprint: Blueprint, need: DeviceNeed, device: torch.device, ranks_here: int) -> Sequence[Room]:
+def memories(budget: MemoryBudget, device: torch.device, ranks_here: int) -> Sequence[Room]:
     """Hold what a rank needs of its device and of the host against what there is.
 
     Arguments:
-        blueprint: what it will have.
-        need: what that takes of the device.
+        budget: what it needs.
         device: the one that computes.
         ranks_here: how many ranks share the host's memory.
 
     Returns:
         The device, where it has memory of its own or a budget, and the host.
     """
-    rooms = []
-    shared, options = shares_host_memory(device), blueprint.request.options
-    if not shared or options.device_bytes is not None:
-        rooms.append(_device_room(blueprint, need, device))
-    rooms.append(_host_room(HostNeed(blueprint, need if shared else None), ranks_here))
-    return rooms
+    rooms = [] if budget.is_shared and budget.options.device_bytes is None else [_device_room(budget, device)]
+    return [*rooms, _host_room(budget, ranks_here)]
 
 
-def _device_room(blueprint: Blueprint, need: DeviceNeed, device: torch.device) -> Room:
-    limit = blueprint.request.options.device_bytes
+def _device_room(budget: MemoryBudget, device: torch.device) -> Room:
+    need, limit = budget.device, budget.options.device_bytes
     if limit is not None:
         available, whose = limit, f"Options(device_bytes={limit:,}) gives it {limit:,}"
     else:
@@ -303,31 +368,19 @@ def _device_room(blueprint: Blueprint, need: DeviceNeed, device: torch.device) -
         if need.there:
             whose += f", and {need.there:,} that the model takes there now"
     missing = need.nbytes - available
-    if missing <= 0:
-        return Room(DEVICE, need.nbytes, available)
-    lack = (
-        f"The device needs {need.nbytes:,} bytes on this rank, activations apart ({need}); {whose}, {missing:,} too "
-        f"few. {_advice(blueprint, missing, (Tier.DEVICE,), 'cpu')}"
-    )
-    return Room(DEVICE, need.nbytes, available, lack)
+    return Room(DEVICE, need.nbytes, available, budget.lack_of_device(whose, missing) if missing > 0 else None)
 
 
-def _host_room(need: HostNeed, ranks_here: int) -> Room:
+def _host_room(budget: MemoryBudget, ranks_here: int) -> Room:
     """Hold the cpu tier, and the device's state where that shares its memory, against what the host has."""
-    host = host_memory(need.blueprint.request.options)
+    host = host_memory(budget.options)
     if host is None:
-        return Room(HOST, need.nbytes, None)
+        return Room(HOST, budget.host_bytes, None)
     available = host.nbytes // ranks_here
-    missing = need.nbytes - available
-    if missing <= 0:
-        return Room(HOST, need.nbytes, available)
+    missing = budget.host_bytes - available
     each = f" for each of its {ranks_here} ranks" if ranks_here > 1 else ""
-    return Room(
-        HOST,
-        need.nbytes,
-        available,
-        need.lack(f"{host.whose} {available:,} available{each}, {missing:,} too few", missing),
-    )
+    whose = f"{host.whose} {available:,} available{each}, {missing:,} too few"
+    return Room(HOST, budget.host_bytes, available, budget.lack_of_host(whose, missing) if missing > 0 else None)
 
 
 def host_memory(options: Options) -> HostMemory | None:
@@ -346,20 +399,3 @@ def nvme_bytes(blueprint: Blueprint) -> Sequence[tuple[str | os.PathLike[str], i
             wanted.setdefault(section.home, []).append(section)
     needed = bytes_by_folder(stripe(wanted, len(parents)), len(parents)) if wanted else []
     return list(zip(parents, needed, strict=False))
-
-
-def _advice(blueprint: Blueprint, missing: int, tiers: Sequence[Tier], to: str) -> str:
-    """Say what to do: which kinds to move from some tiers to another, what is used least first, until it is enough."""
-    moved: list[str] = []
-    for what in ("optimizer", "grads", "params"):
-        resting = sum(blueprint.bytes_on(tier, home) for tier in tiers for home in _AT_REST[what])
-        if missing > 0 and resting:
-            moved.append(f"{what}='{to}'")
-            missing -= resting
-    ways = [f"Move state with Placement({', '.join(moved)})"] if moved else []
-    # With more ranks a shard is smaller, of what is sharded.
-    ways.append("use more ranks" if blueprint.request.stage == 3 else "use more ranks and a higher stage")
-    if blueprint.gathered_bytes > blueprint.least_gathered_bytes:
-        ways.append("lower Options(prefetch_bytes=...)")
-    text = f"{', '.join(ways[:-1])}, or {ways[-1]}." if len(ways) > 1 else f"{ways[0]}."
-    return text[0].upper() + text[1:]

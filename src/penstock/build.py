@@ -45,10 +45,10 @@ def build(
         blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
         casts = checks.check_casts(blueprint.specs, request.compute_dtype, is_said=request.precision_is_said)
         # When all of it is known: memory that is too small is found before anything is taken, not halfway.
-        claims = supply.check(blueprint, model, ranks.grid, streams.reach, streams.device)
+        budget = supply.check(blueprint, model, ranks.grid, streams.reach, streams.device)
         if ranks.world_size > 1:
             facts.update(blueprint.facts(model, ranks.grid))
-    check_hosts(ranks.council, claims)
+    check_hosts(ranks.council, budget)
     if casts and ranks.council.is_first:
         _logger.warning("%s", casts)
     if optimizer is not None:

@@ -403,10 +403,17 @@ def most_needed(units: Sequence[tuple[UnitSpec, int]]) -> tuple[int, str]:
     Returns:
         The bytes, and the unit's name.
     """
+    anchors = {module for spec, _ in units for module in spec.anchors}
+    around: dict[nn.Module, dict[int, int]] = {module: {} for module in anchors}  # gathered throughout its forward
+    for number, (spec, nbytes) in enumerate(units):
+        for module in anchors & {*spec.anchors, *spec.inside}:
+            around[module][number] = nbytes
     needs = []
-    for spec, nbytes in units:
-        around = [n for other, n in units if other is not spec and other.spans(spec)]
-        needs.append((nbytes + sum(around), spec.name))
+    for number, (spec, nbytes) in enumerate(units):
+        gathered = {number: nbytes}
+        for module in spec.anchors:
+            gathered |= around[module]
+        needs.append((sum(gathered.values()), spec.name))
     return max(needs)
 
 

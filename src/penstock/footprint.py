@@ -15,19 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.blueprint import Blueprint, draw_blueprint, request_for
-from penstock.budgets import (
-    BUFFERS,
-    FIRST,
-    GATHERED,
-    ON_THEIR_WAY,
-    PACKED,
-    UPDATE,
-    DeviceNeed,
-    Room,
-    device_need,
-    memories,
-    nvme_bytes,
-)
+from penstock.budgets import MemoryBudget, Need, Room, budget_of, memories
 from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_slots, own_tiles
@@ -57,7 +45,7 @@ class Footprint:
     Attributes:
         at_rest: the table of training state as it will be, as `Optimizer.locations()` reports it between two steps; of
             parameters gathered ahead of their use it says nothing.
-        device: what the rank takes of its device at once: what rests there, and what is there for a while.
+        budget: what the rank takes of each memory at once: what rests there, and what is there for a while.
         rooms: the device (where it has memory of its own, or a budget), the host, and each folder of the nvme tier:
             how many bytes are needed there, and how many there are for this rank.
         checkpoint_bytes: what `Optimizer.save` will write on this rank, to within a small part; with `extra` beside it.
@@ -65,10 +53,15 @@ class Footprint:
     """
 
     at_rest: LocationReport
-    device: DeviceNeed
+    budget: MemoryBudget
     rooms: Sequence[Room]
     checkpoint_bytes: int
     world_size: int
+
+    @property
+    def device(self) -> Need:
+        """What the rank takes of its device at once."""
+        return self.budget.device
 
     @property
     def lacks(self) -> list[str]:
@@ -105,9 +98,7 @@ class Footprint:
         lines = [f"{'kind':<24} {'tier':<7} {'bytes':>18}"]
         kinds = dict.fromkeys((row.kind, row.tier) for row in self.at_rest.rows)
         lines += [f"{kind:<24} {tier:<7} {self.at_rest.bytes(kind=kind, tier=tier):>18,}" for kind, tier in kinds]
-        for what in (GATHERED, PACKED, ON_THEIR_WAY, UPDATE, BUFFERS, FIRST):
-            if self.device.parts.get(what):
-                lines.append(f"{what:<24} {'device':<7} {self.device.parts[what]:>18,}")
+        lines += [f"{what:<24} {'device':<7} {nbytes:>18,}" for what, nbytes in self.device.beside.items() if nbytes]
         lines.append(f"{'at once, on this rank':<32} {'needed':>18} {'available':>18}")
         for room in self.rooms:
             available = "unknown" if room.available is None else f"{room.available:,}"
@@ -176,11 +167,11 @@ def footprint(
     grid = grid.in_nodes(node_size(line, request.options.nodes, of_host))
     reach = reach_for(device, debug_release=request.debug_release)
     blueprint = draw_blueprint(model, optimizer, request, grid, reach)
-    need = device_need(blueprint, model, grid, reach, device)
-    rooms = [*memories(blueprint, need, device, ranks_here), *_folders(blueprint, ranks_here)]
+    budget = budget_of(blueprint, model, grid, reach, device)
+    rooms = [*memories(budget, device, ranks_here), *_folders(budget, ranks_here)]
     return Footprint(
         at_rest=_at_rest(blueprint, device),
-        device=need,
+        budget=budget,
         rooms=rooms,
         checkpoint_bytes=_checkpoint_bytes(blueprint, model, grid),
         world_size=grid.world_size,
@@ -218,11 +209,11 @@ def _at_rest(blueprint: Blueprint, device: torch.device) -> LocationReport:
     )
 
 
-def _folders(blueprint: Blueprint, ranks_here: int) -> list[Room]:
+def _folders(budget: MemoryBudget, ranks_here: int) -> list[Room]:
     """Hold what goes to each folder of the nvme tier against what is free there. Ranks of a host have the same ones."""
     rooms: list[Room] = []
     taken: dict[int, int] = {}  # by file system: several folders may be on one
-    for parent, nbytes in nvme_bytes(blueprint):
+    for parent, nbytes in budget.folders:
         try:
             folder = existing_folder(parent)
             system, free = folder.stat().st_dev, free_disk_bytes(folder) // ranks_here

@@ -6,32 +6,18 @@ tell each other, before anything is taken, and all refuse what does not fit on o
 
 import contextlib
 import errno
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.budgets import HostNeed, host_memory, nvme_bytes
+from penstock.budgets import MemoryBudget, host_memory
 from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.machine.council import Council
 from penstock.machine.host import Host, this_host
-from penstock.machine.swap import ELSEWHERE, existing_folder, free_disk_bytes, remove_leftovers
+from penstock.machine.swap import ELSEWHERE, existing_folder, free_disk_bytes
 from penstock.machine.threads import ranks_of_host
 
 _MEMORY, _DISK = "memory", "disk"
-
-
-@dataclass(frozen=True)
-class Claims:
-    """What a rank takes of what the ranks of its host share.
-
-    Attributes:
-        memory: of the host's memory; `None` claims nothing, and finds none too small.
-        disks: bytes in each folder of the nvme tier.
-    """
-
-    memory: HostNeed | None = None
-    disks: Sequence[tuple[str | os.PathLike[str], int]] = field(default=())
 
 
 class _Claim(NamedTuple):
@@ -100,34 +86,24 @@ class _Pool:
         )
 
 
-def claims_of(memory: HostNeed) -> Claims:
-    """Collect what a rank takes of its host. What dead runs have left in its folders is removed: it counts as free."""
-    disks = [(parent, nbytes) for parent, nbytes in nvme_bytes(memory.blueprint) if nbytes]
-    for parent, _ in disks:
-        remove_leftovers(parent)
-    return Claims(memory, disks)
-
-
-def check_hosts(council: Council, claims: Claims) -> None:
+def check_hosts(council: Council, budget: MemoryBudget | None) -> None:
     """Refuse, on all ranks, what takes more than there is on one of the hosts. Collective; nothing was taken.
 
     Arguments:
-        council: the ranks. All of them have their claims: none is about to remove a leftover.
-        claims: this rank's.
+        council: the ranks. All of them have counted: none is about to remove a leftover.
+        budget: what this rank takes; `None` takes nothing, and finds nothing too small.
 
     Raises:
         MemoryBudgetError: the memory of a host is too small; it names the host, and says what to do.
         NvmeError: a file system of a host has too little room for all of its ranks.
     """
     rank = council.members[council.rank]
-    if council.size == 1:
-        claims = Claims(claims.memory)  # whoever makes the files looks at the disks
-    told = council.collect([this_host(), ranks_of_host(), _told(claims)])
+    told = council.collect([this_host(), ranks_of_host(), _told(budget, with_disks=council.size > 1)])
     lacking = [pool for pool in _pools(dict(zip(council.members, told, strict=True))) if pool.lacks]
     if not lacking:
         return
     # The first rank of each knows what to do there, and all say it.
-    said = council.collect([_lack(pool, claims, rank) for pool in lacking if rank == min(pool.needed)])
+    said = council.collect([_lack(pool, budget, rank) for pool in lacking if rank == min(pool.needed)])
     texts = [
         f"Host {Host(*host).name}, rank {member}: {text}" if council.size > 1 else text
         for member, (host, *_), of_rank in zip(council.members, told, said, strict=True)
@@ -138,17 +114,25 @@ def check_hosts(council: Council, claims: Claims) -> None:
     raise NvmeError(" ".join(texts), errno=errno.ENOSPC)
 
 
-def _told(claims: Claims) -> list[_Claim]:
-    """Look up what there is of what a rank claims. What cannot be looked up is no claim: to take it will tell."""
+def _told(budget: MemoryBudget | None, *, with_disks: bool) -> list[_Claim]:
+    """Look up what there is of what a rank takes. What cannot be looked up is no claim: to take it will tell.
+
+    Arguments:
+        budget: what it takes.
+        with_disks: whether disks count. Those of a rank alone are looked at when its files are made.
+    """
+    if budget is None:
+        return []
     found = []
-    host = None if claims.memory is None else host_memory(claims.memory.blueprint.request.options)
-    if host is not None and claims.memory is not None:
-        found.append(_Claim(_MEMORY, host.whose, claims.memory.nbytes, host.nbytes, host.whose))
-    for parent, nbytes in claims.disks:
-        with contextlib.suppress(NvmeError, OSError):
-            folder = existing_folder(parent)
-            system = str(folder.stat().st_dev)
-            found.append(_Claim(_DISK, system, nbytes, free_disk_bytes(folder), f"{str(folder)!r} has"))
+    host = host_memory(budget.options)
+    if host is not None:
+        found.append(_Claim(_MEMORY, host.whose, budget.host_bytes, host.nbytes, host.whose))
+    for parent, nbytes in budget.folders if with_disks else ():
+        if nbytes:
+            with contextlib.suppress(NvmeError, OSError):
+                folder = existing_folder(parent)
+                system = str(folder.stat().st_dev)
+                found.append(_Claim(_DISK, system, nbytes, free_disk_bytes(folder), f"{str(folder)!r} has"))
     return found
 
 
@@ -169,12 +153,12 @@ def _pools(told: Mapping[int, Any]) -> Iterable[_Pool]:
     return pools.values()
 
 
-def _lack(pool: _Pool, claims: Claims, rank: int) -> str:
+def _lack(pool: _Pool, budget: MemoryBudget | None, rank: int) -> str:
     """Say that a memory or a file system is too small, and what to do, on one of the ranks that need it."""
     if pool.kind == _MEMORY:
-        assert claims.memory is not None
+        assert budget is not None
         own = -(-pool.missing * pool.needed[rank] // sum(pool.needed.values()))
-        return claims.memory.lack(str(pool), own)
+        return budget.lack_of_host(str(pool), own)
     return (
         f"The nvme tier needs {pool.needed[rank]:,} bytes on this rank; {pool}. Keep less on the nvme tier, or "
         f"{ELSEWHERE}."

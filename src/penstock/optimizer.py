@@ -8,14 +8,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from os import PathLike
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.engine import Engine
 from penstock.engine.passes.under_way import in_backward
-from penstock.engine.recording import Record, recorded
 from penstock.engine.refusals import (
     check_at_rest,
     check_not_averaged,
@@ -26,7 +25,6 @@ from penstock.engine.refusals import (
 from penstock.engine.sizes import locate
 from penstock.engine.state.torn import torn_on_failure
 from penstock.engine.state.values import as_state
-from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
@@ -34,6 +32,10 @@ from penstock.kinds import KindName, Tier, parse_tier
 from penstock.machine.border import Around, crossing, ours
 from penstock.machine.council import Facts
 from penstock.tiers.report import LocationReport
+
+if TYPE_CHECKING:
+    from penstock.ext.observe.record import Record
+    from penstock.ext.observe.trace import TraceReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +65,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._engine: Engine | None = None  # torch's constructor adds the groups by methods of this one
         self._plan: Plan | None = None
-        self._record = Record(None)
+        self._record: Record | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Those that were registered before `prepare` see the steps that are made now.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
@@ -150,7 +152,10 @@ class Optimizer(torch.optim.Optimizer):
                 facts["the scale of gradients"] = engine.rig.gradient_scale.value
                 facts.update(engine.gradients.by_hand)
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        return recorded(engine, self._record, engine.policy.step(), self.param_groups)
+        result, observer = engine.policy.step(), engine.rig.streams.observer
+        if observer is not None:
+            observer.step_made(engine, result, self.param_groups)
+        return result
 
     @_public
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -551,7 +556,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.passes.hooks.backward.forget_failure()
         return extra
 
-    def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
+    def trace(self, path: str | PathLike[str]) -> "AbstractContextManager[TraceReport]":
         """Write a Chrome trace of what happens inside a `with` block: movement, compute, updates, waits. Collective.
 
         The file is for Perfetto (ui.perfetto.dev) or chrome://tracing. The block ends when what was submitted inside is
@@ -574,12 +579,17 @@ class Optimizer(torch.optim.Optimizer):
             ...     train_one_step()
             >>> print(report)  # doctest: +SKIP
         """
+        from penstock.ext.observe.trace import take_trace  # here: most runs trace nothing
+
         engine = self._open("trace")
-        self._record.end_trace()  # a trace that is asked for goes before the record's own
+        if self._record is not None:
+            self._record.end_trace()  # a trace that is asked for goes before the record's own
         return Around(take_trace(path, engine), partial(engine.turn, "trace"))
 
     @_public
-    def record(self, folder: str | PathLike[str], *, begin: int = 0, config: Mapping[str, Any] | None = None) -> Record:
+    def record(
+        self, folder: str | PathLike[str], *, begin: int = 0, config: Mapping[str, Any] | None = None
+    ) -> "Record":
         """Write a line for each step from here on, which `penstock report FOLDER` makes a page of. Collective.
 
         A line has the step's seconds, norm, learning rates, loss scale, what compute waited for and the bytes on each
@@ -606,11 +616,14 @@ class Optimizer(torch.optim.Optimizer):
             ...         train_one_step(batch)
             ...         recorder.log(loss=loss, tokens=4096)
         """
+        from penstock.ext.observe.record import Record  # here: most runs record nothing
+
         with self._together("record") as (engine, facts):
             self._open("record")
             facts["begin"] = begin
             record = Record.open(engine, folder, begin, before=self._record)
-        self._record = record.start(engine, self._given, self._plan, config)
+        plan = None if self._plan is None else self._plan.to_json()
+        self._record = record.start(engine, self._given, plan, config)
         return record
 
     @_public
@@ -639,7 +652,8 @@ class Optimizer(torch.optim.Optimizer):
             self._check_here("close", engine)
             check_not_averaged("close", engine, writes=True)
             check_outside("close", engine)
-            self._record.close()
+            if self._record is not None:
+                self._record.close()
             try:
                 engine.close(keep_params=keep_params)
             finally:  # also of a close that raises: most have given everything back, and some nothing

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from penstock.blueprint import Blueprint, Request
-from penstock.budgets import check_device
+from penstock.budgets import MemoryBudget, check_device
 from penstock.engine.units.source import Source, open_source
-from penstock.hosts import Claims, claims_of
 from penstock.machine.collectives import Ranks
 from penstock.machine.reach import Grid, Reach
+from penstock.machine.swap import remove_leftovers
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import NvmeTier
@@ -24,16 +24,22 @@ from penstock.tiers.tier import TierMemory
 class Supply:
     """The memory of this machine, the folders that the placement names, and the values that `prepare` was given."""
 
-    def check(self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> Claims:
+    def check(
+        self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device
+    ) -> MemoryBudget | None:
         """Refuse a blueprint that takes more of this rank's device than there is, before anything is taken.
 
         Returns:
-            What it takes of what ranks of a host share. They hold it against what there is next (`check_hosts`).
+            What it takes. Ranks of a host hold what they share against what there is next (`check_hosts`).
 
         Raises:
             MemoryBudgetError: it says of what, how much is missing, and what to do.
         """
-        return claims_of(check_device(blueprint, model, grid, reach, device))
+        budget = check_device(blueprint, model, grid, reach, device)
+        for parent, nbytes in budget.folders:
+            if nbytes:
+                remove_leftovers(parent)  # what dead runs have left counts as free
+        return budget
 
     def tiers(self, request: Request, device: torch.device) -> Sequence[TierMemory]:
         """Make the tiers that state may rest on. Nothing is taken yet."""

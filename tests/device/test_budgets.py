@@ -73,9 +73,9 @@ def test_what_is_counted_is_what_the_allocator_has(
 
     params, grads, optimizer = where
     model = deep(width=128, depth=3)
-    counted: list[budgets.DeviceNeed] = []
-    count = budgets.device_need
-    monkeypatch.setattr(budgets, "device_need", lambda *given: counted.append(count(*given)) or counted[-1])
+    counted: list[budgets.MemoryBudget] = []
+    count = budgets.budget_of
+    monkeypatch.setattr(budgets, "budget_of", lambda *given: counted.append(count(*given)) or counted[-1])
     torch.strict.synchronize(DEVICE)
     torch.strict.reset_peak_memory_stats(DEVICE)
     before = native.memory(0)["allocated"]
@@ -95,7 +95,8 @@ def test_what_is_counted_is_what_the_allocator_has(
     torch.strict.synchronize(DEVICE)
     peak = native.memory(0)["peak"] - before
     prepared.close()
-    (need,) = counted
+    (budget,) = counted
+    need = budget.device
     assert need.nbytes <= 1.25 * peak
     assert peak <= need.nbytes + BESIDE
 
@@ -129,9 +130,9 @@ def compressed(rank: int) -> list[tuple[int, dict[str, int]]]:
     for options in COMPRESSED:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(WireFormat, "_on_device", on_the_host)
-            counted: list[budgets.DeviceNeed] = []
-            count = budgets.device_need
-            patch.setattr(budgets, "device_need", lambda *g, c=count, n=counted: n.append(c(*g)) or n[-1])
+            counted: list[budgets.MemoryBudget] = []
+            count = budgets.budget_of
+            patch.setattr(budgets, "budget_of", lambda *g, c=count, n=counted: n.append(c(*g)) or n[-1])
             device = torch.device("strict", rank)
             model = deep(width=128, depth=3)
             torch.accelerator.synchronize()
@@ -146,7 +147,7 @@ def compressed(rank: int) -> list[tuple[int, dict[str, int]]]:
                 optimizer.step()
                 optimizer.zero_grad()
             torch.accelerator.synchronize()
-            found.append((native.memory(device.index)["peak"] - before, dict(counted[0].parts)))
+            found.append((native.memory(device.index)["peak"] - before, dict(counted[0].device.parts)))
             optimizer.close()
     return found
 

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock import MemoryBudgetError, NvmeError, Options, Placement, budgets, hosts
+from penstock import MemoryBudgetError, NvmeError, Options, Placement, budgets, hosts, supply
 from penstock.errors import PenstockError
-from penstock.hosts import claims_of
 from penstock.machine import council
 from penstock.machine.arena import HostMemory
 from penstock.machine.host import Host, host_name, names_of_hosts
@@ -104,12 +104,23 @@ def test_one_host_is_not_named_and_names_may_say_anything() -> None:
 
 def claimed(streams: object, placement: Placement) -> int:
     """What each rank claims of its host: all of them the same."""
-    seen: list[int] = []
-    real = hosts.claims_of
+    return budget_of_a_step(streams=streams, placement=placement).host_bytes
+
+
+def budget_of_a_step(**arguments: object) -> budgets.MemoryBudget:
+    """What was counted before a step."""
+    seen: list[budgets.MemoryBudget] = []
+    real = budgets.budget_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.supply.claims_of", lambda memory: seen.append(memory.nbytes) or real(memory))
-        assert a_step(streams=streams, placement=placement)
+        patch.setattr(budgets, "budget_of", lambda *given: seen.append(real(*given)) or seen[0])
+        assert a_step(**arguments)
     return seen[0]
+
+
+def needs_nothing() -> budgets.MemoryBudget:
+    nothing = budgets.Need({})
+    ends = {"is_shared": False, "is_ahead": False, "stage": 3, "options": Options()}
+    return budgets.MemoryBudget(device=nothing, host=nothing, pinned_bytes=0, folders=(), **ends)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -163,12 +174,8 @@ def short_of_disk(rank: int) -> dict[str, object]:
     folder = Path(disks()[0], f"of-host-{host_name()}")  # hosts have paths of their own
     folder.mkdir(exist_ok=True)
     placement = Placement(optimizer="nvme", nvme_path=folder)
-    seen: list[int] = []
-    real = hosts.nvme_bytes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts, "nvme_bytes", lambda plan: [seen.append(n) or (path, n) for path, n in real(plan)])
-        assert a_step(placement=placement, options=Options(update_threads=1 + (host_name() == "b")))
-    need = seen[0]
+    options = Options(update_threads=1 + (host_name() == "b"))
+    ((_, need),) = budget_of_a_step(placement=placement, options=options).folders
     with with_free(2 * need, 2 * need - 1):
         refused = said_by(lambda: made(placement=placement))
     with with_free(2 * need, 2 * need):
@@ -199,8 +206,9 @@ def test_a_refusal_of_disks_says_what_the_kernel_would_have() -> None:
             return [json.loads(json.dumps(value))] * 2
 
     free = hosts.free_disk_bytes(disks()[0])
+    budget = replace(needs_nothing(), folders=[(disks()[0], free * 2 // 3)])
     with pytest.raises(NvmeError) as caught:
-        hosts.check_hosts(Two(), hosts.Claims(None, [(disks()[0], free * 2 // 3)]))  # type: ignore[arg-type]
+        hosts.check_hosts(Two(), budget)  # type: ignore[arg-type]
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -219,18 +227,18 @@ def test_ranks_with_limits_of_their_own_share_nothing() -> None:
 
 
 def test_what_a_dead_run_has_left_counts_as_free() -> None:
-    class Need:
-        blueprint = None
-
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as folder:
         dead = Path(folder, "penstock-gone-1-0123abcd")
         dead.mkdir()
         (dead / "lock").touch()
         said = {"pid": 1, "host": os.uname().nodename, "boot": "", "started": "", "command": [], "version": ""}
         (dead / "identity.json").write_text(json.dumps(said))
-        patch.setattr(hosts, "nvme_bytes", lambda plan: [(folder, 5), ("/unused", 0)])
-        assert claims_of(Need()).disks == [(folder, 5)]  # type: ignore[arg-type]
-        assert not dead.exists()
+        for nbytes in (0, 5):  # a folder that nothing goes to is left alone
+            found = replace(needs_nothing(), folders=[(folder, nbytes)])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(supply, "check_device", lambda *given, found=found: found)
+                assert supply.Supply().check(*[None] * 5) is found  # type: ignore[arg-type]
+            assert dead.exists() == (nbytes == 0)
 
 
 def unreachable(rank: int) -> str:

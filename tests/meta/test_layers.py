@@ -1,6 +1,8 @@
 """Arrows between modules point down only, as the design page draws them."""
 
 import ast
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -26,9 +28,10 @@ LAYERS = (
     ("tiers",),
     ("probe",),
     ("doctor",),
-    ("forecast",),
     ("checkpoint",),
     ("engine",),
+    ("ext",),  # loaded by the option that asks for it
+    ("forecast",),
     ("accord", "checks", "optimizer", "parallel", "recompute", "ring"),
     ("blueprint", "ema", "inference", "planned"),
     ("budgets",),
@@ -86,6 +89,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
         "parallel",
         "ring",
         "checkpoint",
+        "ext",
         "footprint",
         "planner",
         "doctor",
@@ -183,3 +187,32 @@ def test_no_module_keeps_state(module: str) -> None:
         if isinstance(node, ast.FunctionDef):
             names = [d.id for d in node.decorator_list if isinstance(d, ast.Name)]
             assert not {"cache", "lru_cache"} & set(names), f"{where}: a cache is state"
+
+
+STEP = """
+import sys, tempfile, torch, penstock
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+placement = penstock.Placement(params="cpu", grads="cpu", optimizer="nvme", nvme_path=tempfile.mkdtemp())
+optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), placement=placement, max_grad_norm=1.0)
+def step():
+    optimizer.backward(model(torch.ones(2, 8)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+def loaded():
+    print(*sorted(name for name in sys.modules if name.startswith("penstock.ext")))
+step()
+optimizer.save(tempfile.mkdtemp() + "/saved")
+loaded()
+with optimizer.trace(tempfile.mkdtemp() + "/trace.json"):
+    step()
+loaded()
+optimizer.close()
+"""
+
+
+def test_a_run_loads_nothing_of_ext_that_it_does_not_ask_for() -> None:
+    ran = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
+    without, traced = ran.stdout.splitlines()
+    assert without == ""
+    assert "penstock.ext.observe.trace" in traced.split()
+    assert "penstock.ext.observe.record" not in traced.split(), "each output by itself"

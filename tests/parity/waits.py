@@ -24,7 +24,7 @@ from penstock.tiers.home import MemoryEvents
 
 PACKAGE = Path(penstock.__file__).parent
 # What measures a machine, and what only notes waits, orders nothing of an engine's.
-ORDERS_NOTHING = ("machine", "probe", "rehearsal", "forecast", "planner")
+ORDERS_NOTHING = ("machine/", "probe/", "rehearsal/", "forecast/", "planner/", "ext/observe/")
 VERBS = ("wait", "synchronize", "submit", "all_of", "note_write", "note_read", "buffer_home")
 ALL = "#all"  # of `all_of(events)`
 REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
@@ -61,7 +61,7 @@ def _read() -> tuple[tuple[Wait, ...], list[str]]:
     found: list[Wait] = []
     wrong: list[str] = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.relative_to(PACKAGE).parts[0] not in ORDERS_NOTHING:
+        if not path.relative_to(PACKAGE).as_posix().startswith(ORDERS_NOTHING):
             waits_there, wrong_there = read_file(path)
             found += waits_there
             wrong += wrong_there

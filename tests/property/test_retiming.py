@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.ext.observe.timeline import Timeline, to_chrome
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.program import Job, Kind, Program
 from penstock.forecast.retime import Timings, busiest, retime
 from penstock.forecast.sharing import fair_speeds
-from penstock.trace import Label, Timeline, to_chrome
+from penstock.trace import Label
 from tests.paper import Machine, Rates, Script
 
 STREAMS = ("upload", "download", "update", "read", "write", "device update")

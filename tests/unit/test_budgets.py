@@ -96,7 +96,7 @@ def test_a_budget_that_is_just_enough_trains() -> None:
 )
 def test_the_advice_moves_what_is_used_least_until_it_is_enough(missing: int, moved: str) -> None:
     blueprint = drawn(Stack())
-    need = budgets.device_need(blueprint, Stack(), ONE, SEPARATE, CPU)
+    need = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CPU).device
     message = refused(Stack(), options=Options(device_bytes=need.nbytes - missing))
     assert f"{missing:,} too few. Move state with {moved}, or use more ranks." in message
 
@@ -172,37 +172,39 @@ def test_a_device_without_memory_of_its_own_counts_with_the_host(one_device: One
     one_device.integrated = 1
     assert devices.shares_host_memory(CUDA)
     blueprint = drawn(Stack())
-    need = budgets.device_need(blueprint, Stack(), ONE, SEPARATE, CUDA)
-    (host,) = budgets.memories(blueprint, need, CUDA, 1)
-    assert host.needed == need.nbytes
+    budget = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    (host,) = budgets.memories(budget, CUDA, 1)
+    assert host.needed == budget.device.nbytes
     assert host.name == "host"
 
 
 def test_what_is_free_on_an_accelerator_is_held_against_what_it_needs(one_device: OneDevice) -> None:
     blueprint = drawn(Stack())
-    need = budgets.device_need(blueprint, Stack(), ONE, SEPARATE, CUDA)
-    device, host = budgets.memories(blueprint, need, CUDA, 1)
-    assert (device.name, device.needed, device.available) == ("device", need.nbytes, 60_000)
+    budget = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    device, host = budgets.memories(budget, CUDA, 1)
+    assert (device.name, device.needed, device.available) == ("device", budget.device.nbytes, 60_000)
     assert device.lack is not None
     assert host.lack is None
-    assert f"; cuda:0 has 60,000 free, {need.nbytes - 60_000:,} too few. Move state with" in device.lack
-    one_device.free = need.nbytes - 10_000
-    device, _ = budgets.memories(blueprint, need, CUDA, 1)
+    assert f"; cuda:0 has 60,000 free, {budget.device.nbytes - 60_000:,} too few. Move state with" in device.lack
+    one_device.free = budget.device.nbytes - 10_000
+    device, _ = budgets.memories(budget, CUDA, 1)
     assert device.lack is None
     one_device.free -= 1
-    device, _ = budgets.memories(blueprint, need, CUDA, 1)
+    device, _ = budgets.memories(budget, CUDA, 1)
     assert device.lack is not None
     assert " 1 too few." in device.lack
 
 
 def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> None:
     blueprint = drawn(Stack())
-    need = replace(budgets.device_need(blueprint, Stack(), ONE, SEPARATE, CUDA), there=1_000)
+    counted = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    need = replace(counted.device, there=1_000)
+    budget = replace(counted, device=need)
     one_device.free = need.nbytes - 11_000
-    device, _ = budgets.memories(blueprint, need, CUDA, 1)
+    device, _ = budgets.memories(budget, CUDA, 1)
     assert device.lack is None
     one_device.free -= 1
-    device, _ = budgets.memories(blueprint, need, CUDA, 1)
+    device, _ = budgets.memories(budget, CUDA, 1)
     assert device.lack is not None
     assert (
         f"cuda:0 has {need.nbytes - 1_001:,} free, and 1,000 that the model takes there now, 1 too few." in device.lack
@@ -212,17 +214,17 @@ def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> Non
 def test_a_device_that_does_not_tell_is_not_held_against_anything(one_device: OneDevice) -> None:
     one_device.mem_get_info = lambda device: 1 / 0  # type: ignore[method-assign]
     blueprint = drawn(Stack())
-    need = budgets.device_need(blueprint, Stack(), ONE, SEPARATE, CUDA)
-    device, _ = budgets.memories(blueprint, need, CUDA, 1)
+    budget = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    device, _ = budgets.memories(budget, CUDA, 1)
     assert (device.available, device.lack) == (None, None)
 
 
 def test_what_the_model_has_there_already_is_not_needed_twice() -> None:
     model, elsewhere = Stack(), Stack().to("meta")
-    there = budgets.device_need(drawn(model), model, ONE, SEPARATE, CPU)
-    new = budgets.device_need(
+    there = budgets.budget_of(drawn(model), model, ONE, SEPARATE, CPU).device
+    new = budgets.budget_of(
         drawn(elsewhere, weights="init"), elsewhere, ONE, SEPARATE, CPU
-    )  # nothing is there before
+    ).device  # nothing is there before
     assert new.there == 0
     assert there.nbytes == new.nbytes
     # All of it goes, but while the last unit is filled its own memory is still there.
@@ -235,7 +237,7 @@ def test_first_values_of_other_ranks_come_in_the_dtype_of_the_model() -> None:
     request = request_for(model, placement=Placement(params="cpu"), options=Options(prefetch_bytes=0))
     alone, two = ONE, Grid.first_of(2, sharded=True)
     needs = [
-        budgets.device_need(draw_blueprint(model, None, request, grid, SEPARATE), model, grid, SEPARATE, CUDA)
+        budgets.budget_of(draw_blueprint(model, None, request, grid, SEPARATE), model, grid, SEPARATE, CUDA).device
         for grid in (alone, two)
     ]
     assert needs[0].parts["first values"] == 0
@@ -283,7 +285,7 @@ def test_it_is_so_where_little_is_gathered_ahead() -> None:
 def test_the_bytes_on_every_tier_are_those_of_the_blueprint() -> None:
     model = Stack()
     blueprint = drawn(model, placement=Placement(params=SHARES, optimizer="cpu"))
-    need = budgets.device_need(blueprint, model, ONE, SEPARATE, CUDA)
+    need = budgets.budget_of(blueprint, model, ONE, SEPARATE, CUDA).device
     at_rest = sum(need.parts[what] for what in ("params", "grads", "optimizer", "tiles"))
     assert at_rest == blueprint.bytes_on(Tier.DEVICE)
 
@@ -296,8 +298,7 @@ def test_an_update_of_a_whole_parameter_is_counted_where_it_runs(whole: str) -> 
     request = request_for(model, **arguments, options=Options(whole_updates=whole))
     blueprint = draw_blueprint(model, optimizer, request, ONE, SEPARATE)
     needs = [rule.working_bytes(tuple(p.shape)) for p in model.parameters() if (rule := rule_for(optimizer))]
-    need = budgets.device_need(blueprint, model, ONE, SEPARATE, CUDA)
-    on_host = budgets.HostNeed(blueprint, None)
-    counts = (need.parts["an update"], on_host.nbytes - on_host.on_cpu)
+    budget = budgets.budget_of(blueprint, model, ONE, SEPARATE, CUDA)
+    counts = (budget.device.parts["an update"], budget.host_bytes - budget.host.at_rest)
     assert counts == ((max(needs), 0) if whole == "device" else (0, max(needs)))
-    assert budgets.device_need(drawn(model), model, ONE, SEPARATE, CUDA).parts["an update"] == 0
+    assert budgets.budget_of(drawn(model), model, ONE, SEPARATE, CUDA).device.parts["an update"] == 0

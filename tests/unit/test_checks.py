@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ import penstock
 import penstock.construct
 import penstock.preparing
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
+from penstock.blueprint import draw_blueprint, request_for
+from penstock.machine.reach import Grid, Reach
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
 from tests.models.modules_rows import Stack, squared
@@ -359,6 +362,17 @@ def test_live_bytes_too_small(nothing_allocated):
         f"Options(live_bytes=1,000) is {need - 1000:,} bytes too small: unit 'blocks.1' and the units around it take "
         f"{need:,} bytes when gathered. Raise live_bytes, or choose smaller units."
     )
+
+
+def test_what_is_gathered_with_a_unit_is_what_spans_it():
+    model = nn.ModuleList([Stack(), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))])
+    for linear in model[1]:
+        linear.bias.requires_grad_(False)  # two units of one module that has none inside
+    model[1][0].weight = model[1][2].weight  # a unit of two blocks
+    units = draw_blueprint(model, adamw(model), request_for(model), Grid(), Reach(aliases_host=False)).units
+    for needs in combinations([(plan.spec, 2**number) for number, plan in enumerate(units)], 2):
+        around = [(sum(n for other, n in needs if other.spans(spec)), spec.name) for spec, _ in needs]
+        assert checks.most_needed(needs) == max(around)
 
 
 def test_live_bytes_counts_frozen_and_trained_parameters_of_a_block(nothing_allocated):

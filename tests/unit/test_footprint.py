@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import penstock
-from penstock import ConfigError, MemoryBudgetError, Options, Placement, budgets
+from penstock import ConfigError, MemoryBudgetError, Options, Placement, budgets, supply
 from penstock import footprint as module
 from penstock.blueprint import request_for
+from penstock.budgets import MemoryBudget, check_device
 from penstock.footprint import Footprint, footprint
 from penstock.machine.arena import Arena, HostMemory
 from penstock.tiers.device import DeviceTier
@@ -61,7 +62,11 @@ def test_it_is_the_table_that_prepare_makes(
     found = told(model, **arguments)
     assert found.fits
     assert not list(tmp_path.iterdir())
-    prepared = penstock.prepare(model, adamw(model), **arguments)
+    counted: list[MemoryBudget] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supply, "check_device", lambda *given: counted.append(check_device(*given)) or counted[0])
+        prepared = penstock.prepare(model, adamw(model), **arguments)
+    assert [found.budget] == counted
     assert cells(found.at_rest) == cells(prepared.locations())
     files = sum(path.stat().st_size for path in tmp_path.glob("*/*.[0-9]*"))  # by home, numbered
     assert files == sum(room.needed for room in found.rooms if room.name == str(tmp_path))

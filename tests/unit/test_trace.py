@@ -5,8 +5,20 @@ from typing import Any
 
 import pytest
 
-from penstock import trace
-from penstock.trace import OUTSIDE, Label, Recording, Timeline, Use, Wait, blame, in_turn, merged, to_chrome, without
+from penstock.ext.observe import timeline as trace
+from penstock.ext.observe.timeline import (
+    OUTSIDE,
+    Recording,
+    Timeline,
+    Use,
+    Wait,
+    blame,
+    in_turn,
+    merged,
+    to_chrome,
+    without,
+)
+from penstock.trace import Label
 
 
 def labelled(text: str) -> Label:

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, Self
 
+from penstock.ext.observe.timeline import Recording, Span, Wait
 from penstock.forecast.program import OF_MODEL, Collective, Item, Job, Kind, Program
 from penstock.forecast.sharing import Demand, Fluid
-from penstock.trace import NO_LABEL, Label, Recording, Span, Wait
+from penstock.trace import NO_LABEL, Label
 
 #: Streams of the device itself, where there is an accelerator: their work follows what compute was given before it.
 ON_DEVICE = frozenset(("upload", "download", "collective", "device update", "save", OF_MODEL))

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock.trace import NO_LABEL, OUTSIDE, RESOURCES, Recording, Summary, Timeline, Wait, merged
+from penstock.ext.observe.timeline import OUTSIDE, RESOURCES, Recording, Summary, Timeline, Wait, merged
+from penstock.trace import NO_LABEL
 
 #: What binds where neither compute nor a stream is busy most: the host, which enqueues one operation after the other.
 ENQUEUING = "host enqueuing"

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.importing import Read
 from penstock.errors import CheckpointError
+from penstock.ext.interop.importing import Read
 
 
 class Span(NamedTuple):

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -78,11 +78,10 @@ __all__ = [
     "HostEvent",
     "HostWorker",
     "InlineStreams",
-    "Job",
-    "Meter",
+    "ObservedWork",
     "Pending",
     "PendingEvent",
-    "Recorder",
+    "StreamObserver",
     "Streams",
     "Work",
     "WorkerThread",
@@ -96,8 +95,8 @@ __all__ = [
 ]
 
 
-class Job(Protocol):
-    """Submitted work that is being recorded.
+class ObservedWork(Protocol):
+    """Submitted work that is observed.
 
     Attributes:
         after: the events that it waits for, as they were before they were watched.
@@ -105,34 +104,28 @@ class Job(Protocol):
 
     after: Sequence[Event]
 
-    def run(self) -> Pending | None:
-        """Run the work and note when."""
+    def work(self) -> Work:
+        """Give what the stream is to run. Called once."""
 
     def watch(self, event: Event) -> Event:
         """Wrap the work's event, so that every wait for it is noted."""
 
 
-class Recorder(Protocol):
-    """Takes notes for a trace (`machine/recorder.py`)."""
+class StreamObserver(Protocol):
+    """Listens on streams, for a trace or a record of steps (`ext/observe`)."""
 
-    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> Job:
+    @property
+    def is_traced(self) -> bool:
+        """Whether a trace is taken, which tells units apart."""
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> ObservedWork:
         """Note that work is submitted."""
 
     def turn_to(self, label: Label) -> None:
         """Note that compute turns to something; to nothing in particular where the label is empty."""
 
-    def step_made(self) -> None:
-        """Note that a step of the optimizer has returned."""
-
-
-class Meter(Protocol):
-    """Adds up how long compute waits (`machine/meter.py`)."""
-
-    def watch(self, stream: str, event: Event, after: Sequence[Event]) -> Event:
-        """Wrap the event of submitted work, which follows others, so that waits for it are counted."""
-
-    def take(self) -> dict[str, float]:
-        """Give the seconds by stream of all waits that are over by now, and begin anew. Never blocks."""
+    def step_made(self, *told: Any) -> None:
+        """Note that a step of the optimizer has returned: the engine, its result and the param groups."""
 
 
 def _nothing() -> None: ...
@@ -142,8 +135,7 @@ class Streams(ABC):
     """Side streams of one device.
 
     Attributes:
-        recorder: while a trace is taken.
-        meter: while steps are recorded. A trace, which says more, goes before it.
+        observer: while a trace is taken or steps are recorded.
     """
 
     #: compute reads and writes the cpu tier directly: nothing has to be copied to be used
@@ -153,8 +145,7 @@ class Streams(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.recorder: Recorder | None = None
-        self.meter: Meter | None = None
+        self.observer: StreamObserver | None = None
         self._given_up: deque[tuple[Event, Sequence[Tensor]]] = deque()
         self._giving_up = threading.RLock()  # a tensor that goes may take others with it, which are given up then
 
@@ -190,14 +181,10 @@ class Streams(ABC):
             label: what it is for, in traces.
         """
         self._let_go()  # nothing else comes by as often: memory that was given up would stay for long
-        if self.recorder is None:
-            if self.meter is None:
-                return self._submit(stream, work, after, writes)
-            # What work waits for is no wait of compute's.
-            before = [part.unwatched() for event in after for part in event.left()]
-            return self.meter.watch(stream, self._submit(stream, work, before, writes), after)
-        job = self.recorder.submitted(stream, work, after, nbytes, label)
-        return job.watch(self._submit(stream, job.run, job.after, writes))
+        if self.observer is None:
+            return self._submit(stream, work, after, writes)
+        job = self.observer.submitted(stream, work, after, nbytes, label)
+        return job.watch(self._submit(stream, job.work(), job.after, writes))
 
     @abstractmethod
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
@@ -239,11 +226,11 @@ class Streams(ABC):
         """
         del nbytes
         self.here()
-        if self.recorder is not None:
-            self.recorder.turn_to(label)
+        if self.observer is not None:
+            self.observer.turn_to(label)
         work()
-        if self.recorder is not None:
-            self.recorder.turn_to(NO_LABEL)
+        if self.observer is not None:
+            self.observer.turn_to(NO_LABEL)
 
     def device_clock(self) -> Clock:
         """Make a clock of compute and of the device's streams. Waits for the device."""

@@ -77,9 +77,7 @@ def _kind_bytes(trial: Trial) -> dict[str, dict[TierName, int]]:
     blueprint = trial.rehearsal.blueprint
     found: dict[str, dict[TierName, int]] = {}
     for kind, homes in _KINDS.items():
-        by_tier: dict[TierName, int] = {
-            tier: sum(blueprint.bytes_on(Tier(tier), home) for home in homes) for tier in _TIERS
-        }
+        by_tier: dict[TierName, int] = {tier: blueprint.bytes_on(Tier(tier), *homes) for tier in _TIERS}
         found[kind] = {tier: nbytes for tier, nbytes in by_tier.items() if nbytes}
     tier: TierName = trial.placement.activations or "device"
     away = trial.peak_bytes.get(tier, 0) - blueprint.bytes_on(Tier(tier)) if tier != "device" else 0

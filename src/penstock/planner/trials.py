@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from penstock.blueprint import Request
 from penstock.config import Placement
 from penstock.errors import ConfigError, PenstockError, one_line
+from penstock.ext.observe.timeline import Timeline, to_chrome
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import MachineCosts, machine_costs
 from penstock.forecast.load import Fractions
@@ -25,7 +26,6 @@ from penstock.machine.devices import device_for
 from penstock.planner.question import Question
 from penstock.rehearsal.measured import time_ops
 from penstock.rehearsal.rehearse import Rehearsal, Scene, rehearse
-from penstock.trace import Timeline, to_chrome
 from penstock.wholefiles import open_own
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,7 +39,7 @@ class VirtualStreams(Streams):
         self._notes = notes
         self._fill = fill
         self._last: WeakKeyDictionary[Event, Mapping[_Row, int]] = WeakKeyDictionary()  # of events of several
-        self.recorder = _Turns(notes)  # compute is told apart by unit, as in a trace
+        self.observer = _Turns(notes)  # compute is told apart by unit, as in a trace
 
     @property
     def back_end(self) -> BackEnd:
@@ -141,7 +141,9 @@ class VirtualStreams(Streams):
 
 
 class _Turns:
-    """A recorder that notes what compute turns to, and nothing else."""
+    """An observer that notes what compute turns to, and nothing else."""
+
+    is_traced = True
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
@@ -150,7 +152,7 @@ class _Turns:
         """Note what compute does from here on."""
         self._notes.turn_to(label)
 
-    def step_made(self) -> None:
+    def step_made(self, *told: Any) -> None:
         """Note nothing: a rehearsal counts its steps."""
 
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> NoReturn:

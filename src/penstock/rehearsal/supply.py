@@ -11,7 +11,6 @@ from penstock.blueprint import Blueprint, Request
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.flats import Flat
 from penstock.engine.units.source import Source
-from penstock.hosts import Claims
 from penstock.kinds import PARAM, Tier
 from penstock.machine.arena import Arena, HostMemory
 from penstock.machine.collectives import Ranks
@@ -44,9 +43,8 @@ class Imagined(Supply):
         self._fill = fill
         self._pinnable_bytes = pinnable_bytes
 
-    def check(self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> Claims:
+    def check(self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
         """Refuse nothing: whether it fits is what the rehearsal is to tell."""
-        return Claims()
 
     def tiers(self, request: Request, device: torch.device) -> Sequence[TierMemory]:
         """Make tiers that note their bytes."""

@@ -2,25 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
 
 import torch
 
 from penstock.errors import ConfigError
-from penstock.optim.adafactor import OPTIONS, AdafactorRule
 from penstock.optim.matrix import rule_of
 from penstock.rules.adagrad import Adagrad
 from penstock.rules.adam import Adam
 from penstock.rules.fused import Fused
 from penstock.rules.generic import Generic, is_declared
 from penstock.rules.lion import Lion
-from penstock.rules.muon import muon, muon_adamw
-from penstock.rules.registered import believed
 from penstock.rules.rule import Rule
 from penstock.rules.sgd import Sgd
 from penstock.rules.storage import StateFormat
 from penstock.rules.versions import unknown_options
-from penstock.rules.whole import Whole
 
 Make = Callable[[torch.optim.Optimizer, StateFormat], Fused]
 
@@ -35,30 +31,6 @@ def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat
     if getattr(optimizer, "decoupled_wd", False):
         raise ConfigError("lion_pytorch.Lion(decoupled_weight_decay=True) is not supported. Use penstock.optim.Lion.")
     return Lion("lion", format_)
-
-
-def _adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Whole:
-    """Make the rule of `torch.optim.Adafactor`.
-
-    Raises:
-        ConfigError: 8-bit states, or an option of a newer version that is on.
-    """
-    if format_.dtype == "int8":
-        raise ConfigError(
-            "Options(state_dtype='int8') is not for Adafactor, whose states are small already. Use 'fp32' or 'bf16'."
-        )
-
-    def check(group: Mapping[str, Any]) -> None:
-        """Refuse what the arithmetic does not know."""
-        for option in sorted(optimizer.defaults.keys() - OPTIONS):
-            if group.get(option):
-                raise ConfigError(
-                    f"{option}={group[option]!r} is an option of this version of torch.optim.Adafactor that Penstock "
-                    f"does not know. Set {option} to None or False in every parameter group."
-                )
-
-    shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
-    return Whole("adafactor", "torch.optim.Adafactor", AdafactorRule(), format_, shapes, check=check)
 
 
 #: How a rule with native kernels is made, by the full name of the exact class: a subclass may compute anything, and the
@@ -78,11 +50,11 @@ ELEMENTWISE = frozenset(
     for name in ("RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
 )
 
-#: Classes that look at whole parameters, by the full name of the exact class.
-WHOLE: Mapping[str, Callable[[torch.optim.Optimizer, StateFormat], Rule]] = {
-    "torch.optim.Muon": muon,
-    "penstock.optim.muon_adamw.MuonAdamW": muon_adamw,
-    "torch.optim.Adafactor": _adafactor,
+#: Classes that look at whole parameters, by the full name of the exact class: what makes the rule, in `ext/matrix`.
+WHOLE: Mapping[str, str] = {
+    "torch.optim.Muon": "muon.muon",
+    "penstock.optim.muon_adamw.MuonAdamW": "muon.muon_adamw",
+    "torch.optim.Adafactor": "adafactor.adafactor",
 }
 
 #: Classes that compute across parameters, and why they do not fit.
@@ -90,6 +62,13 @@ UNFIT: Mapping[str, str] = {
     "torch.optim.lbfgs.LBFGS": "it looks at all parameters at once and calls a closure several times per step",
     "torch.optim.sparse_adam.SparseAdam": "it takes sparse gradients, and Penstock reduces dense ones",
 }
+
+
+def _of_matrices(place: str) -> Callable[..., Rule]:
+    """Load what makes a rule over whole parameters: most runs have none."""
+    module, name = place.split(".")
+    make: Callable[..., Rule] = getattr(import_module(f"penstock.ext.matrix.{module}"), name)
+    return make
 
 
 #: The rule of a model that nothing trains: it has no states, and is never applied.
@@ -119,9 +98,9 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
         fused = FUSED[name](optimizer, format_)
         rule = replace(fused, unknown=unknown_options(fused, optimizer.defaults, cls))
     elif name in WHOLE:
-        rule = WHOLE[name](optimizer, format_)
+        rule = _of_matrices(WHOLE[name])(optimizer, format_)
     elif registered := rule_of(cls):
-        rule = believed(optimizer, registered, format_)
+        rule = _of_matrices("registered.believed")(optimizer, registered, format_)
     elif name in ELEMENTWISE or is_declared(cls):
         rule = Generic(optimizer, format_)
     elif name in UNFIT:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import export as module
+from penstock.ext.interop import export as module
 from penstock.rules import split_master
 from tests.support import disks, run_ranks, thorough
 
@@ -444,7 +444,7 @@ def test_two_exports_to_one_folder(tmp_path: Path) -> None:
 
 MEASURED = """
 import resource, sys, penstock, torch
-import penstock.checkpoint.export, safetensors.torch
+import penstock.ext.interop.export, safetensors.torch
 torch.set_num_threads(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 penstock.export(sys.argv[1], sys.argv[2], dtype=sys.argv[3])

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import importing
 from penstock.checkpoint.boxes import Extent, meet, why_not_whole
 from penstock.checkpoint.fields import parse, to_bytes
-from penstock.checkpoint.importing import Incoming, write_checkpoint
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.tables import Part, Tiling, UnitTable, own_slots
 from penstock.checkpoint.tiles import UnitSource
 from penstock.engine.state.taking import Scattered, _Place
 from penstock.errors import CheckpointError
+from penstock.ext.interop import importing
+from penstock.ext.interop.importing import Incoming, write_checkpoint
 from penstock.layout import Region, Slot
 from penstock.machine.reach import Grid
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from penstock.budgets import DeviceNeed, Room
+from penstock.budgets import MemoryBudget, Need, Room
 from penstock.cli.naming import in_options
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.fitting import about_fit, about_recompute, check_fits, disk_of, of_checkpoints, recomputes
@@ -17,6 +17,7 @@ from penstock.cli.training.learning.model import Built, build
 from penstock.cli.training.learning.optimizer import preparation
 from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.sizes import StepSizes
+from penstock.config import Options
 from penstock.errors import MemoryBudgetError
 from penstock.footprint import Footprint
 from penstock.integrations.huggingface import find_model
@@ -29,8 +30,19 @@ SIZES = StepSizes(logits_bytes=50, largest_bytes=10, kept_bytes=100, recomputed_
 
 def found(*, available: int | None = 300, world_size: int = 1, lack: str | None = None) -> Footprint:
     rooms = [Room("device", 200, available, lack)]
-    need = DeviceNeed(dict.fromkeys(("gathered", "gradients on their way", "buffers", "first values"), 0), 0)
-    return Footprint(at_rest=LocationReport([]), device=need, rooms=rooms, checkpoint_bytes=1000, world_size=world_size)
+    budget = MemoryBudget(
+        device=Need({}),
+        host=Need({}),
+        pinned_bytes=0,
+        folders=[],
+        is_shared=False,
+        is_ahead=False,
+        stage=3,
+        options=Options(),
+    )
+    return Footprint(
+        at_rest=LocationReport([]), budget=budget, rooms=rooms, checkpoint_bytes=1000, world_size=world_size
+    )
 
 
 class Usage(NamedTuple):

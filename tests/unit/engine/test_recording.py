@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import wholefiles
-from penstock.engine.recording import STEPS_BEFORE, STEPS_TRACED
 from penstock.errors import ConfigError, EngineError
+from penstock.ext.observe.record import STEPS_BEFORE, STEPS_TRACED
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import UPDATE, Streams
 from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated

@@ -14,11 +14,11 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError, EngineError
+from penstock.ext.observe.timeline import COMPUTE, RESOURCES
 from penstock.forecast.program import OF_MODEL
 from penstock.machine.aio import File
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams
-from penstock.trace import COMPUTE, RESOURCES
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
 
 WIDTH, DEPTH = 32, 3
@@ -370,7 +370,7 @@ class TestEnd:
         model, optimizer = prepared(simulated())
         with optimizer.trace(path):
             train(model, optimizer)
-        assert optimizer._engine.rig.streams.recorder is None
+        assert optimizer._engine.rig.streams.observer is None
         size = path.stat().st_size
         train(model, optimizer)
         optimizer.close()
@@ -406,7 +406,7 @@ class TestErrors:
         with pytest.raises(ConfigError, match="Is a directory"), optimizer.trace(tmp_path):
             ran.append(1)
         assert ran == []
-        assert optimizer._engine.rig.streams.recorder is None
+        assert optimizer._engine.rig.streams.observer is None
         optimizer.close()
 
     def test_a_disk_that_is_full_at_the_end(self) -> None:

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 import pytest
 
+from penstock.ext.observe.timeline import Recording, Span, Wait
 from penstock.forecast.program import Program
 from penstock.forecast.retime import Timings, busiest, retime
 from penstock.forecast.timing import Timing, between
-from penstock.trace import NO_LABEL, Label, Recording, Span, Wait
+from penstock.trace import NO_LABEL, Label
 from tests.paper import Rates, Script
 
 ALONE = Rates()

@@ -7,15 +7,21 @@ import weakref
 
 import pytest
 
+from penstock.ext.observe.observer import WaitSums, observe
 from penstock.machine.events import DONE
-from penstock.machine.meter import WaitMeter
-from penstock.machine.streams import FETCH, UPDATE, UPLOAD, WRITE
+from penstock.machine.streams import FETCH, UPDATE, UPLOAD, WRITE, Streams
 from tests.support import inline, simulated
+
+
+def metered(streams: Streams) -> WaitSums:
+    """Have waits counted from here on."""
+    waits = observe(streams).waits = WaitSums(streams)
+    return waits
 
 
 def test_a_wait_is_put_down_to_what_is_at_work_when_it_begins() -> None:
     streams = simulated(most_seconds=0.0)
-    streams.meter = meter = WaitMeter(streams)
+    meter = metered(streams)
     read = streams.submit(FETCH, lambda: time.sleep(0.2))
     update = streams.submit(UPDATE, lambda: None, after=[read])
     upload = streams.submit(UPLOAD, lambda: time.sleep(0.1), after=[update, DONE])
@@ -29,11 +35,11 @@ def test_a_wait_is_put_down_to_what_is_at_work_when_it_begins() -> None:
 
 def test_what_is_done_costs_nothing_and_work_that_waits_is_not_counted() -> None:
     streams = inline()
-    streams.meter = meter = WaitMeter(streams)
+    meter = metered(streams)
     assert streams.submit(UPDATE, lambda: None) is DONE
     streams.close()
     late = simulated(most_seconds=0.0)
-    late.meter = meter = WaitMeter(late)
+    meter = metered(late)
     before = late.submit(FETCH, lambda: time.sleep(0.05))
     behind = late.submit(UPDATE, before.synchronize, after=[before])
     while not behind.done():
@@ -46,7 +52,7 @@ def test_what_is_done_costs_nothing_and_work_that_waits_is_not_counted() -> None
 def test_a_chain_of_events_is_let_go_of() -> None:
     """Each event knows what it follows, and that what it followed: kept, a run would keep all of its steps."""
     streams = simulated(most_seconds=0.0)
-    streams.meter = WaitMeter(streams)
+    metered(streams)
     go = threading.Event()
 
     def held() -> None:
@@ -63,5 +69,26 @@ def test_a_chain_of_events_is_let_go_of() -> None:
     streams.submit(UPLOAD, lambda: None).synchronize()
     gc.collect()
     assert not gone.alive
-    assert last.before == []  # type: ignore[attr-defined]
+    assert last.job.before == ()  # type: ignore[attr-defined]
+    streams.close()
+
+
+def test_a_trace_goes_before_a_record_which_goes_on_behind_it() -> None:
+    streams = simulated(most_seconds=0.0)
+    waits, observer = metered(streams), observe(streams)
+    under_way = streams.submit(FETCH, lambda: time.sleep(0.1))
+    observer.begin_trace()
+    streams.submit(UPDATE, lambda: time.sleep(0.1), after=[under_way]).wait()
+    late = streams.submit(UPLOAD, lambda: time.sleep(0.2))
+    recording = observer.end_trace(wait=False)
+    assert [(span.row, span.after) for span in recording.spans] == [(UPDATE, ())]
+    assert [wait.span for wait in recording.waits] == [0]
+    assert waits.take() == {}
+    late.wait()  # of what was submitted during the trace
+    streams.submit(WRITE, lambda: time.sleep(0.1)).wait()
+    assert list(waits.take()) == [UPLOAD, WRITE]
+    assert streams.observer is observer
+    observer.waits = None
+    observer.leave()
+    assert streams.observer is None
     streams.close()

@@ -1,4 +1,4 @@
-"""What a recorder sees of each back end: when work ran, what it followed, who waited for it."""
+"""What an observer sees of each back end: when work ran, what it followed, who waited for it."""
 
 import gc
 import threading
@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.machine import clocks, recorder
+from penstock.ext.observe import observer
+from penstock.ext.observe.observer import observe
+from penstock.ext.observe.timeline import Recording, Span, Timeline
+from penstock.machine import clocks
 from penstock.machine.accelerator import AcceleratorStreams
-from penstock.machine.recorder import Recorder
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     DONE,
@@ -29,7 +31,7 @@ from penstock.machine.streams import (
     Streams,
     all_of,
 )
-from penstock.trace import Label, Recording, Span, Timeline
+from penstock.trace import Label
 
 CPU = torch.device("cpu")
 TICK = 0.02  # seconds that are told from what the machine adds
@@ -83,10 +85,10 @@ def late() -> Iterator[SimulatedStreams]:
 def recorded(streams: Streams, **options: Any) -> Iterator[list[Recording]]:
     """The recording is in the list after the block."""
     found: list[Recording] = []
-    notes = streams.recorder = Recorder(streams, **options)
+    watching = observe(streams)
+    watching.begin_trace(**options)
     yield found
-    found.append(notes.finish(wait=True))
-    streams.recorder = None
+    found.append(watching.end_trace(wait=True))
 
 
 def seconds(span: Span) -> float:
@@ -132,7 +134,7 @@ class TestWork:
             late.submit(READ, partial(Transfer, 2 * TICK))
         assert seconds(found[0].spans[0]) >= 3 * TICK
 
-    def test_without_a_recorder_events_are_the_streams_own(self, late: SimulatedStreams) -> None:
+    def test_without_an_observer_events_are_the_streams_own(self, late: SimulatedStreams) -> None:
         assert isinstance(late.submit(UPLOAD, lambda: None), HostEvent)
         with recorded(late):
             assert not isinstance(late.submit(UPLOAD, lambda: None), HostEvent)
@@ -183,7 +185,7 @@ class TestWork:
         late.submit(DOWNLOAD, lambda: None, after=(event,)).synchronize()
         assert len(found[0].spans) == 2
         job = event.job  # type: ignore[attr-defined]
-        assert job.before == []
+        assert job.before == ()
 
 
 class TestWaits:
@@ -237,14 +239,14 @@ class TestWaits:
 class TestTurns:
     def test_what_compute_turned_to(self, inline: InlineStreams) -> None:
         with recorded(inline) as found:
-            assert inline.recorder is not None
-            inline.recorder.turn_to(Label("forward", "a"))
+            assert inline.observer is not None
+            inline.observer.turn_to(Label("forward", "a"))
             inline.compute(sleep, label=Label("update", "a", tile=0))
         assert [str(what) for _, what in found[0].compute] == ["forward a", "update a tile 0", ""]
         (update,) = [s for s in Timeline(found[0]).rows["compute"] if str(s.label) == "update a tile 0"]
         assert seconds(update) >= TICK
 
-    def test_compute_runs_the_same_without_a_recorder(self, inline: InlineStreams) -> None:
+    def test_compute_runs_the_same_without_an_observer(self, inline: InlineStreams) -> None:
         ran: list[int] = []
         inline.compute(lambda: ran.append(1), label=Label("update", "a"))
         assert ran == [1]
@@ -253,12 +255,13 @@ class TestTurns:
 class TestEnd:
     def test_work_under_way_is_left_out_where_nobody_may_wait(self, late: SimulatedStreams) -> None:
         gate = threading.Event()
-        notes = late.recorder = Recorder(late)
+        watching = observe(late)
+        watching.begin_trace()
         late.submit(READ, lambda: None, label=Label("done")).wait()
         late.submit(READ, partial(hold, gate), label=Label("under way"))
         late.submit(UPLOAD, lambda: None, label=Label("also done")).wait()
-        found = notes.finish(wait=False)
-        late.recorder = None
+        found = watching.end_trace(wait=False)
+        assert late.observer is None
         gate.set()
         assert sorted(str(span.label) for span in found.spans) == ["also done", "done"]
 
@@ -269,7 +272,7 @@ class TestEnd:
                 if notes == "spans":
                     inline.submit(UPLOAD, lambda: None, label=Label(str(number)))
                 else:
-                    inline.recorder.turn_to(Label(str(number)))
+                    inline.observer.turn_to(Label(str(number)))
             ended = time.monotonic()
             sleep()
         assert not found[0].complete
@@ -364,7 +367,7 @@ class TestDevices:
         fake = FakeAccelerator(clock)
         monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
         monkeypatch.setattr(clocks, "time", clock)
-        monkeypatch.setattr(recorder, "time", clock)
+        monkeypatch.setattr(observer, "time", clock)
         return fake
 
     @pytest.fixture
@@ -377,13 +380,13 @@ class TestDevices:
         self, streams: AcceleratorStreams, device: FakeAccelerator
     ) -> None:
         with recorded(streams) as found:
-            streams.recorder.turn_to(Label("forward", "a"))
+            streams.observer.turn_to(Label("forward", "a"))
             device.work(3)
             upload = streams.submit(UPLOAD, partial(device.work, 4), label=Label("gather", "a"), nbytes=8)
             device.work(1)
             upload.wait()
             device.work(2)
-            streams.recorder.turn_to(Label())
+            streams.observer.turn_to(Label())
             assert device.time.now == 1000, "nobody waited"
         seen = found[0]
         assert (seen.start, seen.stop) == (1000, 1009)
@@ -412,9 +415,9 @@ class TestDevices:
 
     def test_the_host_waits_beside_compute(self, streams: AcceleratorStreams, device: FakeAccelerator) -> None:
         with recorded(streams) as found:
-            streams.recorder.turn_to(Label("backward", "a"))
+            streams.observer.turn_to(Label("backward", "a"))
             device.work(2)
-            streams.recorder.turn_to(Label())
+            streams.observer.turn_to(Label())
             streams.submit(DOWNLOAD, partial(device.work, 3), label=Label("save", "a", "grad")).synchronize()
         assert [(w.start, w.stop, w.by_host) for w in found[0].waits] == [(1000, 1005, True)]
         timeline = Timeline(found[0])
@@ -437,14 +440,14 @@ class TestDevices:
     def test_device_work_after_device_work_is_enqueued_by_its_caller(
         self, streams: AcceleratorStreams, device: FakeAccelerator
     ) -> None:
-        """As without a recorder: a watched event must not make a thread of it."""
+        """As without an observer: a watched event must not make a thread of it."""
         threads = []
         with recorded(streams):
             upload = streams.submit(UPLOAD, partial(device.work, 4))
             streams.submit(DOWNLOAD, lambda: threads.append(threading.current_thread()), after=(upload,))
             assert threads == [threading.current_thread()]
 
-    def test_without_a_recorder_no_event_is_timed(self, streams: AcceleratorStreams, device: FakeAccelerator) -> None:
+    def test_without_an_observer_no_event_is_timed(self, streams: AcceleratorStreams, device: FakeAccelerator) -> None:
         streams.submit(UPLOAD, partial(device.work, 4)).wait()
         streams.compute(lambda: None, label=Label("update", "a"))
         assert device.timed == 0
@@ -452,10 +455,10 @@ class TestDevices:
     def test_marks_that_the_device_has_not_reached_have_no_time(
         self, streams: AcceleratorStreams, device: FakeAccelerator
     ) -> None:
-        notes = streams.recorder = Recorder(streams)
-        notes.turn_to(Label("forward", "a"))
+        watching = observe(streams)
+        watching.begin_trace()
+        watching.turn_to(Label("forward", "a"))
         device.work(3)
-        notes.turn_to(Label("forward", "b"))
-        found = notes.finish(wait=False)
-        streams.recorder = None
+        watching.turn_to(Label("forward", "b"))
+        found = watching.end_trace(wait=False)
         assert found.compute == [], "the first is where the trace ends"

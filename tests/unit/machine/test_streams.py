@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from penstock.errors import CheckpointError, NvmeError
+from penstock.ext.observe.observer import observe
 from penstock.machine.accelerator import AcceleratorStreams, streams_for
-from penstock.machine.recorder import Recorder
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     COLLECTIVE,
@@ -487,10 +487,11 @@ class TestAcceleratorStreams:
 
     def test_watched_events_that_outlive_their_trace_defer_nothing(self, accelerator: FakeAccelerator) -> None:
         streams = AcceleratorStreams(CPU)
-        streams.recorder = Recorder(streams)
+        observer = observe(streams)
+        observer.begin_trace()
         watched = streams.submit(UPLOAD, lambda: None)
-        streams.recorder.finish(wait=False)
-        streams.recorder = None
+        observer.end_trace(wait=False)
+        assert streams.observer is None
         accelerator.over = False
         names: list[str] = []
         streams.submit(DOWNLOAD, lambda: names.append(threading.current_thread().name), after=(watched,))

@@ -182,7 +182,7 @@ def test_pieces_of_what_is_decoded_fit_together(monkeypatch: pytest.MonkeyPatch)
     for format_, master in ((stochastic, torch.int16), (stochastic, None), (StateFormat("int8"), torch.float32)):
         whole = run(optimizer, value, grads, format_, (torch.bfloat16, master))[1]
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.rules.whole.PIECE_NUMEL", 512)
+            patch.setattr("penstock.ext.matrix.whole.PIECE_NUMEL", 512)
             pieces = run(optimizer, value, grads, format_, (torch.bfloat16, master))[1]
         for a, b in zip((whole.param, *whole.states), (pieces.param, *pieces.states), strict=True):
             assert torch.equal(a, b)

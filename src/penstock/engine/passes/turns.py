@@ -16,7 +16,7 @@ class Turns:
 
     Arguments:
         anchors: which units each module's forward needs.
-        streams: where the recorder is while a trace is taken.
+        streams: where the observer is while a trace is taken.
 
     Attributes:
         calls: forwards of anchors under way, outer ones first.
@@ -31,11 +31,12 @@ class Turns:
 
     def note(self) -> None:
         """Tell a trace what compute turns to: the innermost unit's backward or forward."""
-        if self._streams.recorder is None:
+        observer = self._streams.observer
+        if observer is None or not observer.is_traced:
             return
         units = self.active[-1:] or [u for call in self.calls[::-1] for u in self.anchors.get(call.module, ())][:1]
         verb = "backward" if self.active else "forward"
-        self._streams.recorder.turn_to(Label(verb, units[0].name) if units else NO_LABEL)
+        observer.turn_to(Label(verb, units[0].name) if units else NO_LABEL)
 
 
 class Order:

@@ -221,7 +221,8 @@ class Updater:
                 side = on_device if tile.runs_on is Tier.DEVICE else on_host
                 side.append(partial(self._submit, tile, allowed))
         # All in one call: what is small in each unit is a launch together. A trace tells units apart.
-        recorded = self._streams.recorder is not None
+        observer = self._streams.observer
+        recorded = observer is not None and observer.is_traced
         of_rule = {tile.unit.rule: "on the device" for tile in in_place}
         together = groupby(
             in_place if recorded else sorted(in_place, key=lambda tile: list(of_rule).index(tile.unit.rule)),

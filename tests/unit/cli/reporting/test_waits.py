@@ -17,7 +17,8 @@ from penstock.cli.training.reporting import waits as module
 from penstock.cli.training.reporting.spread import Spread
 from penstock.cli.training.reporting.waits import Waits, Watch
 from penstock.errors import ConfigError
-from penstock.trace import Label, Recording, Span, Timeline, Wait, to_chrome
+from penstock.ext.observe.timeline import Recording, Span, Timeline, Wait, to_chrome
+from penstock.trace import Label
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

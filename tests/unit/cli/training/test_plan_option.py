@@ -299,7 +299,7 @@ def test_others_than_the_first_rank_ask_for_no_plan_and_know_of_no_room(
 
 
 def test_resources_are_called_as_in_traces_and_plans() -> None:
-    from penstock import trace
     from penstock.cli.training.reporting.waits import RESOURCES
+    from penstock.ext.observe import timeline as trace
 
     assert dict(trace.RESOURCES) == RESOURCES

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, PenstockError, one_line
+from penstock.ext.matrix.whole import Shape, Whole
 from penstock.optim.matrix import MatrixRule, states_of
 from penstock.rules.rule import Rule
 from penstock.rules.running import Ran, Running, options_of, same, tried_group
 from penstock.rules.several import Several
 from penstock.rules.storage import StateFormat
-from penstock.rules.whole import Shape, Whole
 
 _SIDES = (6, 4, 3, 2, 5, 7)
 _STEPS = 3

@@ -21,7 +21,6 @@ from penstock.checkpoint.adapters import Merge, merged
 from penstock.checkpoint.beside import PARTS
 from penstock.checkpoint.fields import dtype_name
 from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folder, write_file
-from penstock.checkpoint.left_out import LeftOut
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.pretrained import FileSet, file_sets
 from penstock.checkpoint.tables import Piece
@@ -29,6 +28,7 @@ from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, divi
 from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.dtypes import COMPUTE_DTYPES
 from penstock.errors import CheckpointError, ConfigError
+from penstock.ext.interop.left_out import LeftOut
 from penstock.kinds import MASTER, PARAM, Precision, average_kind
 from penstock.machine.border import crossing
 from penstock.machine.council import Council, council_of_all

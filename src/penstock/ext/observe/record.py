@@ -1,4 +1,7 @@
-"""A record of a run: a line for each step, the bytes of a warm step, and a trace of it, in a folder."""
+"""The second output of the observer: a record of a run, in a folder.
+
+It has a line for each step, the bytes of a warm step, and a trace of it.
+"""
 
 import numbers
 import os
@@ -10,20 +13,18 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from penstock.engine.engine import Engine
 from penstock.engine.sizes import bytes_by_tier, locate
-from penstock.engine.tracing import RANK, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
-from penstock.forecast.plan import Plan
-
-if TYPE_CHECKING:
-    from penstock.wholefiles import Lines
+from penstock.ext.observe.observer import WaitSums, observe
+from penstock.ext.observe.trace import RANK, take_trace
+from penstock.wholefiles import Lines, check_own, write_whole
 
 METRICS_NAME = "metrics.jsonl"
 TRACE_NAME = "trace.json"
@@ -42,7 +43,7 @@ class Record(AbstractContextManager["Record"]):
     Every rank has one; the first writes, and the others' methods do nothing. Used as a context, closed at its end.
 
     Attributes:
-        closed: whether it has ended; one that was made of nothing never began.
+        closed: whether it has ended.
         folder: where its files are.
         steps: steps that were made, those before it included.
 
@@ -56,10 +57,10 @@ class Record(AbstractContextManager["Record"]):
         ...         recorder.log(loss=loss, tokens=batch["input_ids"].numel())
     """
 
-    def __init__(self, engine: Engine | None, folder: str | PathLike[str] = "", begin: int = 0) -> None:
+    def __init__(self, engine: Engine, folder: str | PathLike[str], begin: int) -> None:
         self.folder = Path(folder)
         self.steps = begin
-        self._engine = None if engine is None else weakref.ref(engine)  # whoever keeps a recorder keeps no model
+        self._engine = weakref.ref(engine)  # whoever keeps a recorder keeps no model
         self._begin = begin
         self._lines: Lines | None = None
         self._late: list[tuple[int, str, Tensor]] = []
@@ -68,10 +69,10 @@ class Record(AbstractContextManager["Record"]):
         self._is_traced = self._is_placed = False
         self._skipped_count = 0
         self._began = self._last = time.monotonic()
-        self.closed = engine is None
+        self.closed = False
 
     @classmethod
-    def open(cls, engine: Engine, folder: str | PathLike[str], begin: int, *, before: "Record") -> Self:
+    def open(cls, engine: Engine, folder: str | PathLike[str], begin: int, *, before: "Record | None") -> Self:
         """Check what was asked for, and open the file on the first rank. Nothing that is there changes.
 
         Arguments:
@@ -84,7 +85,7 @@ class Record(AbstractContextManager["Record"]):
             ConfigError: the file cannot be written, or an argument is not as `Optimizer.record` says.
             EngineError: nothing trains the model, or its steps are being recorded.
         """
-        if not before.closed:
+        if before is not None and not before.closed:
             raise EngineError(f"record() was called while steps are recorded in {before.folder}. Close that one first.")
         if not engine.rig.trains:
             raise EngineError("record() was called, and nothing trains this model: there are no steps to record.")
@@ -92,19 +93,22 @@ class Record(AbstractContextManager["Record"]):
             raise ConfigError(f"record(begin={begin!r}): give the number of steps that were made before, such as 100.")
         if RANK in os.fspath(folder):
             raise ConfigError(f"record({os.fspath(folder)!r}): the first rank alone writes. Leave {RANK} out.")
-        from penstock.wholefiles import Lines  # here: most runs record nothing
-
         record = cls(engine, folder, begin)
         if engine.rig.ranks.rank == 0:
             record._lines = Lines(record.folder / METRICS_NAME)
         return record
 
     def start(
-        self, engine: Engine, given: torch.optim.Optimizer, plan: Plan | None, config: Mapping[str, Any] | None
+        self, engine: Engine, given: torch.optim.Optimizer, plan: str | None, config: Mapping[str, Any] | None
     ) -> Self:
-        """Write the first line, and begin to measure. What an earlier run has left goes, unless this one goes on."""
-        from penstock.wholefiles import check_own, write_whole
+        """Write the first line, and begin to measure. What an earlier run has left goes, unless this one goes on.
 
+        Arguments:
+            engine: whose steps are recorded.
+            given: the optimizer that `prepare` was given.
+            plan: the file of the plan that placed it; `None` without one.
+            config: settings of the run.
+        """
         if self._lines is not None:
             self._lines.begin(goes_on=self._begin > 0)
             for name in () if self._begin else (TRACE_NAME, PLAN_NAME):
@@ -113,10 +117,9 @@ class Record(AbstractContextManager["Record"]):
             self._lines.write("start", {"begin": self._begin, **_about(engine, given), "config": config or {}})
             if plan is not None:
                 with suppress(OSError):
-                    write_whole(check_own(self.folder / PLAN_NAME), plan.to_json())
-        from penstock.machine.meter import WaitMeter  # here: most runs record nothing
-
-        engine.rig.streams.meter = WaitMeter(engine.rig.streams)
+                    write_whole(check_own(self.folder / PLAN_NAME), plan)
+        observer = observe(engine.rig.streams)
+        observer.on_step, observer.waits = self.step_made, WaitSums(engine.rig.streams)
         self._began = self._last = time.monotonic()
         return self
 
@@ -202,10 +205,10 @@ class Record(AbstractContextManager["Record"]):
             "skipped_count": self._skipped_count,
             "bytes_by_tier": bytes_by_tier(engine),
         }
-        meter = engine.rig.streams.meter
+        meter = observe(engine.rig.streams).waits
         waits = {} if meter is None else meter.take()
         if self._trace is not None:
-            return line | {"traced": True}  # a trace knows them, and the meter knows a part
+            return line | {"traced": True}  # a trace knows them
         shares = {row: round(waited / seconds, 6) for row, waited in waits.items() if waited and seconds}
         return line | {"waited": sum(shares.values()), "waits": shares}
 
@@ -222,7 +225,11 @@ class Record(AbstractContextManager["Record"]):
         if self._trace is not None:
             if self.steps >= self._trace_ends:
                 self.end_trace()
-        elif not self._is_traced and self.steps - self._begin >= STEPS_BEFORE and engine.rig.streams.recorder is None:
+        elif (
+            not self._is_traced
+            and self.steps - self._begin >= STEPS_BEFORE
+            and not observe(engine.rig.streams).is_traced
+        ):
             self._is_traced, self._trace_ends = True, self.steps + STEPS_TRACED
             trace = ExitStack()
             with suppress(PenstockError):  # the file cannot be opened, as all ranks have agreed
@@ -245,12 +252,14 @@ class Record(AbstractContextManager["Record"]):
         if self.closed:
             return
         self.closed = True
-        engine = None if self._engine is None else self._engine()
+        engine = self._engine()
         if engine is not None and not engine.closed:
             self.end_trace()
             if not self._is_placed:
                 self._place(engine)
-            engine.rig.streams.meter = None
+            observer = observe(engine.rig.streams)
+            observer.on_step = observer.waits = None
+            observer.leave()
         if self._lines is not None:
             self._write_late(self._late)
         self._late = []
@@ -272,25 +281,6 @@ class Record(AbstractContextManager["Record"]):
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
         if self._lines is not None:
             self._lines.write(event, values)
-
-
-def recorded(engine: Engine, record: Record, result: StepResult, groups: Sequence[Mapping[str, Any]]) -> StepResult:
-    """Tell a trace and a record, where there is one, that a step was made. Collective where a record begins to trace.
-
-    Arguments:
-        engine: what has made it.
-        record: the optimizer's, closed or not.
-        result: what the step says.
-        groups: the optimizer's param groups, with their learning rates.
-
-    Returns:
-        The result.
-    """
-    if engine.rig.streams.recorder is not None:
-        engine.rig.streams.recorder.step_made()
-    if not record.closed:
-        record.step_made(engine, result, groups)
-    return result
 
 
 def placement_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

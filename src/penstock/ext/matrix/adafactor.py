@@ -1,10 +1,14 @@
-"""The arithmetic of `torch.optim.Adafactor` on one parameter."""
+"""The rule of `torch.optim.Adafactor`: its arithmetic on one parameter, and its options."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.ext.matrix.whole import Whole
+from penstock.rules.storage import StateFormat
 
 OPTIONS = frozenset(("lr", "beta2_decay", "eps", "d", "weight_decay", "foreach", "maximize"))
 
@@ -56,3 +60,27 @@ def _mean_square(grad: Tensor, dim: int) -> Tensor:
     """Return the mean of the squares along a dimension, which is kept, without a tensor of all squares."""
     norm: Tensor = torch.norm(grad, dim=dim, keepdim=True)
     return norm.square_().div_(grad.size(dim))
+
+
+def adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Whole:
+    """Make the rule of `torch.optim.Adafactor`.
+
+    Raises:
+        ConfigError: 8-bit states, or an option of a newer version that is on.
+    """
+    if format_.dtype == "int8":
+        raise ConfigError(
+            "Options(state_dtype='int8') is not for Adafactor, whose states are small already. Use 'fp32' or 'bf16'."
+        )
+
+    def check(group: Mapping[str, Any]) -> None:
+        """Refuse what the arithmetic does not know."""
+        for option in sorted(optimizer.defaults.keys() - OPTIONS):
+            if group.get(option):
+                raise ConfigError(
+                    f"{option}={group[option]!r} is an option of this version of torch.optim.Adafactor that Penstock "
+                    f"does not know. Set {option} to None or False in every parameter group."
+                )
+
+    shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+    return Whole("adafactor", "torch.optim.Adafactor", AdafactorRule(), format_, shapes, check=check)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.ext.matrix.whole import Whole
 from penstock.optim.muon import MuonRule, check_options, sizes_of
 from penstock.rules.adam import Adam
 from penstock.rules.several import Several
 from penstock.rules.storage import StateFormat
 from penstock.rules.versions import unknown_options
-from penstock.rules.whole import Whole
 
 #: What the arithmetic obeys, what an optimizer's machinery adds to a group, and who updates it.
 _KNOWN = frozenset(("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"))

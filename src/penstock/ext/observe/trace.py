@@ -1,4 +1,4 @@
-"""Taking a trace: from the notes that streams let a recorder take to the file and the report."""
+"""The first output of the observer: a trace of a block, as a file for a viewer and a report."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,8 +10,9 @@ from typing import IO, Any
 from penstock.engine.engine import Engine
 from penstock.engine.sizes import bytes_by_tier
 from penstock.errors import ConfigError, EngineError, PenstockError
-from penstock.machine.recorder import Recorder
-from penstock.trace import Recording, Summary, Timeline, to_chrome
+from penstock.ext.observe.observer import observe
+from penstock.ext.observe.timeline import Recording, Summary, Timeline, to_chrome
+from penstock.wholefiles import open_own
 
 RANK = "{rank}"
 STEP = "step"
@@ -39,11 +40,9 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
     with ExitStack() as opened:
         file: IO[str] | None = None
         failure: PenstockError | None = None
-        if streams.recorder is not None:
+        if streams.observer is not None and streams.observer.is_traced:
             failure = EngineError("trace() was called inside another trace. Leave that block first.")
         elif rank == 0 or RANK in name:
-            from penstock.wholefiles import open_own  # here: most runs trace nothing
-
             try:
                 file = opened.enter_context(open_own(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
@@ -53,16 +52,14 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
         # What is under way was submitted without notes: nobody would know what a wait for it inside the block were for.
         engine.state.access.finish()
         report = TraceReport()
-        recorder = streams.recorder = Recorder(streams, sizes=partial(bytes_by_tier, engine))
+        observer = observe(streams)
+        observer.begin_trace(sizes=partial(bytes_by_tier, engine))
         ended = False
         try:
             yield report
             ended = True
         finally:
-            try:
-                timeline = Timeline(recorder.finish(wait=ended))  # of what failed, some work may never be done
-            finally:
-                streams.recorder = None
+            timeline = Timeline(observer.end_trace(wait=ended))  # of what failed, some work may never be done
             report.summary = timeline.summary()
             if file is not None:
                 try:

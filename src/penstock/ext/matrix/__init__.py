@@ -1,0 +1,1 @@
+"""Rules over whole parameters: of Muon, Adafactor, and of classes that one is registered for."""

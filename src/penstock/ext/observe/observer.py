@@ -1,0 +1,410 @@
+"""The observer of streams: when submitted work ran, what it followed, and who stood waiting for it.
+
+Streams ask it for a job for each piece of work that is submitted (`Streams.observer`). What it sees goes to one of two
+outputs. `TraceNotes` are for a trace: every piece of work and every wait, with its times. `WaitSums` are for a record
+of steps: how long compute stands still, added up by the stream that it waits for, cheap enough for every step. A trace
+says more and goes before a record. Nothing waits for the device before the end of a trace.
+
+Where compute is the host's thread, a wait takes the time that it blocks. On a device it is the time between two of the
+device's own events, one before each wait of compute and one behind it, which are read once the device has passed them.
+"""
+
+import contextlib
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.ext.observe.timeline import Recording, Span, Wait
+from penstock.machine.clocks import Clock, HostClock
+from penstock.machine.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
+from penstock.trace import Label
+
+#: Of spans, of waits, of turns of compute, and of sizes. A span takes about half a KiB.
+LIMIT = 1 << 18
+#: Events whose predecessors are known without a trace, at most: one that is never over would keep all that follow it.
+_MOST_OPEN = 4096
+
+
+@dataclass(slots=True, eq=False)
+class SubmittedWork:
+    """A piece of submitted work.
+
+    Attributes:
+        observer: is told of waits for it.
+        stream, label, nbytes: as it was submitted.
+        todo: the work, until the stream runs it.
+        before: the jobs that it follows, where those are asked for.
+        after: the events that it waits for, as they were before they were watched.
+        event: its own, the same way; `DONE` once nothing about it changes any more, `None` until it is submitted.
+        clock: times it, for a trace; `None` without one.
+        started, ended: marks of `clock`; `None` until then.
+        pending: the transfer that it has started.
+        inline: it ran in the thread of its caller, on the host.
+    """
+
+    observer: "Observer"
+    stream: str
+    label: Label
+    nbytes: int
+    todo: Work | None
+    before: Sequence["SubmittedWork"]
+    after: Sequence[Event]
+    event: Event | None = None
+    clock: Clock | None = None
+    started: Any = None
+    ended: Any = None
+    pending: Pending | None = None
+    inline: bool = False
+
+    def work(self) -> Work:
+        """Give what the stream is to run. The job lets go of the work, and of the buffers that it knows."""
+        return self._taken() if self.clock is None else self._run
+
+    def _taken(self) -> Work:
+        work, self.todo = self.todo, None
+        assert work is not None
+        return work
+
+    def _run(self) -> Pending | None:
+        """Run the work and note when."""
+        work, clock = self._taken(), self.clock
+        assert clock is not None
+        self.inline = isinstance(clock, HostClock) and not on_worker()
+        self.started = clock.mark()
+        try:
+            self.pending = work()
+        finally:
+            if self.pending is None:
+                self.ended = clock.mark()
+        return self.pending
+
+    def watch(self, event: Event) -> Event:
+        """Wrap the work's event, so that every wait for it is noted."""
+        self.event, self.after = event, ()
+        return event if event is DONE else _Watched(event, self)
+
+    def is_over(self) -> bool:
+        """Return True if it ran, or will not because what it follows failed."""
+        return self.event is not None and self.event.done()
+
+    def cause(self) -> str:
+        """Name the stream that is at work now: down the chain of what is not done."""
+        first = self
+        while True:
+            below = next((other for other in first.before if not other.is_over()), None)
+            if below is None:
+                return first.stream
+            first = below
+
+    def condense(self) -> None:
+        """Keep no more than what a trace says, once the work is done."""
+        if self.clock is None:
+            self.before = ()
+            return
+        if self.pending is not None:
+            self.ended, self.pending = self.pending.ended, None
+        if self.started is not None:  # else what it follows failed
+            self.started, self.ended = self.clock.seconds(self.started), self.clock.seconds(self.ended)
+            self.clock = HostClock()
+        self.event = DONE
+
+
+class Observer:
+    """Listens on `streams` from here on, for a trace, a record or both. `observe` makes one.
+
+    Attributes:
+        notes: of the trace that is taken; `None` without one.
+        waits: of the record; `None` without one.
+        on_step: the record's, told of every step; `None` without one.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.notes: TraceNotes | None = None
+        self.waits: WaitSums | None = None
+        self.on_step: Callable[..., None] | None = None
+        self._streams = streams
+        self._lock = threading.Lock()  # autograd and the update's thread submit too
+        self._open: deque[SubmittedWork] = deque()
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a trace is taken, which tells units apart."""
+        return self.notes is not None
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> SubmittedWork:
+        """Note that work is submitted."""
+        notes = self.notes
+        parts = [part for event in after for part in (event.left() if notes is None else event.parts())]
+        # A record that cannot say what the device works on asks for no more than the stream.
+        follows = notes is not None or (self.waits is not None and self.waits.on_host)
+        before = [part.job for part in parts if follows and isinstance(part, _Watched)]
+        # Work gets the events themselves: what it waits for is no wait of compute's.
+        job = SubmittedWork(self, stream, label, nbytes, work, before, [part.unwatched() for part in parts])
+        if not follows:
+            return job
+        with self._lock:
+            if notes is None or notes.add(job):
+                self._open.append(job)
+            while self._open and (self._open[0].is_over() or (notes is None and len(self._open) > _MOST_OPEN)):
+                self._open.popleft().condense()
+        return job
+
+    def turn_to(self, label: Label) -> None:
+        """Note that compute turns to something; to nothing in particular where the label is empty."""
+        if self.notes is not None:
+            self.notes.turn_to(label)
+
+    def step_made(self, *told: Any) -> None:
+        """Tell the outputs that a step of the optimizer has returned. Collective where a record begins to trace.
+
+        Arguments:
+            told: as `Record.step_made` says.
+        """
+        if self.notes is not None:
+            self.notes.step_made()
+        if self.on_step is not None:
+            self.on_step(*told)
+
+    def waiting(self, job: SubmittedWork, event: Event, block: Callable[[], None], *, by_host: bool) -> None:
+        """Wait for an event, and note it where that takes any time and nobody else's work waits."""
+        output = None if event.done() or on_worker() else self.notes or self.waits
+        over = None if output is None else output.wait_begins(job, by_host=by_host)
+        try:
+            block()
+        finally:
+            if over is not None:
+                over()
+
+    def begin_trace(self, limit: int = LIMIT, *, sizes: Callable[[], Mapping[str, int]] | None = None) -> None:
+        """Take notes for a trace from here on. The device, where there is one, is waited for.
+
+        Arguments:
+            limit: notes of a kind, at most. After them there are no more, and the trace ends there.
+            sizes: says how many bytes are on each tier; asked whenever compute turns to something.
+        """
+        self.notes = TraceNotes(self._streams, limit, sizes)
+
+    def end_trace(self, *, wait: bool) -> Recording:
+        """Give all that was seen since the trace began. Events that were watched go on without notes.
+
+        Arguments:
+            wait: until what was submitted is done; else only what is done by now is in it.
+        """
+        notes = self.notes
+        assert notes is not None
+        try:
+            if wait:
+                for job in list(self._open):
+                    event = job.event or DONE
+                    with contextlib.suppress(Exception):  # whoever needs the work gets its error
+                        self.waiting(job, event, event.synchronize, by_host=True)
+                notes.device.synchronize()
+            with self._lock:
+                for job in self._open:
+                    if job.is_over():
+                        job.condense()
+                    else:
+                        job.before = ()  # an event may outlive the trace
+                self._open.clear()
+            return notes.finish()
+        finally:
+            self.notes = None
+            self.leave()
+
+    def leave(self) -> None:
+        """Listen no longer where nothing is left to tell."""
+        if self.notes is None and self.waits is None:
+            self._streams.observer = None
+
+
+def observe(streams: Streams) -> Observer:
+    """Give the observer of streams; one is put there where there is none."""
+    if not isinstance(streams.observer, Observer):
+        streams.observer = Observer(streams)
+    return streams.observer
+
+
+class WaitSums:
+    """Adds up how long compute waits from here on, by stream.
+
+    Of the host's thread a wait is put down to the stream whose work is under way when it begins: of what is waited for,
+    or of what that follows. On a device it is the stream that is waited for.
+
+    Arguments:
+        streams: its device, where there is one, is waited for, once.
+
+    Attributes:
+        on_host: whether compute is the host's thread.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._clock = streams.device_clock()
+        self.on_host = isinstance(self._clock, HostClock)
+        self._waits: deque[tuple[str, Any, Any]] = deque()
+
+    def wait_begins(self, job: SubmittedWork, *, by_host: bool) -> Callable[[], None] | None:
+        """Note a wait of compute's, and when it is over."""
+        if by_host and not self.on_host:
+            return None  # a host that waits for its device says nothing: mostly the device computes meanwhile
+        stream, begun = job.cause(), self._clock.mark()
+        return lambda: self._waits.append((stream, begun, self._clock.mark()))
+
+    def take(self) -> dict[str, float]:
+        """Give the seconds by stream of all waits that are over by now, and begin anew. Never blocks."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        while self._waits:
+            stream, *marks = self._waits[0]
+            begun, ended = map(self._clock.seconds, marks)
+            if begun is None or ended is None:
+                break
+            self._waits.popleft()
+            seconds[stream] += ended - begun
+        return dict(seconds)
+
+
+class TraceNotes:
+    """What is seen for a trace, within a limit of memory.
+
+    Attributes:
+        device: the clock of compute and of the device's streams.
+    """
+
+    def __init__(self, streams: Streams, limit: int, sizes: Callable[[], Mapping[str, int]] | None) -> None:
+        self._limit = limit
+        self._ask_sizes = sizes
+        self._host: Clock = HostClock()
+        self.device = streams.device_clock()
+        self._lock = threading.Lock()
+        self._jobs: list[SubmittedWork] = []
+        self._waits: list[tuple[SubmittedWork, Clock, Any, Any]] = []
+        self._turns: list[tuple[Any, Label]] = []
+        self._sizes: list[tuple[float, Mapping[str, int]]] = []
+        self._steps: list[float] = []
+        self._began = time.monotonic()
+        self._ended: float | None = None
+        self._complete = True
+        self._measure()
+
+    def add(self, job: SubmittedWork) -> bool:
+        """Note a job and have it timed; return False if there is no room for it."""
+        with self._lock:
+            if self._has_room(self._jobs):
+                job.clock = self.device if job.stream in ON_DEVICE else self._host
+                self._jobs.append(job)
+        return job.clock is not None
+
+    def turn_to(self, label: Label) -> None:
+        """Note that compute turns to something."""
+        with self._lock:
+            if self._has_room(self._turns):
+                self._turns.append((self.device.mark(), label))
+        self._measure()
+
+    def step_made(self) -> None:
+        """Note that a step of the optimizer has returned."""
+        with self._lock:
+            if self._ended is None:
+                self._steps.append(time.monotonic())
+        self._measure()
+
+    def _measure(self) -> None:
+        """Note the bytes on each tier, where they are others than before."""
+        if self._ask_sizes is None or self._ended is not None:
+            return
+        found = self._ask_sizes()
+        with self._lock:
+            if (not self._sizes or self._sizes[-1][1] != found) and self._has_room(self._sizes):
+                self._sizes.append((time.monotonic(), found))
+
+    def wait_begins(self, job: SubmittedWork, *, by_host: bool) -> Callable[[], None] | None:
+        """Note a wait of compute's or of the host's, and when it is over."""
+        if self._ended is not None:
+            return None
+        clock = self._host if by_host else self.device
+        begun = clock.mark()
+
+        def over() -> None:
+            with self._lock:
+                if self._has_room(self._waits):
+                    self._waits.append((job, clock, begun, clock.mark()))
+
+        return over
+
+    def finish(self) -> Recording:
+        """Give all that was seen until now, and let go of it."""
+        with self._lock:
+            stop = self._ended = self._ended or time.monotonic()
+            spans, numbers = self._spans(stop)
+            recording = Recording(
+                self._began,
+                stop,
+                spans,
+                self._waits_for(numbers, stop),
+                self._compute(stop),
+                self._complete,
+                sizes=[(when, sizes) for when, sizes in self._sizes if when <= stop],
+                steps=[when for when in self._steps if when <= stop],
+            )
+            for job in self._jobs:
+                job.before = ()
+            for notes in (self._jobs, self._waits, self._turns, self._sizes, self._steps):
+                notes.clear()
+        return recording
+
+    def _spans(self, stop: float) -> tuple[list[Span], dict[SubmittedWork, int]]:
+        """List the spans of the work that is done, and which of them is whose."""
+        spans: list[Span] = []
+        numbers: dict[SubmittedWork, int] = {}
+        for job in self._jobs:
+            if job.event is DONE and job.started is not None and job.started < stop:
+                before = tuple(numbers[other] for other in job.before if other in numbers)
+                numbers[job] = len(spans)
+                ended = min(job.ended, stop)
+                spans.append(Span(job.stream, job.label, job.started, ended, job.nbytes, job.inline, before))
+        return spans, numbers
+
+    def _waits_for(self, numbers: Mapping[SubmittedWork, int], stop: float) -> list[Wait]:
+        waits = []
+        for job, clock, *marks in self._waits:
+            start, end = map(clock.seconds, marks)
+            if job in numbers and start is not None and end is not None and start < stop:
+                by_host = clock is not self.device and not isinstance(self.device, HostClock)
+                waits.append(Wait(numbers[job], start, min(end, stop), by_host))
+        return waits
+
+    def _compute(self, stop: float) -> list[tuple[float, Label]]:
+        turns = [(self.device.seconds(mark), label) for mark, label in self._turns]
+        return [(when, label) for when, label in turns if when is not None and when < stop]
+
+    def _has_room(self, notes: Sequence[object]) -> bool:
+        """Return True if there may be another note; the first that may not ends the trace."""
+        if self._ended is None and len(notes) >= self._limit:
+            self._ended, self._complete = time.monotonic(), False
+        return self._ended is None
+
+
+class _Watched(Event):
+    """An event of observed work."""
+
+    __slots__ = ("event", "job")
+
+    def __init__(self, event: Event, job: SubmittedWork) -> None:
+        self.event, self.job = event, job
+
+    def wait(self) -> None:
+        self.job.observer.waiting(self.job, self.event, self.event.wait, by_host=False)
+
+    def synchronize(self) -> None:
+        self.job.observer.waiting(self.job, self.event, self.event.synchronize, by_host=True)
+
+    def done(self) -> bool:
+        return self.event.done()
+
+    def check(self) -> None:
+        self.event.check()
+
+    def unwatched(self) -> Event:
+        return self.event

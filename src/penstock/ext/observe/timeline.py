@@ -1,0 +1,367 @@
+"""What a trace says: when each resource worked, who waited for what, which resource binds; and the file for a viewer.
+
+A **span** is one piece of work on a row: a stream, or compute. Transfers of one disk are in flight together; a row
+draws each from where the one before it was over, so that busy time is counted once. Compute is busy where the forward
+or backward of a unit is under way and neither waits nor does a stream's work itself (`inline`). A wait is **exposed**
+where compute has nothing to do meanwhile, and is put down to the rows that caused it: from the end of the work that was
+waited for, back over what that waited for in turn.
+"""
+
+import json
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+from penstock.trace import NO_LABEL, Label
+
+COMPUTE = "compute"
+WAITING = "waiting"
+#: What a row of a trace stands for, in the order in which a viewer shows them.
+RESOURCES: Mapping[str, str] = {
+    COMPUTE: "device compute",
+    "upload": "host-to-device link",
+    "download": "device-to-host link",
+    "collective": "links between ranks",
+    "model collective": "links within the model",
+    "update": "host update",
+    "device update": "device update",
+    "read": "NVMe reads",
+    "fetch": "NVMe reads",
+    "write": "NVMe writes",
+    "save": "copies for a checkpoint",
+}
+OUTSIDE = "what is not traced (data, loss, Python)"
+CAUSES_SHOWN = 10
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work on a row, in seconds of one clock.
+
+    Attributes:
+        row: the stream that did the work, a key of `RESOURCES`.
+        label: what the work was for.
+        start: when the work began.
+        stop: when the work was over.
+        nbytes: how many bytes were moved; 0 where none were.
+        inline: whether the work ran in the thread that otherwise computes.
+        after: indices of the spans that the work had to wait for.
+    """
+
+    row: str
+    label: Label
+    start: float
+    stop: float
+    nbytes: int = 0
+    inline: bool = False
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute, or the host, stood still until a span was over.
+
+    Attributes:
+        span: the index of that span.
+        start: when it began to wait.
+        stop: when it went on.
+        by_host: whether the host waited, and not compute.
+    """
+
+    span: int
+    start: float
+    stop: float
+    by_host: bool = False
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that was seen between `start` and `stop`.
+
+    Attributes:
+        start: when the trace began.
+        stop: when the trace ended.
+        spans: the work of all streams.
+        waits: what compute or the host waited for.
+        compute: what compute turned to, and when; an empty label is nothing in particular.
+        complete: whether the limit of spans was not reached.
+        sizes: the bytes on each tier, from when on: as the host gives and takes memory, ahead of a device.
+        steps: when each step of the optimizer returned.
+    """
+
+    start: float
+    stop: float
+    spans: Sequence[Span]
+    waits: Sequence[Wait] = ()
+    compute: Sequence[tuple[float, Label]] = ()
+    complete: bool = True
+    sizes: Sequence[tuple[float, Mapping[str, int]]] = ()
+    steps: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Use:
+    """How one row was used.
+
+    Attributes:
+        spans: how many pieces of work it did.
+        busy_seconds: how long it worked.
+        waited_seconds: how long compute or the host stood waiting for it.
+        nbytes: how many bytes it moved.
+    """
+
+    spans: int
+    busy_seconds: float
+    waited_seconds: float
+    nbytes: int
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Divide the bytes by the time that it was busy."""
+        return self.nbytes / self.busy_seconds if self.busy_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What kept a run busy, and what kept it waiting. Print it for a table.
+
+    Attributes:
+        seconds: how long the trace is, from its start to its end.
+        rows: how each row was used, those that were.
+        waits: seconds of exposed wait by cause, such as "gather layers.3 (upload)"; the longest first.
+        bound_by: the resource with the most busy time.
+        complete: whether the limit of spans was not reached; else the trace ends where it was.
+    """
+
+    seconds: float
+    rows: Mapping[str, Use]
+    waits: Mapping[str, float]
+    bound_by: str
+    complete: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """List the numbers as JSON-like values, as the file of a trace keeps them."""
+        rows = {
+            row: {
+                **asdict(use),
+                "busy_share": use.busy_seconds / self.seconds,
+                "bytes_per_second": use.bytes_per_second,
+            }
+            for row, use in self.rows.items()
+        }
+        return {
+            "seconds": self.seconds,
+            "bound_by": self.bound_by,
+            "rows": rows,
+            "exposed_waits": dict(self.waits),
+            "complete": self.complete,
+        }
+
+    def __str__(self) -> str:
+        """Write a table: the binding resource, a line for each row, and the longest waits."""
+        cut = "" if self.complete else ", cut where the limit of spans was reached"
+        lines = [f"bound by: {self.bound_by}", f"{self.seconds:.3f} s traced{cut}", ""]
+        lines += [
+            f"{'row':<12}{'resource':<22}{'busy':>6}{'seconds':>10}{'waited':>8}{'spans':>8}{'bytes':>18}{'GB/s':>8}"
+        ]
+        for row, use in self.rows.items():
+            moved = f"{use.nbytes:>18,}{use.bytes_per_second / 1e9:>8.2f}" if use.nbytes else f"{'-':>18}{'-':>8}"
+            busy, waited = use.busy_seconds / self.seconds, use.waited_seconds / self.seconds
+            name = f"{row:<12}{RESOURCES[row]:<22}"
+            lines.append(f"{name}{busy:>6.0%}{use.busy_seconds:>10.4f}{waited:>8.0%}{use.spans:>8}{moved}")
+        total = sum(self.waits.values())
+        lines += ["", f"{'exposed waits':<34}{total / self.seconds:>6.0%}{total:>10.4f}"]
+        shown = list(self.waits.items())[:CAUSES_SHOWN]
+        lines += [f"  {cause:<32}{seconds / self.seconds:>6.0%}{seconds:>10.4f}" for cause, seconds in shown]
+        if len(self.waits) > len(shown):
+            rest = total - sum(seconds for _, seconds in shown)
+            others = f"{len(self.waits) - len(shown)} others"
+            lines.append(f"  {others:<32}{rest / self.seconds:>6.0%}{rest:>10.4f}")
+        return "\n".join(lines)
+
+
+class Timeline:
+    """A recording as rows whose spans do not overlap.
+
+    Attributes:
+        recording: what it was made of.
+        rows: spans by row, in order, compute included.
+        waits: exposed waits: `row` is what kept compute or the host waiting, `label` is what was waited for.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        spans, before = in_turn(recording.spans)
+        stopped = [(wait.start, wait.stop) for wait in recording.waits if not wait.by_host]
+        inline = [(span.start, span.stop) for span in spans if span.inline]
+        computing = _pieces(recording, merged([*stopped, *inline]))
+        self.rows: dict[str, list[Span]] = {}
+        for row in RESOURCES:
+            found = computing if row == COMPUTE else sorted((s for s in spans if s.row == row), key=_start)
+            if found:
+                self.rows[row] = found
+        occupied = merged([*stopped, *map(_interval, computing)])
+        self.waits: list[Span] = []
+        for wait in sorted(recording.waits, key=_start):
+            for start, stop in without((wait.start, wait.stop), occupied if wait.by_host else ()):
+                self.waits += blame(spans, before, replace(wait, start=start, stop=stop))
+
+    def summary(self) -> Summary:
+        """Sum up busy time and exposed waits, and find what binds."""
+        seconds = max(self.recording.stop - self.recording.start, 1e-9)
+        waits: defaultdict[str, float] = defaultdict(float)
+        waited: defaultdict[str, float] = defaultdict(float)
+        for span in self.waits:
+            waits[f"{span.label.of_tile(None)} ({span.row})"] += span.stop - span.start
+            waited[span.row] += span.stop - span.start
+        rows = {
+            row: Use(len(spans), _length(map(_interval, spans)), waited[row], sum(span.nbytes for span in spans))
+            for row, spans in self.rows.items()
+        }
+        longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
+        return Summary(seconds, rows, longest, self._bound_by(seconds), self.recording.complete)
+
+    def _bound_by(self, seconds: float) -> str:
+        """Find the resource with the most busy time. Reads and writes share a disk: they count together."""
+        disk = ("read", "fetch", "write")
+        busy = {RESOURCES[row]: self._busy(row) for row in self.rows if row not in disk}
+        reads_most = self._busy("read", "fetch") >= self._busy("write")
+        busy[RESOURCES["read" if reads_most else "write"]] = self._busy(*disk)
+        seen = merged(map(_interval, (*self.waits, *(span for spans in self.rows.values() for span in spans))))
+        busy[OUTSIDE] = seconds - _length(seen)
+        return max(busy, key=lambda name: busy[name])
+
+    def _busy(self, *rows: str) -> float:
+        """Add up the time in which any of these rows was busy."""
+        return _length(merged(_interval(span) for row in rows for span in self.rows.get(row, ())))
+
+
+def to_chrome(timeline: Timeline, rank: int, marks: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
+    """Write the JSON that Perfetto and chrome://tracing read, an event a line: a process for the rank, a thread a row.
+
+    `otherData` holds the summary, as numbers and as text; `marks` are events beside the rows.
+    """
+    summary = timeline.summary()
+    other = {"rank": rank, "summary": summary.to_dict(), "text": str(summary)}
+    yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n'
+    yield json.dumps(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+    numbers = {row: number for number, row in enumerate((*RESOURCES, WAITING))}
+    for row, spans in {**timeline.rows, **({WAITING: timeline.waits} if timeline.waits else {})}.items():
+        yield ",\n" + json.dumps(_metadata("thread_name", rank, numbers[row], name=row))
+        yield ",\n" + json.dumps(_metadata("thread_sort_index", rank, numbers[row], sort_index=numbers[row]))
+        for span in spans:
+            event = {
+                "ph": "X",
+                "pid": rank,
+                "tid": numbers[row],
+                "name": f"wait for {span.label} ({span.row})" if row == WAITING else str(span.label) or row,
+                "cat": row,
+                "ts": (span.start - timeline.recording.start) * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+                "args": _arguments(span),
+            }
+            yield ",\n" + json.dumps(event)
+    for mark in marks:
+        yield ",\n" + json.dumps(mark)
+    yield "\n]}\n"
+
+
+def in_turn(spans: Sequence[Span]) -> tuple[list[Span], list[int | None]]:
+    """Let each span begin when the one before it on its row is over; and which that is, by index."""
+    drawn = list(spans)
+    before: list[int | None] = [None] * len(spans)
+    last: dict[str, int] = {}
+    for index in sorted(range(len(spans)), key=lambda index: (spans[index].stop, spans[index].start)):
+        span = spans[index]
+        before[index] = previous = last.get(span.row)
+        if previous is not None and spans[previous].stop > span.start:
+            drawn[index] = replace(span, start=spans[previous].stop)
+        last[span.row] = index
+    return drawn, before
+
+
+def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> list[Span]:
+    """Put a wait down to the rows that caused it, in order.
+
+    From its end backwards: while the span that is waited for is under way, and until it begins after what it followed,
+    it is that span's row; before that, the row of what was over last of all that the span came after; and so on.
+    """
+    pieces: list[Span] = []
+    label, index, stop = spans[wait.span].label, wait.span, wait.stop
+    while stop > wait.start:
+        span = spans[index]
+        previous = [number for number in (before[index], *span.after) if number is not None]
+        cause = max(previous, key=lambda number: spans[number].stop, default=None)
+        ended = wait.start if cause is None else min(spans[cause].stop, span.start)
+        start = max(wait.start, ended)
+        if start < stop:
+            pieces.append(Span(span.row, label, start, stop))
+            stop = start
+        if cause is None:
+            break
+        index = cause
+    return pieces[::-1]
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that overlap: what is left is in order, and apart."""
+    union: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(stop, union[-1][1]))
+        else:
+            union.append((start, stop))
+    return union
+
+
+def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
+    """Cut holes, which are in order and apart, out of an interval."""
+    start, end = interval
+    left = []
+    for hole in holes[max(0, bisect(holes, (start, inf)) - 1) :]:
+        if hole[0] >= end:
+            break
+        if hole[0] > start:
+            left.append((start, hole[0]))
+        start = max(start, hole[1])
+    return [*left, (start, end)] if start < end else left
+
+
+def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[Span]:
+    """List what compute did, without the holes."""
+    turns = [*recording.compute, (recording.stop, NO_LABEL)]
+    return [
+        Span(COMPUTE, label, *left)
+        for (start, label), (end, _) in pairwise(turns)
+        if label != NO_LABEL
+        for left in without((start, end), holes)
+    ]
+
+
+def _start(timed: Span | Wait) -> float:
+    return timed.start
+
+
+def _interval(span: Span) -> Interval:
+    return span.start, span.stop
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
+
+def _arguments(span: Span) -> dict[str, Any]:
+    """Take a span's label apart for the viewer: unit, kind and tile by name, and the bytes."""
+    named = span.label._asdict() | {"bytes": span.nbytes}
+    del named["verb"]
+    return {name: value for name, value in named.items() if value not in ("", None) and (name == "tile" or value)}
