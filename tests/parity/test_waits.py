@@ -89,8 +89,6 @@ REDUNDANT = {
     "pool.memory_unused": UNWANTED,
     "pool.returned_write": UNWANTED,
     "quantized_gather.buffer_free": "this rank's part comes up after it, on its stream",
-    "pool.earlier_copies_noted": UNWANTED,
-    "pool.earlier_copies": UNWANTED,
     "records.visit_stored": "who visits waits for every home first",
     "records.visit_written": AT_ONCE,
     "records.visit_loaded": "a transfer and not an event: the tests of records see to it",
