@@ -10,8 +10,10 @@ import penstock
 from penstock.engine.passes.handles import Handle
 from penstock.kinds import Tier
 from penstock.machine.arena import Arena
+from penstock.tiers.home import CellPlan
 from penstock.tiers.host import _HostSlab
 from penstock.tiers.records import Records, record_sizes
+from penstock.tiers.store import Store
 
 
 def slabs(optimizer: penstock.Optimizer) -> list[Arena]:
@@ -22,6 +24,11 @@ def slabs(optimizer: penstock.Optimizer) -> list[Arena]:
 def file_bytes(folder: Path) -> int:
     """Bytes of the files of all engines in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*.[0-9]*"))
+
+
+def cells(store: Store) -> list[CellPlan]:
+    """The cells of all that takes memory or space."""
+    return [cell for plan, *_ in store.table() for cell in plan.cells]
 
 
 def tensor_bytes() -> int:
@@ -45,23 +52,21 @@ def assert_table_agrees(optimizer: penstock.Optimizer, folder: Path | None = Non
         folder: of this engine's files alone.
     """
     store, report = optimizer._engine.store, optimizer.locations()
-    assert not list(store.leaving())
+    assert not store._leaving
     slab_rows = [s for s, slab in store._sections.items() if isinstance(slab, _HostSlab)]
     expected = sum(cell.lease_bytes for section in slab_rows for cell in section.plan.cells)
     assert sum(arena.capacity for arena in slabs(optimizer)) == expected, "no slab but for what is in the table"
-    kept = list(store._kept._kept.values())
+    kept = list(store._kept.values())
     for each in kept:
-        if isinstance(each.slab, _HostSlab):
-            assert each.slab._arena.capacity == sum(c.lease_bytes for plan in each.plans for c in plan.cells)
+        if isinstance(each, _HostSlab):
+            assert each._arena.capacity == sum(c.lease_bytes for plan in each.plans for c in plan.cells)
     assert report.bytes(kind="kept") == sum(c.nbytes for each in kept for plan in each.plans for c in plan.cells)
     assert all(arena.used == arena.capacity for arena in slabs(optimizer)), "in exact size"
     lent = [
         c.nbytes for s, slab in store._sections.items() if slab is None and s.tier is Tier.CPU for c in s.plan.cells
     ]
-    cells = [cell for section in slab_rows for cell in section.plan.cells]
-    assert report.bytes(tier="cpu") - report.bytes(kind="kept", tier="cpu") == sum(cell.nbytes for cell in cells) + sum(
-        lent
-    )
+    mapped = sum(cell.nbytes for section in slab_rows for cell in section.plan.cells)
+    assert report.bytes(tier="cpu") - report.bytes(kind="kept", tier="cpu") == mapped + sum(lent)
     records = [section for section in store._sections if isinstance(section, Records)]
     assert report.bytes(tier="nvme") - report.bytes(kind="kept", tier="nvme") == sum(
         cell.nbytes for section in records for cell in section.plan.cells

@@ -340,7 +340,7 @@ def what_was_kept_is_given_back_while_a_reload_is_under_way(streams: Streams) ->
     optimizer.offload_states({"optimizer"}, keep=True)
     optimizer.reload_states(non_blocking=True)
     optimizer.offload_states({"grad"})
-    seen = [str(plan) for plan, _ in optimizer._engine.store._kept.plans()]
+    seen = [str(plan) for slab in optimizer._engine.store._kept.values() for plan in slab.plans]
     optimizer.close()
     return seen
 
@@ -351,7 +351,7 @@ def old_memory_went_before_the_next_move_takes_some(streams: Streams) -> Values:
     reserve = store.reserve
 
     def note(*arguments: Any, **rest: Any) -> Any:
-        seen.append([cell.plan.kind for cell in store.leaving()])
+        seen.append([section.plan.home for section in store._leaving])
         return reserve(*arguments, **rest)
 
     optimizer.offload_states(non_blocking=True)
@@ -371,7 +371,7 @@ def old_memory_went_before_parameters_come(streams: Streams) -> Values:
     reserve = store.reserve
 
     def note(*arguments: Any, **rest: Any) -> Any:
-        seen.append([cell.plan.kind for cell in store.leaving()])
+        seen.append([section.plan.home for section in store._leaving])
         return reserve(*arguments, **rest)
 
     optimizer.offload_states()

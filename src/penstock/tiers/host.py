@@ -175,16 +175,13 @@ class _HostSlab(Slab):
         self._used_before = False
         tier.pinned_bytes += arena.capacity if self.pinned else 0
 
-    def make(self, plan: SectionPlan) -> MemorySection:
-        section = self.make_unset(plan)
-        if self._used_before:
-            for tensor in section.tensors:
-                tensor.zero_()
-        return section
-
-    def make_unset(self, plan: SectionPlan) -> MemorySection:
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> MemorySection:
         bounce = self._tier.bounce if self.pageable and plan.home != STAGING else None
-        return MemorySection(plan, [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells], bounce)
+        tensors = [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells]
+        if self._used_before and not unset:
+            for tensor in tensors:
+                tensor.zero_()
+        return MemorySection(plan, tensors, bounce)
 
     def rewind(self) -> bool:
         self._arena.rewind()

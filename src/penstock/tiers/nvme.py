@@ -233,8 +233,9 @@ class FileSlab(Slab):
         self._report_closed = closed
         self._owner = os.getpid()
 
-    def make(self, plan: SectionPlan) -> Section:
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
         """Make the next of the planned sections."""
+        del unset
         places = [Place(self._files[file], *place) for file, *place in self._striping.place(record_sizes(plan))]
         return FileRecords(plan, places, checksums=self._checksums)
 

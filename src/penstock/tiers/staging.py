@@ -200,11 +200,11 @@ class Buffers:
             made.append(RingSlot(near, near | {home: self.make(plan, reserved) for home, plan in slot.host.items()}))
         return made
 
-    def free(self, *, keep: bool = False) -> None:
-        """Give all buffers back. Nothing works on them. `keep`: for the next time, if they were reserved for that."""
+    def free(self) -> None:
+        """Give all buffers back, or keep them for the next time, if they were reserved for that. None is in use."""
         while self._sections:  # one by one: after an interrupt the next call goes on
             self._store.leave(self._sections[-1])
-            self._store.free(self._sections.pop(), keep=keep)
+            self._store.free(self._sections.pop(), keep=True)
 
 
 class Staging:

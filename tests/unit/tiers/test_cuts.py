@@ -23,6 +23,7 @@ from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.records import Records
 from penstock.tiers.store import Store
+from tests.accounts import cells
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -87,7 +88,7 @@ def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[
                 cuts.drop(cut)
             holes = cuts._holes
             assert all(a.block != b.block or a.stop < b.start for a, b in pairwise(holes)), "neighbours are one hole"
-        rows = [cell.plan for cell in store.cells()]
+        rows = cells(store)
         assert cuts.capacity == sum(row.nbytes for row in rows) <= most + most // 8
         assert cuts.free <= cuts.capacity - wanted
         for _, cut in live:
@@ -95,7 +96,7 @@ def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[
         del live
         cuts.rest()
         assert cuts.capacity == 0
-        assert not list(store.cells())
+        assert not list(store.table())
         store.close()
 
 
@@ -154,7 +155,7 @@ def test_slabs_go_when_nothing_is_left_in_them_and_on_them() -> None:
     assert cuts.capacity == 3 * PAGE_BYTES
     cuts.drop(kept)
     cuts.rest()
-    assert not list(store.cells())
+    assert not list(store.table())
     late.join()
     store.close()
 
@@ -230,5 +231,5 @@ def test_where_there_is_no_room_for_a_step_there_may_be_for_what_is_wanted(monke
     assert cuts.capacity == 2 * PAGE_BYTES
     with pytest.raises(MemoryBudgetError, match="are needed, and the host has"):
         cuts.take(4 * PAGE_BYTES)
-    assert sum(cell.plan.nbytes for cell in store.cells()) == 2 * PAGE_BYTES
+    assert sum(cell.nbytes for cell in cells(store)) == 2 * PAGE_BYTES
     store.close()
