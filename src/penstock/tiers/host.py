@@ -64,7 +64,7 @@ class HostTier(TierMemory):
 
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Map an arena for each home; pin of what a device copies as much as the budget and the system allow."""
-        sizes = {home: sum(c.lease_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
+        sizes = {home: sum(c.taken_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
         copied = [home for home, plans in wanted.items() if any(plan.copied for plan in plans)]
         self._check(sum(sizes.values()))
         slabs: dict[str, Slab] = {}

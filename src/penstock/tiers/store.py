@@ -215,5 +215,4 @@ def _slab_name(plan: SectionPlan, apart: Collection[SectionPlan]) -> str:
 
 def bytes_on(plans: Sequence[SectionPlan], tier: Tier) -> int:
     """Count the bytes that planned sections take on a tier."""
-    cells = [cell for plan in plans if plan.tier is tier for cell in plan.cells]
-    return sum(cell.lease_bytes if tier is Tier.CPU else cell.nbytes for cell in cells)
+    return sum(cell.taken_bytes for plan in plans if plan.tier is tier for cell in plan.cells)

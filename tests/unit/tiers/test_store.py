@@ -38,7 +38,7 @@ PLANS = [
 def test_bytes_are_counted_before_anything_is_allocated() -> None:
     cells = [cell for plan in PLANS for cell in plan.cells]
     assert [cell.nbytes for cell in cells] == [600, 8000, 8000, 10, 40, 40]
-    assert [cell.lease_bytes for cell in cells] == [4096, 8192, 8192, 4096, 4096, 4096]
+    assert [cell.taken_bytes for cell in cells] == [600, 8192, 8192, 4096, 4096, 4096]
     assert bytes_on(PLANS, Tier.DEVICE) == 600
     assert bytes_on(PLANS, Tier.CPU) == 2 * 8192 + 3 * 4096
     assert bytes_on(PLANS, Tier.NVME) == 0
