@@ -1,6 +1,7 @@
 """The table of an engine against the memory and the files that there are."""
 
 import gc
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -10,8 +11,10 @@ import penstock
 from penstock.engine.passes.handles import Handle
 from penstock.kinds import Tier
 from penstock.machine.arena import Arena
+from penstock.tiers.home import CellPlan
 from penstock.tiers.host import _HostSlab
-from penstock.tiers.records import Records, record_sizes
+from penstock.tiers.records import record_sizes
+from penstock.tiers.store import Store, bytes_on
 
 
 def slabs(optimizer: penstock.Optimizer) -> list[Arena]:
@@ -22,6 +25,11 @@ def slabs(optimizer: penstock.Optimizer) -> list[Arena]:
 def file_bytes(folder: Path) -> int:
     """Bytes of the files of all engines in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*.[0-9]*"))
+
+
+def cells(store: Store) -> list[CellPlan]:
+    """The cells of all that takes memory or space."""
+    return [cell for plan, *_ in store.table() for cell in plan.cells]
 
 
 def tensor_bytes() -> int:
@@ -45,30 +53,19 @@ def assert_table_agrees(optimizer: penstock.Optimizer, folder: Path | None = Non
         folder: of this engine's files alone.
     """
     store, report = optimizer._engine.store, optimizer.locations()
-    assert not list(store.leaving())
-    slab_rows = [s for s, slab in store._sections.items() if isinstance(slab, _HostSlab)]
-    expected = sum(cell.lease_bytes for section in slab_rows for cell in section.plan.cells)
-    assert sum(arena.capacity for arena in slabs(optimizer)) == expected, "no slab but for what is in the table"
-    kept = list(store._kept._kept.values())
-    for each in kept:
-        if isinstance(each.slab, _HostSlab):
-            assert each.slab._arena.capacity == sum(c.lease_bytes for plan in each.plans for c in plan.cells)
-    assert report.bytes(kind="kept") == sum(c.nbytes for each in kept for plan in each.plans for c in plan.cells)
+    assert not store._leaving
     assert all(arena.used == arena.capacity for arena in slabs(optimizer)), "in exact size"
-    lent = [
-        c.nbytes for s, slab in store._sections.items() if slab is None and s.tier is Tier.CPU for c in s.plan.cells
-    ]
-    cells = [cell for section in slab_rows for cell in section.plan.cells]
-    assert report.bytes(tier="cpu") - report.bytes(kind="kept", tier="cpu") == sum(cell.nbytes for cell in cells) + sum(
-        lent
-    )
-    records = [section for section in store._sections if isinstance(section, Records)]
-    assert report.bytes(tier="nvme") - report.bytes(kind="kept", tier="nvme") == sum(
-        cell.nbytes for section in records for cell in section.plan.cells
-    )
+    held = [*store._left, *store._kept.values()]
+    for slab in held:
+        if isinstance(slab, _HostSlab):
+            assert slab._arena.capacity == bytes_on(slab.plans, Tier.CPU), "what was planned"
+    made = [(plan, slab) for plan, slab, kind in store.table() if kind is None and slab is not None]
+    assert Counter(made) == Counter((plan, slab) for slab in store._left for plan in slab.plans), "and nothing else"
+    planned = [plan for slab in held for plan in slab.plans]
+    lent = [plan for plan, slab, _ in store.table() if slab is None]
+    for tier in (Tier.CPU, Tier.NVME):
+        assert report.bytes(tier=tier.value) == sum(plan.nbytes for plan in [*planned, *lent] if plan.tier is tier)
+    assert report.bytes(kind="kept") == sum(plan.nbytes for slab in store._kept.values() for plan in slab.plans)
     if folder is not None:
-        in_files = [plan for each in kept for plan in each.plans if plan.tier is Tier.NVME]
-        assert file_bytes(folder) == sum(s.record_bytes(n) for s in records for n in range(s.tiles)) + sum(
-            sum(record_sizes(plan)) for plan in in_files
-        )
+        assert file_bytes(folder) == sum(sum(record_sizes(plan)) for plan in planned if plan.tier is Tier.NVME)
     assert [row for row in report.rows if row.in_flight and row.kind != "gathered"] == []

@@ -18,7 +18,7 @@ import penstock
 from penstock.machine import collectives
 from penstock.machine.streams import Streams
 from penstock.tiers.nvme import FileRecords
-from penstock.tiers.sums import SummedRecord
+from penstock.tiers.records import SummedRecord
 from tests.parity.rows import Movement
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated, thorough
 

@@ -15,6 +15,7 @@ from penstock.machine.streams import Streams
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import NvmeTier
+from tests.accounts import slabs
 from tests.support import inline, prepare_on, separate
 
 WIDTH = 64
@@ -84,4 +85,5 @@ def test_its_totals_are_those_of_what_is_built(streams: type[Streams], tmp_path:
         cells = [cell for section in blueprint.sections for cell in section.cells if section.tier is tier]
         assert sum(cell.nbytes for cell in cells) == table.bytes(tier=tier.value)
         assert blueprint.bytes_on(tier) >= table.bytes(tier=tier.value), "pages are whole"
+    assert blueprint.bytes_on(Tier.CPU) == sum(arena.capacity for arena in slabs(optimizer)), "to the byte"
     optimizer.close()

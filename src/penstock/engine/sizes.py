@@ -8,10 +8,12 @@ from penstock.tiers.report import Location, LocationReport
 def locate(engine: Engine) -> LocationReport:
     """List where every byte of the training state is, as `penstock.Optimizer.locations` says."""
     rows = []
-    for cell, kind in engine.store.table():
-        plan = cell.plan
-        flies = kind != KEPT and (kind == LEAVING or not engine.at_rest(plan.unit, kind))
-        rows.append(Location(plan.unit, kind, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, cell.pinned, flies))
+    for section, slab, name in engine.store.table():
+        pinned = slab is not None and slab.pinned
+        for cell in section.cells:
+            kind = name or cell.kind
+            flies = kind != KEPT and (kind == LEAVING or not engine.at_rest(cell.unit, kind))
+            rows.append(Location(cell.unit, kind, cell.tier.value, cell.dtype, cell.numel, cell.nbytes, pinned, flies))
     for unit in engine.rig.units:
         if unit.leased:
             flies, numel = not unit.event.done(), unit.layout.numel
@@ -21,7 +23,8 @@ def locate(engine: Engine) -> LocationReport:
 
 def bytes_by_tier(engine: Engine) -> dict[str, int]:
     """Add up what `locate` lists, by tier, the fastest first."""
-    found = engine.store.bytes_by_tier()
-    gathered = sum(unit.nbytes for unit in engine.rig.units if unit.leased)
-    found[Tier.DEVICE] = found.get(Tier.DEVICE, 0) + gathered
-    return {tier.value: nbytes for tier in Tier if (nbytes := found.get(tier, 0))}
+    found = {tier.value: 0 for tier in Tier}
+    found[Tier.DEVICE.value] = sum(unit.nbytes for unit in engine.rig.units if unit.leased)
+    for section, _, _ in engine.store.table():
+        found[section.tier.value] += section.nbytes
+    return {tier: nbytes for tier, nbytes in found.items() if nbytes}

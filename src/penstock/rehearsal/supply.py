@@ -192,8 +192,9 @@ class _HollowSlab(Slab):
         self._make, self._notes, self._tier = make, notes, tier
         self._nbytes = 0
 
-    def make(self, plan: SectionPlan) -> Section:
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
         """Make the next section."""
+        del unset
         section, nbytes = self._make(plan)
         self._nbytes += nbytes
         self._notes.add(self._tier, nbytes)

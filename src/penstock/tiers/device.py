@@ -6,7 +6,7 @@ import torch
 
 from penstock.kinds import Tier
 from penstock.machine.arena import ask_for_huge_pages
-from penstock.tiers.home import MemorySection, Section, SectionPlan
+from penstock.tiers.home import MemorySection, SectionPlan
 from penstock.tiers.tier import Slab, TierMemory
 
 
@@ -28,17 +28,13 @@ class _DeviceSlab(Slab):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def make(self, plan: SectionPlan) -> Section:
-        section = self.make_unset(plan)
-        for tensor in section.tensors:
-            tensor.zero_()
-        return section
-
-    def make_unset(self, plan: SectionPlan) -> MemorySection:
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> MemorySection:
         tensors = [torch.empty(cell.numel, dtype=cell.dtype, device=self._device) for cell in plan.cells]
-        if self._device.type == "cpu":
-            for tensor in tensors:
+        for tensor in tensors:
+            if self._device.type == "cpu":
                 ask_for_huge_pages(tensor)  # before the first touch
+            if not unset:
+                tensor.zero_()
         return MemorySection(plan, tensors)
 
     def close(self) -> None:

@@ -57,9 +57,9 @@ class CellPlan:
         return self.numel * self.dtype.itemsize
 
     @property
-    def lease_bytes(self) -> int:
-        """Bytes that the cell takes on the cpu tier, whole pages."""
-        return Arena.lease_bytes(self.numel, self.dtype)
+    def taken_bytes(self) -> int:
+        """Bytes of memory that the cell takes: on the cpu tier whole pages."""
+        return Arena.lease_bytes(self.numel, self.dtype) if self.tier is Tier.CPU else self.nbytes
 
     def part(self, start: int, stop: int) -> slice:
         """Place the values of elements `start` to `stop` of the section; `start` is the first of a grain."""

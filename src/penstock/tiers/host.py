@@ -64,7 +64,7 @@ class HostTier(TierMemory):
 
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Map an arena for each home; pin of what a device copies as much as the budget and the system allow."""
-        sizes = {home: sum(c.lease_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
+        sizes = {home: sum(c.taken_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
         copied = [home for home, plans in wanted.items() if any(plan.copied for plan in plans)]
         self._check(sum(sizes.values()))
         slabs: dict[str, Slab] = {}
@@ -175,16 +175,13 @@ class _HostSlab(Slab):
         self._used_before = False
         tier.pinned_bytes += arena.capacity if self.pinned else 0
 
-    def make(self, plan: SectionPlan) -> MemorySection:
-        section = self.make_unset(plan)
-        if self._used_before:
-            for tensor in section.tensors:
-                tensor.zero_()
-        return section
-
-    def make_unset(self, plan: SectionPlan) -> MemorySection:
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> MemorySection:
         bounce = self._tier.bounce if self.pageable and plan.home != STAGING else None
-        return MemorySection(plan, [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells], bounce)
+        tensors = [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells]
+        if self._used_before and not unset:
+            for tensor in tensors:
+                tensor.zero_()
+        return MemorySection(plan, tensors, bounce)
 
     def rewind(self) -> bool:
         self._arena.rewind()

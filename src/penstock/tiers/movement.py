@@ -22,9 +22,8 @@ from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.streams import FETCH, READ, SAVE, WRITE, Event, Streams, Work, across, all_of, copy
 from penstock.tiers.copies import Copies, Use, Way, in_reach
 from penstock.tiers.home import Home, Section, Views, shared_sections
-from penstock.tiers.records import RecordLayout, Records
+from penstock.tiers.records import RecordLayout, Records, SummedRecord
 from penstock.tiers.ring import PASSING, STRETCH_NUMEL, Ring, RingSlot
-from penstock.tiers.sums import SummedRecord
 from penstock.trace import Label
 
 #: Puts values back after an event, and says when they are there.

@@ -13,8 +13,7 @@ from penstock.kinds import Tier
 from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.swap import SwapFolder
 from penstock.tiers.home import Place, Section, SectionPlan, Stored
-from penstock.tiers.records import Records, record_sizes
-from penstock.tiers.sums import SummedRecord
+from penstock.tiers.records import Records, SummedRecord, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
 
 
@@ -137,7 +136,6 @@ class NvmeTier(TierMemory):
         self._queues: list[Queue] = []
         self._slabs: list[FileSlab] = []
         self._made = 0
-        self._moved_bytes = [0, 0]  # by files that are closed
 
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Make a file for each home in each folder, allocated in full."""
@@ -169,29 +167,24 @@ class NvmeTier(TierMemory):
             self._queues.append(Queue(self._queue_depth))
 
     def _make_slab(self, home: str, sizes: Sequence[int]) -> "FileSlab":
-        files: list[File] = []
         self._made += 1
         for folder in self._folders:
             folder.check()
-        try:
+        files: list[File] = []
+        with contextlib.ExitStack() as undo:
             for folder, queue, nbytes in zip(self._folders, self._queues, sizes, strict=False):
                 if nbytes:
                     files.append(File(queue, Path(folder.path, f"{home}.{self._made}"), nbytes))
-        except BaseException:
-            for file in files:
-                file.close()
-            raise
+                    undo.callback(files[-1].close)
+            undo.pop_all()
         slab = FileSlab(files, checksums=self._checksums, closed=self._closed)
         self._slabs.append(slab)
         return slab
 
     def _closed(self, slab: "FileSlab") -> None:
-        if slab not in self._slabs:
-            return
-        self._slabs.remove(slab)
-        self._moved_bytes[0] += slab.bytes_read
-        self._moved_bytes[1] += slab.bytes_written
-        self._close_folders()
+        if slab in self._slabs:
+            self._slabs.remove(slab)
+            self._close_folders()
 
     def _close_folders(self) -> None:
         if not self._slabs:
@@ -200,16 +193,6 @@ class NvmeTier(TierMemory):
                 for parts in (folders, queues):
                     for part in parts:
                         closing.callback(part.close)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the files so far."""
-        return self._moved_bytes[0] + sum(slab.bytes_read for slab in self._slabs)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes written to the files so far."""
-        return self._moved_bytes[1] + sum(slab.bytes_written for slab in self._slabs)
 
     def close(self) -> None:
         """Finish what is under way, and remove files and folders.
@@ -233,8 +216,9 @@ class FileSlab(Slab):
         self._report_closed = closed
         self._owner = os.getpid()
 
-    def make(self, plan: SectionPlan) -> Section:
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
         """Make the next of the planned sections."""
+        del unset
         places = [Place(self._files[file], *place) for file, *place in self._striping.place(record_sizes(plan))]
         return FileRecords(plan, places, checksums=self._checksums)
 
@@ -242,16 +226,6 @@ class FileSlab(Slab):
         """Hand out the same places again, as if nothing had been written there."""
         self._striping = Striping(len(self._files))
         return not any(file.closed for file in self._files)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the files so far."""
-        return sum(file.bytes_read for file in self._files)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes written to the files so far."""
-        return sum(file.bytes_written for file in self._files)
 
     def close(self) -> None:
         """Finish what is under way, and remove the files. Once is enough.

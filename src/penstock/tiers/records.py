@@ -10,16 +10,17 @@ else is here and in `tiers/movement.py`.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from penstock.layout import round_up
+from penstock.machine.aio import Transfer
 from penstock.machine.arena import PAGE_BYTES, page_aligned
 from penstock.machine.streams import DONE, Event, Pending, PendingEvent, all_of
+from penstock.rules.sums import Sums
 from penstock.tiers.home import CellPlan, Section, SectionPlan, Views
 from penstock.tiers.ring import Kept
-from penstock.tiers.sums import SummedRecord
 
 _FIELD_BYTES = 64  # fields begin on a cache line
 
@@ -57,6 +58,48 @@ def record_sizes(plan: SectionPlan) -> list[int]:
     layout = RecordLayout(plan.cells)
     whole, rest = divmod(plan.numel, plan.tile_numel)
     return [layout.record_bytes(plan.tile_numel)] * whole + ([layout.record_bytes(rest)] if rest else [])
+
+
+class SummedRecord:
+    """A record on its way to an update and back, whose checksums the update takes, and not the threads that move it.
+
+    Those would read each byte from memory once more, on its way here and on its way back. An update has each piece in
+    the cache before it changes it, and after.
+
+    Arguments:
+        buffer: where it is updated: all of its bytes.
+        read: starts to bring it there, and sums nothing; `None` where there is nothing to check.
+        write: starts to put it back, with its checksum.
+    """
+
+    def __init__(
+        self, buffer: Tensor, read: Callable[[Tensor], Transfer | None], write: Callable[[Tensor, int], Transfer]
+    ) -> None:
+        self.buffer = buffer
+        self._read, self._write = read, write
+        self._loading: Transfer | None = None  # of a record that was not loaded there is nothing to check
+        self._after: int | None = None
+
+    def load(self) -> Transfer | None:
+        """Start to bring the record: what is there then is checked by `check`."""
+        self._loading = self._read(self.buffer)
+        return self._loading
+
+    def check(self, sums: Sums) -> None:
+        """Take over what the update has summed of the record. Before this, nothing of it is stored.
+
+        Raises:
+            NvmeError: what was loaded is not what was stored.
+        """
+        before, after = sums.of(self.buffer)
+        if self._loading is not None:
+            self._loading.check(before)
+        self._after = after
+
+    def store(self) -> Transfer:
+        """Start to put the record back."""
+        assert self._after is not None, "the record was not summed"
+        return self._write(self.buffer, self._after)
 
 
 class Records(Section):

@@ -89,8 +89,7 @@ class StagingPlan:
         nbytes = self._tile * reduce_dtype.itemsize
         nbytes *= _stretch(self._tile, _tiles(away), MEMORY_SLOTS * nbytes)
         return [
-            SlotPlan({PASSING: _buffer(f"landing {number}", Tier.CPU, torch.uint8, nbytes)}, {})
-            for number in range(MEMORY_SLOTS)
+            SlotPlan({PASSING: _buffer(f"landing {number}", Tier.CPU, nbytes)}, {}) for number in range(MEMORY_SLOTS)
         ]
 
     def _ring_beside(self, beside: Tier, units: Sequence[Sections]) -> tuple[list[SlotPlan], int]:
@@ -138,8 +137,8 @@ def plan_ring(
         sizes = _sizes(passing, tile * stretch)
     slots = [
         SlotPlan(
-            {home: _buffer(f"{name} {number}, {home}", near, torch.uint8, sizes[home]) for home in sizes},
-            {home: _buffer(f"file {number}, {home}", Tier.CPU, torch.uint8, sizes[home]) for home in bounced},
+            {home: _buffer(f"{name} {number}, {home}", near, sizes[home]) for home in sizes},
+            {home: _buffer(f"file {number}, {home}", Tier.CPU, sizes[home]) for home in bounced},
         )
         for number in range(count)
     ]
@@ -175,7 +174,7 @@ def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
     """Plan the ring through which records pass."""
     nbytes = max((max(record_sizes(plan)) for plan in plans if not plan.tier.is_memory and plan.cells), default=0)
     count = _slots(nbytes) if nbytes else 0
-    return [SlotPlan({PASSING: _buffer(f"transit {n}", Tier.CPU, torch.uint8, nbytes)}, {}) for n in range(count)]
+    return [SlotPlan({PASSING: _buffer(f"transit {n}", Tier.CPU, nbytes)}, {}) for n in range(count)]
 
 
 class Buffers:
@@ -200,11 +199,11 @@ class Buffers:
             made.append(RingSlot(near, near | {home: self.make(plan, reserved) for home, plan in slot.host.items()}))
         return made
 
-    def free(self, *, keep: bool = False) -> None:
-        """Give all buffers back. Nothing works on them. `keep`: for the next time, if they were reserved for that."""
+    def free(self) -> None:
+        """Give all buffers back, or keep them for the next time, if they were reserved for that. None is in use."""
         while self._sections:  # one by one: after an interrupt the next call goes on
             self._store.leave(self._sections[-1])
-            self._store.free(self._sections.pop(), keep=keep)
+            self._store.free(self._sections.pop(), keep=True)
 
 
 class Staging:
@@ -212,6 +211,11 @@ class Staging:
 
     Arguments:
         store: where their memory comes from.
+
+    Attributes:
+        landing: the ring of gradients that come down to be added or cast.
+        update: the rings of the updates, by the tier beside which they run.
+        transit: the ring of gathers and gradients.
     """
 
     def __init__(self, store: Store) -> None:
@@ -220,24 +224,9 @@ class Staging:
         self._plan: StagingPlan | None = None
         self._buffers = Buffers(store)
         self._slots: Sequence[tuple[Ring, Sequence[RingSlot]]] | None = None
-        self._landing = Ring(self.take)
-        self._update = {beside: Ring(self.take) for beside in (Tier.DEVICE, Tier.CPU)}
-        self._transit = Ring(self.take)
-
-    @property
-    def update(self) -> Mapping[Tier, Ring]:
-        """The rings of the updates, by the tier beside which they run."""
-        return self._update
-
-    @property
-    def transit(self) -> Ring:
-        """The ring of gathers and gradients."""
-        return self._transit
-
-    @property
-    def landing(self) -> Ring:
-        """The ring of gradients that come down to be added or cast."""
-        return self._landing
+        self.landing = Ring(self.take)
+        self.update = {beside: Ring(self.take) for beside in (Tier.DEVICE, Tier.CPU)}
+        self.transit = Ring(self.take)
 
     def give_back(self, make_plan: Callable[[], StagingPlan]) -> None:
         """Give back all buffers, before homes move or units change.
@@ -247,9 +236,9 @@ class Staging:
                 needed, also where an interrupt has kept the caller from `replan`.
         """
         self._make_plan, self._plan = make_plan, None
-        for ring in self._update.values():
+        for ring in self.update.values():
             ring.tiles = 1
-        for ring in (self._landing, *self._update.values(), self._transit):
+        for ring in (self.landing, *self.update.values(), self.transit):
             ring.drop()  # waits for what is under way: its memory goes below
         self._slots = None
         self._buffers.free()
@@ -259,7 +248,7 @@ class Staging:
         if self._plan is None:
             assert self._make_plan is not None
             self._plan = self._make_plan()
-            for beside, ring in self._update.items():
+            for beside, ring in self.update.items():
                 ring.tiles = self._plan.stretch[beside]
         return self._plan
 
@@ -270,8 +259,8 @@ class Staging:
         if self._slots is None:
             plan = self.replan()
             self._buffers.free()  # those that an interrupt has left
-            update = ((self._update[beside], slots) for beside, slots in plan.update.items())
-            planned = [(self._landing, plan.landing), *update, (self._transit, plan.transit)]
+            update = ((self.update[beside], slots) for beside, slots in plan.update.items())
+            planned = [(self.landing, plan.landing), *update, (self.transit, plan.transit)]
             with contextlib.ExitStack() as undo:
                 if reserved is None:
                     reserved = self._store.reserve(list(plan.sections()))
@@ -324,5 +313,6 @@ def _slots(nbytes: int) -> int:
     return max(LEAST_FILE_SLOTS, min(MOST_FILE_SLOTS, RING_BYTES // max(nbytes, 1)))
 
 
-def _buffer(name: str, tier: Tier, dtype: torch.dtype, numel: int) -> SectionPlan:
-    return SectionPlan(STAGING, tier, (CellPlan(f"({name})", STAGING, tier, dtype, numel),), 0, numel, max(numel, 1))
+def _buffer(name: str, tier: Tier, nbytes: int) -> SectionPlan:
+    cell = CellPlan(f"({name})", STAGING, tier, torch.uint8, nbytes)
+    return SectionPlan(STAGING, tier, (cell,), 0, nbytes, max(nbytes, 1))

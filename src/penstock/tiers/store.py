@@ -5,26 +5,15 @@ It needs no engine: reports and checkpoints read it by name.
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.kinds import KEPT, LEAVING, STAGING, Tier
-from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
-from penstock.tiers.kept import KeptSlabs, Want
+from penstock.tiers.home import MemorySection, Section, SectionPlan
 from penstock.tiers.tier import Slab, TierMemory
 
-#: A slab: its tier and its name.
+#: What a slab is told by: its tier, and its name there or the home that it is for.
 Place = tuple[Tier, str]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One cell: the values of a kind of a unit in a section of its home."""
-
-    plan: CellPlan
-    pinned: bool
-    section: Section
 
 
 class Reservation:
@@ -35,7 +24,7 @@ class Reservation:
         slabs: what was taken, by tier and home; sections that are `apart` have slabs of their own.
     """
 
-    def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab], apart: Collection[SectionPlan]) -> None:
+    def __init__(self, store: "Store", slabs: Mapping[Place, Slab], apart: Collection[SectionPlan]) -> None:
         self._store = store
         self._slabs = slabs
         self._apart = apart
@@ -50,7 +39,7 @@ class Reservation:
         if not plan.cells:
             return MemorySection(plan, ())
         slab = self._slabs[plan.tier, _slab_name(plan, self._apart)]
-        section = slab.make_unset(plan) if unset else slab.make(plan)
+        section = slab.make(plan, unset=unset)
         self._store.enter(section, slab)
         return section
 
@@ -68,7 +57,7 @@ class Store:
         self._leaving: dict[Section, Slab | None] = {}  # their values are on the way to others
         self._lock = threading.Lock()  # state that is in flight is freed by the thread that sees it arrive
         self._left: dict[Slab, int] = {}  # sections that it still holds, or will
-        self._kept = KeptSlabs()
+        self._kept: dict[Place, Slab] = {}  # without values; one a home, so no more than one move takes
 
     def reserve(
         self,
@@ -99,12 +88,10 @@ class Store:
             if not self.give_back_kept():
                 raise
             slabs = self._take(wanted, pin)  # what was kept may be the room that was missing
-        self._left |= {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
-        if keep:
-            names = {_slab_name(plan, apart) for plan in plans if plan in apart} | {STAGING}
-            for (tier, home), slab in slabs.items():
-                if home in names:
-                    self._kept.promise(slab, Want(tier, home, pin), wanted[tier][home])
+        for (tier, name), slab in slabs.items():
+            slab.plans, slab.pin = tuple(wanted[tier][name]), pin
+            slab.keep = keep and (slab.plans[0] in apart or name == STAGING)
+        self._left |= {slab: len(slab.plans) for slab in slabs.values()}
         return Reservation(self, slabs, apart)
 
     def _take(self, wanted: Mapping[Tier, Mapping[str, Sequence[SectionPlan]]], pin: bool) -> dict[Place, Slab]:
@@ -112,13 +99,15 @@ class Store:
         slabs: dict[Place, Slab] = {}
         try:
             with self._lock:
-                for tier, homes in wanted.items():
-                    kept = {home: self._kept.take(Want(tier, home, pin), plans) for home, plans in homes.items()}
-                    slabs |= {(tier, home): slab for home, slab in kept.items() if slab is not None}
+                for tier, names in wanted.items():
+                    for name, plans in names.items():
+                        kept = self._kept.get((tier, plans[0].home))
+                        if kept is not None and (kept.plans, kept.pin) == (tuple(plans), pin):
+                            slabs[tier, name] = self._kept.pop((tier, plans[0].home))
             for tier in sorted(wanted, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
-                rest = {home: plans for home, plans in wanted[tier].items() if (tier, home) not in slabs}
+                rest = {name: plans for name, plans in wanted[tier].items() if (tier, name) not in slabs}
                 taken = self._tiers[tier].reserve(rest, pin=pin) if rest else {}
-                slabs |= {(tier, home): slab for home, slab in taken.items()}
+                slabs |= {(tier, name): slab for name, slab in taken.items()}
         except BaseException:
             for slab in slabs.values():
                 slab.close()
@@ -128,7 +117,7 @@ class Store:
     def give_back_kept(self) -> bool:
         """Give back what was kept for the next time. Return whether there was anything."""
         with self._lock:
-            slabs = self._kept.give_back()
+            slabs, self._kept = [*self._kept.values()], {}
         with contextlib.ExitStack() as closing:
             for slab in slabs:
                 closing.callback(slab.close)
@@ -161,7 +150,16 @@ class Store:
                 self._left[slab] -= 1
                 if self._left[slab] == 0:
                     del self._left[slab]
-                    self._kept.put(slab, keep=keep)
+                    self._put(slab, keep=keep)
+
+    def _put(self, slab: Slab, *, keep: bool) -> None:
+        """Keep a slab whose sections are gone, in place of the one before, if that is wanted; else close it."""
+        left: Slab | None = slab
+        if keep and slab.keep and slab.rewind():
+            place = slab.plans[0].tier, slab.plans[0].home
+            left, self._kept[place] = self._kept.get(place), slab
+        if left is not None:
+            left.close()
 
     def take_back(self, slabs: Collection[Slab]) -> None:
         """Give slabs back, with every section that was made of them. Nothing works on them."""
@@ -172,42 +170,23 @@ class Store:
             with contextlib.ExitStack() as closing:
                 for slab in slabs:
                     del self._left[slab]
-                    self._kept.forget(slab)
                     closing.callback(slab.close)
 
-    def cells(self) -> Iterator[Cell]:
-        """List every cell, in the order of allocation, and what the tiers keep for themselves."""
-        yield from self._cells(self._sections)
-        for tier in self._tiers.values():
-            yield from self._cells(dict(tier.own))
+    def table(self) -> list[tuple[SectionPlan, Slab | None, str | None]]:
+        """List all that takes memory or space, in the order of allocation, and what the tiers keep for themselves.
 
-    def leaving(self) -> Iterator[Cell]:
-        """List the cells that have left the table and still have memory."""
-        yield from self._cells(self._leaving)
-
-    def table(self) -> Iterator[tuple[Cell, str]]:
-        """List all that takes memory or space, and its kind: also what is leaving, and what is kept without values."""
-        yield from ((cell, cell.plan.kind) for cell in self.cells())
-        yield from ((cell, LEAVING) for cell in self.leaving())
-        for plan, slab in self._kept.plans():
-            yield from ((Cell(cell, slab.pinned, MemorySection(plan, ())), KEPT) for cell in plan.cells)
-
-    def bytes_by_tier(self) -> dict[Tier, int]:
-        """Add up the bytes of all cells, of those that have left and still have memory, and of what is kept."""
+        Returns:
+            The sections, what each is made of, and what it is called whose values are on the way to others, or which
+            holds none: "leaving", "kept". `None` where it is called what its kinds are.
+        """
         with self._lock:
-            sections = [*self._sections, *self._leaving]
-        sections += [section for tier in self._tiers.values() for section, _ in tier.own]
-        found: dict[Tier, int] = {}
-        for plan in (*(section.plan for section in sections), *(plan for plan, _ in self._kept.plans())):
-            found[plan.tier] = found.get(plan.tier, 0) + plan.nbytes
-        return found
-
-    def _cells(self, sections: Mapping[Section, Slab | None]) -> Iterator[Cell]:
-        with self._lock:
-            found = list(sections.items())
-        for section, slab in found:
-            for plan in section.plan.cells:
-                yield Cell(plan, slab is not None and slab.pinned, section)
+            here, leaving, kept = [*self._sections.items()], [*self._leaving.items()], [*self._kept.values()]
+        here += [each for tier in self._tiers.values() for each in tier.own]
+        return [
+            *((section.plan, slab, None) for section, slab in here),
+            *((section.plan, slab, LEAVING) for section, slab in leaving),
+            *((plan, slab, KEPT) for slab in kept for plan in slab.plans),
+        ]
 
     @property
     def tiers(self) -> Mapping[Tier, TierMemory]:
@@ -222,7 +201,7 @@ class Store:
         """
         self._sections.clear()
         self._leaving.clear()
-        slabs, self._left = [*self._left, *self._kept.give_back()], {}
+        slabs, self._left, self._kept = [*self._left, *self._kept.values()], {}, {}
         with contextlib.ExitStack() as closing:  # the last one first: files before the memory that they read and write
             for slab in slabs:
                 closing.callback(slab.close)
@@ -236,5 +215,4 @@ def _slab_name(plan: SectionPlan, apart: Collection[SectionPlan]) -> str:
 
 def bytes_on(plans: Sequence[SectionPlan], tier: Tier) -> int:
     """Count the bytes that planned sections take on a tier."""
-    cells = [cell for plan in plans if plan.tier is tier for cell in plan.cells]
-    return sum(cell.lease_bytes if tier is Tier.CPU else cell.nbytes for cell in cells)
+    return sum(cell.taken_bytes for plan in plans if plan.tier is tier for cell in plan.cells)

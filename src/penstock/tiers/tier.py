@@ -8,17 +8,29 @@ from penstock.tiers.home import Section, SectionPlan
 
 
 class Slab(ABC):
-    """Memory or a file for some sections, taken at once and given back at once."""
+    """Memory or a file for some sections, taken at once and given back at once.
+
+    Attributes:
+        pinned: whether its memory is page-locked.
+        plans: the sections that it was taken for, in the order in which they are made.
+        pin: whether its memory was to be page-locked.
+        keep: whether it is kept once its sections are gone, for the next one who wants the same.
+    """
 
     pinned = False
+    plans: tuple[SectionPlan, ...] = ()
+    pin = True
+    keep = False
 
     @abstractmethod
-    def make(self, plan: SectionPlan) -> Section:
-        """Make the next of the sections that the slab was sized for: all zeros (in files: never written)."""
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
+        """Make the next of the sections that the slab was sized for.
 
-    def make_unset(self, plan: SectionPlan) -> Section:
-        """Make the next of them with any values in it: the caller writes all before anybody reads one."""
-        return self.make(plan)
+        Arguments:
+            plan: the section.
+            unset: make it with any values in it: all of them will be written before anybody reads one. Else they are
+                zeros (in files: never written).
+        """
 
     def rewind(self) -> bool:
         """Begin anew: make the same sections again, from the first one on. Return whether the slab can do that."""

@@ -88,7 +88,7 @@ def test_what_is_there_stays_and_what_comes_is_accounted_for() -> None:
     assert optimizer.full_state(last, "step") == 2
     store = optimizer._engine.store
     optimizer.close()
-    assert not list(store.cells())
+    assert not list(store.table())
     assert model.blocks[0].up.weight.dtype == torch.float32
     assert model.blocks[0].up.weight.shape == (64, 32)
 
@@ -350,7 +350,7 @@ def test_what_fails_in_the_middle_gives_everything_back(monkeypatch: pytest.Monk
         patch.setattr("penstock.adopt.fill_unit", fail)
         with pytest.raises(OSError, match="gone"):
             optimizer.add_param_group({"params": unfreeze_a_layer(model)})
-    assert not list(engine.store.cells())
+    assert not list(engine.store.table())
     assert all(p.numel() == 0 for p in model.parameters())
     with pytest.raises(penstock.EngineError, match=r"after close\(\)"):
         optimizer.step()

@@ -67,12 +67,12 @@ def masters_and_moments(model: nn.Module) -> int:
 
 def moved(optimizer: penstock.Optimizer, work: Callable[[], Any]) -> tuple[int, int]:
     """Bytes that the tier read and wrote for some work."""
-    tier = optimizer._engine.store.tiers[Tier.NVME]
+    files = files_of(optimizer)
     optimizer.synchronize()
-    read, written = tier.bytes_read, tier.bytes_written
+    read, written = sum(file.bytes_read for file in files), sum(file.bytes_written for file in files)
     work()
     optimizer.synchronize()
-    return tier.bytes_read - read, tier.bytes_written - written
+    return sum(file.bytes_read for file in files) - read, sum(file.bytes_written for file in files) - written
 
 
 SLOTS = 2

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from penstock.errors import MemoryBudgetError
 from penstock.kinds import Tier
 from penstock.layout import round_up
 from penstock.machine.arena import PAGE_BYTES, HostMemory
-from penstock.machine.streams import DONE, HostEvent
+from penstock.machine.streams import HostEvent
 from penstock.tiers import cuts as module
 from penstock.tiers.cuts import Cut, Cuts, step_bytes
 from penstock.tiers.device import DeviceTier
@@ -22,6 +23,7 @@ from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.records import Records
 from penstock.tiers.store import Store
+from tests.accounts import cells
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -84,7 +86,9 @@ def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[
                 assert all(bool((tensor == value).all()) for tensor, value in payload(cut, number))
                 wanted -= round_up(cut.home.stop, PAGE_BYTES)
                 cuts.drop(cut)
-        rows = [cell.plan for cell in store.cells()]
+            holes = cuts._holes
+            assert all(a.block != b.block or a.stop < b.start for a, b in pairwise(holes)), "neighbours are one hole"
+        rows = cells(store)
         assert cuts.capacity == sum(row.nbytes for row in rows) <= most + most // 8
         assert cuts.free <= cuts.capacity - wanted
         for _, cut in live:
@@ -92,42 +96,48 @@ def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[
         del live
         cuts.rest()
         assert cuts.capacity == 0
-        assert not list(store.cells())
+        assert not list(store.table())
         store.close()
 
 
 @pytest.mark.usefixtures("exact")
-def test_bytes_of_a_home_are_taken_at_once_and_written_when_they_are_read() -> None:
-    """By those alone that take them: whatever part of them, in whatever pieces."""
+@pytest.mark.parametrize("note", ["note_read", "note_write"])
+def test_bytes_of_a_home_are_taken_again_once_its_copies_are_over(note: str) -> None:
+    """Who finds no room waits for them; who finds some does not."""
     store = store_with()
     cuts = cuts_of(store)
-    first, second = cuts.take(4 * PAGE_BYTES), cuts.take(2 * PAGE_BYTES)
-    upload, other = HostEvent(), HostEvent()
-    first.home.note_read(upload)
-    second.home.note_write(other)
-    cuts.drop(first)
-    parts = [cuts.take(PAGE_BYTES), cuts.take(2 * PAGE_BYTES)]
-    assert cuts.capacity == 6 * PAGE_BYTES, "no more is taken"
-    assert not any(part.home.read.done() for part in parts)
-    cuts.drop(second)
-    cuts.drop(parts.pop())  # never written: but what was under way before still is
-    parts += [cuts.take(3 * PAGE_BYTES), cuts.take(2 * PAGE_BYTES)]
-    upload.run(lambda: None)
-    assert [part.home.read.done() for part in parts] == [True, True, False]
+    first, second, third = cuts.take(4 * PAGE_BYTES), cuts.take(2 * PAGE_BYTES), cuts.take(PAGE_BYTES)
+    copies, other = HostEvent(), HostEvent()
+    getattr(first.home, note)(copies)
+    getattr(third.home, note)(other)
+    taken = {section.tensors[0].data_ptr() for section in first.home.sections}
+    for cut in (second, first, third):
+        cuts.drop(cut)
+    cuts.take(2 * PAGE_BYTES)
+    assert not copies.done(), "there was room"
+    late = threading.Timer(0.05, copies.run, [lambda: None])
+    late.start()
+    again = cuts.take(3 * PAGE_BYTES)
+    assert copies.done(), "it was waited for"
+    assert not other.done(), "and nothing beyond that"
+    assert {section.tensors[0].data_ptr() for section in again.home.sections} == taken
+    assert cuts.capacity == 7 * PAGE_BYTES, "no more is taken"
     other.run(lambda: None)
-    assert all(part.home.read.done() for part in parts)
-    cuts.drop(parts[0])
-    assert cuts.take(PAGE_BYTES).home.read.done()
+    late.join()
     store.close()
 
 
-def test_what_is_under_way_on_many_bytes_is_forgotten_once_it_is_over() -> None:
-    under_way = module._UnderWay()
-    for number in range(1000):
-        event = HostEvent()
-        under_way.note(module.Extent(0, number, number + 1), event)
-        event.run(lambda: None)
-    assert len(under_way._extents) == len(under_way._events) <= 65
+@pytest.mark.usefixtures("exact")
+def test_copies_that_fail_leave_their_bytes_to_others() -> None:
+    store = store_with()
+    cuts = cuts_of(store)
+    cut, failing = cuts.take(PAGE_BYTES), HostEvent()
+    cut.home.note_write(failing)
+    cuts.drop(cut)
+    failing.run(lambda: (_ for _ in ()).throw(OSError("no")))  # type: ignore[arg-type]
+    cuts.take(PAGE_BYTES)
+    assert cuts.capacity == PAGE_BYTES
+    store.close()
 
 
 @pytest.mark.usefixtures("exact")
@@ -145,7 +155,7 @@ def test_slabs_go_when_nothing_is_left_in_them_and_on_them() -> None:
     assert cuts.capacity == 3 * PAGE_BYTES
     cuts.drop(kept)
     cuts.rest()
-    assert not list(store.cells())
+    assert not list(store.table())
     late.join()
     store.close()
 
@@ -221,20 +231,5 @@ def test_where_there_is_no_room_for_a_step_there_may_be_for_what_is_wanted(monke
     assert cuts.capacity == 2 * PAGE_BYTES
     with pytest.raises(MemoryBudgetError, match="are needed, and the host has"):
         cuts.take(4 * PAGE_BYTES)
-    assert sum(cell.plan.nbytes for cell in store.cells()) == 2 * PAGE_BYTES
-    store.close()
-
-
-@pytest.mark.usefixtures("exact")
-def test_a_device_that_is_always_behind_makes_no_chain_of_events() -> None:
-    """What was copied last waited for what was before: that is not waited for again, nor kept."""
-    store = store_with()
-    cuts = cuts_of(store)
-    events: list[HostEvent] = []
-    for _ in range(50):
-        cut = cuts.take(3 * PAGE_BYTES)
-        assert list(cut.home.read.parts()) == (events[-1:] or [DONE])
-        events.append(HostEvent())
-        cut.home.note_write(events[-1])
-        cuts.drop(cut)
+    assert sum(cell.nbytes for cell in cells(store)) == 2 * PAGE_BYTES
     store.close()

@@ -11,6 +11,7 @@ from penstock.machine import arena, pinning
 from penstock.tiers.home import CellPlan, MemorySection, SectionPlan
 from penstock.tiers.host import HostTier, bounce_bytes
 from penstock.tiers.store import Store
+from tests.accounts import cells
 from tests.support import pinning_on_cpu
 
 CPU = torch.device("cpu")
@@ -156,11 +157,11 @@ def test_the_table_counts_the_buffers_and_gives_them_back(monkeypatch: pytest.Mo
     pinned = pinning_on_cpu(monkeypatch)
     store = Store([HostTier(CPU, tile_bytes=PAGE)])
     made = store.reserve([PLANS[0]], pin=False).make(PLANS[0])
-    rows = [(cell.plan.kind, cell.plan.nbytes, cell.pinned) for cell in store.cells()]
+    rows = [(cell.kind, cell.nbytes, slab.pinned) for plan, slab, _ in store.table() for cell in plan.cells]
     assert rows == [("param", 100 * PAGE, False)] + [("staging", PAGE, True)] * (RING // PAGE)
     store.leave(made)
     store.free(made)
-    assert len(list(store.cells())) == RING // PAGE, "kept for the next"
+    assert len(cells(store)) == RING // PAGE, "kept for the next"
     store.close()
     assert pinned == {}
-    assert list(store.cells()) == []
+    assert list(store.table()) == []

@@ -15,6 +15,7 @@ from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.store import Store, bytes_on
 from penstock.tiers.tier import Slab, TierMemory
+from tests.accounts import cells
 
 CPU = torch.device("cpu")
 
@@ -37,7 +38,7 @@ PLANS = [
 def test_bytes_are_counted_before_anything_is_allocated() -> None:
     cells = [cell for plan in PLANS for cell in plan.cells]
     assert [cell.nbytes for cell in cells] == [600, 8000, 8000, 10, 40, 40]
-    assert [cell.lease_bytes for cell in cells] == [4096, 8192, 8192, 4096, 4096, 4096]
+    assert [cell.taken_bytes for cell in cells] == [600, 8192, 8192, 4096, 4096, 4096]
     assert bytes_on(PLANS, Tier.DEVICE) == 600
     assert bytes_on(PLANS, Tier.CPU) == 2 * 8192 + 3 * 4096
     assert bytes_on(PLANS, Tier.NVME) == 0
@@ -46,19 +47,18 @@ def test_bytes_are_counted_before_anything_is_allocated() -> None:
 def test_every_plan_becomes_cells_of_zeros_on_its_tier_in_order() -> None:
     store = Store([DeviceTier(CPU), HostTier(CPU)])
     reserved = store.reserve(PLANS)
-    assert list(store.cells()) == [], "what is reserved is not there yet"
+    assert list(store.table()) == [], "what is reserved is not there yet"
     sections = [reserved.make(plan) for plan in PLANS]
-    cells = list(store.cells())
-    assert [cell.plan for cell in cells] == [cell for plan in PLANS for cell in plan.cells]
+    assert cells(store) == [cell for plan in PLANS for cell in plan.cells]
     for made, plan in zip(sections, PLANS, strict=True):
         assert isinstance(made, MemorySection)
         assert made.tier is plan.tier
         for value, cell in zip(made.tensors, plan.cells, strict=True):
             assert (value.numel(), value.dtype, value.device) == (cell.numel, cell.dtype, CPU)
             assert not value.any()
-    assert not any(cell.pinned for cell in cells)
+    assert not any(slab.pinned for _, slab, _ in store.table() if slab)
     store.close()
-    assert list(store.cells()) == []
+    assert list(store.table()) == []
 
 
 def test_a_section_has_a_cell_for_each_kind() -> None:
@@ -67,7 +67,7 @@ def test_a_section_has_a_cell_for_each_kind() -> None:
     )
     store = Store([DeviceTier(CPU), HostTier(CPU)])
     made = store.reserve([plan]).make(plan)
-    assert [(cell.plan, cell.section) for cell in store.cells()] == [(cell, made) for cell in plan.cells]
+    assert [plan for plan, *_ in store.table()] == [made.plan] == [plan]
     assert [made.tile_range(number) for number in range(made.tiles)] == [(0, 512), (512, 1024)]
     for first, last, (codes, scales) in made.visit(256, 1024, modify=True):
         assert (first, last, codes.numel(), scales.numel()) == (256, 1024, 768, 3)
@@ -111,7 +111,7 @@ def test_what_a_home_has_on_a_tier_lies_in_one_slab_and_goes_with_its_last_secti
     store.leave(first)
     store.free(first)
     assert first.tensors == ()
-    assert first not in [cell.section for cell in store.cells()]
+    assert first.plan not in [plan for plan, *_ in store.table()]
     assert tier.log == []
     store.leave(second)
     store.free(second)

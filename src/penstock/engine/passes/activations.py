@@ -23,7 +23,7 @@ from penstock.engine.units.versions import Version
 from penstock.kinds import ACTIVATION, Tier
 from penstock.machine.streams import DONE, Event, Streams, all_of
 from penstock.tiers.cuts import Cut, Cuts
-from penstock.tiers.home import CellPlan, Home, SectionPlan, buffer_home
+from penstock.tiers.home import CellPlan, SectionPlan, buffer_home
 from penstock.tiers.movement import Movement
 from penstock.tiers.ring import Ring
 from penstock.tiers.staging import Buffers, transit_slots
@@ -50,7 +50,7 @@ class Saved:
         cut: its home, until it is gone.
         before: the one that was saved before it: backward wants it after this one.
         shape, stride, dtype, version: what the tensor had when it was saved.
-        on_device: its bytes there, while they leave or once they are coming back.
+        here: its bytes on the device, while they leave or once they are coming back.
         arrived: the event after which its home holds its bytes, or `here` does.
         key: what tells it apart from other tensors while its bytes leave.
     """
@@ -61,28 +61,14 @@ class Saved:
     stride: tuple[int, ...]
     dtype: torch.dtype
     version: Version
-    on_device: _Bytes
+    here: _Bytes
     key: tuple[object, ...]
     arrived: Event = DONE
 
     @property
-    def home(self) -> Home:
-        """Where its bytes are."""
-        return self.cut.home
-
-    @property
-    def here(self) -> Tensor | None:
-        """Its bytes on the device."""
-        return self.on_device.values
-
-    @here.setter
-    def here(self, values: Tensor | None) -> None:
-        self.on_device.values = values
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.home.stop
+        return self.cut.home.stop
 
     def saved_before(self) -> "Saved | None":
         """Give the tensor that was saved before it, if that is still wanted."""
@@ -172,7 +158,6 @@ class Activations:
         held = _Bytes(here)
         saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), held, key)
         weakref.finalize(saved, _give_back, self._cuts, cut, held, weakref.ref(self._streams))
-        # Follows the copies of whoever had these bytes of the tier before: the home knows them.
         saved.arrived = self._movement.copy(buffer_home(here), cut.home, Label("save", "activation"))
         self._known[key] = saved
         self._leaving.append(saved)
@@ -184,8 +169,8 @@ class Activations:
         packed.version.check()
         self._bring(packed)  # now, where it was not brought ahead: backward may want tensors in another order
         packed.arrived.wait()  # site activations.back: else compute reads what the copy has not brought yet
-        assert packed.here is not None
-        values, packed.here = packed.here, None
+        values, packed.here.values = packed.here.values, None
+        assert values is not None
         self._forget(packed)
         ahead, before = 0, packed.saved_before()
         while before is not None and (ahead := ahead + before.nbytes) <= AHEAD_BYTES:
@@ -195,10 +180,11 @@ class Activations:
 
     def _bring(self, saved: Saved) -> None:
         """Start to bring a tensor back, if it is not on the device."""
-        if saved.here is None:
+        if saved.here.values is None:
             # The copy starts after compute so far, which may have used this memory last.
-            saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
-            saved.arrived = self._movement.copy(saved.home, buffer_home(saved.here), Label("bring", "activation"))
+            saved.here.values = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
+            back = buffer_home(saved.here.values)
+            saved.arrived = self._movement.copy(saved.cut.home, back, Label("bring", "activation"))
 
     def _let_go(self, most_bytes: int) -> None:
         """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
@@ -208,7 +194,7 @@ class Activations:
             # site activations.away
             saved.arrived.wait()  # its device memory goes: compute would fill it anew while the copy still reads it
             if self._forget(saved):
-                saved.here = None
+                saved.here.values = None
             left -= saved.nbytes
 
     def _forget(self, saved: Saved) -> bool:

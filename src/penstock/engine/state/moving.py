@@ -210,7 +210,7 @@ class Mover:
         def clean_up() -> None:
             over.synchronize()  # site offload.clean_up
             ring.drop()
-            buffers.free(keep=self._keep)
+            buffers.free()
             while left:  # one by one: after an interrupt the next move goes on
                 self._store.free(left[-1], keep=back)  # an offload that follows another one is to give memory back
                 left.pop()
