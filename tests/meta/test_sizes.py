@@ -37,11 +37,11 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 
 #: Code lines and modules of each package; `__init__.py` has lines and is no module.
 PACKAGES = {
-    "(top)": (3628, 29),
+    "(top)": (3627, 29),
     "checkpoint": (2815, 21),
     "cli": (8608, 105),
     "doctor": (266, 5),
-    "engine": (8545, 82),
+    "engine": (8404, 80),
     "forecast": (3079, 25),
     "integrations": (5891, 53),
     "machine": (3376, 33),
