@@ -66,6 +66,14 @@ def fits(value: Any, dtype: torch.dtype) -> bool:
     return fit
 
 
+def all_fit(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Return True if there is nothing to cast in the inputs of a call. Most are tensors, which are quick to look at."""
+    fit = True
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        fit = fit and (value is None or fits(value, dtype))
+    return fit
+
+
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Cast floating-point tensors in nested containers to `dtype`.
 
@@ -105,7 +113,7 @@ class InputCasts:
 
     def concern(self, module: nn.Module, inputs: Inputs, *, outermost: bool) -> bool:
         """Return True if the inputs of a call of the module may have to be cast."""
-        return (module in self._blocks or (outermost and self._of_calls)) and not fits(inputs, self._dtype)
+        return (module in self._blocks or (outermost and self._of_calls)) and not all_fit(*inputs, self._dtype)
 
     def of(self, inputs: Inputs, *, outermost: bool) -> Inputs | None:
         """Cast the inputs of a call that is concerned; return `None` where they stay as they are."""
@@ -145,11 +153,9 @@ class LayerCast:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Return the inputs to take instead; `None` for the same."""
-        fit = True
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            fit = fit and fits(value, self._dtype)
-        if fit:
+        if all_fit(args, kwargs, self._dtype):
             return None
+        fit = False
         for parameter in module._parameters.values():
             fit = fit or (parameter is not None and parameter.dtype != self._dtype)
         if fit or torch.is_autocast_enabled(self._device_type) or (self._masks and self._takes(*args, **kwargs)):
