@@ -239,7 +239,7 @@ def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
     passes = Passes(gatherer, reducer, hooks)
     planted = Planted()
     casts.let_products_mix(model, planted)
-    idioms = Idioms(model, rig.units, hooks, planted, [lasting.planted])
+    idioms = Idioms(model, rig.units, hooks, planted, lasting.planted)
     state = _make_state(blueprint, rig, lasting, passes, updates)
     return Engine(
         rig=rig,

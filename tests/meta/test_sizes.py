@@ -41,7 +41,7 @@ PACKAGES = {
     "checkpoint": (2815, 21),
     "cli": (8608, 105),
     "doctor": (266, 5),
-    "engine": (8357, 80),
+    "engine": (8355, 80),
     "forecast": (3079, 25),
     "integrations": (5891, 53),
     "machine": (3376, 33),

@@ -1,8 +1,9 @@
 """Copies of a prepared model, by `copy.deepcopy`, `AveragedModel`, pickle or `torch.save`: plain ones, or none.
 
-Where the parameters are there (inside `gathered`, or read in place), a copy is a model as before `prepare`: parameters
-with memory of their own, and nothing of ours. Where they are not, it would be full of NaN, and is refused by name.
-`copy.copy` makes another name for the same modules and parameters, and is left alone.
+Where the parameters are there (inside `gathered`, or read in place), a copy is a model as before `prepare`, without
+anything of ours. Where they are not, it would be full of NaN, and is refused by name. Parameters are copied by torch:
+`deepcopy` gives each memory of its own, a pickle keeps that of the whole unit. `copy.copy` makes another name for the
+same modules and parameters, and is left alone.
 """
 
 import copy
@@ -10,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -33,22 +34,15 @@ _STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 Places = Mapping[nn.Parameter, tuple[Unit, UnitParameter]]
 
 
-class Attached(Protocol):
-    """What was set on modules."""
-
-    def clean(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Take what is ours out of a copy of a module's attributes."""
-
-
 class Copies:
-    """Copies modules and parameters of a model.
+    """Copies modules of a model.
 
     Arguments:
         places: the unit and the seam of each parameter.
-        attached: what else is set on modules.
+        attached: what is set on modules.
     """
 
-    def __init__(self, places: Places, attached: Sequence[Attached]) -> None:
+    def __init__(self, places: Places, attached: Sequence[Planted]) -> None:
         self._places = places
         self._attached = attached
         self.state_hooks: set[int] = set()  # identities of our hooks on state dicts

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.passes.copying import Attached, Copies
+from penstock.engine.passes.copying import Copies
 from penstock.engine.passes.hooks import Hooks
 from penstock.engine.passes.planted import Planted
 from penstock.engine.units.released import OWNER, Owner
@@ -42,12 +42,12 @@ class Idioms:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], hooks: Hooks, planted: Planted, replaced: Sequence[Attached]
+        self, model: nn.Module, units: Sequence[Unit], hooks: Hooks, planted: Planted, replaced: Planted
     ) -> None:
         self._hooks = hooks
         self._places = {p.tensor: (unit, p) for unit in units for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        self._copies = Copies(self._places, [*replaced, planted])
+        self._copies = Copies(self._places, [replaced, planted])
         modules = list(model.modules())
         for module in modules:
             if next(module.parameters(recurse=False), None) is not None:
