@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tests.models.contract import HYPER, ON_CPU
-from tests.support import inline, prepare_on
+from tests.support import inline, prepare_on, thorough
 
-SEED, COUNT = 7, 60
+SEED = 7
 KINDS = (
     *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "QUESTION_ANSWERING", "IMAGE_CLASSIFICATION"),
     *("TOKEN_CLASSIFICATION", "SEQUENCE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC", "SPEECH_SEQ_2_SEQ"),
@@ -105,20 +107,18 @@ def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def drawn() -> Iterator[tuple[str, type, Any]]:
-    """Kind, configuration and class, in an order that a seed chooses."""
-    from transformers.models.auto import modeling_auto
+def drawn() -> Iterator[tuple[str, str, str]]:
+    """Kind, and the names of configuration and class, in an order that a seed chooses."""
+    from transformers.models.auto import configuration_auto, modeling_auto
 
-    found = {}
+    found = set()
     for kind in KINDS:
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING")
-        for config in mapping:
-            made = mapping[config]
-            for each in made if isinstance(made, list | tuple) else [made]:
-                found[kind, config.__name__, each.__name__] = (kind, config, each)
+        for model, names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").items():
+            for name in [names] if isinstance(names, str) else names:
+                found.add((kind, configuration_auto.CONFIG_MAPPING_NAMES[model], name))
     order = sorted(found)
     random.Random(SEED).shuffle(order)
-    yield from map(found.__getitem__, order)
+    yield from order
 
 
 def built(config: Any, made: Any) -> nn.Module:
@@ -126,18 +126,19 @@ def built(config: Any, made: Any) -> nn.Module:
     return made(config).train()
 
 
-def test_sixty_classes_that_a_seed_draws_train_in_bf16() -> None:
+@pytest.mark.parametrize("count", [8, thorough(60)])
+def test_classes_that_a_seed_draws_train_in_bf16(count: int) -> None:
     """Those that cannot be made so small, or lack a library, or do not train in plain fp32 either are left out."""
     ran, skipped, wrong = 0, 0, {}
-    for kind, config_class, made in drawn():
-        if ran == COUNT:
+    for kind, config_name, name in drawn():
+        if ran == count:
             break
         try:
-            config = tiny(config_class)
+            config, made = tiny(getattr(transformers, config_name)), getattr(transformers, name)
             with torch.device("meta"):
                 size = sum(p.numel() for p in made(config).parameters())
             assert size <= LARGEST
-            assert not made.__name__.startswith(NO_BF16)
+            assert not name.startswith(NO_BF16)
             plain = built(config, made)
             inputs = batch_of(plain, kind)
             expected = loss_of(plain, inputs)
@@ -162,7 +163,7 @@ def test_sixty_classes_that_a_seed_draws_train_in_bf16() -> None:
             assert math.isfinite(loss.item())
             assert abs(loss.item() - expected.item()) <= near * (1 + abs(expected.item())), (loss, expected)
         except Exception as error:
-            wrong[f"{made.__name__} of {config_class.__name__}"] = f"{type(error).__name__}: {error}"
+            wrong[f"{name} of {config_name}"] = f"{type(error).__name__}: {error}"
     print(f"{ran} classes ran, {skipped} were left out")
     assert not wrong
-    assert ran == COUNT
+    assert ran == count
