@@ -141,7 +141,7 @@ class Options:
             also where compute could read it in place, and on a cpu run all movement late, on threads. What reads
             parameters where it must not gets a wrong number then, on one rank and any machine. Slow; the results are
             the same. The environment variable `PENSTOCK_DEBUG_RELEASE=1` does it for every `prepare`.
-        cast_inputs: whose floating-point inputs are cast to the compute dtype, in tensors, containers and dataclasses.
+        cast_inputs: whose floating-point inputs are cast to the compute dtype, also in containers that pytree knows.
             `"units"`: those of the outermost call and of every unit's module (FSDP2's `cast_forward_inputs`), and,
             wherever it stands, what a layer of `torch.nn` would refuse for its dtype: so fp32 buffers may take part
             before. `"model"`: those of the outermost call alone, for models that hand fp32 values to their blocks on

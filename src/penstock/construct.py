@@ -24,7 +24,6 @@ from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.given import retire
 from penstock.engine.passes.hooks import Hooks
 from penstock.engine.passes.idioms import Idioms
-from penstock.engine.passes.mixing import MixedProducts
 from penstock.engine.passes.packing import Packing
 from penstock.engine.passes.planted import Planted
 from penstock.engine.passes.precision import InputCasts
@@ -238,9 +237,9 @@ def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
     begins = updates.stepper if request.overlap == "backward" else None
     hooks = Hooks(rig, gatherer, reducer, casts, begins, lasting.activations)
     passes = Passes(gatherer, reducer, hooks)
-    mixing = casts.where_products_mix(model)
     planted = Planted()
-    idioms = Idioms(model, rig.units, hooks, planted, [*mixing, lasting.planted])
+    casts.let_products_mix(model, planted)
+    idioms = Idioms(model, rig.units, hooks, planted, lasting.planted)
     state = _make_state(blueprint, rig, lasting, passes, updates)
     return Engine(
         rig=rig,
@@ -256,7 +255,7 @@ def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
             max_grad_norm=request.max_grad_norm,
             waits=request.overlap not in ("forward", "backward"),
         ),
-        restore_model=partial(restore, [*mixing, idioms, planted, *frozen]),
+        restore_model=partial(restore, [idioms, planted, *frozen]),
         planted=lasting.planted,
     )
 
@@ -323,7 +322,7 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
     )
 
 
-def restore(attached: Iterable[MixedProducts | Idioms | Planted | Freeze]) -> None:
+def restore(attached: Iterable[Idioms | Planted | Freeze]) -> None:
     """Undo what was set on the model beside its parameters and hooks, and on the optimizer that was given."""
     for part in attached:
         part.remove()

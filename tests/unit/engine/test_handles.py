@@ -472,6 +472,8 @@ OPERATIONS: dict[str, tuple[Callable[[nn.Parameter], Any], str]] = {
     "weight decay by hand": (lambda p: p.grad.add_(p.detach(), alpha=0.1), "set_full_grad"),
     "copy_": (lambda p: p.grad.copy_(torch.ones_like(p)), "set_full_grad"),
     "a mask": (lambda p: p.grad.mul_(torch.ones_like(p)), "by other than a number"),
+    "a factor": (lambda p: torch.ones_like(p).mul_(p.grad), "by other than a number"),
+    "a divisor": (lambda p: torch._foreach_div_([torch.ones_like(p)], p.grad), "by other than a number"),
     "nothing left": (lambda p: p.grad.mul_(0), r"zero_grad\(\)"),
     "isfinite": (lambda p: torch.isfinite(p.grad).all(), "full_grad"),
     "isnan": (lambda p: p.grad.isnan().any(), "full_grad"),

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import pickle
 import re
 import threading
 from collections.abc import Callable
@@ -47,10 +48,6 @@ def set_data(p: Tensor) -> None:
     p.data = torch.zeros(WIDTH, WIDTH)
 
 
-def pickled(p: Tensor) -> Any:
-    return p.__reduce_ex__(2)
-
-
 #: What needs values. All of it read NaN, or gave an error of torch's about memory.
 REFUSED: dict[str, Callable[[Tensor], object]] = {
     "lerp_ of an average": lambda p: torch.zeros(WIDTH, WIDTH).lerp_(p, 0.5),
@@ -88,8 +85,8 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "deepcopy": copy.deepcopy,
     "deepcopy of .data": lambda p: copy.deepcopy(p.data),
     "copy.copy": copy.copy,
-    "pickle": pickled,
-    "pickle of .data": lambda p: pickled(p.data),
+    "pickle": pickle.dumps,
+    "pickle of .data": lambda p: pickle.dumps(p.data),
     "copy_": lambda p: written(p, lambda p: p.copy_(torch.zeros(WIDTH, WIDTH))),
     "data.copy_": lambda p: p.data.copy_(torch.zeros(WIDTH, WIDTH)),
     "data.zero_": lambda p: p.data.zero_(),
@@ -136,7 +133,7 @@ def same(one: Any, other: Any) -> bool:
 def test_a_use_of_a_released_parameter_is_refused_by_name(prepare: Prepare) -> None:
     model = stack()
     optimizer = prepare(model)
-    text = r"parameter '0.weight' \(4, 4\).*which is released|'0.weight' \(4, 4\) would be NaN"
+    text = r"parameter '0.weight' \(4, 4\).*which is released"
     wrong = {}
     for name, use in REFUSED.items():
         try:

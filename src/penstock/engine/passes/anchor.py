@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.passes.precision import Inputs, LayerCast, is_fit
+from penstock.engine.passes.precision import Inputs, LayerCast, all_fit, fits, is_fit
 from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
 
@@ -71,7 +71,7 @@ class Anchor:
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks: before those that there are, and behind them."""
-        never_compile(Anchor.before, Anchor.after, LayerCast.__call__, LayerCast.fits, is_fit)
+        never_compile(Anchor.before, Anchor.after, LayerCast.__call__, all_fit, fits, is_fit)
         before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         after = module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
         for handle in (before, after):

@@ -114,9 +114,9 @@ class Forward:
         if outermost:
             self._begin()
         cast = None
-        if self._casts.concern(module, outermost=outermost):
+        if self._casts.concern(module, (args, kwargs), outermost=outermost):
             with theirs():  # gradients pass it
-                cast = self._casts.of(args, kwargs, outermost=outermost)
+                cast = self._casts.of((args, kwargs), outermost=outermost)
         call = Call(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)

@@ -202,55 +202,36 @@ def _norms(handles: Sequence[Handle], norm_type: float, dtype: torch.dtype | Non
     return [made[0]] if len(values) == 1 else list(made.unbind())
 
 
-def _multiply(func: Any, handle: Handle, factor: Any) -> Handle:
-    _scale(func, [handle], factor)
-    return handle
-
-
-def _divide(func: Any, handle: Handle, divisor: Any) -> Handle:
-    _scale(func, [handle], divisor, inverse=True)
-    return handle
-
-
-def _foreach_multiply(func: Any, tensors: Sequence[Tensor], factor: Any, *, inverse: bool = False) -> None:
-    _scale(func, [t for t in tensors if isinstance(t, Handle)], factor, inverse=inverse)
-    plain = [t for t in tensors if not isinstance(t, Handle)]
+def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
+    """Multiply, divide or zero a gradient, or those of a list in which there may be gradients of others as well."""
+    found = [tensors] if isinstance(tensors, Tensor) else tensors
+    handles = [tensor for tensor in found if isinstance(tensor, Handle)]
+    if factor is None:
+        for handle in handles:
+            handle.answers.drop([handle.parameter])
+    else:
+        number = _number(func, handles, factor)
+        for handle in handles:
+            handle.answers.scale(handle.parameter, number)
+    plain = [tensor for tensor in found if not isinstance(tensor, Handle)]
     if plain:
-        func(plain, factor)
+        func(plain, *([] if factor is None else [factor]))
+    return tensors if isinstance(tensors, Tensor) else None
 
 
-def _foreach_divide(func: Any, tensors: Sequence[Tensor], divisor: Any) -> None:
-    _foreach_multiply(func, tensors, divisor, inverse=True)
-
-
-def _scale(func: Any, handles: Sequence[Handle], factor: Any, *, inverse: bool = False) -> None:
+def _number(func: Any, handles: Sequence[Handle], factor: Any) -> float:
+    """Return what handles are multiplied with."""
     is_number = isinstance(factor, int | float) or (
         isinstance(factor, Tensor) and not isinstance(factor, Handle) and factor.numel() == 1
     )
     if not is_number:
-        _refuse(f"{func} by other than a number", handles)
+        _refuse(f"{func} by other than a number", (*handles, factor))
     number = float(factor)
-    if inverse and number == 0:
+    if func.overloadpacket not in (aten.div_, aten._foreach_div_):
+        return number
+    if number == 0:
         _refuse(f"{func} by 0", handles)
-    for handle in handles:
-        handle.answers.scale(handle.parameter, 1 / number if inverse else number)
-
-
-def _zero(func: Any, handle: Handle) -> Handle:
-    _drop([handle])
-    return handle
-
-
-def _foreach_zero(func: Any, tensors: Sequence[Tensor]) -> None:
-    _drop([t for t in tensors if isinstance(t, Handle)])
-    plain = [t for t in tensors if not isinstance(t, Handle)]
-    if plain:
-        func(plain)
-
-
-def _drop(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.answers.drop([handle.parameter])
+    return 1 / number
 
 
 def _add(func: Any, handle: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
@@ -269,12 +250,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.alias: _alias,
     aten.linalg_vector_norm: _norm,
     aten._foreach_norm: _foreach_norm,
-    aten.mul_: _multiply,
-    aten.div_: _divide,
-    aten._foreach_mul_: _foreach_multiply,
-    aten._foreach_div_: _foreach_divide,
-    aten.zero_: _zero,
-    aten._foreach_zero_: _foreach_zero,
+    **dict.fromkeys((aten.mul_, aten.div_, aten.zero_), _change),
+    **dict.fromkeys((aten._foreach_mul_, aten._foreach_div_, aten._foreach_zero_), _change),
     aten.add_: _add,
     aten.add: _add,
 }

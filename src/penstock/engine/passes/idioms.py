@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.passes.copying import Attached, Copies
+from penstock.engine.passes.copying import Copies
 from penstock.engine.passes.hooks import Hooks
 from penstock.engine.passes.planted import Planted
 from penstock.engine.units.released import OWNER, Owner
@@ -42,12 +42,12 @@ class Idioms:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], hooks: Hooks, planted: Planted, replaced: Sequence[Attached]
+        self, model: nn.Module, units: Sequence[Unit], hooks: Hooks, planted: Planted, replaced: Planted
     ) -> None:
         self._hooks = hooks
         self._places = {p.tensor: (unit, p) for unit in units for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        self._copies = Copies(self._places, [*replaced, planted])
+        self._copies = Copies(self._places, [replaced, planted])
         modules = list(model.modules())
         for module in modules:
             if next(module.parameters(recurse=False), None) is not None:
@@ -80,20 +80,11 @@ class Idioms:
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         del prefix, keep_vars
-        for parameter in module.parameters(recurse=False):
-            unit, own = self._places.get(parameter, (None, None))
-            if unit is not None and own is not None and own.is_hidden:
-                raise EngineError(
-                    f"state_dict(): parameter '{own.name}' {tuple(parameter.shape)} is not gathered and would read as "
-                    "NaN. Call it inside optimizer.gathered(), on every rank, or use optimizer.save() and "
-                    "penstock.export()."
-                )
-            if unit is not None and own is not None and unit.is_rounded:
-                raise EngineError(
-                    f"state_dict(): parameter '{own.name}' {tuple(parameter.shape)} shows what its gather carried, "
-                    "which Options(gather_format=) rounds. Call it inside optimizer.gathered(), on every rank, or use "
-                    "optimizer.save() and penstock.export()."
-                )
+        if absent := self._copies.absent(module.parameters(recurse=False)):
+            raise EngineError(
+                f"state_dict(): {absent}. Call it inside optimizer.gathered(), on every rank, or use optimizer.save() "
+                "and penstock.export()."
+            )
 
     def _before_load(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
         assign = bool(metadata.get("assign_to_params_buffers", False))

@@ -2,18 +2,22 @@
 
 model   the outermost call, whatever it is given.
 units   each block as well, as FSDP2's `cast_forward_inputs` does: an fp32 buffer that took part before goes no further.
-layers  torch's own layers that refuse to mix dtypes, wherever they stand: nothing that worked works otherwise. Products
-        that a module makes of its own fp32 buffers are such a place too (`mixing`).
+layers  torch's own layers that refuse to mix dtypes, wherever they stand: nothing that worked works otherwise. So are
+        products in modules with fp32 buffers: an attention's table of decays makes its scores fp32, and torch refuses
+        the product of scores and values.
 """
 
-from collections.abc import Set
+import functools
+from collections.abc import Callable, Set
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from penstock.engine.passes.containers import replace_tensors
-from penstock.engine.passes.mixing import MixedProducts, mixes
+from penstock.engine.passes.planted import Planted
 
 CastMode = Literal["units", "model", "none"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -43,14 +47,49 @@ STRICT_LAYERS: tuple[type[nn.Module], ...] = (
 )
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point tensors in nested containers to `dtype`; everything else stays as it is."""
-    return replace_tensors(value, lambda tensor: tensor if is_fit(tensor, dtype) else tensor.to(dtype))
+#: Products, whose factors torch takes in one dtype alone.
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, torch.einsum, F.linear)
 
 
 def is_fit(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether there is nothing to cast. Floats of 8 bits are codes, no numbers to compute with."""
+    """Return True if there is nothing to cast. Floats of 8 bits are codes, no numbers to compute with."""
     return tensor.dtype == dtype or not tensor.is_floating_point() or tensor.dtype.itemsize == 1
+
+
+def fits(value: Any, dtype: torch.dtype) -> bool:
+    """Return True if there is nothing to cast in nested containers, as pytree knows them."""
+    if isinstance(value, Tensor):
+        return is_fit(value, dtype)
+    fit = True
+    for leaf in tree_leaves(value):
+        fit = fit and not (isinstance(leaf, Tensor) and not is_fit(leaf, dtype))
+    return fit
+
+
+def all_fit(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Return True if there is nothing to cast in the inputs of a call. Most are tensors, which are quick to look at."""
+    fit = True
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        fit = fit and (value is None or fits(value, dtype))
+    return fit
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating-point tensors in nested containers to `dtype`.
+
+    A container in which nothing is cast stays the object that it was: a model fills caches that are the caller's. A
+    tensor that is there twice is cast once: attention asks whether its inputs are one and the same.
+    """
+    cast: dict[int, Tensor] = {}
+
+    def changed(leaf: Any) -> Any:
+        if fits(leaf, dtype):
+            return leaf
+        if id(leaf) not in cast:
+            cast[id(leaf)] = leaf.to(dtype)
+        return cast[id(leaf)]
+
+    return tree_map(changed, value, is_leaf=functools.partial(fits, dtype=dtype))
 
 
 class InputCasts:
@@ -68,42 +107,33 @@ class InputCasts:
     def __init__(self, dtype: torch.dtype, mode: CastMode, blocks: Set[nn.Module], device: torch.device) -> None:
         self._dtype = dtype
         self._of_calls = mode != "none" and dtype != torch.float32
-        self._blocks = blocks if mode == "units" and dtype != torch.float32 else frozenset()
         self._of_layers = mode == "units" and dtype != torch.float32
-        self._device = device
+        self._blocks = blocks if self._of_layers else frozenset()
+        self._device_type = device.type
 
-    def concern(self, module: nn.Module, *, outermost: bool) -> bool:
-        """Whether the inputs of a forward of the module may have to be cast."""
-        return module in self._blocks or (outermost and self._of_calls)
+    def concern(self, module: nn.Module, inputs: Inputs, *, outermost: bool) -> bool:
+        """Return True if the inputs of a call of the module may have to be cast."""
+        return (module in self._blocks or (outermost and self._of_calls)) and not all_fit(*inputs, self._dtype)
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, outermost: bool) -> Inputs | None:
+    def of(self, inputs: Inputs, *, outermost: bool) -> Inputs | None:
         """Cast the inputs of a call that is concerned; return `None` where they stay as they are."""
-        if not any(self._may_change(value) for value in (*args, *kwargs.values())):
+        if not outermost and torch.is_autocast_enabled(self._device_type):
             return None
-        if not outermost and torch.is_autocast_enabled(self._device.type):
-            return None
-        cast: Inputs = cast_floating((args, kwargs), self._dtype)
-        return None if cast[0] is args and cast[1] is kwargs else cast
-
-    def where_products_mix(self, model: nn.Module) -> list[MixedProducts]:
-        """Let modules below the model multiply buffers in fp32 with values in the compute dtype."""
-        if not self._of_layers:
-            return []
-        inner = [module for module in model.modules() if module is not model and mixes(module, self._dtype)]
-        return [MixedProducts(module, self._dtype, self._device) for module in inner]
-
-    def _may_change(self, value: Any) -> bool:
-        """Whether it is worth a look: most calls have a tensor or two that fit."""
-        if isinstance(value, Tensor):
-            return not is_fit(value, self._dtype)
-        return not (value is None or isinstance(value, bool | int | float | str))
+        cast: Inputs = cast_floating(inputs, self._dtype)
+        return cast
 
     def of_layer(self, module: nn.Module) -> "LayerCast | None":
         """Make the cast for a layer that refuses inputs of another dtype than its weights; `None` for other layers."""
         forward = type(module).forward
         if not self._of_layers or not any(forward is layer.forward for layer in STRICT_LAYERS):
             return None
-        return LayerCast(self._dtype, self._device.type, masks=forward is nn.MultiheadAttention.forward)
+        return LayerCast(self._dtype, self._device_type, masks=forward is nn.MultiheadAttention.forward)
+
+    def let_products_mix(self, model: nn.Module, planted: Planted) -> None:
+        """Let modules below the model multiply what their fp32 buffers made with values in the compute dtype."""
+        for module in model.modules():
+            if self._of_layers and module is not model and has_fp32_buffers(module):
+                planted.plant(module, "forward", _with_products(module.forward, self._dtype, self._device_type))
 
 
 class LayerCast:
@@ -122,41 +152,58 @@ class LayerCast:
         self._masks = masks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """The inputs to take instead; `None` for the same."""
-        fit = True
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            fit = fit and self.fits(value)
-        if fit:
+        """Return the inputs to take instead; `None` for the same."""
+        if all_fit(args, kwargs, self._dtype):
             return None
+        fit = False
         for parameter in module._parameters.values():
             fit = fit or (parameter is not None and parameter.dtype != self._dtype)
         if fit or torch.is_autocast_enabled(self._device_type) or (self._masks and self._takes(*args, **kwargs)):
             return None
-        done: list[tuple[Tensor, Tensor]] = []  # attention asks whether its inputs are one and the same
-        return tuple(self._cast(value, done) for value in args), {k: self._cast(v, done) for k, v in kwargs.items()}
-
-    def fits(self, value: Any) -> bool:
-        """Whether there is nothing to cast."""
-        if isinstance(value, Tensor):
-            return is_fit(value, self._dtype)
-        if isinstance(value, tuple | list):  # states of a recurrent layer, and packed sequences
-            for item in value:
-                if not self.fits(item):
-                    return False
-        return True
+        cast: Inputs = cast_floating((args, kwargs), self._dtype)
+        return cast
 
     def _takes(
         self, query: Tensor, key: Tensor, value: Tensor, _: Any = None, need_weights: bool = True, *__: Any, **___: Any
     ) -> bool:
-        return not need_weights and self.fits(query) and self.fits(key) and self.fits(value)
+        return not need_weights and fits((query, key, value), self._dtype)
 
-    def _cast(self, value: Any, done: list[tuple[Tensor, Tensor]]) -> Any:
-        if not isinstance(value, Tensor):
-            return value if self.fits(value) else cast_floating(value, self._dtype)
-        if self.fits(value):
-            return value
-        for old, new in done:
-            if old is value:
-                return new
-        done.append((value, value.to(self._dtype)))
-        return done[-1][1]
+
+def has_fp32_buffers(module: nn.Module) -> bool:
+    """Return True if a module has tables in fp32 of its own, and they are no statistics."""
+    own = [buffer for buffer in module.buffers(recurse=False) if buffer.dtype == torch.float32 and buffer.ndim > 0]
+    return bool(own) and getattr(module, "running_mean", None) is None
+
+
+def _with_products(forward: Callable[..., Any], dtype: torch.dtype, device_type: str) -> Callable[..., Any]:
+    """Wrap a module's forward. One that mixes nothing the first time runs as it is from then on."""
+    needed: bool | None = None  # not known before it has run
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal needed
+        if needed is False or torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type):
+            return forward(*args, **kwargs)
+        with _Products(dtype) as products:
+            output = forward(*args, **kwargs)
+        needed = needed or products.mixed
+        return output
+
+    return run
+
+
+class _Products(TorchFunctionMode):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self.mixed = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in PRODUCTS:
+            dtypes = {factor.dtype for factor in args if isinstance(factor, Tensor)}
+            if dtypes == {torch.float32, self._dtype}:
+                self.mixed = True
+                args = cast_floating(args, self._dtype)
+        return func(*args, **(kwargs or {}))

@@ -54,7 +54,7 @@ class Reader(Protocol):
 
 
 class Owner:
-    """The owner of a parameter, without keeping it alive. Pickled with a parameter, it comes back as nobody's.
+    """The owner of a parameter, without keeping it alive. Pickled with a parameter, it comes back as `None`.
 
     Arguments:
         owner: gathers the parameter for a read.
@@ -65,9 +65,9 @@ class Owner:
         self._of = None if owner is None else ref(owner)
         self.name = name
 
-    def __reduce__(self) -> tuple[type["Owner"], tuple[()]]:
-        """Leave the engine in this process."""
-        return Owner, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Leave the engine in this process, and nothing of ours in the file."""
+        return type(None), ()
 
     def is_alive(self) -> bool:
         """Return True if the owner is there still."""
