@@ -1,6 +1,5 @@
 // One line for a group of kernels: a digest of what they make of hard inputs. Equal output means equal bits: on another
-// processor, of another compiler, and beside digests.txt, which has what the kernels of each instruction set have made
-// since they were written by hand. tests/native/test_digests.py builds and compares.
+// processor, of another compiler, and beside digests.txt, which holds for every instruction set. test_digests.py compares.
 //
 //     digests [INSTRUCTION SET [all]]
 //
