@@ -7,6 +7,7 @@ tests of the rules.
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ COMMON = ("pool", "rules", "sums", "crc32c", "crc32c_folded")
 #: What the build gives the compiler for each set.
 KERNELS = re.findall(r"^ *kernels_for\((\w+)(.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)
 BEFORE = (HERE / "digests.txt").read_text().splitlines()
+CROSS = shutil.which("aarch64-linux-gnu-g++")
+EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 pytestmark = pytest.mark.thorough
 
 
@@ -48,3 +51,8 @@ def test_x86_64_makes_the_same_bits_as_before(tmp_path: Path) -> None:
     digests = program(tmp_path, os.environ.get("CXX", "c++"), ["generic", "avx2", "avx512"], "-DPENSTOCK_X86_64")
     for isa in _native.isas():
         assert told(digests, isa) == BEFORE, isa
+
+
+@pytest.mark.skipif(not (CROSS and EMULATOR), reason="needs g++-aarch64-linux-gnu and qemu-user")
+def test_aarch64_makes_the_bits_of_x86_64(tmp_path: Path) -> None:
+    assert told(str(EMULATOR), program(tmp_path, str(CROSS), ["generic"], "-static"), "neon") == BEFORE
