@@ -1,7 +1,7 @@
 """The kernels make the same bits of hard inputs as they did before, on every instruction set: `digests.txt` has them.
 
-Each set is compiled here once more, without Python. That the library's own build agrees with the reference is for the
-tests of the rules.
+Each set is compiled here once more, without Python, and for x86-64 without optimisation: that the library's own build
+agrees with the reference is for the tests of the rules.
 """
 
 import os
@@ -18,7 +18,7 @@ from penstock import _native
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+FLAGS = ("-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 COMMON = ("pool", "rules", "sums", "crc32c", "crc32c_folded")
 #: What the build gives the compiler for each set.
 KERNELS = re.findall(r"^ *kernels_for\((\w+)(.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)
@@ -55,4 +55,4 @@ def test_x86_64_makes_the_same_bits_as_before(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not (CROSS and EMULATOR), reason="needs g++-aarch64-linux-gnu and qemu-user")
 def test_aarch64_makes_the_bits_of_x86_64(tmp_path: Path) -> None:
-    assert told(str(EMULATOR), program(tmp_path, str(CROSS), ["generic"], "-static"), "neon") == BEFORE
+    assert told(str(EMULATOR), program(tmp_path, str(CROSS), ["generic"], "-O1", "-static"), "neon") == BEFORE
