@@ -1,27 +1,12 @@
-// The kernels, written once over a vector type `V` and compiled once per instruction set.
-//
-// A translation unit defines V and includes this file inside an unnamed namespace, so that nothing compiled for one
+// The kernels, written over V of kernels.cpp, which includes this inside an unnamed namespace: nothing compiled for one
 // instruction set can be linked into the code of another. For the same reason nothing here calls the standard library.
-//
-// V is `width` floats, in an order of its own, and offers: splat, load, store, stream (past the cache, to an address that is
-// a multiple of a line's bytes) and end_stream (before others read); + - * /; sqrt; fma (one rounding); Half, the vector of
-// `width` 16-bit words, with load_half, store_half, stream_half, larger_half (of magnitudes; the first is one) and
-// largest_half (of all magnitudes); from_bf16, from_fp16, to_bf16, to_fp16 (nearest even); load_e4m3 (as fp16 of 2^-8 of
-// the value), and knows_e4m3: whether it has store_e4m3 (of two vectors) and Bf16OfE4m3 (see wire_impl.h); join and split
-// (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with add, add_squares and
-// store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order), load_bytes,
-// load_signed_bytes, store_bytes (the low 8 bits), bits, float_of, to_floats, truncate, larger, smaller, largest (of
-// all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up (bits added
-// below the last one before truncating; all NaNs of a result of arithmetic are quiet, and split takes nothing else);
-// load_middles (bytes, signed or not, and 1/2) and store_codes, of m, the whole part of a vector times a number: signed, m
-// or -1 - m by the sign of another vector; else m, and at least 1 where that is not 0.
 
 // Asks for memory before it is needed. The processor's own prefetching stops at the end of a page, and behind this much
-// arithmetic it does not look far enough ahead. One element at a time, asking would cost more than it gives.
+// arithmetic it does not look far enough ahead.
 constexpr size_t ahead_bytes = 2048;
 template <size_t by = ahead_bytes, class... Words>
 void look_ahead(size_t i, const Words*... arrays) {
-  if constexpr (V::width > 1) (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + by), ...);
+  (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + by), ...);
 }
 
 // How one dtype is read and written. `put` returns the value that was stored, rounding included.

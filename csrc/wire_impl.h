@@ -50,28 +50,6 @@ struct WireInt4 {
   }
 };
 
-// Rounds to e4m3, to nearest even. Of a value from 2^e to 2^(e+1), or below 2^-6 with e = -6, a sum with 2^(e+20) has
-// 2^(e-3) for its last place, as e4m3 has: in its low bits are the eighths, `base` of them there before. With 8 for each
-// of the exponent's steps they make the code, up to multiples of 2^16.
-constexpr unsigned e4m3_least = 121u << 23;                    // the bits of 2^-6
-constexpr unsigned e4m3_base = 0x10000u - 8 * (127 - 6);       // even: it changes no tie
-constexpr unsigned e4m3_power = (20u << 23) + e4m3_base;
-template <class Vec>
-void store_e4m3(unsigned char* to, Vec x, Vec y) {
-  if constexpr (Vec::knows_e4m3) {
-    Vec::store_e4m3(to, x, y);
-  } else {
-    const auto store = [](unsigned char* at, V value) {
-      const U bits = U::bits(value);
-      const U exponent = U::larger(bits & U::splat(0x7F800000u), U::splat(e4m3_least));
-      const V sum = U::float_of(bits & U::splat(0x7FFFFFFFu)) + U::float_of(exponent + U::splat(e4m3_power));
-      U::store_bytes(at, (U::bits(sum) + (exponent >> 20)) | (bits >> 24 & U::splat(0x80)));
-    };
-    store(to, x);
-    store(to + V::width, y);
-  }
-}
-
 struct WireFp8 {
   static constexpr Wire id = Wire::fp8;
   static constexpr size_t code_bytes = block_numel;
@@ -80,7 +58,7 @@ struct WireFp8 {
   template <class Get>
   static void encode(unsigned char* to, Get&& get, V inverse) {
     for (size_t v = 0; v < block_vectors; v += 2)
-      store_e4m3<V>(to + v * V::width, get(v) * inverse, get(v + 1) * inverse);
+      V::store_e4m3(to + v * V::width, get(v) * inverse, get(v + 1) * inverse);
   }
   // With the bits of fp16, which has the next exponents, a code stands for 2^-8 of its value.
   static constexpr float unit = 256.0f;
@@ -159,10 +137,8 @@ void unpack(void* values_address, const unsigned char* packed, size_t begin, siz
   for (size_t block = begin; block < end; ++block) {
     float scale;
     __builtin_memcpy(&scale, from, sizeof scale);
-    if constexpr (V::width > 1) {
-      for (size_t line = 0; line < Format::code_bytes; line += 64) __builtin_prefetch(from + ahead_bytes + line);
-    }
-    if constexpr (V::knows_e4m3 && Format::id == Wire::fp8 && std::is_same_v<Stored, Bf16>) {
+    for (size_t line = 0; line < Format::code_bytes; line += 64) __builtin_prefetch(from + ahead_bytes + line);
+    if constexpr (V::has_tables && Format::id == Wire::fp8 && std::is_same_v<Stored, Bf16>) {
       if (unpack_by_tables<V>(to, from + sizeof scale, scale)) {
         to += block_numel;
         from += sizeof scale + Format::code_bytes;

@@ -4,5 +4,5 @@ from penstock import _native
 
 
 def instruction_set() -> str:
-    """Return the one in use: "avx512", "avx2" or "generic"."""
+    """Return the one in use: "avx512", "avx2", "neon" or "generic"."""
     return _native.isa()

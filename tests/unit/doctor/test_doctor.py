@@ -59,13 +59,15 @@ def test_a_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(software.devices()).found == "2 x Big\\x1b[1m GPU, 24.0 GiB, cuda 580.1"
 
 
-@pytest.mark.parametrize(("chosen", "verdict"), [("avx512", "fine"), ("avx2", "fine"), ("generic", "slow")])
+@pytest.mark.parametrize(
+    ("chosen", "verdict"), [("avx512", "fine"), ("avx2", "fine"), ("neon", "fine"), ("generic", "slow")]
+)
 def test_instructions(chosen: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "instruction_set", lambda: chosen)
     monkeypatch.setattr(software.platform, "machine", lambda: "x86_64")
     finding = list(software.processor())[-1]
     assert (finding.verdict, finding.found) == (verdict, chosen)
-    monkeypatch.setattr(software.platform, "machine", lambda: "aarch64")  # where plain C++ is what there is
+    monkeypatch.setattr(software.platform, "machine", lambda: "riscv64")  # where there is no other
     assert list(software.processor())[-1].verdict is Verdict.FINE
 
 
