@@ -10,6 +10,7 @@ from tests.meta.source import imports, modules
 LAYERS = (
     (
         "boundedfiles",
+        "typedfiles",
         "errors",
         "dtypes",
         "kinds",
@@ -80,6 +81,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
     public = {
         "",
         "boundedfiles",
+        "typedfiles",
         "errors",
         "losses",
         "optim",

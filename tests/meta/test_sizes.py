@@ -27,6 +27,7 @@ CONSTRUCTORS = {
     "blueprint.Request": "what the user asked for, as it is named there",
     "engine.units.discover.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.manifest.Manifest": "the fields of the file",
+    "checkpoint.tables.UnitTable": "the fields of the file",
     "cli.training.reporting.progress.Progress": "the fields of the file",
     "forecast.answer.Answer": "the fields of the file, and what people read of a plan",
     "cli.training.request.Request": "what the user asked for, and what follows from it before the data is read",
@@ -37,14 +38,14 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 
 #: Code lines and modules of each package; `__init__.py` has lines and is no module.
 PACKAGES = {
-    "(top)": (3628, 29),
-    "checkpoint": (2815, 21),
+    "(top)": (3827, 30),
+    "checkpoint": (2692, 21),
     "cli": (8608, 105),
     "doctor": (266, 5),
-    "engine": (8545, 82),
-    "forecast": (3079, 25),
-    "integrations": (5891, 53),
-    "machine": (3376, 33),
+    "engine": (8548, 82),
+    "forecast": (2898, 24),
+    "integrations": (5892, 53),
+    "machine": (3369, 33),
     "optim": (497, 7),
     "planner": (929, 9),
     "probe": (1148, 11),
