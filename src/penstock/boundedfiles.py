@@ -29,26 +29,30 @@ _REMOVED: Mapping[str, Any] = {"unit_micro_batches": 1, "batch_dim": 0}
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
-def open_regular(path: str | PathLike[str]) -> BinaryIO:
+def open_regular(path: str | PathLike[str], *, follow: bool = True) -> BinaryIO:
     """Open a regular file to read it, without waiting: opening a pipe would wait for who writes into it.
+
+    Arguments:
+        path: the file.
+        follow: whether it may be a symbolic link.
 
     Raises:
         OSError, ValueError: it is something else, cannot be read, or the path cannot be one.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no file")
     return open(descriptor, "rb")
 
 
-def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """Read a regular file of so many bytes at most.
+def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES, *, follow: bool = True) -> bytes:
+    """Read a regular file of so many bytes at most, as `open_regular` opens it.
 
     Raises:
         OSError, ValueError: it is something else, is larger, cannot be read, or the path cannot be one.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(size) if size <= most else b""
         # A file of the kernel says that its size is 0. Pieces, as a read takes the memory it was asked for at once.

@@ -34,7 +34,7 @@ class Placement:
         nvme_path: the folder or folders in which the nvme tier keeps its files.
 
     Raises:
-        ConfigError: a tier is unknown, or fractions do not sum to 1.
+        ConfigError: a tier is unknown, fractions do not sum to 1, or what should be a folder is none.
 
     Example:
         >>> Placement(params="cpu", optimizer="cpu").optimizer
@@ -53,6 +53,10 @@ class Placement:
             self.home(what)
         if self.activations is not None:
             parse_tier(self.activations, what="activations")
+        given: Any = self.nvme_path
+        for folder in given if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]:
+            if not (isinstance(folder, str | os.PathLike) or folder is given is None):
+                raise ConfigError(f"nvme_path={shown(given)}: use a folder, a list of folders, or None.")
 
     @classmethod
     def twin_flow(cls, ratio: float, **kwargs: Any) -> "Placement":

@@ -18,7 +18,7 @@ from penstock.blueprint import Blueprint, draw_blueprint, request_for
 from penstock.budgets import MemoryBudget, Need, Room, budget_of, memories
 from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.fields import to_bytes
-from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_slots, own_tiles
+from penstock.checkpoint.tables import HomeTable, UnitTable, kept_homes, own_slots, own_tiles
 from penstock.engine.units.plan import UnitPlan
 from penstock.errors import ConfigError, NvmeError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
@@ -256,7 +256,10 @@ def _table_of(plan: UnitPlan, grid: Grid) -> UnitTable:
     return UnitTable(
         name=plan.spec.name,
         slots=own_slots(plan.layout.slots, grid),
-        tiling=Tiling(plan.layout.shard_range(grid.shard_rank)[0], shard_numel, tile_numel, first),
+        shard_start=plan.layout.shard_range(grid.shard_rank)[0],
+        shard_numel=shard_numel,
+        tile_numel=tile_numel,
+        first_tile=first,
         homes=tuple(HomeTable(name, cells[name], ()) for name in kept),
         offset=0,
         checksums=((0,) * len(kept),) * (last - first),

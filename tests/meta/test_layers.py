@@ -12,6 +12,7 @@ from tests.meta.source import imports, modules
 LAYERS = (
     (
         "boundedfiles",
+        "typedfiles",
         "errors",
         "dtypes",
         "kinds",
@@ -83,6 +84,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
     public = {
         "",
         "boundedfiles",
+        "typedfiles",
         "errors",
         "losses",
         "optim",

@@ -2,20 +2,30 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.fields import MOST_CHECKSUM, Field, dtype_name, members, memory_bytes, parse, reader, to_bytes
+from penstock.checkpoint.fields import (
+    MOST_CHECKSUM,
+    Dtype,
+    Shape,
+    dtype_name,
+    memory_bytes,
+    parse,
+    read_dtype,
+    to_bytes,
+)
 from penstock.errors import CheckpointError, one_line
 from penstock.machine import aio
 from penstock.rules.rule import StateSpec
+from penstock.typedfiles import Field, members, reader
 
 MARKER = "checkpoint.json"
 FORMAT = "penstock"
@@ -85,8 +95,8 @@ class SavedParameter:
         states: names of its states; `None` where every trained parameter has all of those of the rule.
     """
 
-    shape: Annotated[tuple[int, ...], Field.shape]
-    dtype: torch.dtype
+    shape: Shape
+    dtype: Dtype
     trained: bool
     step: int
     scalars: Mapping[str, float]
@@ -106,9 +116,9 @@ class SavedGroup:
 def _read_state(field: Field) -> StateSpec:
     """Read a state of the rule, `[name, dtype, signed]`."""
     name, dtype, signed = field.items(3)
-    if dtype.dtype() not in (torch.float32, torch.bfloat16, torch.uint8):
+    if read_dtype(dtype) not in (torch.float32, torch.bfloat16, torch.uint8):
         raise dtype.fail(f"is {dtype.value!r}, in which no state is stored")
-    return StateSpec(name.string(), dtype.dtype(), signed.boolean())
+    return StateSpec(name.string(), read_dtype(dtype), signed.boolean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +143,9 @@ class Manifest:
     """
 
     serial: Annotated[int, partial(Field.integer, most=MOST_SERIAL)]
-    token: str = field(default_factory=lambda: secrets.token_hex(4))
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    versions: Mapping[str, str] = field(default_factory=VERSIONS.copy)
+    token: str
+    created: str
+    versions: Mapping[str, str]
     ranks: tuple[RankFiles, ...]
     tensors: FileEntry | None
     rule: str
@@ -146,6 +156,12 @@ class Manifest:
     loss_scale: Mapping[str, float] | None
     model: Mapping[str, str]
     extra: object
+
+    @classmethod
+    def new(cls, **content: Any) -> "Manifest":
+        """Make the marker of a checkpoint of now: of all but its token, time and versions."""
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(token=secrets.token_hex(4), created=created, versions=VERSIONS.copy(), **content)
 
     def to_bytes(self) -> bytes:
         """Write the file: the content, and its checksum.

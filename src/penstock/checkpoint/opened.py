@@ -18,7 +18,6 @@ from torch import Tensor
 
 from penstock.boundedfiles import read_bytes
 from penstock.checkpoint.boxes import Extent, why_not_whole
-from penstock.checkpoint.fields import Field
 from penstock.checkpoint.manifest import (
     MARKER,
     MOST_MARKER_BYTES,
@@ -34,6 +33,7 @@ from penstock.checkpoint.values import decode
 from penstock.errors import CheckpointError, call_failed
 from penstock.kinds import MASTER, OPTIMIZER, PARAM, is_average
 from penstock.rules.rule import BLOCK_NUMEL
+from penstock.typedfiles import Field
 
 LATEST = "latest"
 _MANY_PARTS = 64

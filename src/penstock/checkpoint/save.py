@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock.checkpoint.fields import Field, reader, to_bytes
+from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.folder import (
     Hold,
     commit,
@@ -31,6 +31,7 @@ from penstock.checkpoint.tiles import RingMemory, TileWriter, UnitSource
 from penstock.errors import CheckpointError
 from penstock.machine.council import Council
 from penstock.machine.streams import Streams
+from penstock.typedfiles import Field, reader
 
 
 @dataclass(frozen=True)

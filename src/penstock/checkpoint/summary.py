@@ -99,7 +99,7 @@ def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     nbytes: Counter[tuple[str, str]] = Counter()
     for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
         first, last = unit.tile_range(unit.tiles[0])[0], unit.tile_range(unit.tiles[-1])[1]
-        first, last = first + unit.tiling.shard_start, last + unit.tiling.shard_start
+        first, last = first + unit.shard_start, last + unit.shard_start
         ends = (
             (max(slot.start, first), min(slot.start + round_up(slot.numel, ALIGNMENT_NUMEL), last))
             for slot in unit.slots

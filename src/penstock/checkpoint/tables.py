@@ -19,13 +19,14 @@ from typing import Annotated, NamedTuple
 import torch
 
 from penstock.checkpoint.boxes import Extent
-from penstock.checkpoint.fields import MOST_CHECKSUM, Field, dtype_name, members, parse, reader
+from penstock.checkpoint.fields import MOST_CHECKSUM, dtype_name, parse, read_dtype, read_shape
 from penstock.kinds import MASTER, PARAM, Tier
 from penstock.layout import ALIGNMENT_NUMEL, Region, Slot
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.reach import Grid
 from penstock.tiers.home import CellPlan
 from penstock.tiers.records import RecordLayout
+from penstock.typedfiles import Field, members, reader
 
 #: A tile of a checkpoint is in memory as a whole when it is read.
 MOST_TILE_BYTES = 1 << 30
@@ -38,15 +39,10 @@ def _read_cells(field: Field) -> tuple[CellPlan, ...]:
     cells = []
     for item in field.items():
         kind, dtype, grain = item.items(3)
-        cells.append(CellPlan("", kind.string(), Tier.NVME, dtype.dtype(), 0, grain.integer(least=1)))
+        cells.append(CellPlan("", kind.string(), Tier.NVME, read_dtype(dtype), 0, grain.integer(least=1)))
     if not cells:
         raise field.fail("is empty")
     return tuple(cells)
-
-
-class _TierBytes(NamedTuple):
-    tier: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class HomeTable:
 
     name: str
     cells: Annotated[tuple[CellPlan, ...], _read_cells]
-    tiers: Annotated[tuple[tuple[str, int], ...], reader(tuple[_TierBytes, ...])]
+    tiers: tuple[tuple[str, int], ...]
 
     @cached_property
     def layout(self) -> RecordLayout:
@@ -73,21 +69,37 @@ class HomeTable:
         return members(self) | {"cells": [[cell.kind, dtype_name(cell.dtype), cell.grain] for cell in self.cells]}
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How a shard is cut into tiles.
+def _read_slots(field: Field) -> tuple[Slot, ...]:
+    """Read the slots of a unit, `[name, shape, start]` each, one after the other."""
+    slots: list[Slot] = []
+    for item in field.items():
+        name, shape, start, *region = item.items() if _has_region(item) else item.items(3)
+        if start.multiple(ALIGNMENT_NUMEL) < (slots[-1].stop if slots else 0):
+            raise start.fail("lies in the slot before it")
+        sizes = read_shape(shape)
+        where = _read_region(region[0], name.string(), sizes) if region else None
+        slots.append(Slot(name.string(), sizes, prod(sizes), start.integer(), where))
+    return tuple(slots)
 
-    Attributes:
-        shard_start: the first element of the unit's flat buffer that the shard has.
-        shard_numel: how many elements it has.
-        tile_numel: elements of a tile; the shard's last may be shorter.
-        first_tile: the number of the first of the shard's tiles that is in the file.
-    """
 
-    shard_start: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL)]
-    shard_numel: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL)]
-    tile_numel: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL)]
-    first_tile: int
+def _has_region(item: Field) -> bool:
+    return isinstance(item.value, list) and len(item.value) == _SLOT_FIELDS + 1
+
+
+def _read_region(field: Field, name: str, sizes: tuple[int, ...]) -> Region:
+    """Read where a slot lies in its parameter, `[shape, offsets]`."""
+    shape, offsets = field.items(2)
+    region = Region(read_shape(shape), offsets.integers())
+    if not len(region.shape) == len(region.offsets) == len(sizes):
+        raise field.fail(f"of '{name}' has other dimensions than its {len(sizes)}")
+    if any(begin + size > most for begin, size, most in zip(region.offsets, sizes, region.shape, strict=True)):
+        raise field.fail(f"of '{name}' reaches past its shape {region.shape}")
+    return region
+
+
+def _slot_to_json(slot: Slot) -> list[object]:
+    region = [] if slot.region is None else [[slot.region.shape, slot.region.offsets]]
+    return [slot.name, slot.shape, slot.start, *region]
 
 
 @dataclass(frozen=True)
@@ -98,35 +110,41 @@ class UnitTable:
         name: the unit's, for people.
         slots: the unit's parameters in its flat buffer; of those that every tensor-parallel rank has whole, the first
             one's alone.
-        tiling: how the shard is cut, and which tile is the first one here.
+        shard_start: the first element of the unit's flat buffer that the shard has.
+        shard_numel: how many elements it has.
+        tile_numel: elements of a tile; the shard's last may be shorter.
+        first_tile: the number of the first of the shard's tiles that is in the file.
         homes: the unit's homes, in the order of a tile's records.
         offset: where the first tile begins in the file, in bytes.
         checksums: the CRC-32C of every record, by tile; zeros until the tile is written.
     """
 
     name: str
-    slots: tuple[Slot, ...]
-    tiling: Tiling
+    slots: Annotated[tuple[Slot, ...], _read_slots]
+    shard_start: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL)]
+    shard_numel: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL)]
+    tile_numel: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL)]
+    first_tile: int
     homes: tuple[HomeTable, ...]
-    offset: int
-    checksums: tuple[tuple[int, ...], ...]
+    offset: Annotated[int, partial(Field.multiple, of=PAGE_BYTES)]
+    checksums: tuple[Annotated[tuple[int, ...], partial(Field.integers, most=MOST_CHECKSUM)], ...]
 
     @property
     def tiles(self) -> range:
         """The numbers of its tiles."""
-        return range(self.tiling.first_tile, self.tiling.first_tile + len(self.checksums))
+        return range(self.first_tile, self.first_tile + len(self.checksums))
 
     def tile_range(self, number: int) -> tuple[int, int]:
         """Give the first element of a tile and one past its last, counted from the start of the shard."""
-        first = number * self.tiling.tile_numel
-        return first, min(first + self.tiling.tile_numel, self.tiling.shard_numel)
+        first = number * self.tile_numel
+        return first, min(first + self.tile_numel, self.shard_numel)
 
     def records(self, number: int) -> list["Record"]:
         """List a tile's records, one after the other."""
         start, stop = self.tile_range(number)
-        offset = self.offset + (number - self.tiling.first_tile) * sum(self._whole_tile_bytes)
+        offset = self.offset + (number - self.first_tile) * sum(self._whole_tile_bytes)
         records = []
-        checksums = self.checksums[number - self.tiling.first_tile]
+        checksums = self.checksums[number - self.first_tile]
         for home, nbytes, checksum in zip(self.homes, self._home_bytes(stop - start), checksums, strict=True):
             records.append(Record(home, offset, nbytes, checksum))
             offset += nbytes
@@ -135,11 +153,11 @@ class UnitTable:
     @cached_property
     def _whole_tile_bytes(self) -> tuple[int, ...]:
         """Bytes of a whole tile, by home: the same for every tile but a shard's last one."""
-        return tuple(home.layout.record_bytes(self.tiling.tile_numel) for home in self.homes)
+        return tuple(home.layout.record_bytes(self.tile_numel) for home in self.homes)
 
     def _home_bytes(self, numel: int) -> tuple[int, ...]:
         """Compute the bytes of a tile of so many elements, by home."""
-        if numel == self.tiling.tile_numel:
+        if numel == self.tile_numel:
             return self._whole_tile_bytes
         return tuple(home.layout.record_bytes(numel) for home in self.homes)
 
@@ -150,7 +168,7 @@ class UnitTable:
 
     def parts(self, number: int) -> Iterator["Part"]:
         """Go through what a tile holds of each slot, in order."""
-        start, stop = (self.tiling.shard_start + element for element in self.tile_range(number))
+        start, stop = (self.shard_start + element for element in self.tile_range(number))
         starts, stops = self._slot_ends
         for slot in self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]:
             first, last = max(slot.start, start), min(slot.stop, stop)
@@ -169,7 +187,7 @@ class UnitTable:
     @property
     def largest_tile_bytes(self) -> int:
         """Bytes of its largest tile."""
-        return sum(self._home_bytes(min(self.tiling.tile_numel, self.tiling.shard_numel)))
+        return sum(self._home_bytes(min(self.tile_numel, self.shard_numel)))
 
     @property
     def nbytes(self) -> int:
@@ -185,17 +203,10 @@ class UnitTable:
 
     def to_json(self) -> dict[str, object]:
         """Give what the table file says of it, for `read`."""
-        return {
-            "name": self.name,
-            "slots": [_slot_to_json(slot) for slot in self.slots],
-            **members(self.tiling),
-            "homes": self.homes,
-            "offset": self.offset,
-            "checksums": self.checksums,
-        }
+        return members(self) | {"slots": [_slot_to_json(slot) for slot in self.slots]}
 
-    @classmethod
-    def read(cls, field: Field, *, file_bytes: int) -> "UnitTable":
+    @staticmethod
+    def read(field: Field, *, file_bytes: int) -> "UnitTable":
         """Check and take what a file says.
 
         Arguments:
@@ -205,16 +216,10 @@ class UnitTable:
         Raises:
             CheckpointError: it cannot be; nothing of that size was allocated.
         """
-        homes = _read_homes(field["homes"])
-        table = cls(
-            name=field["name"].string(),
-            slots=_read_slots(field["slots"]),
-            tiling=_read_tiling(field),
-            homes=homes,
-            offset=field["offset"].multiple(PAGE_BYTES),
-            checksums=tuple(of_tile.integers(len(homes), most=MOST_CHECKSUM) for of_tile in field["checksums"].items()),
-        )
-        if table.checksums and table.tile_range(table.tiles[-1])[0] >= table.tiling.shard_numel:
+        table = _read_unit(field)
+        if any(len(of_tile) != len(table.homes) for of_tile in table.checksums):
+            raise field["checksums"].fail(f"has not {len(table.homes)} for each tile")
+        if table.checksums and table.tile_range(table.tiles[-1])[0] >= table.shard_numel:
             raise field["checksums"].fail("has more tiles than the shard")
         if table.largest_tile_bytes > MOST_TILE_BYTES:
             raise field["tile_numel"].fail(f"gives tiles of more than {MOST_TILE_BYTES:,} bytes")
@@ -223,41 +228,7 @@ class UnitTable:
         return table
 
 
-_read_homes = reader(tuple[HomeTable, ...])
-_read_tiling = reader(Tiling)
-
-
-def _read_slots(field: Field) -> tuple[Slot, ...]:
-    """Read the slots of a unit, `[name, shape, start]` each, one after the other."""
-    slots: list[Slot] = []
-    for item in field.items():
-        name, shape, start, *region = item.items() if _has_region(item) else item.items(3)
-        if start.multiple(ALIGNMENT_NUMEL) < (slots[-1].stop if slots else 0):
-            raise start.fail("lies in the slot before it")
-        sizes = shape.shape()
-        where = _read_region(region[0], name.string(), sizes) if region else None
-        slots.append(Slot(name.string(), sizes, prod(sizes), start.integer(), where))
-    return tuple(slots)
-
-
-def _has_region(item: Field) -> bool:
-    return isinstance(item.value, list) and len(item.value) == _SLOT_FIELDS + 1
-
-
-def _read_region(field: Field, name: str, sizes: tuple[int, ...]) -> Region:
-    """Read where a slot lies in its parameter, `[shape, offsets]`."""
-    shape, offsets = field.items(2)
-    region = Region(shape.shape(), offsets.integers())
-    if not len(region.shape) == len(region.offsets) == len(sizes):
-        raise field.fail(f"of '{name}' has other dimensions than its {len(sizes)}")
-    if any(begin + size > most for begin, size, most in zip(region.offsets, sizes, region.shape, strict=True)):
-        raise field.fail(f"of '{name}' reaches past its shape {region.shape}")
-    return region
-
-
-def _slot_to_json(slot: Slot) -> list[object]:
-    region = [] if slot.region is None else [[slot.region.shape, slot.region.offsets]]
-    return [slot.name, slot.shape, slot.start, *region]
+_read_unit = reader(UnitTable)
 
 
 @dataclass(frozen=True)
@@ -286,6 +257,7 @@ class RankTable:
             CheckpointError: names the field that cannot be.
         """
         field = parse(file, text, most_bytes=_TABLE_BYTES_OF_ANY + all_bytes)
+        field.only(["units", "random"])
         units = tuple(UnitTable.read(item, file_bytes=file_bytes) for item in field["units"].items())
         return cls(units, field["random"].value)
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.fields import Field
 from penstock.errors import ConfigError
+from penstock.typedfiles import Field
 
 TAG = "!"
 _MOST_ALIKE = 64

@@ -5,20 +5,71 @@ edited by hand is refused like an argument that somebody wrote by hand.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from math import prod
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from penstock.config import Options, Placement
-from penstock.errors import ConfigError, shown
-from penstock.forecast import values
-from penstock.kinds import Overlap, Precision, TierName
+from penstock.errors import ConfigError, one_line, shown
+from penstock.kinds import Overlap, Precision, Tier, TierName, parse_tier
+from penstock.typedfiles import Field, check_fields, plain, reader
 
+Kind = Literal["params", "grads", "optimizer", "activations"]
+Dimension = Literal["dp_replicate", "dp_shard", "tp"]
 #: What a plan has bytes of, by kind: three kinds of state at rest, and activations at their peak.
-KINDS = ("params", "grads", "optimizer", "activations")
+KINDS = get_args(Kind)
 STAGES = (0, 1, 2, 3)
 #: What a plan has ranks along, the outermost first.
-DIMENSIONS = ("dp_replicate", "dp_shard", "tp")
+DIMENSIONS = get_args(Dimension)
+_MOST_CHARS = 300
+
+
+def line(field: Field) -> str:
+    """Read a text, on one line that steers no terminal. Its own words stay as they are."""
+    value = field.string()
+    text = one_line(value, max(1, len(value)))
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
+
+
+def _amount(field: Field) -> float:
+    return field.number(least=0) + 0.0  # no -0.0, which is shown as "-0"
+
+
+def _by_name(field: Field) -> dict[str, float]:
+    """Read amounts by name, in order of their names."""
+    return dict(sorted((line(field.inside("a name", name)), _amount(item)) for name, item in field.entries()))
+
+
+def _placement(field: Field) -> Placement:
+    """Read a placement, and write it in the one way in which plans keep it: tiers by their own names, folders as texts.
+
+    Its homes are to the bit those of the placement that was given.
+    """
+    given = field.value
+    if not isinstance(given, Placement):
+        field.only([member.name for member in fields(Placement)])
+        given = Placement(**field.mapping())
+    homes: dict[str, Any] = {}
+    for kind in ("params", "grads", "optimizer"):
+        found = given.home(kind)
+        fractions = {tier.value: found[tier] for tier in Tier if tier in found}
+        homes[kind] = next(iter(fractions)) if list(fractions.values()) == [1.0] else fractions
+    named = given.activations
+    activations: Any = None if named is None else parse_tier(named, what="activations").value
+    folders = [str(folder) for folder in given.nvme_folders()]
+    return Placement(
+        **homes,
+        activations=activations,
+        nvme_path=None if given.nvme_path is None else folders[0] if len(folders) == 1 else tuple(folders),
+    )
+
+
+_Line = Annotated[str, line]
+_Amount = Annotated[float, _amount]
+_Count = Annotated[int, partial(Field.integer, least=1)]
+_ByName = Annotated[Mapping[str, float], _by_name]
+_ByTier = Mapping[TierName, int]
 
 
 @dataclass(frozen=True)
@@ -33,18 +84,15 @@ class Why:
         words: what decides, in a sentence; empty where the seconds say it all.
     """
 
-    choice: str
-    chosen: str
-    next_best: str
+    choice: _Line
+    chosen: _Line
+    next_best: _Line
     cost_s: float | None = None
-    words: str = ""
+    words: _Line = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no such value."""
-        _set(self, **{name: values.words(name, getattr(self, name)) for name in ("choice", "chosen", "next_best")})
-        _set(self, words=values.words("words", self.words))
-        if self.cost_s is not None:
-            _set(self, cost_s=values.number("cost_s", self.cost_s, least=None))
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -57,16 +105,13 @@ class WhatIf:
         tokens_share: by what share more tokens would be trained in a second; `None` where `saved_s` says it.
     """
 
-    name: str
+    name: _Line
     saved_s: float | None = None
     tokens_share: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no such value."""
-        _set(self, name=values.words("name", self.name))
-        for name in ("saved_s", "tokens_share"):
-            if getattr(self, name) is not None:
-                _set(self, **{name: values.number(name, getattr(self, name), least=None)})
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -80,14 +125,12 @@ class Lack:
     """
 
     tier: TierName
-    bytes: int
-    change: str = ""
+    bytes: _Count
+    change: _Line = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no such value."""
-        values.one_of("tier", self.tier, get_args(TierName))
-        values.whole("bytes", self.bytes, 1)
-        _set(self, change=values.words("change", self.change))
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -132,114 +175,73 @@ class Answer:
         ConfigError: a value is of the wrong type or out of its range, or two contradict each other.
     """
 
-    placement: Placement
+    placement: Annotated[Placement, _placement]
     overlap: Overlap
     options: Options
     recompute: bool
-    world_size: int
+    world_size: _Count
     fits: bool
-    step_s: float
-    step_range_s: tuple[float, float]
-    bound_by: str
-    gap: float
-    bytes: Mapping[TierName, int]
-    peak_bytes: Mapping[TierName, int]
-    busy_s: Mapping[str, float]
-    stage: int = 3
+    step_s: _Amount
+    step_range_s: tuple[_Amount, _Amount]
+    bound_by: _Line
+    gap: _Amount
+    bytes: _ByTier
+    peak_bytes: _ByTier
+    busy_s: _ByName
+    stage: Annotated[int, partial(Field.one_of, choices=STAGES)] = 3
     precision: Precision = "bf16"
-    hosts: int = 1
-    machine: str = ""
-    device: str = ""
-    machine_fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    model_fingerprint: str = ""
-    batch: str = ""
-    tokens_per_s: float = 0.0
-    lower_bound_s: float = 0.0
-    limit_bytes: Mapping[TierName, int] = field(default_factory=dict)
-    kind_bytes: Mapping[str, Mapping[TierName, int]] = field(default_factory=dict)
-    waits_s: Mapping[str, float] = field(default_factory=dict)
+    hosts: _Count = 1
+    machine: _Line = ""
+    device: _Line = ""
+    machine_fingerprint: Annotated[Mapping[str, Any], plain] = field(default_factory=dict)
+    model_fingerprint: _Line = ""
+    batch: _Line = ""
+    tokens_per_s: _Amount = 0.0
+    lower_bound_s: _Amount = 0.0
+    limit_bytes: _ByTier = field(default_factory=dict)
+    kind_bytes: Annotated[Mapping[str, _ByTier], reader(Mapping[Kind, _ByTier])] = field(default_factory=dict)
+    waits_s: _ByName = field(default_factory=dict)
     what_ifs: tuple[WhatIf, ...] = ()
     why: tuple[Why, ...] = ()
-    rounding_notes: tuple[str, ...] = ()
+    rounding_notes: tuple[_Line, ...] = ()
     lacks: tuple[Lack, ...] = ()
-    mesh: Mapping[str, int] = field(default_factory=dict)
+    mesh: Annotated[Mapping[str, int], reader(Mapping[Dimension, _Count])] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range, by name, and keep each in one way."""
-        self._check_choices()
-        for name in ("step_s", "gap", "tokens_per_s", "lower_bound_s"):
-            _set(self, **{name: values.number(name, getattr(self, name))})
-        for name in ("bytes", "peak_bytes", "limit_bytes"):
-            _set(self, **{name: values.by_tier(name, getattr(self, name))})
-        for name in ("busy_s", "waits_s"):
-            _set(self, **{name: values.amounts(name, getattr(self, name))})
-        for name in ("bound_by", "machine", "device", "model_fingerprint", "batch"):
-            _set(self, **{name: values.words(name, getattr(self, name))})
-        _set(self, kind_bytes=values.by_kind("kind_bytes", self.kind_bytes, KINDS))
-        _set(self, machine_fingerprint=values.plain("machine_fingerprint", self.machine_fingerprint))
-        for name, kind in (("what_ifs", WhatIf), ("why", Why), ("lacks", Lack), ("rounding_notes", str)):
-            _set(self, **{name: values.items(name, getattr(self, name), kind)})
-        _set(self, rounding_notes=tuple(values.words("rounding_notes", note) for note in self.rounding_notes))
-        self._check_range()
-        self._check_fits()
-        self._check_mesh()
-
-    def _check_choices(self) -> None:
-        """Check what `prepare` will be given, and for how many ranks."""
-        _set(self, placement=values.placement(self.placement))
-        if not isinstance(self.options, Options):
-            raise values.refuse("options", self.options, "Options")
-        values.one_of("overlap", self.overlap, get_args(Overlap))
-        values.one_of("precision", self.precision, get_args(Precision))
-        values.one_of("stage", self.stage, STAGES)
-        for name in ("world_size", "hosts"):
-            values.whole(name, getattr(self, name), 1)
-        for name in ("recompute", "fits"):
-            values.true_or_false(name, getattr(self, name))
-        if self.world_size % self.hosts:
-            raise ConfigError(
-                f"world_size={shown(self.world_size)} and hosts={shown(self.hosts)} contradict each "
-                "other: use as many ranks on each host."
-            )
-
-    def _check_range(self) -> None:
-        """Check that the step is between the seconds that are named for it."""
-        given: Any = self.step_range_s
-        if not isinstance(given, list | tuple) or len(given) != 2:
-            raise values.refuse("step_range_s", given, "two numbers")
-        low, high = (values.number("step_range_s", item) for item in given)
-        if not low <= self.step_s <= high:
-            raise ConfigError(
-                f"step_range_s=({low:g}, {high:g}) and step_s={self.step_s:g} contradict each other: the step is "
-                "between the two."
-            )
-        _set(self, step_range_s=(low, high))
-
-    def _check_mesh(self) -> None:
-        """Check that the ranks of the mesh are those that there are."""
-        given = values.plain("mesh", self.mesh)
-        for name, size in given.items():
-            values.one_of("mesh, a dimension", name, DIMENSIONS)
-            values.whole(f"mesh[{name!r}]", size, 1)
-        _set(self, mesh={name: given.get(name, 1) for name in DIMENSIONS} if given else {})
-        if given and prod(self.mesh.values()) != self.world_size:
-            raise ConfigError(
-                f"world_size={shown(self.world_size)} and mesh={shown(dict(self.mesh))} contradict each "
-                "other: use as many ranks as the product of its sizes."
-            )
+        check_fields(self)
+        if self.mesh:
+            object.__setattr__(self, "mesh", {name: self.mesh.get(name, 1) for name in DIMENSIONS})
+        low, high = self.step_range_s
+        for holds, what, rule in (
+            (
+                self.world_size % self.hosts == 0,
+                f"world_size={shown(self.world_size)} and hosts={shown(self.hosts)}",
+                "use as many ranks on each host",
+            ),
+            (
+                low <= self.step_s <= high,
+                f"step_range_s=({low:g}, {high:g}) and step_s={self.step_s:g}",
+                "the step is between the two",
+            ),
+            (
+                self.fits != bool(self.lacks),
+                f"fits={self.fits} and {len(self.lacks)} lacks",
+                "a plan that fits lacks nothing, and one that does not says what it lacks",
+            ),
+            (
+                not self.mesh or prod(self.mesh.values()) == self.world_size,
+                f"world_size={shown(self.world_size)} and mesh={shown(dict(self.mesh))}",
+                "use as many ranks as the product of its sizes",
+            ),
+        ):
+            if not holds:
+                raise ConfigError(f"{what} contradict each other: {rule}.")
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """The ranks along each dimension of a mesh, also where they are all along one."""
         return along(self.mesh, self.world_size, self.stage)
-
-    def _check_fits(self) -> None:
-        """Check that something is missing just where the plan does not fit."""
-        if self.fits == bool(self.lacks):
-            raise ConfigError(
-                f"fits={self.fits} and {len(self.lacks)} lacks contradict each other: a plan that fits lacks nothing, "
-                "and one that does not says what it lacks."
-            )
 
 
 def along(mesh: Mapping[str, int], world_size: int, stage: int) -> Mapping[str, int]:
@@ -252,9 +254,3 @@ def along(mesh: Mapping[str, int], world_size: int, stage: int) -> Mapping[str, 
     if mesh:
         return mesh
     return dict.fromkeys(DIMENSIONS, 1) | {"dp_shard" if stage else "dp_replicate": world_size}
-
-
-def _set(value: Answer | Why | WhatIf | Lack, **checked: Any) -> None:
-    """Put checked values in the place of those that were given."""
-    for name, item in checked.items():
-        object.__setattr__(value, name, item)

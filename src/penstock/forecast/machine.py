@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from penstock.errors import ConfigError, one_line, shown
 from penstock.forecast import machinefiles
@@ -18,6 +18,7 @@ from penstock.forecast.figures import (
     write_value,
 )
 from penstock.forecast.machinefiles import shipped
+from penstock.typedfiles import Field, plain
 
 __all__ = ["FIGURES", "Figure", "Machine", "parse_figure", "shipped", "write_value"]
 
@@ -51,8 +52,8 @@ class Machine:
 
     name: str
     device: str
-    figures: Mapping[str, Figure]
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Annotated[Figure, machinefiles.figure]]
+    fingerprint: Annotated[Mapping[str, Any], plain] = field(default_factory=dict)
     probed: bool = False
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class Machine:
         # In the order of the table, so that files and tables of two machines are read beside each other.
         ordered = {name: self.figures[name] for name in FIGURES if name in self.figures}
         object.__setattr__(self, "figures", ordered)
-        object.__setattr__(self, "fingerprint", machinefiles.plain(self.fingerprint))
+        object.__setattr__(self, "fingerprint", plain(Field(None, "fingerprint", self.fingerprint)))
 
     @classmethod
     def probe(cls, *, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60) -> "Machine":
@@ -104,11 +105,7 @@ class Machine:
             >>> Machine.read("h100-node").device
             'cuda'
         """
-        where, content = machinefiles.read(path_or_name)
-        try:
-            return cls(**machinefiles.parts(content))
-        except ConfigError as error:
-            raise ConfigError(f"{one_line(where)}: {str(error).rstrip('.')}.") from error
+        return machinefiles.read(path_or_name, cls)
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write the machine into a JSON file, which `read` reads and people can edit.

@@ -10,24 +10,24 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import ConfigError, one_line, shown
-from penstock.forecast.figures import STATED, Figure, check_name
+from penstock.forecast.figures import STATED, Figure
+from penstock.typedfiles import Field, of_kind, reader
 from penstock.wholefiles import write_whole
 
 KIND, VERSION = "machine", 1
 SUFFIX = ".json"
+T = TypeVar("T")
 
 _MOST_BYTES = 1 << 20
-_MOST_DEPTH = 8
 _MOST_EXACT = 1 << 53
-_KEYS = ("penstock", "version", "name", "device", "probed", "fingerprint", "figures")
-_FIGURE_KEYS = ("value", "low", "high", "how")
 _FOLDER = "machines"
 
 
@@ -37,14 +37,15 @@ def shipped() -> list[str]:
     return sorted(each.name.removesuffix(SUFFIX) for each in folder.iterdir() if each.name.endswith(SUFFIX))
 
 
-def read(path_or_name: str | PathLike[str]) -> tuple[str, Mapping[str, Any]]:
-    """Read the JSON object of a machine: of a file, or of one that comes with the package.
+def read(path_or_name: str | PathLike[str], kind: type[T]) -> T:
+    """Read a machine of a file, or one that comes with the package.
 
-    Returns:
-        What to call it in messages, and the object.
+    Arguments:
+        path_or_name: the file, or the machine's name.
+        kind: the class of machines.
 
     Raises:
-        ConfigError: there is none, or it is no JSON object.
+        ConfigError: there is none, or it is no machine.
     """
     given = os.fspath(path_or_name)
     if not isinstance(given, str):
@@ -53,14 +54,14 @@ def read(path_or_name: str | PathLike[str]) -> tuple[str, Mapping[str, Any]]:
     # A path object is a file, always; a text is a name first: what a folder happens to hold does not change it.
     if isinstance(path_or_name, str) and given in names:
         raw = (resources.files("penstock.forecast") / _FOLDER / (given + SUFFIX)).read_bytes()
-        return f"The machine {given}", _object(f"The machine {given}", raw)
+        return _parse(f"The machine {given}", raw, kind)
     if not os.path.lexists(given) and isinstance(path_or_name, str) and not _like_a_path(given):
         near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.4) if len(given) <= 99 else []
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(
             f"There is no machine {shown(given)}, and no such file.{hint} Those that come along: {', '.join(names)}."
         )
-    return given, _object(one_line(given), _bytes_of(given))
+    return _parse(one_line(given), _bytes_of(given), kind)
 
 
 def _like_a_path(given: str) -> bool:
@@ -78,87 +79,35 @@ def _bytes_of(path: str) -> bytes:
         ) from error
 
 
-def _object(where: str, raw: bytes) -> Mapping[str, Any]:
-    """Read JSON strictly."""
+def _parse(where: str, raw: bytes, kind: type[T]) -> T:
+    """Make a machine of what is in its file."""
     try:
-        return parse_object(raw)
+        return reader(kind)(Field(None, "", of_kind(parse_object(raw), KIND, VERSION)))
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}. Mend it, or name another file.") from error
+        raise ConfigError(f"{where}: {str(error).rstrip('.')}. Mend it, or name another file.") from error
 
 
-def parts(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a machine's object; returns what `Machine` is made of.
-
-    Raises:
-        ConfigError: it is no machine's. The text names the key, not the file.
-    """
-    if content.get("penstock") != KIND:
-        raise ConfigError(f'it has no "penstock": "{KIND}", so it is no machine\'s file. Name another one.')
-    version = content.get("version")
-    if type(version) is not int or version != VERSION:
-        raise ConfigError(f"its version is {shown(version)}, and this Penstock reads {VERSION}. Use a newer Penstock.")
-    for key in content:
-        _known(key, _KEYS)
-    for key in ("name", "device", "figures"):
-        if key not in content:
-            raise ConfigError(f"it has no {shown(key)}. Add it.")
-    figures = {check_name(name): _figure(name, each) for name, each in _mapping(content["figures"], "figures").items()}
-    return {
-        "name": content["name"],
-        "device": content["device"],
-        "figures": figures,
-        "fingerprint": _mapping(content.get("fingerprint", {}), "fingerprint"),
-        "probed": content.get("probed", False),
-    }
-
-
-def _figure(name: str, given: Any) -> Figure:
-    """Make a figure of an object, or of a number alone."""
+def figure(field: Field) -> Figure:
+    """Read a figure: an object, or a number alone."""
+    if isinstance(field.value, Figure):
+        return field.value
+    row = _Row(field.number()) if not isinstance(field.value, dict) else _read_row(field)
     try:
-        if not isinstance(given, dict):
-            return Figure.stated(given)
-        for key in given:
-            _known(key, _FIGURE_KEYS)
-        if "value" not in given:
-            raise ConfigError("it has no value")
-        value: Any = given["value"]
-        return Figure(value, given.get("low", value), given.get("high", value), given.get("how", STATED))
+        low, high = (row.value if each is None else each for each in (row.low, row.high))
+        return Figure(row.value, low, high, row.how)
     except ConfigError as error:
-        raise ConfigError(f"figure {name}: {str(error).rstrip('.')}. Mend it.") from error
+        raise field.fail(f"is no figure: {error}") from error
 
 
-def _known(key: str, keys: tuple[str, ...]) -> None:
-    if key not in keys:
-        raise ConfigError(f"it has a key {shown(key)}, which nothing reads. Keys are {', '.join(keys)}.")
+@dataclass(frozen=True)
+class _Row:
+    value: float
+    low: float | None = None
+    high: float | None = None
+    how: str = STATED
 
 
-def _mapping(given: Any, key: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ConfigError(f"its {key} is {shown(given)}, not an object. Mend it.")
-    return given
-
-
-def plain(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a fingerprint as a file gives it back: lists for tuples, and texts for keys.
-
-    Raises:
-        ConfigError: it is no JSON, or nested too deep.
-    """
-    try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"A machine's fingerprint is no JSON: {one_line(error)}. Use texts and numbers.") from error
-    if _depth(found, _MOST_DEPTH) > _MOST_DEPTH:
-        raise ConfigError(f"A machine's fingerprint is nested deeper than {_MOST_DEPTH} levels. Leave it out.")
-    return found
-
-
-def _depth(value: Any, most: int) -> int:
-    """Measure how deep a JSON value is nested; of what is deeper than `most`, one more than that."""
-    if most < 0 or not isinstance(value, dict | list):
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + max((_depth(each, most - 1) for each in inner), default=0)
+_read_row = reader(_Row)
 
 
 def content(parts: Mapping[str, Any], figures: Mapping[str, Figure]) -> dict[str, Any]:

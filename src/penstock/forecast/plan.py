@@ -12,11 +12,12 @@ from typing import Any, Self
 from torch import nn
 
 from penstock.config import Options
-from penstock.errors import ConfigError, shown
-from penstock.forecast import planfile, values
+from penstock.errors import ConfigError, one_line, shown
+from penstock.forecast import planfile
 from penstock.forecast.answer import Answer, along
 from penstock.forecast.table import lacks_in_words, mesh_in_words, table
 from penstock.kinds import Overlap
+from penstock.typedfiles import Field, plain
 
 #: Options by which a step gets longer or shorter, or takes more or less: a plan is for these values of them.
 PLANNED_OPTIONS = (
@@ -72,7 +73,7 @@ class Plan(Answer):
             ConfigError: it is no such file, or says what no plan can; the message names the file and the key.
         """
         try:
-            return cls(**planfile.read(path))
+            return planfile.read(path, cls)
         except Exception as error:  # somebody's file: whatever is made of it
             raise planfile.naming(path, error) from error
 
@@ -86,7 +87,7 @@ class Plan(Answer):
         Raises:
             ConfigError: it says what no plan can.
         """
-        return cls(**planfile.parse(text.encode()))
+        return planfile.parse(text.encode(), cls)
 
     def __str__(self) -> str:
         """Write the table: whether it fits, the step, and what lies where."""
@@ -172,10 +173,10 @@ class Plan(Answer):
         own = model_fingerprint(model)
         if self.model_fingerprint not in ("", own):
             differs.append(f"a model of {self.model_fingerprint}, this one has {own}")
-        there = values.plain("machine_fingerprint", machine_fingerprint or {})
+        there = plain(Field(None, "machine_fingerprint", machine_fingerprint or {}))
         for name, planned in self.machine_fingerprint.items():
             if name in there and there[name] != planned:
-                what = f"a machine whose {values.words('machine_fingerprint', name)} is {shown(planned)}"
+                what = f"a machine whose {one_line(name)} is {shown(planned)}"
                 differs.append(f"{what}, here it is {shown(there[name])}")
         if differs:
             raise ConfigError(f"The plan is for {'; for '.join(differs)}: {_AGAIN}.")

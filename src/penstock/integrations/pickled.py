@@ -27,9 +27,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.fields import MOST_DIMENSIONS, MOST_NUMEL, Field
+from penstock.checkpoint.fields import MOST_DIMENSIONS, MOST_NUMEL
 from penstock.checkpoint.tensorfiles import DTYPES
 from penstock.errors import CheckpointError, one_line
+from penstock.typedfiles import Field
 
 #: The most bytes of a file that are not tensors: names and numbers.
 MOST_PICKLE_BYTES = 1 << 26

@@ -29,9 +29,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import OPEN_FILES, NvmeError, one_line
 from penstock.machine.host import boot_id
 from penstock.machine.lifetime import at_end
+from penstock.typedfiles import Field, reader
 
 LOCK = "lock"
 IDENTITY = "identity.json"
@@ -51,7 +53,7 @@ class Identity:
     host: str
     boot: str
     started: str
-    command: list[str]
+    command: tuple[str, ...]
     version: str
 
     def __str__(self) -> str:
@@ -61,35 +63,23 @@ class Identity:
     def own(cls) -> "Identity":
         """Describe this process, as of now."""
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(os.getpid(), os.uname().nodename, boot_id(), started, sys.argv, VERSION)
+        return cls(os.getpid(), os.uname().nodename, boot_id(), started, tuple(sys.argv), VERSION)
 
     @classmethod
     def read(cls, folder: Path) -> "Identity | None":
         """Read the identity of a folder; `None` where it is no swap folder, or is one no longer."""
         try:
-            identity = cls(**json.loads(_read_small(folder / IDENTITY)))
-        except (OSError, ValueError, TypeError, RecursionError):
+            raw = read_bytes(folder / IDENTITY, _MOST_IDENTITY_BYTES, follow=False)
+            return _read_identity(Field(None, "", parse_object(raw)))
+        except (OSError, ValueError):
             return None
-        said: list[object] = [identity.host, identity.boot, identity.started, identity.version]
-        return identity if all(isinstance(text, str) for text in said) else None
 
     def same_machine(self, other: "Identity") -> bool:
         """Whether two runs see each other's locks for sure. On a network file system those of two machines may not."""
         return self.host == other.host or (self.boot == other.boot != "")
 
 
-def _read_small(path: Path) -> bytes:
-    """Read a file that somebody else may have put there: wait for no pipe, follow no link, read no more than fits."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a file", str(path))
-        content = file.read(_MOST_IDENTITY_BYTES + 1)
-    if len(content) > _MOST_IDENTITY_BYTES:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-    return content
-
-
+_read_identity = reader(Identity)
 #: Looked up now: it takes descriptors, of which a process may have none later.
 VERSION = version("penstock")
 

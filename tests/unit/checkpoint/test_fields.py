@@ -12,7 +12,8 @@ import torch
 
 import penstock
 from penstock.checkpoint.beside import decode_random
-from penstock.checkpoint.fields import Field, reader, to_bytes
+from penstock.checkpoint.fields import Dtype, to_bytes
+from penstock.typedfiles import Field, reader
 
 FILE = Path("file")
 
@@ -24,7 +25,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Thing:
-    dtype: torch.dtype
+    dtype: Dtype
     pairs: tuple[Pair, ...]
     small: Annotated[int, partial(Field.integer, most=9)]
     scalars: Mapping[str, float] | None
@@ -44,7 +45,7 @@ READ = Thing(torch.bfloat16, (Pair("a", 1), Pair("b", 2)), 9, {"x": 1.0, "y": 0.
 
 def test_what_is_read_is_written_as_it_was() -> None:
     assert reader(Thing)(Field(FILE, "", WHOLE)) == READ
-    late = reader(Thing)(Field(FILE, "", WHOLE | {"late": ["c", 3], "scalars": None, "unknown": 1}))
+    late = reader(Thing)(Field(FILE, "", WHOLE | {"late": ["c", 3], "scalars": None}))
     assert (late.late, late.scalars) == (Pair("c", 3), None)
     assert json.loads(to_bytes(READ)) == WHOLE
     assert json.loads(to_bytes(late)) == WHOLE | {"late": ["c", 3], "scalars": None}
@@ -53,15 +54,16 @@ def test_what_is_read_is_written_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"dtype": "complex64"}, r"'dtype' is 'complex64', not a dtype"),
-        ({"dtype": None}, r"'dtype' is not a string"),
-        ({"pairs": {}}, r"'pairs' is not a list"),
-        ({"pairs": [["a", 1], ["b"]]}, r"'pairs\[1\]' has 1 items, not 2"),
-        ({"pairs": [["a", True]]}, r"'pairs\[0\]\[1\]' is not a whole number"),
-        ({"small": 10}, r"'small' is 10, outside 0 to 9"),
-        ({"scalars": {"x": float("nan")}}, r"'scalars.x' is not finite"),
-        ({"scalars": []}, r"'scalars' is not an object"),
-        ({"late": ["c", -1]}, r"'late\[1\]' is -1, outside 0 to"),
+        ({"dtype": "complex64"}, r"'dtype' is 'complex64': use the name of a dtype"),
+        ({"dtype": None}, r"'dtype' is None: use a text"),
+        ({"pairs": {}}, r"'pairs' is \{\}: use a list"),
+        ({"pairs": [["a", 1], ["b"]]}, r"'pairs\[1\]' has 1 items: use 2"),
+        ({"pairs": [["a", True]]}, r"'pairs\[0\]\[1\]' is True: use a whole number, 0 or more"),
+        ({"small": 10}, r"'small' is 10: use a whole number, 0 to 9"),
+        ({"scalars": {"x": float("nan")}}, r"'scalars.x' is nan: use a finite number"),
+        ({"scalars": []}, r"'scalars' is \[\]: use an object"),
+        ({"lat": 1}, r"'lat' is no key that is read\. Did you mean 'late'\? Correct it, or leave it out\."),
+        ({"late": ["c", -1]}, r"'late\[1\]' is -1: use a whole number, 0 or more"),
     ],
 )
 def test_what_is_of_another_type_is_named(change: dict[str, Any], said: str) -> None:

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import penstock
-from penstock.checkpoint.fields import Field, memory_bytes, parse
+from penstock.checkpoint.fields import memory_bytes, parse
 from penstock.checkpoint.manifest import MARKER, MOST_SERIAL
 from penstock.checkpoint.opened import Checkpoint, read_manifest
 from penstock.checkpoint.summary import damaged_tiles, summarize
 from penstock.checkpoint.tables import TileKey
 from penstock.checkpoint.tiles import Tile
 from penstock.checkpoint.values import decode
+from penstock.typedfiles import Field
 from tests import hostile_checkpoints
 from tests.hostile_checkpoints import GROWERS, Content, Grow, grown
 
@@ -172,7 +173,8 @@ def test_a_path_is_told_in_full_and_shortened_in_messages() -> None:
     (unit,) = field["units"].items()
     _, text = unit["slots"]["a.b"].items()
     assert text.path == "units[0].slots.a.b[1]"
-    with pytest.raises(penstock.CheckpointError, match=r"^file: 'units\[0\].slots.a.b\[1\]' is not a whole number.$"):
+    said = r"^file: 'units\[0\].slots.a.b\[1\]' is 'x': use a whole number, 0 or more.$"
+    with pytest.raises(penstock.CheckpointError, match=said):
         unit["slots"]["a.b"].integers()
     assert len(str(field["y" * 1000].fail("is long" * 1000))) < 1000
 

@@ -19,7 +19,7 @@ import penstock
 from penstock.checkpoint.boxes import Extent, meet, why_not_whole
 from penstock.checkpoint.fields import parse, to_bytes
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.tables import Part, Tiling, UnitTable, own_slots
+from penstock.checkpoint.tables import Part, UnitTable, own_slots
 from penstock.checkpoint.tiles import UnitSource
 from penstock.engine.state.taking import Scattered, _Place
 from penstock.errors import CheckpointError
@@ -220,8 +220,17 @@ def many_tiles(opened: Checkpoint, ranks: int, tiles: int) -> Checkpoint:
     for rank in range(ranks):
         region = Region((rows, 256), (0, rank * width))
         slot = Slot("weight", (rows, width), rows * width, 0, region)
-        tiling = Tiling(0, rows * width, 256, 0)
-        units = (replace(unit, slots=(slot,), tiling=tiling, checksums=((0,) * len(unit.homes),) * tiles),)
+        units = (
+            replace(
+                unit,
+                slots=(slot,),
+                shard_start=0,
+                shard_numel=rows * width,
+                tile_numel=256,
+                first_tile=0,
+                checksums=((0,) * len(unit.homes),) * tiles,
+            ),
+        )
         tables.append(replace(opened.tables[0], units=units))
     saved = replace(opened.manifest.parameters["weight"], shape=(rows, 256))
     files = opened.manifest.ranks * ranks

@@ -282,21 +282,25 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}, {(1, 2): 3}])
 def test_a_fingerprint_that_is_no_json_is_refused(value: object) -> None:
-    assert refusal(Machine, "box", "cuda", {}, {"it": value}).startswith("A machine's fingerprint is no JSON: ")
+    assert refusal(Machine, "box", "cuda", {}, {"it": value}).startswith(
+        "'fingerprint' is nothing that JSON can hold ("
+    )
 
 
 def test_a_fingerprint_that_holds_itself_is_refused() -> None:
     around: dict[str, Any] = {}
     around["it"] = around
-    assert "no JSON: Circular reference" in refusal(Machine, "box", "cuda", {}, around)
+    assert "JSON can hold (Circular reference" in refusal(Machine, "box", "cuda", {}, around)
 
 
 def test_a_fingerprint_that_is_nested_too_deep_is_refused() -> None:
     deep: dict[str, Any] = {}
-    for _ in range(7):
+    for _ in range(90):
         deep = {"it": deep}
     assert Machine("box", "cuda", {}, deep).fingerprint == deep
-    assert "nested deeper than 8 levels" in refusal(Machine, "box", "cuda", {}, {"it": deep})
+    for _ in range(10):
+        deep = {"it": deep}
+    assert "it is nested too deep" in refusal(Machine, "box", "cuda", {}, {"it": deep})
 
 
 def test_a_fingerprint_is_what_a_file_gives_back(tmp_path: Path) -> None:
@@ -333,42 +337,50 @@ def with_figures(figures: object) -> str:
         ("7", ": it is 7 in JSON, not an object."),
         ("null", ": it is None in JSON, not an object."),
         ('"machine"', ": it is 'machine' in JSON, not an object."),
-        ("{}", ': it has no "penstock": "machine", so it is no machine\'s file.'),
+        ("{}", ': it has no "penstock": "machine", so it is no machine. Mend it'),
         ('{"penstock": "plan", "version": 1}', ': it has no "penstock": "machine"'),
         ('{"penstock": {"penstock": "machine"}}', ': it has no "penstock": "machine"'),
         ('{"penstock": "machine"}', ": its version is None, and this Penstock reads 1."),
-        ('{"penstock": "machine", "version": 2}', ": its version is 2, and this Penstock reads 1. Use a newer"),
+        ('{"penstock": "machine", "version": 2}', ": its version is 2, and this Penstock reads 1. Mend it"),
         ('{"penstock": "machine", "version": true}', ": its version is True"),
         ('{"penstock": "machine", "version": "1"}', ": its version is '1'"),
         ('{"penstock": "machine", "version": 1.0}', ": its version is 1.0"),
-        ('{"penstock": "machine", "version": 1}', ": it has no 'name'. Add it."),
-        (json.dumps(HEAD), ": it has no 'figures'. Add it."),
-        (json.dumps(HEAD | {"figures": {}, "speed": 1}), ": it has a key 'speed', which nothing reads. Keys are penst"),
-        (json.dumps(HEAD | {"figures": {}, "name": 7}), ": A machine's name is 7."),
-        (json.dumps(HEAD | {"figures": {}, "name": ["a"]}), ": A machine's name is ['a']."),
-        (json.dumps(HEAD | {"figures": {}, "device": "a b"}), ": A machine's device is 'a b'."),
-        (json.dumps(HEAD | {"figures": {}, "probed": 1}), ": A machine's probed is 1."),
-        (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": its fingerprint is [], not an object."),
+        ('{"penstock": "machine", "version": 1}', ": 'name' is missing: add it. Mend it, or name another file."),
+        (json.dumps(HEAD), ": 'figures' is missing: add it."),
         (
-            json.dumps(HEAD | {"figures": {}, "fingerprint": {"a": [[[[[[[[[]]]]]]]]]}}),
-            ": A machine's fingerprint is nested",
+            json.dumps(HEAD | {"figures": {}, "speed": 1}),
+            ": 'speed' is no key that is read. Correct it, or leave it out.",
         ),
-        (with_figures([]), ": its figures is [], not an object. Mend it."),
-        (with_figures(None), ": its figures is None, not an object."),
+        (json.dumps(HEAD | {"figures": {}, "name": 7}), ": 'name' is 7: use a text."),
+        (json.dumps(HEAD | {"figures": {}, "name": ["a"]}), ": 'name' is ['a']: use a text."),
+        (json.dumps(HEAD | {"figures": {}, "device": "a b"}), ": A machine's device is 'a b'."),
+        (json.dumps(HEAD | {"figures": {}, "probed": 1}), ": 'probed' is 1: use true or false."),
+        (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": 'fingerprint' is []: use an object."),
+        (with_figures([]), ": 'figures' is []: use an object. Mend it, or name another file."),
+        (with_figures(None), ": 'figures' is None: use an object."),
         (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? All figures: "),
         (with_figures({"x" * 5000: 7}), ": There is no figure 'xxxx"),
-        (with_figures({"disk_read": "7GB/s"}), ": figure disk_read: value is '7GB/s', not a number. Mend it."),
-        (with_figures({"disk_read": None}), ": figure disk_read: value is None, not a number."),
-        (with_figures({"disk_read": True}), ": figure disk_read: value is True, not a number."),
-        (with_figures({"disk_read": [7]}), ": figure disk_read: value is [7], not a number."),
-        (with_figures({"disk_read": 0}), ": figure disk_read: value is 0, not above 0."),
-        (with_figures({"disk_read": -1}), ": figure disk_read: value is -1, not above 0."),
+        (with_figures({"disk_read": "7GB/s"}), ": 'figures.disk_read' is '7GB/s': use a finite number."),
+        (with_figures({"disk_read": None}), ": 'figures.disk_read' is None: use a finite number."),
+        (with_figures({"disk_read": True}), ": 'figures.disk_read' is True: use a finite number."),
+        (with_figures({"disk_read": [7]}), ": 'figures.disk_read' is [7]: use a finite number."),
+        (with_figures({"disk_read": 0}), ": 'figures.disk_read' is no figure: value is 0, not above 0."),
+        (with_figures({"disk_read": -1}), ": 'figures.disk_read' is no figure: value is -1, not above 0."),
         (with_figures({"disk_read": 10**400}), ": it has a number of 1329 bits."),
-        (with_figures({"disk_read": {}}), ": figure disk_read: it has no value. Mend it."),
-        (with_figures({"disk_read": {"value": 1, "unit": "GB/s"}}), ": figure disk_read: it has a key"),
-        (with_figures({"disk_read": {"value": 1, "low": 2}}), ": figure disk_read: low 2, value 1, high 1 are not in"),
-        (with_figures({"disk_read": {"value": 1, "high": {}}}), ": figure disk_read: high is {}, not a"),
-        (with_figures({"disk_read": {"value": 1, "how": 3}}), ": figure disk_read: how is 3, not a text."),
+        (with_figures({"disk_read": {}}), ": 'figures.disk_read.value' is missing: add it. Mend it"),
+        (
+            with_figures({"disk_read": {"value": 1, "unit": "GB/s"}}),
+            ": 'figures.disk_read.unit' is no key that is read",
+        ),
+        (
+            with_figures({"disk_read": {"value": 1, "low": 2}}),
+            ": 'figures.disk_read' is no figure: low 2, value 1, high 1 are not in",
+        ),
+        (
+            with_figures({"disk_read": {"value": 1, "high": {}}}),
+            ": 'figures.disk_read.high' is {}: use a finite number.",
+        ),
+        (with_figures({"disk_read": {"value": 1, "how": 3}}), ": 'figures.disk_read.how' is 3: use a text."),
         (with_figures({"folders": 1.5}), ": folders is 1.5, and counts folders"),
         ('{"figures": {"disk_read": NaN}}', ": it has NaN, which is no number of JSON: use a finite one. Mend it"),
         ('{"figures": {"disk_read": Infinity}}', ": it has Infinity, which is no number of JSON: "),
@@ -377,7 +389,7 @@ def with_figures(figures: object) -> str:
         ('{"figures": {"disk_read": ' + "9" * 5000 + "}}", ": it is no JSON: Exceeds the limit"),
         ('{"version": 1, "version": 2}', ": it has the key 'version' twice: leave one out."),
         ('{"figures": {"disk_read": 1, "disk_read": 2}}', ": it has the key 'disk_read' twice"),
-        ('{"penstock": "machine", "version": 1, "\\u001b[31m\\n": 1}', ": it has a key '\\x1b[31m\\n'"),
+        ('{"penstock": "machine", "version": 1, "\\u001b[31m\\n": 1}', ": '\\x1b[31m' is no key that is read"),
     ],
 )
 def test_a_file_that_is_not_a_machines_is_refused(tmp_path: Path, content: str | bytes, says: str) -> None:
@@ -391,7 +403,7 @@ def test_a_file_that_is_not_a_machines_is_refused(tmp_path: Path, content: str |
 def test_a_number_beyond_floats_in_a_machine_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(with_figures({"disk_read": 1}).replace(": 1}}", ": 1e999}}"))
-    assert "figure disk_read: value is inf, not a finite number" in refusal(Machine.read, file)
+    assert "'figures.disk_read' is inf: use a finite number" in refusal(Machine.read, file)
 
 
 def test_no_more_is_read_than_a_machine_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

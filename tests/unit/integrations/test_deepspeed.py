@@ -163,7 +163,7 @@ def no_stage(content: Any) -> None:
         (OPTIM.format(1), drop_state, "has nothing of group 1"),
         (OPTIM.format(0), no_bias_correction, "has bias_correction=False"),
         (OPTIM.format(0), no_tensor, r"'optimizer_state_dict\.fp32_flat_groups\[0\]' is not a tensor"),
-        (OPTIM.format(0), no_stage, "is 0, outside 1 to 3"),
+        (OPTIM.format(0), no_stage, "is 0: use a whole number, 1 to 3"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

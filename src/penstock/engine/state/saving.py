@@ -26,7 +26,7 @@ from penstock.checkpoint.opened import LATEST, next_serial
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.save import Save, Target
 from penstock.checkpoint.sharing import check_seen
-from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_slots, own_tiles
+from penstock.checkpoint.tables import HomeTable, UnitTable, kept_homes, own_slots, own_tiles
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.checkpoint.values import encode
 from penstock.engine.state.access import Access
@@ -282,7 +282,10 @@ class Saver:
             table = UnitTable(
                 name=unit.name,
                 slots=slots,
-                tiling=Tiling(unit.own_range[0], unit.shard_numel, tile_numel, first),
+                shard_start=unit.own_range[0],
+                shard_numel=unit.shard_numel,
+                tile_numel=tile_numel,
+                first_tile=first,
                 homes=tuple(_home_table(name, home) for name, home in homes.items()),
                 offset=offset,
                 checksums=((0,) * len(homes),) * (last - first),
@@ -312,7 +315,7 @@ class Saver:
             frozen: whether parameters that nothing trains are saved.
         """
         loss = self._gradient_scale.loss
-        return Manifest(
+        return Manifest.new(
             serial=next_serial(folder),
             ranks=(),
             tensors=None,

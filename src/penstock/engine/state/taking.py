@@ -10,7 +10,6 @@ from torch import Tensor
 
 from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
 from penstock.checkpoint.boxes import Extent, meet
-from penstock.checkpoint.fields import Field
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.tables import Part, TileKey, UnitTable
 from penstock.engine.units.unit import Unit
@@ -20,6 +19,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import OPTIMIZER
 from penstock.layout import ALIGNMENT_NUMEL, Slot
 from penstock.rules.rule import BLOCK_NUMEL
+from penstock.typedfiles import Field
 
 _MOST_NAMED = 8
 
@@ -326,10 +326,10 @@ def _check_grains(checkpoint: Checkpoint, table: UnitTable, run: Destination | S
         needed = unit.spec.numel_of_its_own(state.name)
         if needed is None:
             why = None if grain == 1 else f"has a value for {grain} elements, and {unit.rule.name} one for each"
-        elif not isinstance(run, Destination) or run.inside or run.stop - run.start > table.tiling.tile_numel:
+        elif not isinstance(run, Destination) or run.inside or run.stop - run.start > table.tile_numel:
             why = "is cut, and its states are of whole parameters"
-        elif table.tiling.tile_numel // grain < needed:
-            why = f"has {table.tiling.tile_numel // grain} values, and {unit.rule.name} keeps {needed}"
+        elif table.tile_numel // grain < needed:
+            why = f"has {table.tile_numel // grain} values, and {unit.rule.name} keeps {needed}"
         else:
             why = None
         if why is not None:

@@ -18,7 +18,7 @@ from penstock.checkpoint.folder import check_free, make_folder
 from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter
 from penstock.checkpoint.opened import next_serial
 from penstock.checkpoint.save import Save, Target
-from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable
+from penstock.checkpoint.tables import HomeTable, UnitTable
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.checkpoint.values import encode
 from penstock.errors import CheckpointError
@@ -102,7 +102,7 @@ def write_checkpoint(
         SavedGroup(tuple(names), encode(dict(options), tensors, what=f"param_groups[{number}]"))
         for number, (names, options) in enumerate(groups)
     ]
-    manifest = Manifest(
+    manifest = Manifest.new(
         serial=next_serial(folder),
         ranks=(),
         tensors=None,
@@ -175,7 +175,10 @@ def _sources(parameters: Sequence[Incoming]) -> Iterator[UnitSource]:
         table = UnitTable(
             name=name,
             slots=(Slot(name, parameter.shape, parameter.numel, 0),),
-            tiling=Tiling(0, numel, tile_numel, 0),
+            shard_start=0,
+            shard_numel=numel,
+            tile_numel=tile_numel,
+            first_tile=0,
             homes=tuple(tables),
             offset=offset,
             checksums=((0,) * len(homes),) * -(-numel // tile_numel),
