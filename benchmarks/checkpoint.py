@@ -26,8 +26,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import penstock
-from penstock.machine.aio import File, Queue
-from penstock.machine.arena import page_aligned
+from penstock.runtime.aio import File, Queue
+from penstock.runtime.host_memory import page_aligned
 
 CHUNK_BYTES = 32 << 20
 

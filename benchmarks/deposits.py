@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine.passes import reduce
+from penstock.engine.gradients import reduce
 from penstock.rules import Pool
-from penstock.rules.deposit import squared_norm
+from penstock.rules.formats import squared_norm
 
 Deposit = Callable[..., float | Tensor]
 

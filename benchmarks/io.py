@@ -28,8 +28,8 @@ import torch
 from machine import describe
 
 from penstock import Options, _native
-from penstock.machine.aio import CHUNK_BYTES, File, Queue, Transfer, checksum
-from penstock.machine.arena import page_aligned
+from penstock.runtime.aio import CHUNK_BYTES, File, Queue, Transfer, checksum
+from penstock.runtime.host_memory import page_aligned
 
 MIB = 1 << 20
 PATTERNS = ("read", "write", "half")

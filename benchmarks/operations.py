@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.engine.passes import reduce
+from penstock.engine.gradients import reduce
 from penstock.rules import Segment, device, fused, rule_for
 from penstock.rules.device import DeviceUpdate
 
-deposit: Any = import_module("penstock.rules.deposit")  # the package has a function of that name
+deposit: Any = import_module("penstock.rules.formats")  # the package has a function of that name
 VIEWS = {
     *("view", "slice", "select", "unbind", "split", "split_with_sizes", "detach", "alias", "unsqueeze", "empty"),
     *("_unsafe_view", "reshape", "as_strided", "lift_fresh", "t", "transpose", "expand", "_reshape_alias"),
@@ -101,9 +101,9 @@ def takes_the_way_of_a_device(compiled: Callable[..., None] | None, copies: list
             return on_device(*arguments)
 
         device._on_device = counted
-        from penstock.engine.units import norms
+        from penstock.engine.step import step
 
-        norms.squared_norms_of = deposit._squared_norms_in_torch  # type: ignore[attr-defined]
+        step.squared_norms_of = deposit._squared_norms_in_torch  # type: ignore[attr-defined]
     else:
 
         def update(self: Any, segment: Segment, hyper: Any, grad_scale: float, pool: Any) -> None:

@@ -87,7 +87,7 @@ def timed_turns(turn: Any, settings: dict[str, Any]) -> Iterator[Figures]:
 
 def read_all(folder: Path, buffers: Iterator[torch.Tensor]) -> None:
     """Read the files in chunks, four at once, past the page cache."""
-    from penstock.machine.aio import File, Queue
+    from penstock.runtime.aio import File, Queue
 
     with Queue(8) as queue:
         for path in sorted(folder.glob("*.safetensors")):
@@ -105,7 +105,7 @@ def read_all(folder: Path, buffers: Iterator[torch.Tensor]) -> None:
 
 def disk(**settings: Any) -> Iterator[Figures]:
     """Read into buffers that are there."""
-    from penstock.machine.arena import page_aligned
+    from penstock.runtime.host_memory import page_aligned
 
     step.device_of(settings)
     buffers = [page_aligned(checkpoint.CHUNK_BYTES).fill_(1) for _ in range(BUFFERS)]
@@ -119,7 +119,7 @@ def disk(**settings: Any) -> Iterator[Figures]:
 
 def fresh(**settings: Any) -> Iterator[Figures]:
     """Read into memory that is mapped for it."""
-    from penstock.machine.arena import page_aligned
+    from penstock.runtime.host_memory import page_aligned
 
     step.device_of(settings)
     folder = Path(settings["values"])

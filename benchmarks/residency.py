@@ -27,10 +27,10 @@ import torch
 
 import penstock
 from penstock import preparing
-from penstock.machine.accelerator import streams_for
-from penstock.machine.aio import File, Queue
-from penstock.machine.arena import Arena
-from penstock.machine.streams import InlineStreams, Streams
+from penstock.runtime.accelerator import streams_for
+from penstock.runtime.aio import File, Queue
+from penstock.runtime.host_memory import Arena
+from penstock.runtime.streams import InlineStreams, Streams
 
 CHUNK_BYTES = 64 << 20
 step.MODELS["23m"] = {**step.MODELS["355m"], "num_hidden_layers": 1, "vocab_size": 6000}

@@ -175,8 +175,8 @@ def disk(**settings: Any) -> Iterator[Figures]:
 
     Per parameter 10 + 10 for the optimizer; with everything in files 16 + 14.
     """
-    from penstock.machine.aio import File, Queue
-    from penstock.machine.arena import page_aligned
+    from penstock.runtime.aio import File, Queue
+    from penstock.runtime.host_memory import page_aligned
 
     numel = sum(p.numel() for p in build_model(settings["model"], torch.bfloat16).parameters())
     record = 5 * (4 << 20)

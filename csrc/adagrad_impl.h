@@ -1,4 +1,4 @@
-// Adagrad. Included by kernels_impl.h; the reference is src/penstock/rules/adagrad.py.
+// Adagrad. Included by kernels_impl.h; the reference is src/penstock/rules/standard.py.
 class Adagrad {
  public:
   static constexpr Rule id = Rule::adagrad;

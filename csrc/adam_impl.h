@@ -1,6 +1,6 @@
 // Adam and AdamW, with and without amsgrad. Included by kernels_impl.h.
 //
-// The order and the roundings are those of the reference in src/penstock/rules/adam.py, operation by operation.
+// The order and the roundings are those of the reference in src/penstock/rules/standard.py, operation by operation.
 template <bool amsgrad>
 class Adam {
  public:

@@ -35,8 +35,8 @@ using penstock::Wire;
 
 namespace {
 
-// An address as Python holds it. Nothing here can check that it is valid: src/penstock/rules/native.py and
-// src/penstock/machine/aio.py do.
+// An address as Python holds it. Nothing here can check that it is valid: src/penstock/rules/rule.py and
+// src/penstock/runtime/aio.py do.
 using Address = std::uintptr_t;
 
 // Lets other Python threads run during a call. A daemon thread that wants the interpreter back after its end is unwound

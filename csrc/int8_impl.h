@@ -1,6 +1,6 @@
 // States of 8 bits: the dynamic map, and updates that pass through no memory in between. Included by kernels_impl.h.
 //
-// The reference is src/penstock/rules/blockwise.py. Read as an integer, an fp32 number is 2^23 times its logarithm, up
+// The reference is src/penstock/rules/formats.py. Read as an integer, an fp32 number is 2^23 times its logarithm, up
 // to a constant and taken as linear between powers of two. The logarithm of a code's magnitude is a third or a quarter
 // of the value's.
 template <bool is_signed>

@@ -1,4 +1,4 @@
-// Lion. Included by kernels_impl.h; the reference is src/penstock/rules/lion.py.
+// Lion. Included by kernels_impl.h; the reference is src/penstock/rules/standard.py.
 class Lion {
  public:
   static constexpr Rule id = Rule::lion;

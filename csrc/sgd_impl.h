@@ -1,4 +1,4 @@
-// SGD, plain and with momentum. Included by kernels_impl.h; the reference is src/penstock/rules/sgd.py.
+// SGD, plain and with momentum. Included by kernels_impl.h; the reference is src/penstock/rules/standard.py.
 class Sgd {
  public:
   static constexpr Rule id = Rule::sgd;

@@ -1,6 +1,6 @@
 // States and parameters in bf16, one block of 256 elements at a time. Included by kernels_impl.h.
 //
-// The reference is src/penstock/rules/dither.py, operation by operation.
+// The reference is src/penstock/rules/formats.py, operation by operation.
 using U = typename V::U;
 
 // A 32-bit hash of the element's number in the block, under the block's 64-bit key.

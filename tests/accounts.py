@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine.passes.handles import Handle
-from penstock.kinds import Tier
-from penstock.machine.arena import Arena
-from penstock.tiers.home import CellPlan
+from penstock.config import Tier
+from penstock.engine.gradients.proxy import Handle
+from penstock.runtime.host_memory import Arena
 from penstock.tiers.host import _HostSlab
-from penstock.tiers.records import record_sizes
-from penstock.tiers.store import Store, bytes_on
+from penstock.tiers.storage import CellPlan, record_sizes
+from penstock.tiers.tier import Store, bytes_on
 
 
 def slabs(optimizer: penstock.Optimizer) -> list[Arena]:

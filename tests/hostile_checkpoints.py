@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.checkpoint.fields import to_bytes
-from penstock.checkpoint.manifest import MARKER, checksum
-from penstock.machine.arena import PAGE_BYTES
+from penstock.checkpoint.format import MARKER, checksum, to_bytes
+from penstock.runtime.host_memory import PAGE_BYTES
 
 Content = dict[str, Any]
 Grow = Callable[[Content, Content, int], int]

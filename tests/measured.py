@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Options, Placement, budgets
-from penstock.engine.passes.buffers import BufferRing
+from penstock import Options, Placement, memory_budget
+from penstock.engine.gradients.reduce import BufferRing
 from tests.models.modules_rows import squared
 from tests.support import prepare_on
 
@@ -59,10 +59,10 @@ def measured(
 ) -> None:
     """Train, and compare what there was at the most with what was counted before."""
     model = deep()
-    counted: list[budgets.MemoryBudget] = []
+    counted: list[memory_budget.MemoryBudget] = []
     with pytest.MonkeyPatch.context() as patch:
-        count = budgets.budget_of
-        patch.setattr(budgets, "budget_of", lambda *given: counted.append(count(*given)) or counted[-1])
+        count = memory_budget.budget_of
+        patch.setattr(memory_budget, "budget_of", lambda *given: counted.append(count(*given)) or counted[-1])
         watch = Watch(patch)
         optimizer = prepare_on(
             streams,

@@ -12,10 +12,10 @@ import penstock
 from penstock.blueprint import Request
 from penstock.build import build
 from penstock.forecast.program import Program
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import ON_DEVICE, Event, Streams, Work
 from penstock.rehearsal.order import Order
 from penstock.rehearsal.rehearse import Scene, rehearse
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.streams import ON_DEVICE, Event, Streams, Work
 from penstock.trace import Label
 
 STEPS = 3

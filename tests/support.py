@@ -25,13 +25,13 @@ from torch import Tensor
 import penstock
 from penstock.blueprint import Request
 from penstock.build import build
-from penstock.dtypes import COMPUTE_DTYPES
-from penstock.engine.units.released import Released
-from penstock.machine import pinning
-from penstock.machine.arena import Arena
-from penstock.machine.collectives import Ranks
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import Event, InlineStreams, Streams, Work
+from penstock.engine.unit.parameter import Released
+from penstock.rules.formats import COMPUTE_DTYPES
+from penstock.runtime import host_memory
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.host_memory import Arena
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import Event, InlineStreams, Streams, Work
 from penstock.tiers import staging
 
 SOURCE = str(Path(penstock.__file__).parent)
@@ -197,11 +197,11 @@ def pinning_on_cpu(patch: pytest.MonkeyPatch, limit: float = math.inf) -> dict[i
     def unregister(address: int, device: torch.device) -> None:
         del pinned[address]
 
-    patch.setattr(pinning, "needs_pinning", lambda device: True)
-    patch.setattr(pinning, "can_register", lambda device: True)
-    patch.setattr(pinning, "register", register)
-    patch.setattr(pinning, "unregister", unregister)
-    patch.setattr(pinning, "pinned_buffer", lambda nbytes, device, alignment: None)
+    patch.setattr(host_memory, "needs_pinning", lambda device: True)
+    patch.setattr(host_memory, "can_register", lambda device: True)
+    patch.setattr(host_memory, "register", register)
+    patch.setattr(host_memory, "unregister", unregister)
+    patch.setattr(host_memory, "pinned_buffer", lambda nbytes, device, alignment: None)
     return pinned
 
 

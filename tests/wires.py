@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.machine import collectives
-from penstock.machine.streams import Streams
+from penstock.runtime import collectives
+from penstock.runtime.streams import Streams
 from tests.support import inline, released, separate, simulated
 
 STREAMS: dict[str, Callable[[], Streams]] = {

@@ -21,10 +21,9 @@ from journal import Journal
 from torch import Tensor
 
 import penstock
-from penstock.machine.arena import Arena, available_host_memory
-from penstock.machine.devices import default_device
-from penstock.machine.numa import device_node
-from penstock.machine.pinning import can_register
+from penstock.runtime.hardware import default_device
+from penstock.runtime.host_memory import Arena, available_host_memory, can_register
+from penstock.runtime.system import device_node
 
 ROUNDS = 5
 Item = Callable[[], dict[str, Any]]

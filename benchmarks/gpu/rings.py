@@ -29,7 +29,7 @@ from penstock.planner import Machine
 from penstock.planner.question import ask
 from penstock.planner.searching import given
 from penstock.planner.trials import Trials
-from penstock.tiers import movement, staging
+from penstock.tiers import staging, transfer
 
 DEVICE = {"params": "device", "grads": "device", "optimizer": "device"}
 ALL_CPU = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
@@ -43,7 +43,7 @@ OF_UPDATES = ("update", "upload", "download")
 @contextmanager
 def rings_of_tiles() -> Iterator[None]:
     """Have slots of a tile each, and updates of a tile each on the host, as they were when the rows were measured."""
-    with patch.object(staging, "STRETCH_NUMEL", 0), patch.object(movement, "STRETCH_NUMEL", 0):
+    with patch.object(staging, "STRETCH_NUMEL", 0), patch.object(transfer, "STRETCH_NUMEL", 0):
         yield
 
 

@@ -24,10 +24,10 @@ from penstock.forecast.program import Collective, Kind, Program
 from penstock.forecast.retime import Timings
 from penstock.forecast.rings import spread_of, through
 from penstock.integrations.tensor_parallel import divide
-from penstock.machine.mesh import grid_of
 from penstock.planner import Machine, imagined_mesh
 from penstock.planner.question import made
 from penstock.rehearsal.rehearse import BACKWARD, Rehearsal, Scene, rehearse
+from penstock.runtime.topology import grid_of
 from planning.models import batch, large
 
 OF_HOST = 8

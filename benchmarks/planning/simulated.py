@@ -16,11 +16,11 @@ import penstock
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.retime import retime
 from penstock.forecast.sharing import Demand
-from penstock.machine.simulated import SimulatedStreams
 from penstock.planner.question import ask
 from penstock.planner.searching import given
 from penstock.planner.trials import Trials
 from penstock.rehearsal.measured import time_ops
+from penstock.runtime.simulated import SimulatedStreams
 from planning.models import batch, gpt2, llama
 from planning.rows import row, summary
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.config import Options, Placement
     from penstock.ema import EMA
-    from penstock.engine.updates.step import StepResult
+    from penstock.engine.step.step import StepResult
     from penstock.errors import (
         CheckpointError,
         ConfigError,
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
         NvmeError,
         PenstockError,
     )
-    from penstock.ext.interop.export import export
+    from penstock.ext.export import export
     from penstock.optimizer import Optimizer
     from penstock.preparing import prepare
     from penstock.rules.generic import elementwise
-    from penstock.tiers.report import Location, LocationReport
+    from penstock.tiers.tier import Location, LocationReport
 
 __version__ = "0.2.0"
 
@@ -48,15 +48,15 @@ __all__ = [
 
 _HOMES = {
     "prepare": "penstock.preparing",
-    "export": "penstock.ext.interop.export",
+    "export": "penstock.ext.export",
     "EMA": "penstock.ema",
     "Options": "penstock.config",
     "Placement": "penstock.config",
-    "StepResult": "penstock.engine.updates.step",
+    "StepResult": "penstock.engine.step.step",
     "Optimizer": "penstock.optimizer",
     "elementwise": "penstock.rules.generic",
-    "Location": "penstock.tiers.report",
-    "LocationReport": "penstock.tiers.report",
+    "Location": "penstock.tiers.tier",
+    "LocationReport": "penstock.tiers.tier",
 }
 
 #: Public modules: attributes of the package without an import of their own.

@@ -1,28 +1,372 @@
-"""`build`: draws the blueprint of a request, and has it built on given ranks and streams.
-
-1. Draw the blueprint (`blueprint.py`), hold it against the memory there is, and have all ranks compare theirs: those of
-   a host together as well (`hosts.py`).
-2. Build it (`construct.py`).
-"""
+"""Building an engine from a request, and building it again when parameters are added."""
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock import checks
-from penstock.adopt import Adopter
-from penstock.blueprint import Request, draw_blueprint
-from penstock.construct import construct
-from penstock.errors import CheckpointError, ConfigError
-from penstock.hosts import check_hosts
-from penstock.machine.border import crossing
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import Streams
+from penstock.blueprint import Blueprint, Request, draw_blueprint
+from penstock.construct import Lasting, connect, construct
+from penstock.engine.engine import Engine
+from penstock.engine.unit.assemble import fill_unit, lay_again, make_unit, parameters_for, place, train_where_it_rests
+from penstock.engine.unit.dtensor import check_divided
+from penstock.engine.unit.first_values import FirstRank, Flat, Whole, align_buffers
+from penstock.engine.unit.partition import UnitSpec, find_units
+from penstock.engine.unit.plan import UnitPlan, plan_units
+from penstock.engine.unit.unit import Unit
+from penstock.errors import CheckpointError, ConfigError, EngineError
+from penstock.memory_budget import Supply, check_hosts
 from penstock.optimizer import Optimizer
-from penstock.supply import Supply
+from penstock.rules.formats import StateFormat
+from penstock.rules.rule import Rule
+from penstock.rules.select import rule_for
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.control_group import Facts
+from penstock.runtime.modes import crossing
+from penstock.runtime.streams import Streams
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters that are trained from now on: units change, and everything that knows them is made anew.
+#
+# 1. Find out what changes, and take the memory for it. Nothing has happened so far.
+# 2. Take the hooks off the model. A unit whose parameters are all unfrozen is trained where it rests; some of a unit's
+#    leave it for a new one; what new modules brought gets units too.
+# 3. Make the parts of the engine that know its units, and hook the model.
+#
+# Homes, states, step counts and gradients of all other units stay where they are, and so do the parts that move, gather
+# and reduce units, whichever they are.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Adopter:
+    """Plans what changes where parameters come into a param group of a prepared optimizer.
+
+    Arguments:
+        blueprint: of the engine as it is.
+        lasting: the parts of it that stay.
+    """
+
+    def __init__(self, blueprint: Blueprint, lasting: Lasting) -> None:
+        self.blueprint = blueprint
+        self.lasting = lasting
+
+    def plan(self, engine: Engine, given: torch.optim.Optimizer, facts: Facts) -> "Adoption":
+        """Find out what has to change for param groups as they are now, and take the memory for it.
+
+        Arguments:
+            engine: between two steps, with all state where the placement wants it.
+            given: the user's optimizer, whose last group is the new one.
+            facts: what ranks compare before anything changes.
+
+        Raises:
+            ConfigError: what the groups ask for cannot be.
+            EngineError: units are in use, or away.
+            MemoryBudgetError, NvmeError: there is no room.
+        """
+        _check_at_home(engine)
+        groups = {p: number for number, group in enumerate(given.param_groups) for p in group["params"]}
+        model = engine.rig.model
+        known = {parameter for unit in engine.rig.units for parameter in unit.spec.parameters}
+        newcomers = {name: p for name, p in model.named_parameters() if p not in known}
+        checks.check_newcomers(newcomers)
+        check_divided(newcomers.items(), engine.rig.ranks.mesh)
+        _check_group(given.param_groups[-1]["params"], known | set(newcomers.values()))
+        blueprint, stays, changed = self._extended(engine, self._rule(given), groups, given.param_groups)
+        facts.update(blueprint.facts(model, engine.rig.ranks.grid))
+        return Adoption(self, engine, blueprint, stays, changed)
+
+    def _rule(self, given: torch.optim.Optimizer) -> Rule:
+        """Choose the rule for the groups as they are now; refuse those that need other states than there are."""
+        options = self.blueprint.request.options
+        rule = rule_for(given, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
+        here, wanted = ([state.name for state in each.states] for each in (self.blueprint.rule, rule))
+        if here != wanted:
+            raise ConfigError(
+                f"add_param_group: its options need the states {wanted}, and prepare() has made {here}. Give the group "
+                "options like those of the others, or prepare with a group that has them."
+            )
+        return rule
+
+    def _extended(
+        self,
+        engine: Engine,
+        rule: Rule,
+        groups: Mapping[nn.Parameter, int],
+        given_groups: Sequence[Mapping[str, Any]],
+    ) -> tuple[Blueprint, dict[str, Unit], list[UnitPlan]]:
+        """Draw the blueprint of the engine as it will be; say which of its units there are, and which get memory."""
+        before, units = self.blueprint, engine.rig.units
+        ranks, streams = engine.rig.ranks, engine.rig.streams
+        request, options = before.request, before.request.options
+        rules = {p: rule.part(group) for group in given_groups for p in group["params"]}
+        known = [_what_stays(unit.spec, rules, request.compute_dtype) for unit in units]
+        specs = find_units(
+            engine.rig.model,
+            request.units,
+            rules=rules,
+            compute_dtype=request.compute_dtype,
+            persistent_bytes=options.persistent_bytes,
+            known=known,
+        )
+        _check_names(specs)
+        places = {id(spec.parameters): number for number, spec in enumerate(known)}
+        specs = _named_apart(specs, units)
+        stays: dict[str, Unit] = {}
+        resting: dict[str, UnitPlan] = {}
+        for spec in specs:
+            number = places.get(id(spec.parameters))
+            if number is not None:
+                unit, plan = units[number], before.units[number]
+                stays[spec.name] = unit
+                resting[spec.name] = replace(plan, spec=spec, layout=lay_again(plan.layout, unit.spec, spec))
+        growing = [s for s in specs if s.name not in stays or (s.trainable and stays[s.name].trained is None)]
+        changed = plan_units(growing, before.homes, ranks.grid, streams.reach, resting)
+        by_name = resting | {plan.spec.name: plan for plan in changed}
+        drawn = [by_name[spec.name] for spec in specs]
+        blueprint = replace(
+            before,
+            rule=rule,
+            groups=groups,
+            units=drawn,
+            live_bytes=checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in drawn], options),
+            staging=before.plan_staging([plan.shard_sections for plan in drawn]),
+        )
+        return blueprint, stays, changed
+
+
+class Adoption:
+    """Units that are about to change.
+
+    Arguments:
+        adopter: hears of what has changed.
+        engine: the one that they are of.
+        blueprint: of that engine as it will be.
+        stays: by name, those of its units that there are.
+        changed: the plans of units that are new, or trained from now on, in the blueprint's order.
+
+    Raises:
+        MemoryBudgetError, NvmeError: there is no room; nothing was taken.
+    """
+
+    def __init__(
+        self,
+        adopter: Adopter,
+        engine: Engine,
+        blueprint: Blueprint,
+        stays: Mapping[str, Unit],
+        changed: Sequence[UnitPlan],
+    ) -> None:
+        self._adopter = adopter
+        self._engine = engine
+        self._blueprint = blueprint
+        self._stays = stays
+        self._left = {p.tensor: (unit, p) for unit in engine.rig.units for p in unit.parameters}
+        self._newcomers = {p for plan in blueprint.units for p in plan.spec.parameters if p not in self._left}
+        self._new: list[Unit] = []
+        self._joining = [plan for plan in changed if plan.spec.trainable]  # with averages
+        self._averages = engine.state.averages.plans_for(self._joining)
+        # In the order in which they are made.
+        homes = [h for plan in changed for h in (plan.beside if plan.spec.name in stays else plan.sections).values()]
+        self._reserved = engine.store.reserve([*(section for home in homes for section in home), *self._averages])
+
+    def cancel(self) -> None:
+        """Give the memory back."""
+        self._reserved.cancel()
+
+    def make(self) -> None:
+        """Let the units change, and the engine know them. Collective."""
+        engine, lasting = self._engine, self._adopter.lasting
+        self._let_go()
+        try:
+            units = self._units()
+        except BaseException:
+            self._empty()
+            raise
+        engine.rig = replace(engine.rig, units=units, rule=self._blueprint.rule)
+        averages = [self._reserved.make(plan) for plan in self._averages]
+        align_buffers(
+            nn.ModuleList(_new_modules(engine.rig.model, self._newcomers)), engine.rig.ranks, engine.rig.streams.device
+        )
+        lasting.gatherer.live_budget = self._blueprint.live_bytes
+        lasting.staging.give_back(lambda: self._blueprint.staging)
+        other = connect(self._blueprint, engine.rig, lasting)
+        joining = {plan.spec.name for plan in self._joining}
+        other.state.averages.go_on_from(
+            engine.state.averages, [unit for unit in units if unit.name in joining], averages
+        )
+        engine.go_on_as(other)
+        for unit in units:
+            unit.count_writes()  # graphs from before are of parts that nobody asks any more
+        lasting.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
+        self._adopter.blueprint = self._blueprint
+
+    def _let_go(self) -> None:
+        """Finish what is under way, and take the engine's hooks off the model."""
+        engine = self._engine
+        engine.state.saver.finish()
+        engine.state.averages.drop_buffers()
+        engine.passes.gatherer.drop_unused()
+        engine.passes.hooks.rest()
+        engine.passes.hooks.remove()
+        engine.passes.hooks.handles.drop()
+        engine.restore_model()
+        for unit in engine.rig.units:
+            unit.reads = ()  # of the hooks that are off
+
+    def _units(self) -> list[Unit]:
+        """Let those change that stay, and make the others."""
+        for plan in self._blueprint.units:
+            if plan.spec.name in self._stays:
+                place(self._stays[plan.spec.name], plan)
+        units: list[Unit] = []
+        for index, plan in enumerate(self._blueprint.units):
+            unit = self._stays.get(plan.spec.name)
+            if unit is None:
+                unit = self._made(plan, index)
+            elif plan.spec.trainable and unit.trained is None:
+                train_where_it_rests(unit, plan, self._reserved)
+            unit.index = index
+            units.append(unit)
+        return units
+
+    def _made(self, plan: UnitPlan, index: int) -> Unit:
+        """Make a unit of parameters that leave others, and of those that came with new modules: the first rank's."""
+        engine, spec = self._engine, plan.spec
+        ranks, streams, gatherer = engine.rig.ranks, engine.rig.streams, engine.passes.gatherer
+        left = {p: self._left[p] for p in spec.parameters if p in self._left}
+        come = tuple(p for p in spec.parameters if p not in left)
+        ((_, values),) = FirstRank(ranks, streams.device).units([replace(spec, parameters=come)])
+        flats: dict[nn.Parameter, Flat] = dict(zip(come, values or (), strict=True))
+        sources = list(dict.fromkeys(unit for unit, _ in left.values()))
+        for unit in sources:
+            gatherer.acquire_exact(unit)
+        flats |= {p: Whole(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
+        parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()}, ranks)
+        made = make_unit(plan, index, parameters, ranks.shard_rank, streams, self._reserved)
+        self._new.append(made)  # from here on its parameters give up what they had
+        fill_unit(made, [flats[p] for p in spec.parameters])
+        flats.clear()  # views of buffers that are given back next
+        for unit in sources:
+            gatherer.release(unit)
+        return made
+
+    def _empty(self) -> None:
+        """Leave parameters empty that are between two units: of a change that has failed in the middle."""
+        for unit in self._new:
+            for parameter in unit.parameters:
+                parameter.leave(None)
+        for _, parameter in self._left.values():
+            parameter.leave(None)  # also of units that stay, which the engine gives up next
+
+
+def _check_at_home(engine: Engine) -> None:
+    """Refuse to change units that somebody uses, or whose state is somewhere else for a while."""
+    for unit in engine.rig.units:
+        if unit.holding.is_held:
+            raise EngineError(
+                f"add_param_group(): unit '{unit.name}' is in use by a forward whose backward has not run. Run it, or "
+                "run such forwards under torch.no_grad()."
+            )
+    if engine.state.mover.is_away:
+        raise EngineError("add_param_group() was called while state is offloaded. Call reload_states() first.")
+    engine.state.mover.finish()  # what a reload has left is given back before more is taken
+
+
+def _check_group(parameters: Sequence[nn.Parameter], of_model: Set[nn.Parameter]) -> None:
+    """Refuse a group with parameters of others, or with none that is to be trained."""
+    for parameter in parameters:
+        if parameter not in of_model:
+            raise ConfigError(
+                f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not the model's. Put its module "
+                "into the model first."
+            )
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ConfigError(
+            f"add_param_group: none of the group's {len(parameters)} parameters asks for a gradient. Unfreeze them "
+            "first: parameter.requires_grad_(True)."
+        )
+
+
+def _what_stays(spec: UnitSpec, rules: Mapping[nn.Parameter, Rule], compute_dtype: torch.dtype) -> UnitSpec:
+    """Say what a unit consists of once its parameters that are owned and unfrozen are trained."""
+    left = [p for p in spec.parameters if p.requires_grad and p in rules]
+    if spec.trainable:
+        return replace(spec, rule=rules[spec.parameters[0]])
+    if not left:
+        return spec
+    rule = rules[left[0]]
+    if rule.whole or any(rules[p] is not rule for p in left):
+        name = spec.names[spec.parameters.index(left[0])]
+        raise ConfigError(
+            f"add_param_group: parameter '{name}' {tuple(left[0].shape)} rests in parts, as it was frozen, and "
+            f"{rule.name} looks at whole parameters. Have it trained when the model is prepared, or give it to an "
+            "element-wise rule."
+        )
+    if spec.dtype not in (compute_dtype, torch.float32):
+        name = spec.names[spec.parameters.index(left[0])]
+        raise ConfigError(
+            f"add_param_group: parameter '{name}' is {spec.dtype}, as what quantised weights beside it mean: it stays "
+            "frozen until the model is prepared again."
+        )
+    if len(left) == len(spec.parameters):
+        return replace(
+            spec, trainable=True, name=spec.name.replace(".frozen", "", 1), parameters=tuple(left), rule=rule
+        )
+    pairs = [(n, p) for n, p in zip(spec.names, spec.parameters, strict=True) if not (p.requires_grad and p in rules)]
+    return replace(spec, names=tuple(n for n, _ in pairs), parameters=tuple(p for _, p in pairs))
+
+
+def _check_names(specs: Sequence[UnitSpec]) -> None:
+    """Refuse a new parameter that has the name of one that is gone: no checkpoint could tell the two apart."""
+    names = [name for spec in specs for name in spec.names]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"add_param_group: '{twice[0]}' is another parameter now than the one that was prepared, which is not in "
+            "the model any more. Call close() and prepare again, or give the new module another name."
+        )
+
+
+def _named_apart(specs: Sequence[UnitSpec], units: Sequence[Unit]) -> list[UnitSpec]:
+    """Give units that are new, or trained from now on, names that no other has; the others keep theirs."""
+    names = {parameter: unit.name for unit in units for parameter in unit.spec.parameters}
+    taken = set(names.values())
+    named = []
+    for spec in specs:
+        name, number = spec.name, 1
+        if names.get(spec.parameters[0]) != name:
+            while name in taken:
+                number += 1
+                name = f"{spec.name}.{number}"
+        taken.add(name)
+        named.append(replace(spec, name=name))
+    return named
+
+
+def _new_modules(model: nn.Module, newcomers: Set[nn.Parameter]) -> list[nn.Module]:
+    """List the modules that have new parameters alone: they came with those."""
+    found = []
+    for module in model.modules():
+        own = list(module.parameters())
+        if own and all(parameter in newcomers for parameter in own):
+            found.append(module)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `build`: draws the blueprint of a request, and has it built on given ranks and streams.
+#
+# 1. Draw the blueprint (`blueprint.py`), hold it against the memory there is, and have all ranks compare theirs: those of
+#    a host together as well (`hosts.py`).
+# 2. Build it (`construct.py`).
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 _logger = logging.getLogger("penstock")
 

@@ -11,18 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.beside import persistent_buffers, why_not
-from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
-from penstock.dtypes import COMPUTE_DTYPES
-from penstock.engine.passes.anchor import Anchor
-from penstock.engine.passes.idioms import is_owned
-from penstock.engine.units.aliases import check_aliases
-from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.dtensors import is_divided
+from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement, Tier, parse_home
+from penstock.engine.forward_backward.forward import Anchor
+from penstock.engine.forward_backward.guards import is_owned
+from penstock.engine.unit.dtensor import check_aliases, is_divided
+from penstock.engine.unit.partition import UnitSpec
 from penstock.errors import ConfigError, MemoryBudgetError
-from penstock.kinds import Tier, parse_home
-from penstock.machine.mesh import roles_of
-from penstock.machine.reach import Grid
+from penstock.rules.formats import COMPUTE_DTYPES
 from penstock.rules.rule import Rule
+from penstock.runtime.topology import Grid, roles_of
 from penstock.tiers.host import bounce_bytes
 
 MUON = "muon"

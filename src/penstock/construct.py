@@ -15,56 +15,43 @@ from torch import Tensor, nn
 
 from penstock._native import Pool
 from penstock.blueprint import Blueprint
-from penstock.engine.engine import Engine
-from penstock.engine.forked import leave_to_parent
-from penstock.engine.gradients import Gradients
-from penstock.engine.parts import Passes, State, Updates
-from penstock.engine.passes.activations import Activations
-from penstock.engine.passes.gather import Gatherer
-from penstock.engine.passes.given import retire
-from penstock.engine.passes.hooks import Hooks
-from penstock.engine.passes.idioms import Idioms
-from penstock.engine.passes.packing import Packing
-from penstock.engine.passes.planted import Planted
-from penstock.engine.passes.precision import InputCasts
-from penstock.engine.passes.reduce import Reducer
-from penstock.engine.passes.sums import Sums
-from penstock.engine.policy import StepPolicy
-from penstock.engine.state.access import Access
+from penstock.config import Tier, parse_tier
+from penstock.engine.components import Gradients, Passes, State, StepPolicy, Updates
+from penstock.engine.engine import Engine, leave_to_parent
+from penstock.engine.forward_backward.casts import InputCasts, Planted
+from penstock.engine.forward_backward.gather import Gatherer, Packing
+from penstock.engine.forward_backward.guards import Idioms, retire
+from penstock.engine.forward_backward.hooks import Hooks
+from penstock.engine.forward_backward.saved_tensors import Activations
+from penstock.engine.gradients.reduce import Reducer, Sums
+from penstock.engine.state.access import Access, as_state
 from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import Blocks
 from penstock.engine.state.loading import Loader
 from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
-from penstock.engine.state.values import as_state
-from penstock.engine.units.alike import align_buffers
-from penstock.engine.units.assemble import fill_unit, make_unit, reads_of
-from penstock.engine.units.divided import make_parameters
-from penstock.engine.units.freeze import Freeze
-from penstock.engine.units.originals import replace_meta
-from penstock.engine.units.source import agreeing
-from penstock.engine.units.unit import Unit
-from penstock.engine.updates.averaging import Averaging
-from penstock.engine.updates.rig import Rig
-from penstock.engine.updates.scale import GradientScale, LossScale
-from penstock.engine.updates.sharing import Sharing
-from penstock.engine.updates.skips import Skips
-from penstock.engine.updates.step import Stepper
-from penstock.engine.updates.update import Updater
+from penstock.engine.step.averaging import Averaging
+from penstock.engine.step.context import GradientScale, LossScale, Rig, Skips
+from penstock.engine.step.step import Stepper
+from penstock.engine.step.update import Sharing, Updater
+from penstock.engine.unit.assemble import fill_unit, make_unit, reads_of
+from penstock.engine.unit.dtensor import replace_meta
+from penstock.engine.unit.first_values import agreeing, align_buffers
+from penstock.engine.unit.parameter import make_parameters
+from penstock.engine.unit.unit import Freeze, Unit
 from penstock.inference import Inference
-from penstock.kinds import Tier, parse_tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
-from penstock.machine.arena import return_free_memory
-from penstock.machine.collectives import Ranks
-from penstock.machine.council import Council
-from penstock.machine.lifetime import in_child
-from penstock.machine.streams import Streams
-from penstock.machine.threads import update_cores
+from penstock.memory_budget import Supply
 from penstock.optimizer import ModelZeroGrad, Optimizer
-from penstock.supply import Supply
-from penstock.tiers.movement import Movement, Pipeline
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.control_group import Council
+from penstock.runtime.finalizers import in_child
+from penstock.runtime.host_memory import return_free_memory
+from penstock.runtime.streams import Streams
+from penstock.runtime.system import update_cores
 from penstock.tiers.staging import Staging
-from penstock.tiers.store import Store
+from penstock.tiers.tier import Store
+from penstock.tiers.transfer import Movement, Pipeline
 
 
 def construct(

@@ -3,11 +3,11 @@
 from contextlib import AbstractContextManager
 from functools import partial
 
-from penstock.engine.refusals import check_at_rest
+from penstock.config import TierName, average_kind, parse_tier
+from penstock.engine.engine import check_at_rest
 from penstock.errors import ConfigError
-from penstock.kinds import TierName, average_kind, parse_tier
-from penstock.machine.border import Around, crossing, ours
 from penstock.optimizer import Optimizer
+from penstock.runtime.modes import Around, crossing, ours
 
 
 class EMA:

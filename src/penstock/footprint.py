@@ -15,23 +15,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.blueprint import Blueprint, draw_blueprint, request_for
-from penstock.budgets import MemoryBudget, Need, Room, budget_of, memories
 from penstock.checkpoint.beside import persistent_buffers
-from penstock.checkpoint.fields import to_bytes
+from penstock.checkpoint.format import to_bytes
 from penstock.checkpoint.tables import HomeTable, UnitTable, kept_homes, own_slots, own_tiles
-from penstock.engine.units.plan import UnitPlan
+from penstock.config import MASTER, OPTIMIZER, PARAM, Tier
+from penstock.engine.unit.plan import UnitPlan
 from penstock.errors import ConfigError, NvmeError
-from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
-from penstock.machine.accelerator import reach_for
-from penstock.machine.border import crossing
-from penstock.machine.devices import device_for, visible_devices
-from penstock.machine.mesh import grid_of, node_size, peers_of
-from penstock.machine.pinning import needs_pinning
-from penstock.machine.reach import Grid
-from penstock.machine.swap import existing_folder, free_disk_bytes
-from penstock.machine.threads import ranks_of_host
+from penstock.memory_budget import MemoryBudget, Need, Room, budget_of, memories
 from penstock.planned import asks_for_plan, check_asked, planned, taken
-from penstock.tiers.report import Location, LocationReport
+from penstock.runtime.accelerator import reach_for
+from penstock.runtime.hardware import device_for, visible_devices
+from penstock.runtime.host_memory import needs_pinning
+from penstock.runtime.modes import crossing
+from penstock.runtime.swap import existing_folder, free_disk_bytes
+from penstock.runtime.system import ranks_of_host
+from penstock.runtime.topology import Grid, grid_of, node_size, peers_of
+from penstock.tiers.tier import Location, LocationReport
 
 # What a checkpoint has beside tiles and buffers, at most, on any rank: states of random numbers, the model's
 # configuration, groups; and for each parameter its line of the marker. A checksum has up to ten digits.

@@ -13,25 +13,24 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar,
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.engine import Engine
-from penstock.engine.passes.under_way import in_backward
-from penstock.engine.refusals import (
+from penstock.config import KindName, Tier, parse_tier
+from penstock.engine.engine import (
+    Engine,
     check_at_rest,
     check_not_averaged,
     check_outside,
     check_step,
+    locate,
     scalars_of,
 )
-from penstock.engine.sizes import locate
-from penstock.engine.state.torn import torn_on_failure
-from penstock.engine.state.values import as_state
-from penstock.engine.updates.step import StepResult
+from penstock.engine.state.access import as_state, torn_on_failure
+from penstock.engine.step.owner_thread import in_backward
+from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
-from penstock.kinds import KindName, Tier, parse_tier
-from penstock.machine.border import Around, crossing, ours
-from penstock.machine.council import Facts
-from penstock.tiers.report import LocationReport
+from penstock.runtime.control_group import Facts
+from penstock.runtime.modes import Around, crossing, ours
+from penstock.tiers.tier import LocationReport
 
 if TYPE_CHECKING:
     from penstock.ext.observe.record import Record

@@ -14,10 +14,10 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.forecast.plan import Plan, placeholders
-from penstock.machine.reach import Grid
 from penstock.probe.fingerprint import fingerprint
 from penstock.recompute import can_be_told, recomputes
 from penstock.rules import rule_for
+from penstock.runtime.topology import Grid
 
 AUTO = "auto"
 #: What a plan and a run have to share of their machines. What a launcher decides (threads, cores, ranks of a host), and

@@ -17,20 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock import checks
 from penstock.blueprint import Request, request_for
 from penstock.build import build
-from penstock.config import Options, Placement
-from penstock.engine.units.discover import UnitPolicy
-from penstock.engine.units.dividing import check_divided
-from penstock.engine.units.source import Weights
+from penstock.config import UNSAID, Options, Overlap, Placement, Precision
+from penstock.engine.unit.dtensor import check_divided
+from penstock.engine.unit.first_values import Weights
+from penstock.engine.unit.partition import UnitPolicy
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
-from penstock.kinds import UNSAID, Overlap, Precision
-from penstock.machine.accelerator import streams_for
-from penstock.machine.border import crossing
-from penstock.machine.collectives import Ranks
-from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
-from penstock.machine.devices import check_apart, device_for, make_current, place_of
 from penstock.optimizer import Optimizer
 from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_elementwise, planned, taken
+from penstock.runtime.accelerator import streams_for
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, Council
+from penstock.runtime.hardware import check_apart, device_for, make_current, place_of
+from penstock.runtime.modes import crossing
 
 _PLANS = "prepare(placement='auto')"
 #: How long ranks wait for the first one's plan, at least: it may probe the machine, and rehearse a large model.

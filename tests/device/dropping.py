@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from penstock.machine.accelerator import AcceleratorStreams
-from penstock.machine.simulated import _place
-from penstock.machine.streams import Event, Work
+from penstock.runtime.accelerator import AcceleratorStreams
+from penstock.runtime.simulated import _place
+from penstock.runtime.streams import Event, Work
 
 
 class DroppingStreams(AcceleratorStreams):

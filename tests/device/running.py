@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from penstock.machine.accelerator import streams_for
-from penstock.machine.streams import Streams
+from penstock.runtime.accelerator import streams_for
+from penstock.runtime.streams import Streams
 from tests.device.building import build
 from tests.device.loading import load
 from tests.support import run_ranks

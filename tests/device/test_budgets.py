@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import MemoryBudgetError, Options, Placement, budgets
-from penstock.machine.devices import free_device_memory
+from penstock import MemoryBudgetError, Options, Placement, memory_budget
 from penstock.rules.wire import WireFormat
+from penstock.runtime.hardware import free_device_memory
 from tests.device.running import late_ranks, strict
 from tests.measured import KIB, SHARES, deep
 from tests.support import disks, prepare_on
@@ -73,9 +73,9 @@ def test_what_is_counted_is_what_the_allocator_has(
 
     params, grads, optimizer = where
     model = deep(width=128, depth=3)
-    counted: list[budgets.MemoryBudget] = []
-    count = budgets.budget_of
-    monkeypatch.setattr(budgets, "budget_of", lambda *given: counted.append(count(*given)) or counted[-1])
+    counted: list[memory_budget.MemoryBudget] = []
+    count = memory_budget.budget_of
+    monkeypatch.setattr(memory_budget, "budget_of", lambda *given: counted.append(count(*given)) or counted[-1])
     torch.strict.synchronize(DEVICE)
     torch.strict.reset_peak_memory_stats(DEVICE)
     before = native.memory(0)["allocated"]
@@ -130,9 +130,9 @@ def compressed(rank: int) -> list[tuple[int, dict[str, int]]]:
     for options in COMPRESSED:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(WireFormat, "_on_device", on_the_host)
-            counted: list[budgets.MemoryBudget] = []
-            count = budgets.budget_of
-            patch.setattr(budgets, "budget_of", lambda *g, c=count, n=counted: n.append(c(*g)) or n[-1])
+            counted: list[memory_budget.MemoryBudget] = []
+            count = memory_budget.budget_of
+            patch.setattr(memory_budget, "budget_of", lambda *g, c=count, n=counted: n.append(c(*g)) or n[-1])
             device = torch.device("strict", rank)
             model = deep(width=128, depth=3)
             torch.accelerator.synchronize()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.device.running import strict
 from tests.parity.rows import Movement, batches, changed, loss_of
 from tests.parity.test_unfreezing import make, stock, unfreeze_a_block, unfreeze_a_layer

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.device.running import late_ranks, strict
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, shares, train
 from tests.parity.test_simulated import everything

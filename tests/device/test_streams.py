@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.passes import activations
-from penstock.machine.accelerator import AcceleratorStreams
-from penstock.machine.collectives import Ranks
-from penstock.machine.sequel import Sequel
-from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy
+from penstock.engine.forward_backward import saved_tensors
+from penstock.runtime.accelerator import AcceleratorStreams
+from penstock.runtime.collectives import Ranks, Sequel
+from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.support import disks, prepare_on, thorough
 
@@ -142,7 +141,7 @@ class TestMemoryThatIsLetGoOf:
         self, native: Any, tier: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A backward that fails leaves those that were brought ahead of it."""
-        monkeypatch.setattr(activations, "LEAST_BYTES", KIB // 2)
+        monkeypatch.setattr(saved_tensors, "LEAST_BYTES", KIB // 2)
         with on_a_stream_of_the_users():
             model = make_model()
             placement = penstock.Placement(activations=tier, nvme_path=disks())

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, EngineError, PenstockError
-from penstock.machine.collectives import Ranks
-from penstock.machine.council import Council
-from penstock.machine.streams import FailedEvent
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.control_group import Council
+from penstock.runtime.streams import FailedEvent
 from tests.support import inline, prepare_on, run_ranks, separate
 
 WIDTH = 16

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from penstock.engine.units.unit import Unit
-from penstock.machine.streams import DOWNLOAD, Event, Work
+from penstock.engine.unit.unit import Unit
+from penstock.runtime.streams import DOWNLOAD, Event, Work
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared
 from tests.support import SeparateStreams, run_ranks, separate
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.rows import PLACEMENTS, Arithmetic, Movement, batches, loss_of, prepared
 from tests.support import inline, prepare_on, run_ranks, separate
 

@@ -6,14 +6,14 @@ import torch
 import penstock
 from penstock import preparing
 from penstock.errors import PenstockError
-from penstock.machine import devices
-from penstock.machine.devices import Visible
+from penstock.runtime import hardware
+from penstock.runtime.hardware import Visible
 from tests.support import inline, run_ranks
 
 
 def sharing(rank: int, count: int, types: tuple[str, str] = ("cuda", "cuda")) -> str:
     patch = pytest.MonkeyPatch()
-    patch.setattr(devices, "visible_devices", lambda: Visible(types[rank], count, 0), raising=False)
+    patch.setattr(hardware, "visible_devices", lambda: Visible(types[rank], count, 0), raising=False)
     patch.setattr(torch.accelerator, "set_device_index", lambda device: None)
 
     def streams_for(device, **rest):

@@ -177,7 +177,7 @@ def test_a_model_that_is_not_initialised_has_its_dtensors_again() -> None:
 
 
 def _standing(rank: int) -> None:
-    from penstock.engine.units.standins import let_go, standing_in
+    from penstock.engine.unit.dtensor import let_go, standing_in
 
     model = on_meta(Model, mesh_of(1, 2), tied=True)
     weight = model.head.weight
@@ -260,7 +260,7 @@ class Wide(nn.Module):
 
 def _together(rank: int) -> tuple[int, int, list[float]]:
     """Count the broadcasts over `tp` of first values, and of those written by hand."""
-    from penstock.machine.collectives import Ranks
+    from penstock.runtime.collectives import Ranks
 
     sent: list[int] = []
     send = Ranks.broadcast_alike

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
-from penstock.checkpoint.opened import Checkpoint, checkpoints_in
-from penstock.checkpoint.summary import summarize
+from penstock.checkpoint.reader import Checkpoint, checkpoints_in, summarize
 from penstock.checkpoint.tiles import TileWriter
 from penstock.integrations.dcp import import_checkpoint
 from tests.distributed.test_tensor_parallel import batches, loss_of, make, meshes, parallelize, whole

@@ -14,11 +14,11 @@ import penstock
 from penstock.blueprint import request_for
 from penstock.build import build
 from penstock.config import Placement
-from penstock.engine.units.dtensors import divided_over, is_divided
+from penstock.engine.unit.dtensor import divided_over, is_divided
 from penstock.forecast.program import OF_MODEL, Kind, Program
-from penstock.machine.collectives import Ranks
 from penstock.planner import Plan, plan
 from penstock.rehearsal.rehearse import Scene, rehearse
+from penstock.runtime.collectives import Ranks
 from tests.distributed.test_tensor_parallel import Model, parallelize
 from tests.planning import desktop
 from tests.support import run_ranks, separate, thorough

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.rows import Movement
 from tests.support import inline, run_ranks, simulated, thorough
 from tests.unit.engine.test_engines import ON_DEVICE, SIDES, Side, close, make_model, play, what_there_is

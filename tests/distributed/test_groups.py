@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import penstock
 from penstock.errors import ConfigError, EngineError
-from penstock.machine.groups import own_group
+from penstock.runtime.control_group import own_group
 from tests.support import RANK_TIMEOUT, run_ranks, thorough
 
 ROOT = Path(__file__).parents[2]

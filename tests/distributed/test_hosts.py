@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import penstock
-from penstock import MemoryBudgetError, NvmeError, Options, Placement, budgets, hosts, supply
+from penstock import MemoryBudgetError, NvmeError, Options, Placement, memory_budget
 from penstock.errors import PenstockError
-from penstock.machine import council
-from penstock.machine.arena import HostMemory
-from penstock.machine.host import Host, host_name, names_of_hosts
+from penstock.runtime import control_group
+from penstock.runtime.host_memory import HostMemory
+from penstock.runtime.system import Host, host_name, names_of_hosts
 from tests.support import disks, inline, prepare_on, run_ranks, separate
 
 WIDTH = 64
@@ -107,20 +107,20 @@ def claimed(streams: object, placement: Placement) -> int:
     return budget_of_a_step(streams=streams, placement=placement).host_bytes
 
 
-def budget_of_a_step(**arguments: object) -> budgets.MemoryBudget:
+def budget_of_a_step(**arguments: object) -> memory_budget.MemoryBudget:
     """What was counted before a step."""
-    seen: list[budgets.MemoryBudget] = []
-    real = budgets.budget_of
+    seen: list[memory_budget.MemoryBudget] = []
+    real = memory_budget.budget_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budgets, "budget_of", lambda *given: seen.append(real(*given)) or seen[0])
+        patch.setattr(memory_budget, "budget_of", lambda *given: seen.append(real(*given)) or seen[0])
         assert a_step(**arguments)
     return seen[0]
 
 
-def needs_nothing() -> budgets.MemoryBudget:
-    nothing = budgets.Need({})
+def needs_nothing() -> memory_budget.MemoryBudget:
+    nothing = memory_budget.Need({})
     ends = {"is_shared": False, "is_ahead": False, "stage": 3, "options": Options()}
-    return budgets.MemoryBudget(device=nothing, host=nothing, pinned_bytes=0, folders=(), **ends)  # type: ignore[arg-type]
+    return memory_budget.MemoryBudget(device=nothing, host=nothing, pinned_bytes=0, folders=(), **ends)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def having(on_a: int, on_b: int) -> Iterator[None]:
     """Each host has so many bytes of memory."""
     nbytes = on_a if host_name() == "a" else on_b
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budgets, "available_host_memory", lambda: HostMemory(nbytes, "the host has"))
+        patch.setattr(memory_budget, "available_host_memory", lambda: HostMemory(nbytes, "the host has"))
         yield
 
 
@@ -137,7 +137,7 @@ def with_free(on_a: int, on_b: int) -> Iterator[None]:
     """Each host's disk has so many bytes free."""
     nbytes = on_a if host_name() == "a" else on_b
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts, "free_disk_bytes", lambda folder: nbytes)
+        patch.setattr(memory_budget, "free_disk_bytes", lambda folder: nbytes)
         yield
 
 
@@ -205,24 +205,24 @@ def test_a_refusal_of_disks_says_what_the_kernel_would_have() -> None:
         def collect(self, value: object) -> list[object]:
             return [json.loads(json.dumps(value))] * 2
 
-    free = hosts.free_disk_bytes(disks()[0])
+    free = memory_budget.free_disk_bytes(disks()[0])
     budget = replace(needs_nothing(), folders=[(disks()[0], free * 2 // 3)])
     with pytest.raises(NvmeError) as caught:
-        hosts.check_hosts(Two(), budget)  # type: ignore[arg-type]
+        memory_budget.check_hosts(Two(), budget)  # type: ignore[arg-type]
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_ranks_with_limits_of_their_own_share_nothing() -> None:
     host = Host("a", "boot")
     told = {0: [host, 2, [["memory", "/job/0", 10, 10, "x"]]], 1: [host, 2, [["memory", "/job/1", 10, 10, "x"]]]}
-    pools = list(hosts._pools(told))
+    pools = list(memory_budget._pools(told))
     assert [sorted(pool.needed) for pool in pools] == [[0], [1]]
     other = {
         0: [Host("a", "one"), 1, [["disk", "7", 6, 10, "x"]]],
         1: [Host("a", "two"), 1, [["disk", "7", 6, 10, "x"]]],
     }
-    assert not any(pool.lacks for pool in hosts._pools(other))  # two machines of one name
-    (pool,) = hosts._pools({rank: [host, 2, [["disk", "7", 6, 11 + rank, "x"]]] for rank in (0, 1)})
+    assert not any(pool.lacks for pool in memory_budget._pools(other))  # two machines of one name
+    (pool,) = memory_budget._pools({rank: [host, 2, [["disk", "7", 6, 11 + rank, "x"]]] for rank in (0, 1)})
     assert (pool.lacks, pool.missing) == (True, 1)
 
 
@@ -236,8 +236,8 @@ def test_what_a_dead_run_has_left_counts_as_free() -> None:
         for nbytes in (0, 5):  # a folder that nothing goes to is left alone
             found = replace(needs_nothing(), folders=[(folder, nbytes)])
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(supply, "check_device", lambda *given, found=found: found)
-                assert supply.Supply().check(*[None] * 5) is found  # type: ignore[arg-type]
+                patch.setattr(memory_budget, "check_device", lambda *given, found=found: found)
+                assert memory_budget.Supply().check(*[None] * 5) is found  # type: ignore[arg-type]
             assert dead.exists() == (nbytes == 0)
 
 
@@ -246,7 +246,7 @@ def unreachable(rank: int) -> str:
         raise RuntimeError("Connection refused")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(council, "_options", lambda limit: None)
+        patch.setattr(control_group, "_options", lambda limit: None)
         patch.setattr(torch.distributed, "ProcessGroupGloo", refuse)
         return said_by(made)[1]
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.machine import collectives
-from penstock.machine.streams import Streams
+from penstock.runtime import collectives
+from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
-from penstock.tiers.records import SummedRecord
+from penstock.tiers.storage import SummedRecord
 from tests.parity.rows import Movement
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated, thorough
 

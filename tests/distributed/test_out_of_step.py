@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.config import TierName
 from penstock.errors import EngineError
-from penstock.kinds import TierName
 from tests.support import run_ranks
 
 LAYERS = 4

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.blueprint import draw_blueprint
-from penstock.budgets import PACKED, budget_of
-from penstock.engine.passes.packing import Packing
-from penstock.machine.collectives import Ranks
+from penstock.engine.forward_backward.gather import Packing
+from penstock.memory_budget import PACKED, budget_of
+from penstock.runtime.collectives import Ranks
 from tests.distributed.test_packed import carried, watching
 from tests.parity.rows import Arithmetic, Movement, Net, batches, loss_of, make_model, prepared
 from tests.support import inline, prepare_on, run_ranks, separate
@@ -277,7 +277,7 @@ def wire_bytes(rank: int, name: str) -> dict[str, int]:
 def need(name: str) -> int:
     """What `prepare` counts for packed buffers on a rank of two."""
     from penstock.blueprint import request_for
-    from penstock.machine.reach import Grid, Reach
+    from penstock.runtime.topology import Grid, Reach
 
     model, grid, reach = make_model(), Grid.first_of(2, sharded=True), Reach(aliases_host=True)
     request = request_for(model, options=penstock.Options(gather_format=name))  # type: ignore[arg-type]

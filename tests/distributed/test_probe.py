@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.machine.council import Council
 from penstock.probe import collectives
 from penstock.probe import measure as probing
 from penstock.probe.collectives import measure_collectives
 from penstock.probe.measure import measure
 from penstock.probe.sampling import Deadline, Measurement
+from penstock.runtime.control_group import Council
 from tests.support import run_ranks
 
 CPU = torch.device("cpu")

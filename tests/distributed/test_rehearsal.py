@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.machine.collectives import Ranks
-from penstock.machine.reach import Grid
 from penstock.rehearsal.rehearse import Scene, loss_of
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.topology import Grid
 from tests.parity.rows import Movement
 from tests.parity.test_rehearsal import MODELS, Row, optimizer_of
 from tests.rehearsals import STEPS, as_rehearsed, rehearsed, run_really

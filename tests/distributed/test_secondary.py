@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.config import SECONDARY
 from penstock.errors import ConfigError
-from penstock.kinds import SECONDARY
 from tests.parity.rows import Arithmetic, Block, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.support import run_ranks, separate, thorough
 from tests.wires import STREAMS, TILES, listening

@@ -17,8 +17,8 @@ from torch import nn
 
 import penstock
 from penstock.errors import EngineError
-from penstock.machine import council
-from penstock.machine.council import HEARING_S
+from penstock.runtime import control_group
+from penstock.runtime.control_group import HEARING_S
 from tests.support import run_ranks
 
 TIMEOUT_S = 4.0
@@ -178,8 +178,8 @@ def absent(rank: int) -> tuple[str, list[str]]:
     said = ""
     if rank != 2:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(council, "WARN_S", 0.5)
-            patch.setattr(council, "JOINING_S", 3.0)
+            patch.setattr(control_group, "WARN_S", 0.5)
+            patch.setattr(control_group, "JOINING_S", 3.0)
             with pytest.raises(EngineError) as caught:
                 prepared(timeout_s=600)
         said = str(caught.value)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.engine.passes.sums import summing_bytes
+from penstock.engine.gradients.reduce import summing_bytes
 from penstock.rules.wire import WireName, pack_words, unpack_words
 from tests.parity.rows import Arithmetic, Block, Movement, batches, loss_of, make_model, prepared, train
 from tests.support import run_ranks, thorough

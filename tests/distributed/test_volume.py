@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock.blueprint import request_for
 from penstock.build import build
 from penstock.forecast.program import Kind, Program
-from penstock.machine.collectives import Ranks
-from penstock.machine.reach import Grid
 from penstock.rehearsal.rehearse import Scene, rehearse
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.topology import Grid
 from tests.support import run_ranks, separate, thorough
 
 UNITS, WIDTH = 3, 16

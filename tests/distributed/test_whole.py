@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.blueprint import request_for
 from penstock.build import build
-from penstock.engine.units.owners import Owners
+from penstock.engine.unit.partition import Owners
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.machine.collectives import Ranks
 from penstock.optim import MuonAdamW
+from penstock.runtime.collectives import Ranks
 from tests.parity.rows import Movement
 from tests.parity.whole import different, furthest, plain, train
 from tests.support import run_ranks, separate, thorough

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from penstock.errors import NvmeError
-from penstock.machine.aio import File, Transfer
+from penstock.runtime.aio import File, Transfer
 
 #: A transfer cannot be started, or it ends with an error of the disk.
 When = Literal["submission", "completion"]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from penstock.errors import NvmeError
-from penstock.machine.aio import File, Queue, checksum
-from penstock.machine.arena import PAGE_BYTES
+from penstock.runtime.aio import File, Queue, checksum
+from penstock.runtime.host_memory import PAGE_BYTES
 from tests.support import memory
 
 CHUNK_BYTES = 1 << 20

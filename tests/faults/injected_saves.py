@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.manifest import MARKER, files_of
-from penstock.checkpoint.opened import checkpoints_in
-from penstock.machine import arena, lifetime
+from penstock.checkpoint.format import MARKER, files_of
+from penstock.checkpoint.reader import checkpoints_in
+from penstock.runtime import finalizers, host_memory
 from tests.support import disks, inline, prepare_on, run_ranks, thorough
 
 # The child of a fork stands for the process here, which is made thousands of times: it has what a child has not else.
 PROCESS = os.getpid()
-arena.MADV_WIPEONFORK = mmap.MADV_NORMAL  # type: ignore[misc]
+host_memory.MADV_WIPEONFORK = mmap.MADV_NORMAL  # type: ignore[misc]
 
 shim = ctypes.CDLL(None)
 shim.crash_name.restype = ctypes.c_char_p
@@ -145,7 +145,7 @@ def strangers(parent: Path) -> set[Path]:
 
 def killed(work: Callable[[], None]) -> bool:
     """Run it in a forked child; whether that was killed."""
-    lifetime._alive.in_children.clear()
+    finalizers._alive.in_children.clear()
     child = os.fork()
     if child == 0:
         os.getpid = lambda: PROCESS

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from penstock.errors import NvmeError
-from penstock.machine.aio import File, Queue
-from penstock.machine.arena import PAGE_BYTES
+from penstock.runtime.aio import File, Queue
+from penstock.runtime.host_memory import PAGE_BYTES
 from tests.faults.preload import run_preloaded
 from tests.support import memory, thorough
 
@@ -180,8 +180,8 @@ import resource, sys, errno
 from pathlib import Path
 import torch
 from penstock.errors import NvmeError
-from penstock.machine.aio import File, Queue
-from penstock.machine.arena import Arena
+from penstock.runtime.aio import File, Queue
+from penstock.runtime.host_memory import Arena
 
 CHUNK = 1 << 20
 source = Arena(4 * CHUNK, torch.device("cpu")).lease(4 * CHUNK, torch.uint8).fill_(7)
@@ -208,8 +208,8 @@ with Queue(1) as queue:
 LEFT_OPEN = """
 import sys
 import torch
-from penstock.machine.aio import File, Queue
-from penstock.machine.arena import Arena
+from penstock.runtime.aio import File, Queue
+from penstock.runtime.host_memory import Arena
 
 queue = Queue(2)
 source = Arena(64 << 20, torch.device("cpu")).lease(64 << 20, torch.uint8).fill_(7)

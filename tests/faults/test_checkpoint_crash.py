@@ -13,7 +13,7 @@ import pytest
 import penstock
 from penstock.checkpoint import save as saves
 from penstock.checkpoint.folder import write_file
-from penstock.checkpoint.manifest import FileEntry
+from penstock.checkpoint.format import FileEntry
 from tests.faults.preload import run_preloaded
 from tests.parity.resuming import SMALL, Run, different, iterate, values
 from tests.parity.rows import Movement

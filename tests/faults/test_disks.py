@@ -102,7 +102,7 @@ def test_a_full_disk_is_refused_before_anything_is_made(tmp_path: Path, monkeypa
         asked.append(path)
         return SimpleNamespace(f_bavail=0 if path.name == "b" else 10**6, f_frsize=4096)
 
-    monkeypatch.setattr("penstock.machine.swap.os.statvfs", statvfs)
+    monkeypatch.setattr("penstock.runtime.swap.os.statvfs", statvfs)
     model = make_model()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(penstock.NvmeError, match="needs") as caught:
@@ -202,7 +202,7 @@ def test_memory_as_a_file_system_warns_once_at_most(caplog: pytest.LogCaptureFix
 def test_a_file_system_without_direct_io(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.machine.aio._set_direct", lambda descriptor: False)
+    monkeypatch.setattr("penstock.runtime.aio._set_direct", lambda descriptor: False)
     with caplog.at_level(logging.WARNING, "penstock"), after_one_step(EVERYTHING, tmp_path) as (model, optimizer):
         EVERYTHING.iterate(model, optimizer)
     (said,) = caplog.messages

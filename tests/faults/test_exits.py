@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.opened import resolve
+from penstock.checkpoint.reader import resolve
 from tests.support import thorough
 
 # Imports once; then a child for each ending goes through the whole exit of an interpreter.
@@ -71,7 +71,7 @@ ENDINGS = {
     "none": ("", 0, ""),
     # One that outlived the interpreter would abort the process (134) as it comes back from native code.
     "thread at work": (
-        "from penstock.machine.streams import HostWorker\n"
+        "from penstock.runtime.streams import HostWorker\n"
         "worker = HostWorker('busy'); values = torch.randn(1 << 18); [worker.submit(values.sort) for _ in range(1000)]",
         0,
         "",
@@ -93,7 +93,7 @@ ENDINGS = {
     ),
     # Handlers that were registered before Penstock's run after it.
     "used after its end": (
-        "from penstock.machine import lifetime; atexit.unregister(lifetime._at_exit)\n"
+        "from penstock.runtime import finalizers; atexit.unregister(finalizers._at_exit)\n"
         "atexit.register(lambda: train(model, optimizer)); atexit.register(lifetime._at_exit)",
         0,
         "penstock.errors.EngineError: ",

@@ -11,10 +11,10 @@ import pytest
 from torch import Tensor
 
 import penstock
-from penstock.engine.units.unit import Unit
-from penstock.machine.aio import File
-from penstock.machine.arena import page_aligned
-from penstock.machine.streams import Streams
+from penstock.engine.unit.unit import Unit
+from penstock.runtime.aio import File
+from penstock.runtime.host_memory import page_aligned
+from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
 from tests.faults.test_disks import flip
 from tests.support import inline, shorten_rings, simulated, thorough

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.opened import resolve
-from penstock.machine import aio
+from penstock.checkpoint.reader import resolve
+from penstock.runtime import aio
 
 X = torch.ones(4, 32)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.swap import SwapFolder
+from penstock.runtime.swap import SwapFolder
 
 SETUP = """
 import logging, os, signal, sys, threading, time
-from penstock.machine.swap import SwapFolder
+from penstock.runtime.swap import SwapFolder
 
 def make():
     folder = SwapFolder(sys.argv[1], 0)
@@ -105,7 +105,7 @@ def test_sigterm_removes_the_folders_and_ends_as_ever(tmp_path: Path, code: str)
 
 def test_sigterm_in_the_middle_of_close(tmp_path: Path) -> None:
     code = """
-import penstock.machine.swap as swap
+import penstock.runtime.swap as swap
 remove = swap._remove
 def slow(path):
     swap._remove = remove
@@ -169,7 +169,7 @@ def test_the_next_run_goes_on_where_a_removal_was_killed(tmp_path: Path, after: 
     killer = "os.kill(os.getpid(), signal.SIGKILL)"
     code = {
         "data": f"from pathlib import Path; Path.unlink = lambda *_, **__: {killer}",
-        "name": f"from penstock.machine import swap; swap._remove_own = lambda _: {killer}",
+        "name": f"from penstock.runtime import swap; swap._remove_own = lambda _: {killer}",
     }[after]
     assert ended(f"a = make()\n{code}\nsay('ready'); a.close()", tmp_path)[0] == -signal.SIGKILL
     (left,) = names(tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.opened import checkpoints_in
+from penstock.checkpoint.reader import checkpoints_in
 from penstock.cli.training import run as command
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.interruption import Interruption

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.faults.failing_files import Faults, When
 from tests.parity.rows import Net, batches, loss_of, make_model
 from tests.support import inline, prepare_on, sampled, simulated

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.machine.accelerator import streams_for
-from penstock.machine.devices import default_device
-from penstock.machine.streams import Streams
 from penstock.rules import device as device_rules
+from penstock.runtime.accelerator import streams_for
+from penstock.runtime.hardware import default_device
+from penstock.runtime.streams import Streams
 from tests.support import simulated
 
 

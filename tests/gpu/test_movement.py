@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import penstock
-from penstock.machine import accelerator
-from penstock.machine.accelerator import AcceleratorStreams
-from penstock.machine.streams import HostEvent, Streams, WorkerThread
+from penstock.runtime import accelerator
+from penstock.runtime.accelerator import AcceleratorStreams
+from penstock.runtime.streams import HostEvent, Streams, WorkerThread
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, batches, build, is_emulated, loss_of
 from tests.support import prepare_on, simulated, thorough
 

@@ -13,9 +13,9 @@ import penstock
 from penstock.checkpoint import tiles
 from penstock.checkpoint.tiles import RingMemory
 from penstock.engine.state import saving
-from penstock.machine import pinning
-from penstock.machine.arena import Arena
-from penstock.machine.numa import device_node
+from penstock.runtime import host_memory
+from penstock.runtime.host_memory import Arena
+from penstock.runtime.system import device_node
 from penstock.tiers.host import bounce_bytes
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
 from tests.support import pinning_on_cpu, prepare_on
@@ -78,7 +78,7 @@ def test_a_refusal_of_the_device_is_not_found_by_compute_later(device):
     needs_cuda(device)
     slab = Arena(1 << 20, device)
     lease = slab.lease(1 << 20, torch.uint8)
-    assert not pinning.register(lease, device)
+    assert not host_memory.register(lease, device)
     assert torch.arange(4, device=device).add(1).sum().item() == 10
     torch.cuda.synchronize(device)
     slab.close()
@@ -86,7 +86,7 @@ def test_a_refusal_of_the_device_is_not_found_by_compute_later(device):
 
 def test_a_ring_that_cannot_be_registered_is_torch_s_own(device, monkeypatch):
     needs_cuda(device)
-    monkeypatch.setattr(pinning, "register", lambda slab, device: False)
+    monkeypatch.setattr(host_memory, "register", lambda slab, device: False)
     ring = Arena(1 << 20, device, ring=True)
     lease = ring.lease(1 << 20, torch.uint8)
     assert ring.pinned
@@ -101,9 +101,11 @@ def test_what_is_not_pinned_trains_the_same(make_streams, device, uncompiled, mo
     expected = [train(make_streams(), device, placement) for placement in placements]
     limit = RINGS if rings else 0
     if device.type == "cuda":
-        register = pinning.register
-        monkeypatch.setattr(pinning, "register", lambda slab, device: slab.numel() <= limit and register(slab, device))
-        monkeypatch.setattr(pinning, "pinned_buffer", lambda nbytes, device, alignment: None)
+        register = host_memory.register
+        monkeypatch.setattr(
+            host_memory, "register", lambda slab, device: slab.numel() <= limit and register(slab, device)
+        )
+        monkeypatch.setattr(host_memory, "pinned_buffer", lambda nbytes, device, alignment: None)
     else:
         pinning_on_cpu(monkeypatch, limit)
     for placement, wanted in zip(placements, expected, strict=True):
@@ -125,8 +127,8 @@ UNDER_A_LIMIT = """
 import warnings
 import torch
 from tests.gpu.test_pinned import train
-from penstock.machine.accelerator import streams_for
-from penstock.machine.devices import default_device
+from penstock.runtime.accelerator import streams_for
+from penstock.runtime.hardware import default_device
 warnings.filterwarnings("ignore", message=".*of the cpu tier are not pinned")
 device = default_device()
 print(sum(float(p.double().sum()) for p in train(streams_for(device), device)))

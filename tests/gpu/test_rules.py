@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.rules import StateFormat
-from penstock.rules.compiler import compile_pass
-from penstock.rules.device import DeviceUpdate, one_pass
+from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
 from penstock.rules.fused import update_in_torch
 from penstock.rules.wire import WireFormat, WireName, pack_words, unpack_words
 from tests.support import thorough

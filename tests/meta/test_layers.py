@@ -11,21 +11,16 @@ from tests.meta.source import imports, modules
 
 LAYERS = (
     (
-        "boundedfiles",
-        "typedfiles",
-        "errors",
-        "dtypes",
-        "kinds",
         "config",
+        "errors",
+        "files",
         "layout",
-        "split",
-        "trace",
-        "optim",
         "losses",
-        "wholefiles",
+        "optim",
+        "trace",
         "_native",
     ),  # values and arithmetic
-    ("machine", "rules"),
+    ("runtime", "rules"),
     ("tiers",),
     ("probe",),
     ("doctor",),
@@ -33,13 +28,10 @@ LAYERS = (
     ("engine",),
     ("ext",),  # loaded by the option that asks for it
     ("forecast",),
-    ("accord", "checks", "optimizer", "parallel", "recompute", "ring"),
+    ("checks", "optimizer", "parallel", "recompute", "ring"),
     ("blueprint", "ema", "inference", "planned"),
-    ("budgets",),
-    ("hosts",),
-    ("supply",),
+    ("memory_budget",),
     ("construct",),
-    ("adopt",),
     ("build", "footprint"),
     ("rehearsal",),
     ("planner",),
@@ -52,12 +44,13 @@ LAYERS = (
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 OUTSIDE = ("integrations", "cli", "__main__")
 
-# What the folders of the engine know of each other; what stands beside them knows all four.
+# What the folders of the engine know of each other; what stands beside them knows all of them.
 FOLDERS = {
-    "units": set(),
-    "updates": {"units"},
-    "passes": {"units", "updates"},
-    "state": {"units", "updates", "passes"},
+    "unit": set(),
+    "step": {"unit"},
+    "gradients": {"unit", "step"},
+    "forward_backward": {"unit", "step", "gradients"},
+    "state": {"unit", "step", "gradients", "forward_backward"},
 }
 
 
@@ -83,9 +76,8 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
     # Files are as public as names.
     public = {
         "",
-        "boundedfiles",
-        "typedfiles",
         "errors",
+        "files",
         "losses",
         "optim",
         "parallel",
@@ -95,7 +87,6 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
         "footprint",
         "planner",
         "doctor",
-        "wholefiles",
         *OUTSIDE,
     }
     assert {part_of(target) for target in imports(module)} <= public
@@ -137,9 +128,9 @@ def test_no_star_imports(module: str) -> None:
 
 
 def test_native_code_has_few_callers() -> None:
-    """Arithmetic is called by the rules, files by `machine.aio`; others hand a pool of threads on."""
+    """Arithmetic is called by the rules, files by `runtime.aio`; others hand a pool of threads on."""
     for module, tree in modules().items():
-        if part_of(module) == "rules" or module == "machine.aio":
+        if part_of(module) == "rules" or module == "runtime.aio":
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "penstock":

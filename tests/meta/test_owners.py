@@ -7,8 +7,8 @@ import pytest
 
 from tests.meta.source import modules
 
-HOLDING = "engine.units.holding"
-PARAMETERS = ("engine.units.parameter", "engine.units.dtensors")
+HOLDING = "engine.unit.unit"
+PARAMETERS = ("engine.unit.parameter", "engine.unit.dtensor")
 
 
 def written(tree: ast.Module) -> Iterator[ast.expr]:

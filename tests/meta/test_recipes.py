@@ -68,13 +68,13 @@ def test_every_torchrun_of_the_page_has_real_options() -> None:
 def test_the_waits_that_the_page_names_are_those_of_the_code() -> None:
     from penstock import Options
     from penstock.cli.ranks import JOINING_S
-    from penstock.machine import council
-    from penstock.machine.council import HEARING_S, WARN_S
     from penstock.preparing import PATIENCE_S
+    from penstock.runtime import control_group
+    from penstock.runtime.control_group import HEARING_S, WARN_S
 
     assert f"any agreement | {Options().timeout_s:g} s | `--timeout-s`; `Options(timeout_s=)` |" in PAGE
     assert f"for all ranks to join | {JOINING_S:g} s," in PAGE
     assert f"for a plan that another rank makes | {PATIENCE_S:g} s," in PAGE
-    assert f"for all ranks to come to `prepare` | {council.JOINING_S:g} s," in PAGE
+    assert f"for all ranks to come to `prepare` | {control_group.JOINING_S:g} s," in PAGE
     assert f"once a collective failed | {HEARING_S:g} s |" in PAGE
     assert WARN_S == 60, "a minute"

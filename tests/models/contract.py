@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.models.family import Batch, Family
 from tests.support import prepare_on
 

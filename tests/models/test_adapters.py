@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.kinds import Tier
+from penstock.config import Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from tests.models.adapters_rows import ADAPTERS, LORA, PEFT, QUANTISED, Adapted, Lora, trained
 from tests.models.contract import HYPER, ON_CPU, assert_close, assert_equal, assert_gradients, penstock_run, plain_run

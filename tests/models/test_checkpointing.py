@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.models.contract import HYPER, ON_CPU, Trace, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import Block, Stack, squared

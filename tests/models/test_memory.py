@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.units.holding import Residency
+from penstock.engine.unit.unit import Residency
 from tests.models.adapters_rows import ADAPTERS
 from tests.models.contract import HYPER, ON_CPU, STEPS, build, prepared
 from tests.models.family import Batch, Family

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.rows import (
     STATE_NAMES,
     STEPS,

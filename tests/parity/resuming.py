@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.rows import BATCH, INPUTS, OUTPUTS, Arithmetic, Movement, Net, batches, changed, loss_of
 from tests.support import inline, prepare_on
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.dtypes import COMPUTE_DTYPES
-from penstock.kinds import Tier
-from penstock.machine.streams import Streams
+from penstock.config import Tier
+from penstock.rules.formats import COMPUTE_DTYPES
+from penstock.runtime.streams import Streams
 from tests.support import disks, inline, prepare_on
 
 STEPS = 10

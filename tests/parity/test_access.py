@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.rows import STATE_NAMES, Arithmetic, Movement, Net, batches, changed, loss_of, make_model, shares
 from tests.support import inline, prepare_on, run_ranks, separate, simulated, thorough
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import EngineError
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.compare import NAMES
 from tests.parity.rows import INPUTS, Arithmetic, Movement, changed, make_model, prepared, shares, sum_in_pairs
 from tests.support import inline, run_ranks, sampled, separate, simulated, thorough

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, prepared, shares
 from tests.support import inline, released, run_ranks, separate, simulated, thorough
 

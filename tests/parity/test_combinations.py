@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine.passes import activations
-from penstock.machine.streams import Streams
+from penstock.engine.forward_backward import saved_tensors
+from penstock.runtime.streams import Streams
 from tests.parity.rows import BATCH, INPUTS, Block
 from tests.support import disks, inline, prepare_on, run_ranks, sampled, separate, simulated, thorough
 
@@ -178,7 +178,7 @@ CELLS = pairwise()
 
 @pytest.fixture(autouse=True)
 def _small_ones_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 512)
+    monkeypatch.setattr(saved_tensors, "LEAST_BYTES", 512)
 
 
 def named(cell: Cell) -> str:
@@ -192,7 +192,7 @@ def test_every_cell_gives_the_bits_of_the_device(cell: Cell) -> None:
 
 
 def otherwise_on_rank(rank: int, cells: list[Cell]) -> list[str]:
-    activations.LEAST_BYTES = 512  # in a process of its own
+    saved_tensors.LEAST_BYTES = 512  # in a process of its own
     return [named(cell) for cell in cells if train(cell, rank) != train(on_device(cell), rank)]
 
 

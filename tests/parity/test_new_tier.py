@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.kinds import Tier
-from penstock.machine.streams import Streams
-from penstock.tiers.home import SectionPlan
-from penstock.tiers.records import Records, record_sizes
+from penstock.config import Tier
+from penstock.runtime.streams import Streams
+from penstock.tiers.storage import Records, SectionPlan, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
@@ -116,7 +115,7 @@ MOVEMENTS: tuple[tuple[Callable[[], Streams], Movement], ...] = (
 
 @pytest.fixture(autouse=True)
 def _instead_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.supply.NvmeTier", DictionaryTier)
+    monkeypatch.setattr("penstock.memory_budget.NvmeTier", DictionaryTier)
 
 
 @pytest.mark.parametrize("what", sampled(CORE, every=6), ids=changed)

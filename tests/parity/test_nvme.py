@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, Streams
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, INPUTS, OUTPUTS, Arithmetic, Movement, changed
 from tests.support import inline, prepare_on, run_ranks, sampled, separate, simulated, thorough

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.compare import otherwise
 from tests.parity.rows import Arithmetic, Movement, changed, shares
 from tests.support import inline, run_ranks, separate, simulated, thorough

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import penstock
-from penstock.engine.passes import activations
-from penstock.machine import arena
-from penstock.machine.streams import Streams
+from penstock.engine.forward_backward import saved_tensors
+from penstock.runtime import host_memory
+from penstock.runtime.streams import Streams
 from penstock.tiers.host import bounce_bytes
 from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, prepared, shares, train
@@ -94,7 +94,7 @@ def saved_activations(streams: Streams) -> list[object]:
 def test_what_moves_through_the_buffers_arrives(
     run: Callable[[Streams], list[object]], make: Callable[[], Streams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", KIB // 2)
+    monkeypatch.setattr(saved_tensors, "LEAST_BYTES", KIB // 2)
     expected = run(inline())
     pinning_on_cpu(monkeypatch, RINGS_ALONE)
     assert run(make()) == expected
@@ -133,8 +133,10 @@ def test_what_the_host_alone_works_on_is_not_pinned(monkeypatch: pytest.MonkeyPa
     """10 of the 14 bytes per parameter that the cpu tier may hold: page-locked memory is taken from all processes."""
     pinned = pinning_on_cpu(monkeypatch)
     faulted: list[int] = []
-    touch = arena.touch
-    monkeypatch.setattr(arena, "touch", lambda slab, threads: (faulted.append(slab.numel()), touch(slab, threads)))
+    touch = host_memory.touch
+    monkeypatch.setattr(
+        host_memory, "touch", lambda slab, threads: (faulted.append(slab.numel()), touch(slab, threads))
+    )
     what, how = Arithmetic(precision="bf16"), Movement(3, "cpu", "cpu", "cpu").but(tile_bytes=4 * KIB)
     states = {"exp_avg", "exp_avg_sq"}
     with warnings.catch_warnings():

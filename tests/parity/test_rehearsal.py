@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.blueprint import Request, request_for
-from penstock.machine.streams import Streams
 from penstock.rehearsal.rehearse import Scene, loss_of
+from penstock.runtime.streams import Streams
 from tests.parity.rows import INPUTS, Movement, Net, changed, shares
 from tests.rehearsals import as_rehearsed, rehearsed, run_really
 from tests.support import inline, sampled, separate

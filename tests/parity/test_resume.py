@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.machine.streams import Streams
 from penstock.optim import Lion
+from penstock.runtime.streams import Streams
 from tests.parity import test_nvme, test_rules_parity, test_split
 from tests.parity.resuming import (
     SAVED_AT,

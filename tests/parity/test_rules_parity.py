@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import Streams
 from penstock.optim import Lion
+from penstock.runtime.streams import Streams
 from tests.parity.rows import INPUTS, OUTPUTS, Net
 from tests.support import disks, inline, prepare_on, run_ranks, sampled, separate, simulated
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
 from tests.support import inline, run_ranks, sampled, separate, simulated, thorough

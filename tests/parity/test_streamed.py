@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.updates.update import TileUpdate, Updater, _homes
-from penstock.kinds import Tier
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
+from penstock.config import Tier
+from penstock.engine.step.update import TileUpdate, Updater, _homes
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
 from penstock.tiers import staging
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, batches, changed, loss_of, prepared, shares

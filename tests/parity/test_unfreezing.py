@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.rows import Movement, Net, batches, changed, loss_of, make_model, shares
 from tests.support import inline, prepare_on, released, run_ranks, separate, simulated, thorough
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine.passes import activations
+from penstock.engine.forward_backward import saved_tensors
 from penstock.errors import EngineError
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
 from tests.parity.needed import NEEDED_BY
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import Wait, complaints, listen, read_file, waits
@@ -281,8 +281,8 @@ def activations_away(streams: Streams) -> Values:
     placement = penstock.Placement(activations="cpu")
     stock = Arithmetic().make_optimizer(list(model.parameters()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activations, "LEAST_BYTES", KIB // 2)
-        patch.setattr(activations, "AHEAD_BYTES", 0)
+        patch.setattr(saved_tensors, "LEAST_BYTES", KIB // 2)
+        patch.setattr(saved_tensors, "AHEAD_BYTES", 0)
         optimizer = prepare_on(streams, model, stock, precision="fp32", placement=placement)
         for (batch,), *_ in batches(1, 1)[:2]:
             optimizer.backward(loss_of(model, batch))

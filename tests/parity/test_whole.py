@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.rows import Movement, shares
 from tests.parity.whole import Outcome, different, furthest, plain, train
 from tests.support import inline, run_ranks, sampled, separate, simulated

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.parity.compare import against_plain_by_step, against_plain_run, beyond, different_bits
 from tests.parity.rows import CORE, EXTRA, PLACEMENTS, STATE_NAMES, STEPS, Arithmetic, Movement, Plain, changed, train
 from tests.support import inline, prepare_on, sampled, separate

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.machine.streams import DONE, Event, all_of
-from penstock.tiers.home import MemoryEvents
+from penstock.runtime.streams import DONE, Event, all_of
+from penstock.tiers.storage import MemoryEvents
 
 PACKAGE = Path(penstock.__file__).parent
 # What measures a machine, and what only notes waits, orders nothing of an engine's.
-ORDERS_NOTHING = ("machine/", "probe/", "rehearsal/", "forecast/", "planner/", "ext/observe/")
+ORDERS_NOTHING = ("runtime/", "probe/", "rehearsal/", "forecast/", "planner/", "ext/observe/")
 VERBS = ("wait", "synchronize", "submit", "all_of", "note_write", "note_read", "buffer_home")
 ALL = "#all"  # of `all_of(events)`
 REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
@@ -182,6 +182,6 @@ def listen(patch: pytest.MonkeyPatch, dropped: str | None) -> tuple[AllOf, Notes
     together, notes = AllOf(dropped), Notes(dropped)
     notes.listen(patch)
     for name, module in list(sys.modules.items()):
-        if name.startswith("penstock.") and not name.startswith("penstock.machine.") and hasattr(module, "all_of"):
+        if name.startswith("penstock.") and not name.startswith("penstock.runtime.") and hasattr(module, "all_of"):
             patch.setattr(module, "all_of", together)
     return together, notes

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.dtypes import COMPUTE_DTYPES
-from penstock.machine.streams import Streams
 from penstock.optim import MuonAdamW
+from penstock.rules.formats import COMPUTE_DTYPES
+from penstock.runtime.streams import Streams
 from tests.parity.rows import Movement, round_half_away
 from tests.support import inline, prepare_on
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from penstock.config import TierName
 from penstock.forecast.load import Load
-from penstock.kinds import TierName
 
 TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
 FIGURES = ("h2d", "d2h", "disk_read", "disk_write", "update", "device_update")

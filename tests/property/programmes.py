@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.support import disks, inline, interrupt, prepare_on, separate, simulated
 
 WIDTH, BLOCKS = 16, 3

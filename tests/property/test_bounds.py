@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import TierName
 from penstock.forecast.bounds import Bound, bound
 from penstock.forecast.lacks import Infeasible, fits, missing
 from penstock.forecast.load import Limits, Load
-from penstock.kinds import TierName
 from tests.property.pipelines import TIERS, Machine, Pipeline, all_cuts, at_rest, simulate
 
 ROOMY = Limits(dict.fromkeys(TIERS, 1 << 40))

@@ -20,8 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.checkpoint.fields import to_bytes
-from penstock.checkpoint.manifest import MARKER, checksum
+from penstock.checkpoint.format import MARKER, checksum, to_bytes
 from tests.parity.resuming import Other, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement
 from tests.support import thorough

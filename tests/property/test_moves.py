@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.accounts import assert_table_agrees
 from tests.property.test_sequences import Log, Operation, Ours, apply, assert_same, make_net, sequences
 from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated, thorough

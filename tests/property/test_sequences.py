@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.support import disks, inline, prepare_on, separate, simulated
 
 WIDTH, INPUTS = 24, 6

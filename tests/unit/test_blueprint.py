@@ -8,12 +8,11 @@ from torch import nn
 
 import penstock
 from penstock.blueprint import Blueprint, Request, draw_blueprint
-from penstock.kinds import Tier
-from penstock.machine.arena import Arena
-from penstock.machine.reach import Grid
-from penstock.machine.streams import Streams
-from penstock.tiers.device import DeviceTier
-from penstock.tiers.host import HostTier
+from penstock.config import Tier
+from penstock.runtime.host_memory import Arena
+from penstock.runtime.streams import Streams
+from penstock.runtime.topology import Grid
+from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from tests.accounts import slabs
 from tests.support import inline, prepare_on, separate

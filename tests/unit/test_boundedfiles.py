@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.boundedfiles import MOST_BYTES, read_bytes, read_mapping
 from penstock.errors import ConfigError, shown
+from penstock.files import MOST_BYTES, read_bytes, read_mapping
 from penstock.integrations.convert import convert_file
 
 ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))

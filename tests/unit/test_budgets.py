@@ -9,15 +9,14 @@ import torch
 from torch import nn
 
 import penstock
-from penstock import MemoryBudgetError, Options, Placement, budgets
+from penstock import MemoryBudgetError, Options, Placement, memory_budget
 from penstock.blueprint import Blueprint, draw_blueprint, request_for
-from penstock.kinds import Tier
-from penstock.machine import devices
-from penstock.machine.arena import HostMemory
-from penstock.machine.reach import Grid, Reach
+from penstock.config import Tier
 from penstock.rules import rule_for
-from penstock.tiers.device import DeviceTier
-from penstock.tiers.host import HostTier
+from penstock.runtime import hardware
+from penstock.runtime.host_memory import HostMemory
+from penstock.runtime.topology import Grid, Reach
+from penstock.tiers.host import DeviceTier, HostTier
 from tests.measured import PLACEMENTS, SHARES, measured
 from tests.models.modules_rows import Stack, squared
 from tests.support import disks, separate, thorough
@@ -96,7 +95,7 @@ def test_a_budget_that_is_just_enough_trains() -> None:
 )
 def test_the_advice_moves_what_is_used_least_until_it_is_enough(missing: int, moved: str) -> None:
     blueprint = drawn(Stack())
-    need = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CPU).device
+    need = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CPU).device
     message = refused(Stack(), options=Options(device_bytes=need.nbytes - missing))
     assert f"{missing:,} too few. Move state with {moved}, or use more ranks." in message
 
@@ -104,7 +103,7 @@ def test_the_advice_moves_what_is_used_least_until_it_is_enough(missing: int, mo
 @pytest.mark.usefixtures("nothing_taken")
 @pytest.mark.parametrize("whose", ["the host has", "the container or job of this process (/c/memory.max) has"])
 def test_the_device_and_the_cpu_tier_of_a_cpu_share_the_host(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
-    monkeypatch.setattr(budgets, "available_host_memory", lambda: HostMemory(10_000, whose))
+    monkeypatch.setattr(memory_budget, "available_host_memory", lambda: HostMemory(10_000, whose))
     message = refused(Stack(), placement=Placement(optimizer="cpu"))
     # On whole pages: remainder of 2 bytes and two moments of 4 bytes for units of 1,024, 2,048 and 2,048 elements.
     on_cpu = 4096 + 2 * 4096 + 2 * (4096 + 2 * 8192)
@@ -119,7 +118,7 @@ def test_the_device_and_the_cpu_tier_of_a_cpu_share_the_host(monkeypatch: pytest
 
 @pytest.mark.usefixtures("nothing_taken")
 def test_ranks_of_one_host_have_each_their_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "available_host_memory", lambda: HostMemory(1 << 20, "the host has"))
+    monkeypatch.setattr(memory_budget, "available_host_memory", lambda: HostMemory(1 << 20, "the host has"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     message = refused(Stack())
     assert f"the host has {(1 << 20) // 64:,} available for each of its 64 ranks" in message
@@ -127,7 +126,7 @@ def test_ranks_of_one_host_have_each_their_part_of_it(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("nothing_taken")
 def test_host_bytes_take_the_place_of_what_the_host_calls_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "available_host_memory", lambda: HostMemory(1 << 40, "the host has"))
+    monkeypatch.setattr(memory_budget, "available_host_memory", lambda: HostMemory(1 << 40, "the host has"))
     message = refused(Stack(), options=Options(host_bytes=10_000))
     assert "Options(host_bytes=10,000) leaves 10,000 available" in message
 
@@ -155,56 +154,56 @@ class OneDevice:
 @pytest.fixture
 def one_device(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
     module = OneDevice()
-    monkeypatch.setattr(devices.torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(hardware.torch, "get_device_module", lambda device: module)
     return module
 
 
 def test_what_is_free_is_what_the_device_has_and_what_torch_keeps(one_device: OneDevice) -> None:
-    assert devices.free_device_memory(CUDA) == 60_000
+    assert hardware.free_device_memory(CUDA) == 60_000
     one_device.mem_get_info = lambda device: 1 / 0  # type: ignore[method-assign]
-    assert devices.free_device_memory(CUDA) is None
-    assert devices.free_device_memory(CPU) is None
+    assert hardware.free_device_memory(CUDA) is None
+    assert hardware.free_device_memory(CPU) is None
 
 
 def test_a_device_without_memory_of_its_own_counts_with_the_host(one_device: OneDevice) -> None:
-    assert devices.shares_host_memory(CPU)
-    assert not devices.shares_host_memory(CUDA)
+    assert hardware.shares_host_memory(CPU)
+    assert not hardware.shares_host_memory(CUDA)
     one_device.integrated = 1
-    assert devices.shares_host_memory(CUDA)
+    assert hardware.shares_host_memory(CUDA)
     blueprint = drawn(Stack())
-    budget = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
-    (host,) = budgets.memories(budget, CUDA, 1)
+    budget = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    (host,) = memory_budget.memories(budget, CUDA, 1)
     assert host.needed == budget.device.nbytes
     assert host.name == "host"
 
 
 def test_what_is_free_on_an_accelerator_is_held_against_what_it_needs(one_device: OneDevice) -> None:
     blueprint = drawn(Stack())
-    budget = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
-    device, host = budgets.memories(budget, CUDA, 1)
+    budget = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    device, host = memory_budget.memories(budget, CUDA, 1)
     assert (device.name, device.needed, device.available) == ("device", budget.device.nbytes, 60_000)
     assert device.lack is not None
     assert host.lack is None
     assert f"; cuda:0 has 60,000 free, {budget.device.nbytes - 60_000:,} too few. Move state with" in device.lack
     one_device.free = budget.device.nbytes - 10_000
-    device, _ = budgets.memories(budget, CUDA, 1)
+    device, _ = memory_budget.memories(budget, CUDA, 1)
     assert device.lack is None
     one_device.free -= 1
-    device, _ = budgets.memories(budget, CUDA, 1)
+    device, _ = memory_budget.memories(budget, CUDA, 1)
     assert device.lack is not None
     assert " 1 too few." in device.lack
 
 
 def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> None:
     blueprint = drawn(Stack())
-    counted = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    counted = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
     need = replace(counted.device, there=1_000)
     budget = replace(counted, device=need)
     one_device.free = need.nbytes - 11_000
-    device, _ = budgets.memories(budget, CUDA, 1)
+    device, _ = memory_budget.memories(budget, CUDA, 1)
     assert device.lack is None
     one_device.free -= 1
-    device, _ = budgets.memories(budget, CUDA, 1)
+    device, _ = memory_budget.memories(budget, CUDA, 1)
     assert device.lack is not None
     assert (
         f"cuda:0 has {need.nbytes - 1_001:,} free, and 1,000 that the model takes there now, 1 too few." in device.lack
@@ -214,15 +213,15 @@ def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> Non
 def test_a_device_that_does_not_tell_is_not_held_against_anything(one_device: OneDevice) -> None:
     one_device.mem_get_info = lambda device: 1 / 0  # type: ignore[method-assign]
     blueprint = drawn(Stack())
-    budget = budgets.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
-    device, _ = budgets.memories(budget, CUDA, 1)
+    budget = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    device, _ = memory_budget.memories(budget, CUDA, 1)
     assert (device.available, device.lack) == (None, None)
 
 
 def test_what_the_model_has_there_already_is_not_needed_twice() -> None:
     model, elsewhere = Stack(), Stack().to("meta")
-    there = budgets.budget_of(drawn(model), model, ONE, SEPARATE, CPU).device
-    new = budgets.budget_of(
+    there = memory_budget.budget_of(drawn(model), model, ONE, SEPARATE, CPU).device
+    new = memory_budget.budget_of(
         drawn(elsewhere, weights="init"), elsewhere, ONE, SEPARATE, CPU
     ).device  # nothing is there before
     assert new.there == 0
@@ -237,7 +236,9 @@ def test_first_values_of_other_ranks_come_in_the_dtype_of_the_model() -> None:
     request = request_for(model, placement=Placement(params="cpu"), options=Options(prefetch_bytes=0))
     alone, two = ONE, Grid.first_of(2, sharded=True)
     needs = [
-        budgets.budget_of(draw_blueprint(model, None, request, grid, SEPARATE), model, grid, SEPARATE, CUDA).device
+        memory_budget.budget_of(
+            draw_blueprint(model, None, request, grid, SEPARATE), model, grid, SEPARATE, CUDA
+        ).device
         for grid in (alone, two)
     ]
     assert needs[0].parts["first values"] == 0
@@ -285,7 +286,7 @@ def test_it_is_so_where_little_is_gathered_ahead() -> None:
 def test_the_bytes_on_every_tier_are_those_of_the_blueprint() -> None:
     model = Stack()
     blueprint = drawn(model, placement=Placement(params=SHARES, optimizer="cpu"))
-    need = budgets.budget_of(blueprint, model, ONE, SEPARATE, CUDA).device
+    need = memory_budget.budget_of(blueprint, model, ONE, SEPARATE, CUDA).device
     at_rest = sum(need.parts[what] for what in ("params", "grads", "optimizer", "tiles"))
     assert at_rest == blueprint.bytes_on(Tier.DEVICE)
 
@@ -298,7 +299,7 @@ def test_an_update_of_a_whole_parameter_is_counted_where_it_runs(whole: str) -> 
     request = request_for(model, **arguments, options=Options(whole_updates=whole))
     blueprint = draw_blueprint(model, optimizer, request, ONE, SEPARATE)
     needs = [rule.working_bytes(tuple(p.shape)) for p in model.parameters() if (rule := rule_for(optimizer))]
-    budget = budgets.budget_of(blueprint, model, ONE, SEPARATE, CUDA)
+    budget = memory_budget.budget_of(blueprint, model, ONE, SEPARATE, CUDA)
     counts = (budget.device.parts["an update"], budget.host_bytes - budget.host.at_rest)
     assert counts == ((max(needs), 0) if whole == "device" else (0, max(needs)))
-    assert budgets.budget_of(drawn(model), model, ONE, SEPARATE, CUDA).device.parts["an update"] == 0
+    assert memory_budget.budget_of(drawn(model), model, ONE, SEPARATE, CUDA).device.parts["an update"] == 0

@@ -16,9 +16,8 @@ import penstock.construct
 import penstock.preparing
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
 from penstock.blueprint import draw_blueprint, request_for
-from penstock.machine.reach import Grid, Reach
-from penstock.tiers.device import DeviceTier
-from penstock.tiers.host import HostTier
+from penstock.runtime.topology import Grid, Reach
+from penstock.tiers.host import DeviceTier, HostTier
 from tests.models.modules_rows import Stack, squared
 from tests.support import inline, prepare_on, simulated
 

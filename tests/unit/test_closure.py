@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.machine.border import innermost
+from penstock.runtime.modes import innermost
 from tests.models.modules_rows import Stack, squared
 from tests.support import inline, prepare_on, run_ranks, sampled_rows, simulated
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock import ConfigError, Options, Placement
-from penstock.kinds import Tier, parse_home, parse_tier
+from penstock.config import Tier, parse_home, parse_tier
 
 
 @pytest.mark.parametrize(

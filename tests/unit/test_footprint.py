@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 import penstock
-from penstock import ConfigError, MemoryBudgetError, Options, Placement, budgets, supply
+from penstock import ConfigError, MemoryBudgetError, Options, Placement, memory_budget
 from penstock import footprint as module
 from penstock.blueprint import request_for
-from penstock.budgets import MemoryBudget, check_device
 from penstock.footprint import Footprint, footprint
-from penstock.machine.arena import Arena, HostMemory
-from penstock.tiers.device import DeviceTier
-from penstock.tiers.host import HostTier
+from penstock.memory_budget import MemoryBudget, check_device
+from penstock.runtime.host_memory import Arena, HostMemory
+from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from tests.measured import PLACEMENTS, deep
 from tests.models.modules_rows import Stack, squared
@@ -64,7 +63,7 @@ def test_it_is_the_table_that_prepare_makes(
     assert not list(tmp_path.iterdir())
     counted: list[MemoryBudget] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supply, "check_device", lambda *given: counted.append(check_device(*given)) or counted[0])
+        patch.setattr(memory_budget, "check_device", lambda *given: counted.append(check_device(*given)) or counted[0])
         prepared = penstock.prepare(model, adamw(model), **arguments)
     assert [found.budget] == counted
     assert cells(found.at_rest) == cells(prepared.locations())
@@ -109,7 +108,7 @@ def test_what_does_not_fit_is_said_as_prepare_says_it(monkeypatch: pytest.Monkey
         penstock.prepare(model, adamw(model), options=tight)
     assert not found.fits
     assert found.lacks == [str(caught.value)]
-    monkeypatch.setattr(budgets, "available_host_memory", lambda: HostMemory(1000, "the host has"))
+    monkeypatch.setattr(memory_budget, "available_host_memory", lambda: HostMemory(1000, "the host has"))
     found = told(model, options=tight)
     with pytest.raises(MemoryBudgetError) as caught:
         penstock.prepare(model, adamw(model), options=tight)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.blueprint import Request, draw_blueprint
-from penstock.kinds import Tier
-from penstock.machine.reach import Grid
+from penstock.config import Tier
+from penstock.runtime.topology import Grid
 from tests.models.adapters_rows import Float8Linear
 from tests.models.modules_rows import Stack, squared
 from tests.support import disks, inline, is_released, prepare_on, run_ranks, separate, simulated, thorough

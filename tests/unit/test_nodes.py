@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.budgets import GATHERED
 from penstock.errors import ConfigError
 from penstock.footprint import Footprint, footprint
+from penstock.memory_budget import GATHERED
 from penstock.rules.wire import WireFormat
 
 

@@ -21,12 +21,12 @@ from penstock.footprint import footprint
 from penstock.forecast.answer import Lack
 from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan, model_fingerprint
-from penstock.machine.arena import HostMemory
-from penstock.machine.council import Council
-from penstock.machine.reach import Grid
 from penstock.planner import here
 from penstock.planner.here import plan_here
 from penstock.probe.fingerprint import fingerprint
+from penstock.runtime.control_group import Council
+from penstock.runtime.host_memory import HostMemory
+from penstock.runtime.topology import Grid
 from tests.plans import small
 from tests.support import disks
 

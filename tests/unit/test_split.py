@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kinds import Tier
-from penstock.split import FASTEST_FIRST, TierRange, part, split
+from penstock.config import Tier
+from penstock.layout import FASTEST_FIRST, TierRange, part, split
 
 DEVICE, CPU, NVME = Tier.DEVICE, Tier.CPU, Tier.NVME
 

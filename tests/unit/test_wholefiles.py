@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.files import check_own, open_own, write_whole
 from penstock.planner import Machine
-from penstock.wholefiles import check_own, open_own, write_whole
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_cannot_be_written_is_an_error(path: str, tmp_path: Path) -> None:
 def test_standard_output_in_a_file_stays_that_file(tmp_path: Path) -> None:
     """`--out /dev/stdout > file` put another file in its place, and what was printed went nowhere."""
     code = (
-        "from pathlib import Path; from penstock.wholefiles import write_whole\n"
+        "from pathlib import Path; from penstock.files import write_whole\n"
         "print('before'); write_whole(Path('/dev/stdout'), 'text\\n'); print('after')"
     )
     with open(tmp_path / "file", "w") as file:

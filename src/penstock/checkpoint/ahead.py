@@ -23,8 +23,8 @@ from torch import Tensor
 from penstock.checkpoint.tensorfiles import StoredTensors, WeightFiles
 from penstock.errors import CheckpointError, NvmeError
 from penstock.layout import round_up
-from penstock.machine.aio import CHUNK_BYTES, File, Queue, Transfer
-from penstock.machine.arena import PAGE_BYTES, page_aligned
+from penstock.runtime.aio import CHUNK_BYTES, File, Queue, Transfer
+from penstock.runtime.host_memory import PAGE_BYTES, page_aligned
 
 SLOTS = 8
 _LENGTH_BYTES = 8

@@ -20,12 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.fields import dtype_name
-from penstock.checkpoint.manifest import checksum_of
+from penstock.checkpoint.format import checksum_of, decode, dtype_name, encode
 from penstock.checkpoint.tensorfiles import DTYPES, read_tensors, tensors_to_bytes
-from penstock.checkpoint.values import decode, encode
 from penstock.errors import CheckpointError
-from penstock.typedfiles import Field
+from penstock.files import Field
 
 WHOLE, PARTS = "buffer.", "parts."  # what keys of tensors begin with
 _AnyTensor = TypeVar("_AnyTensor", bound=Tensor)  # tensors, or parameters alone

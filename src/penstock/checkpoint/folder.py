@@ -25,8 +25,8 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from penstock.checkpoint.manifest import MARKER, FileEntry, Manifest, checksum, files_of
-from penstock.checkpoint.opened import checkpoints_in, read_marker
+from penstock.checkpoint.format import MARKER, FileEntry, Manifest, checksum, files_of
+from penstock.checkpoint.reader import checkpoints_in, read_marker
 from penstock.errors import CheckpointError, ConfigError, PenstockError, call_failed
 
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.checkpoint.tables import TileKey
 from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.errors import CheckpointError
-from penstock.machine.local import LocalRanks
+from penstock.runtime.collectives import LocalRanks
 
 
 def digest(keys: Sequence[TileKey]) -> str:

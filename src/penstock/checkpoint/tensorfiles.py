@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import CheckpointError, one_line
+from penstock.files import parse_object, read_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -17,15 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.manifest import FileEntry
+from penstock.checkpoint.format import FileEntry
 from penstock.checkpoint.tables import Record, TileKey, UnitTable
 from penstock.checkpoint.tensorfiles import FILE_MODE
 from penstock.errors import OPEN_FILES, CheckpointError, NvmeError, call_failed
-from penstock.machine.aio import File, Queue, Transfer
-from penstock.machine.arena import Arena, page_aligned
-from penstock.machine.streams import Event, HostEvent, Streams
-from penstock.tiers.home import Home, Place, Section
-from penstock.tiers.movement import take_tile
+from penstock.runtime.aio import File, Queue, Transfer
+from penstock.runtime.host_memory import Arena, page_aligned
+from penstock.runtime.streams import Event, HostEvent, Streams
+from penstock.tiers.storage import Home, Place, Section
+from penstock.tiers.transfer import take_tile
 from penstock.trace import Label
 
 #: Tiles in memory at once: one is being used while the others are being written or read.

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.boundedfiles import yaml_of
 from penstock.cli.parse import parse_path
 from penstock.errors import ConfigError
+from penstock.files import yaml_of
 
 
 def convert_config(

@@ -21,8 +21,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: steps, parameters, optimizer, where state rested, files."""
     folder = parse_path(path, option="PATH")
-    from penstock.checkpoint.opened import Checkpoint
-    from penstock.checkpoint.summary import damaged_tiles, summarize
+    from penstock.checkpoint.reader import Checkpoint, damaged_tiles, summarize
 
     checkpoint = Checkpoint.open(folder)
     summary = summarize(checkpoint)

@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, Union, get_args, get_origin
 
-from penstock.boundedfiles import read_mapping
 from penstock.cli.options import about_of, value_of
 from penstock.errors import ConfigError, shown
+from penstock.files import read_mapping
 
 #: A key that says how a file came to be, and is passed over.
 ABOUT = "about"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from penstock.doctor.finding import Finding, broken, fine, slow
 from penstock.errors import ConfigError, one_line
-from penstock.machine.arena import PAGE_BYTES
 from penstock.probe.disks import IN_MEMORY, check_folders, file_system
+from penstock.runtime.host_memory import PAGE_BYTES
 
 #: File systems of other machines: every byte crosses a network.
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "virtiofs", "fuse.sshfs")

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from penstock.doctor.finding import Finding, broken, fine, slow
-from penstock.machine.arena import available_host_memory
-from penstock.machine.cgroups import core_quota
-from penstock.machine.devices import default_device
-from penstock.machine.numa import NODES, numbered_nodes
+from penstock.runtime.hardware import default_device
+from penstock.runtime.host_memory import available_host_memory
+from penstock.runtime.system import NODES, core_quota, numbered_nodes
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SHM = Path("/dev/shm")

@@ -11,9 +11,9 @@ import torch
 
 from penstock.doctor.finding import Finding, broken, fine, slow
 from penstock.errors import one_line
-from penstock.machine.devices import default_device
 from penstock.probe.fingerprint import DRIVER, accelerator, cpu_model, driver
-from penstock.rules.instructions import instruction_set
+from penstock.rules.rule import instruction_set
+from penstock.runtime.hardware import default_device
 
 #: Libraries that are told of where they are installed: each has loops or files that Penstock reads.
 BESIDE = ("transformers", "accelerate", "trl", "lightning", "peft", "datasets", "deepspeed")

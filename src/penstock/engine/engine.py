@@ -1,28 +1,36 @@
-"""The parts of one engine, and how they end."""
+"""One engine: its components, its sizes, what it refuses, and how it ends."""
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.engine.gradients import Gradients
-from penstock.engine.parts import Passes, State, Updates
-from penstock.engine.passes.planted import Planted
-from penstock.engine.policy import StepPolicy
-from penstock.engine.state.torn import is_torn
-from penstock.engine.units.parameter import UnitParameter
-from penstock.engine.updates.rig import Rig
+from penstock.config import GATHERED, KEPT, LEAVING, Tier
+from penstock.engine.components import Gradients, Passes, State, StepPolicy, Updates
+from penstock.engine.forward_backward.casts import Planted
+from penstock.engine.state.access import is_torn
+from penstock.engine.step.context import Rig
+from penstock.engine.step.owner_thread import in_backward
+from penstock.engine.unit.parameter import UnitParameter
 from penstock.errors import CheckpointError, EngineError, NvmeError, one_line
-from penstock.machine.council import Facts
-from penstock.tiers.store import Store
+from penstock.runtime.control_group import Facts
+from penstock.runtime.modes import crossing
+from penstock.runtime.streams import FailedEvent
+from penstock.tiers.tier import Location, LocationReport, Store
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The parts of one engine, and how they end.
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 _logger = logging.getLogger("penstock")
 
@@ -234,3 +242,129 @@ def _is_among(error: BaseException, raised: BaseException | None) -> bool:
             return True
         raised = raised.__cause__ or raised.__context__
     return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An engine in the child of a fork: it has none of the threads, and the memory of its homes reads as zeros there.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@crossing
+def leave_to_parent(engine: Engine) -> None:
+    """Make the parameters placeholders in a child of a fork, and have every use of the engine raise an error.
+
+    Nothing waits for work that was under way: it goes on in the parent, and no thread of this process would end it.
+    """
+    if engine.closed:
+        return
+    error = EngineError(
+        f"The model was prepared in another process ({os.getppid()}), which forked this one: its parameters are there. "
+        "Here it can be neither run nor trained. Hand values over before the fork (full_param, state_dict), or save() "
+        "there and load() here."
+    )
+    engine.elsewhere = error
+    # The memory of homes reads as zeros here, which would be computed with in silence. NaN shows itself.
+    for unit in engine.rig.units:
+        unit.hide()
+        unit.event = FailedEvent(error)
+        for home in unit.homes.values():
+            # In place of the events of before: those are of the parent's threads, and would be waited for for ever.
+            home.note_write(FailedEvent(error))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an engine's bytes are on this rank: each cell for people, and sums that are cheap enough for every step.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def locate(engine: Engine) -> LocationReport:
+    """List where every byte of the training state is, as `penstock.Optimizer.locations` says."""
+    rows = []
+    for section, slab, name in engine.store.table():
+        pinned = slab is not None and slab.pinned
+        for cell in section.cells:
+            kind = name or cell.kind
+            flies = kind != KEPT and (kind == LEAVING or not engine.at_rest(cell.unit, kind))
+            rows.append(Location(cell.unit, kind, cell.tier.value, cell.dtype, cell.numel, cell.nbytes, pinned, flies))
+    for unit in engine.rig.units:
+        if unit.leased:
+            flies, numel = not unit.event.done(), unit.layout.numel
+            rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flies))
+    return LocationReport(rows)
+
+
+def bytes_by_tier(engine: Engine) -> dict[str, int]:
+    """Add up what `locate` lists, by tier, the fastest first."""
+    found = {tier.value: 0 for tier in Tier}
+    found[Tier.DEVICE.value] = sum(unit.nbytes for unit in engine.rig.units if unit.leased)
+    for section, _, _ in engine.store.table():
+        found[section.tier.value] += section.nbytes
+    return {tier: nbytes for tier, nbytes in found.items() if nbytes}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a step, and whatever else needs whole gradients or whole state, refuses before anything has changed.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_TRAINING = ("backward", "step", "clip_grad_norm_", "no_sync", "save", "close", "EMA", "EMA.update", "EMA.applied")
+_MOVING = ("offload_states", "reload_states")
+
+
+def check_step(engine: Engine) -> None:
+    """Refuse a step that would lose something: gradients, or values that somebody wrote.
+
+    Raises:
+        EngineError: says what.
+    """
+    engine.gradients.check_whole("step")
+    if any(unit.holding.blocks for unit in engine.rig.units):
+        raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
+    for unit in engine.rig.units:
+        if unit.trained is None:
+            for parameter in unit.parameters:
+                parameter.check_frozen()
+    engine.passes.hooks.forward.membership.check()
+    for unit in engine.rig.units:
+        unit.check_written()
+
+
+def check_not_averaged(verb: str, engine: Engine, *, writes: bool) -> None:
+    """Refuse a method that would train, keep or lose an average in the place of the parameters.
+
+    Arguments:
+        verb: the method that was called.
+        engine: the one that may show an average.
+        writes: whether it writes parameters or state, or moves them.
+    """
+    if engine.state.averages.shown is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
+        raise EngineError(
+            f"{verb}() was called inside EMA.applied(), where the parameters are the average's. Leave the block first."
+        )
+
+
+def check_at_rest(verb: str, engine: Engine) -> None:
+    """Refuse a method inside a forward, a backward or a `gathered` block: the state is in use there."""
+    check_outside(verb, engine)
+    if any(unit.holding.blocks for unit in engine.rig.units):
+        raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
+
+
+def check_outside(verb: str, engine: Engine) -> None:
+    """Refuse a method inside a forward or a backward: it would write, move or gather what the pass reads."""
+    if in_backward() or engine.passes.hooks.in_forward:
+        raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
+
+
+def scalars_of(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
+    """List what an update reads of param groups, for ranks to compare: each updates its own shard with its own."""
+    for number, group in enumerate(param_groups):
+        for name, value in group.items():
+            if name == "params":
+                continue
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value):
+                value = list(value)
+            if value is None or isinstance(value, bool | int | float | str) or type(value) is list:
+                yield f"param_groups[{number}]['{name}']", value

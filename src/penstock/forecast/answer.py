@@ -10,10 +10,9 @@ from functools import partial
 from math import prod
 from typing import Annotated, Any, Literal, get_args
 
-from penstock.config import Options, Placement
+from penstock.config import Options, Overlap, Placement, Precision, Tier, TierName, parse_tier
 from penstock.errors import ConfigError, one_line, shown
-from penstock.kinds import Overlap, Precision, Tier, TierName, parse_tier
-from penstock.typedfiles import Field, check_fields, plain, reader
+from penstock.files import Field, check_fields, plain, reader
 
 Kind = Literal["params", "grads", "optimizer", "activations"]
 Dimension = Literal["dp_replicate", "dp_shard", "tp"]

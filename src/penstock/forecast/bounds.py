@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from penstock.config import Overlap
 from penstock.forecast.lacks import Infeasible, lacks
 from penstock.forecast.linear import CONSTANT, Linear, Solution
 from penstock.forecast.load import Figures, Fractions, Limits, Load
 from penstock.forecast.program import BackEnd, Collective
 from penstock.forecast.rings import rounds, spread_of
 from penstock.forecast.traffic import Flow, Spread, Traffic, add, fractions_of, variants
-from penstock.kinds import Overlap
 
 #: How much a second of work counts beside a second of a step: of placements that are alike, the one that moves least is
 #: to be found. No resource works longer than a step takes, so this costs a bound no more than it times the resources.

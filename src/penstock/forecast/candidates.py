@@ -6,10 +6,10 @@ from itertools import product
 from math import ceil, floor
 from typing import NamedTuple
 
+from penstock.config import Overlap, TierName
 from penstock.forecast.bounds import Bound, least_step
 from penstock.forecast.load import KINDS, TIERS, Figures, Fractions, Limits, Load
 from penstock.forecast.program import BackEnd
-from penstock.kinds import Overlap, TierName
 
 #: Cuts are multiples of one part of so many where that fits; those this near to one are taken to be there.
 GRID, NEARLY = 64, 0.25

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil, floor
 
+from penstock.config import TierName
 from penstock.forecast.linear import CONSTANT, Linear, Terms, unit_of
 from penstock.forecast.load import Fractions, Limits, Load
 from penstock.forecast.traffic import Traffic, variants
 from penstock.forecast.wording import size
-from penstock.kinds import TierName
 
 #: Where it makes no difference in bytes, what is missing is missing on the slowest tier.
 _DEAR: Mapping[TierName, float] = {"device": 1 + 2**-16, "cpu": 1 + 2**-17, "nvme": 1.0}

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Protocol
 
+from penstock.config import TierName
 from penstock.forecast.program import Collective
-from penstock.kinds import TierName
 
 KINDS = ("params", "grads", "optimizer")
 TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")

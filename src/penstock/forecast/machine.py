@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from penstock.errors import ConfigError, one_line, shown
+from penstock.files import Field, plain
 from penstock.forecast import machinefiles
 from penstock.forecast.figures import (
     FIGURES,
@@ -18,7 +19,6 @@ from penstock.forecast.figures import (
     write_value,
 )
 from penstock.forecast.machinefiles import shipped
-from penstock.typedfiles import Field, plain
 
 __all__ = ["FIGURES", "Figure", "Machine", "parse_figure", "shipped", "write_value"]
 

@@ -16,11 +16,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import ConfigError, one_line, shown
+from penstock.files import Field, of_kind, parse_object, read_bytes, reader, write_whole
 from penstock.forecast.figures import STATED, Figure
-from penstock.typedfiles import Field, of_kind, reader
-from penstock.wholefiles import write_whole
 
 KIND, VERSION = "machine", 1
 SUFFIX = ".json"

@@ -11,13 +11,12 @@ from typing import Any, Self
 
 from torch import nn
 
-from penstock.config import Options
+from penstock.config import Options, Overlap
 from penstock.errors import ConfigError, one_line, shown
+from penstock.files import Field, plain
 from penstock.forecast import planfile
 from penstock.forecast.answer import Answer, along
 from penstock.forecast.table import lacks_in_words, mesh_in_words, table
-from penstock.kinds import Overlap
-from penstock.typedfiles import Field, plain
 
 #: Options by which a step gets longer or shorter, or takes more or less: a plan is for these values of them.
 PLANNED_OPTIONS = (

@@ -9,10 +9,9 @@ import os
 from dataclasses import asdict
 from typing import TypeVar
 
-from penstock.boundedfiles import parse_object, read_bytes, without_removed
 from penstock.errors import ConfigError, one_line
+from penstock.files import Field, of_kind, parse_object, read_bytes, reader, without_removed
 from penstock.forecast.answer import Answer
-from penstock.typedfiles import Field, of_kind, reader
 
 KIND, VERSION = "plan", 1
 MOST_BYTES = 4 << 20

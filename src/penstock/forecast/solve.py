@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, permutations
 from math import ceil
 
+from penstock.config import TierName
 from penstock.forecast.candidates import Candidate, Candidates, Choice, candidates, order_among
 from penstock.forecast.lacks import Change, Infeasible, lacks
 from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
-from penstock.kinds import TierName
 
 __all__ = [
     "Candidate",

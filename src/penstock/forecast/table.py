@@ -4,9 +4,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from penstock.config import TierName
 from penstock.forecast.answer import Answer, Lack, WhatIf
 from penstock.forecast.wording import aligned, byte_unit, digits, fraction, seconds, share, signed, size, time_unit
-from penstock.kinds import TierName
 
 #: Above which share a measured time is said to differ from the predicted one.
 DIFFERS = 0.15

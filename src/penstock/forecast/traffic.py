@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple
 
+from penstock.config import Overlap, TierName
 from penstock.forecast.linear import CONSTANT, Linear, Terms, unit_of
 from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
-from penstock.kinds import Overlap, TierName
 
 Window = Literal["forward", "backward", "any"]
 #: What is counted: bytes over a link, of files, and of updates; seconds of compute are apart.

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.boundedfiles import read_mapping, without_removed
 from penstock.errors import ConfigError, shown
+from penstock.files import read_mapping, without_removed
 
 _Value = TypeVar("_Value", penstock.Placement, penstock.Options)
 

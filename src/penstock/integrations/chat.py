@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.boundedfiles import read_bytes
 from penstock.errors import ConfigError, PenstockError, one_line
+from penstock.files import read_bytes
 
 TEMPLATE_OPTION = "--chat-template"
 

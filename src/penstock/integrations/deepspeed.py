@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import one_line
-from penstock.ext.interop.importing import Incoming, write_checkpoint
+from penstock.ext.importing import Incoming, write_checkpoint
+from penstock.files import Field
 from penstock.integrations.foreign import OPTIONS, most_bytes, reading
 from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
 from penstock.integrations.pickled import Made, PickledFile, PickleError, Stored, mapping, named, refused, shape
-from penstock.typedfiles import Field
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: Kinds of a checkpoint that are the weights.

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as registration
 
-from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import CheckpointError, ConfigError, PenstockError, one_line
+from penstock.files import parse_object, read_bytes
 
 TRUST_OPTION = "--trust-remote-code"
 CONFIG = "config.json"

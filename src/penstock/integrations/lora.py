@@ -18,8 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.adapters import base_name
-from penstock.checkpoint.codes import SCALE_DTYPE, codes_of, scales_of
+from penstock.checkpoint.pretrained import SCALE_DTYPE, base_name, codes_of, scales_of
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.quantised import Int8Linear, quantise_linears

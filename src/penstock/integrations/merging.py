@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.adapters import Form, Merge, base_name, merged, plan_merges
 from penstock.checkpoint.beside import batches
-from penstock.checkpoint.pretrained import ADAPTER, ADAPTER_CONFIG, adapter_name, configuration, describe
+from penstock.checkpoint.pretrained import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    Form,
+    Merge,
+    adapter_name,
+    base_name,
+    configuration,
+    describe,
+    merged,
+    plan_merges,
+)
 from penstock.checkpoint.tensorfiles import TensorSpec
 from penstock.errors import ConfigError
 from penstock.integrations.streaming import MOST_SHARD_BYTES, ModelFiles, stream

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.fields import MOST_DIMENSIONS, MOST_NUMEL
+from penstock.checkpoint.format import MOST_DIMENSIONS, MOST_NUMEL
 from penstock.checkpoint.tensorfiles import DTYPES
 from penstock.errors import CheckpointError, one_line
-from penstock.typedfiles import Field
+from penstock.files import Field
 
 #: The most bytes of a file that are not tensors: names and numbers.
 MOST_PICKLE_BYTES = 1 << 26

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.checkpoint.codes import SCALE_DTYPE, codes_of, decoded, scales_of
+from penstock.checkpoint.pretrained import SCALE_DTYPE, codes_of, decoded, scales_of
 from penstock.errors import ConfigError
 
 

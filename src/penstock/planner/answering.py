@@ -6,16 +6,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
+from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, TierName
 from penstock.forecast.answer import Lack, WhatIf, Why
 from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan, model_fingerprint
 from penstock.forecast.whatif import what_ifs
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, TierName
-from penstock.machine.reach import Grid
 from penstock.planner.question import Question
 from penstock.planner.searching import Best
 from penstock.planner.trials import Trial, Trials
 from penstock.recompute import recomputes
+from penstock.runtime.topology import Grid
 
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "params": (PARAM,),

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from penstock.engine.units.dtensors import divided_over, is_divided
+from penstock.engine.unit.dtensor import divided_over, is_divided
 from penstock.errors import ConfigError
-from penstock.machine.mesh import grid_of
-from penstock.machine.reach import Grid
 from penstock.rehearsal.imagined import WITHIN, imagined_mesh
+from penstock.runtime.topology import Grid, grid_of
 
 _MAKE = "plan(lambda mesh: parallelised(mesh['tp']), ..., mesh={'dp_shard': 4, 'tp': 2})"
 

@@ -3,18 +3,18 @@
 from collections.abc import Iterable, Sequence
 from math import ceil
 
-from penstock.budgets import gradient_bytes
-from penstock.engine.passes.packing import packed_bytes
-from penstock.engine.units.discover import ROOT
-from penstock.engine.units.plan import UnitPlan
+from penstock.config import GRAD, MASTER, OPTIMIZER, Tier
+from penstock.engine.forward_backward.gather import packed_bytes
+from penstock.engine.unit.partition import ROOT
+from penstock.engine.unit.plan import UnitPlan
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.load import Load
 from penstock.forecast.machine import Machine
 from penstock.forecast.program import OF_MODEL, Collective, Kind, Program
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, Tier
-from penstock.machine.reach import Grid, Reach
+from penstock.memory_budget import gradient_bytes
 from penstock.rehearsal.rehearse import BACKWARD, FORWARD, Rehearsal
+from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
 
 

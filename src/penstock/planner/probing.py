@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from penstock.forecast.figures import Figure, write_value
 from penstock.forecast.machine import Machine, from_probe
-from penstock.machine.devices import device_for
 from penstock.probe import cache
 from penstock.probe.disks import check_folders
 from penstock.probe.fingerprint import fingerprint
 from penstock.probe.measure import measure, measure_free
+from penstock.runtime.hardware import device_for
 
 __all__ = ["Machine", "as_json", "here", "probe", "remember", "write_value"]
 

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.config import Placement
+from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.candidates import Candidate, Choice
 from penstock.forecast.lacks import Change, fits
 from penstock.forecast.load import Load
 from penstock.forecast.solve import Evaluation, Found, Infeasible, candidates, infeasible, search
-from penstock.kinds import TierName
 from penstock.planner.loads import load_of
 from penstock.planner.question import Question
 from penstock.planner.trials import Trial, Trials, placement_of

@@ -12,21 +12,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from penstock.blueprint import Request
-from penstock.config import Placement
+from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.ext.observe.timeline import Timeline, to_chrome
+from penstock.files import open_own
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import MachineCosts, machine_costs
 from penstock.forecast.load import Fractions
 from penstock.forecast.machine import Machine
 from penstock.forecast.program import Op
 from penstock.forecast.retime import Timing, Timings
-from penstock.kinds import TierName
-from penstock.machine.devices import device_for
 from penstock.planner.question import Question
 from penstock.rehearsal.measured import time_ops
 from penstock.rehearsal.rehearse import Rehearsal, Scene, rehearse
-from penstock.wholefiles import open_own
+from penstock.runtime.hardware import device_for
 
 
 @dataclass(frozen=True)

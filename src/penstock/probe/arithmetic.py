@@ -6,10 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.machine.devices import free_device_memory
-from penstock.machine.hardware import Hardware
 from penstock.probe.block import Block, normal
 from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
+from penstock.runtime.hardware import Hardware, free_device_memory
 
 #: Tokens and width of the products, from small to large: a layer of a small model to one of a large one.
 SHAPES = (

@@ -9,11 +9,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from penstock.machine.council import Council
-from penstock.machine.groups import all_gather_flat, give_back, own_group
-from penstock.machine.threads import hosts_of, ranks_of_host
 from penstock.probe.arithmetic import Stopwatch
 from penstock.probe.sampling import LEAST_ROUNDS, Deadline, Measurement, quartiles
+from penstock.runtime.control_group import Council, all_gather_flat, give_back, own_group
+from penstock.runtime.system import hosts_of, ranks_of_host
 
 SIZES = (1 << 10, 1 << 20, 1 << 26)  # bytes of the whole buffer
 MOST_ROUNDS = 15

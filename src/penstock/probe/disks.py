@@ -16,11 +16,11 @@ import torch
 
 from penstock.config import Options
 from penstock.errors import ConfigError, one_line
-from penstock.machine.aio import File, Queue, Transfer
-from penstock.machine.arena import PAGE_BYTES, page_aligned
-from penstock.machine.cgroups import core_quota
-from penstock.machine.swap import SwapFolder, free_disk_bytes
 from penstock.probe.sampling import Deadline, Measurement, Turns, quartiles, seconds_of, take_turns
+from penstock.runtime.aio import File, Queue, Transfer
+from penstock.runtime.host_memory import PAGE_BYTES, page_aligned
+from penstock.runtime.swap import SwapFolder, free_disk_bytes
+from penstock.runtime.system import core_quota
 
 MOUNTS = Path("/proc/self/mountinfo")
 MIB = 1 << 20

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from penstock.errors import one_line
-from penstock.machine.cgroups import core_quota
-from penstock.machine.threads import ranks_of_host
 from penstock.probe.disks import Folder, file_system
+from penstock.runtime.system import core_quota, ranks_of_host
 
 CPUINFO, MEMINFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 DRIVER = Path("/sys/module/nvidia/version")

@@ -7,17 +7,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kinds import Tier
-from penstock.machine.accelerator import streams_for
-from penstock.machine.arena import Arena, page_aligned
-from penstock.machine.devices import free_device_memory
-from penstock.machine.streams import DONE, DOWNLOAD, FETCH, UPDATE, UPLOAD, Event, Streams, across, all_of
-from penstock.machine.threads import update_cores
+from penstock.config import Tier
 from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
 from penstock.probe.updates import BF16, Update, fill
 from penstock.rules import Pool
-from penstock.tiers.copies import Copies, Way
+from penstock.runtime.accelerator import streams_for
+from penstock.runtime.hardware import free_device_memory
+from penstock.runtime.host_memory import Arena, page_aligned
+from penstock.runtime.streams import DONE, DOWNLOAD, FETCH, UPDATE, UPLOAD, Event, Streams, across, all_of
+from penstock.runtime.system import update_cores
 from penstock.tiers.host import HostTier
+from penstock.tiers.transfer import Copies, Way
 from penstock.trace import NO_LABEL
 
 MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20  # of a copy

@@ -11,10 +11,6 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError
-from penstock.machine.border import ours
-from penstock.machine.council import Council
-from penstock.machine.devices import device_for, visible_devices
-from penstock.machine.hardware import Hardware
 from penstock.probe.arithmetic import measure_arithmetic, measure_passes
 from penstock.probe.collectives import measure_collectives
 from penstock.probe.disks import Folder, check_folders, free_space, measure_disks
@@ -23,6 +19,9 @@ from penstock.probe.links import measure_links
 from penstock.probe.memory import free_memory, measure_host, measure_jobs, measure_room
 from penstock.probe.sampling import Deadline, Measurement
 from penstock.probe.updates import measure_device_update
+from penstock.runtime.control_group import Council
+from penstock.runtime.hardware import Hardware, device_for, visible_devices
+from penstock.runtime.modes import ours
 
 LEAST_SECONDS = 1.0
 #: Of the stated time: what begins before it is over ends after it.

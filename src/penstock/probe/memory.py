@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 
 from penstock.layout import round_up
-from penstock.machine.accelerator import streams_for
-from penstock.machine.arena import PAGE_BYTES, Arena, available_host_memory, page_aligned, touch
-from penstock.machine.cgroups import core_quota
-from penstock.machine.devices import free_device_memory, shares_host_memory
-from penstock.machine.pinning import can_register, needs_pinning
-from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, Event, Streams
-from penstock.machine.threads import UpdateCores, ranks_of_host, share_of_cores, update_cores
 from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
 from penstock.probe.updates import BF16, FP32, RULES, Update, fill
 from penstock.rules import Pool
+from penstock.runtime.accelerator import streams_for
+from penstock.runtime.hardware import free_device_memory, shares_host_memory
+from penstock.runtime.host_memory import (
+    PAGE_BYTES,
+    Arena,
+    available_host_memory,
+    can_register,
+    needs_pinning,
+    page_aligned,
+    touch,
+)
+from penstock.runtime.streams import DONE, DOWNLOAD, UPDATE, Event, Streams
+from penstock.runtime.system import UpdateCores, core_quota, ranks_of_host, share_of_cores, update_cores
 
 LEAST_BYTES, MOST_BYTES = 64 << 20, 2 << 30  # that passes go over; between them, several times the caches
 LITTLE_BYTES, LITTLE_SECONDS = 160 << 20, 4.0  # in less time, less memory

@@ -9,15 +9,13 @@ from torch import Tensor
 
 from penstock.config import Options
 from penstock.layout import round_up
-from penstock.machine.arena import PAGE_BYTES
 from penstock.probe.arithmetic import Stopwatch
 from penstock.probe.block import normal
 from penstock.probe.sampling import Deadline, Measurement, take_turns
 from penstock.rules import Pool, Rule, Segment
-from penstock.rules.adam import Adam
-from penstock.rules.compiler import has_compiler
-from penstock.rules.lion import Lion
-from penstock.rules.sgd import Sgd
+from penstock.rules.device import has_compiler
+from penstock.rules.standard import Adam, Lion, Sgd
+from penstock.runtime.host_memory import PAGE_BYTES
 
 #: Each rule, and a group of its parameters, by the rule's name. Not of torch's optimizers, whose first one imports for
 #: seconds what is not used here.

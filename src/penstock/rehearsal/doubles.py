@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.engine.units.dtensors import is_divided, own_elements, spec_of, wrapped
+from penstock.engine.unit.dtensor import is_divided, own_elements, spec_of, wrapped
 from penstock.errors import ConfigError, one_line
 from penstock.rehearsal.hollow import hollow
 from penstock.rehearsal.rehearsed import SMALL_BYTES

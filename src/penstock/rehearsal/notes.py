@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from penstock.config import Tier
 from penstock.forecast.program import OF_MODEL, BackEnd, Collective, Item, Job, Kind, Op, Program, Segment
-from penstock.kinds import Tier
 from penstock.rehearsal.memory import Memory
 from penstock.rehearsal.order import Order
 from penstock.trace import NO_LABEL, Label

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from penstock.forecast.program import Collective
-from penstock.machine.collectives import Hop, Ranks
-from penstock.machine.reach import Grid
 from penstock.rehearsal.notes import Notes
+from penstock.runtime.collectives import Hop, Ranks
+from penstock.runtime.topology import Grid
 
 
 class VirtualRanks(Ranks):

@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from penstock.blueprint import Blueprint, Request, draw_blueprint
 from penstock.build import build
+from penstock.config import Tier
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.program import BackEnd, Op, Program
-from penstock.kinds import Tier
-from penstock.machine.border import theirs
-from penstock.machine.reach import Grid
 from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
 from penstock.rehearsal.memory import BLOCK_BYTES, rounded
@@ -30,7 +28,9 @@ from penstock.rehearsal.ranks import VirtualRanks
 from penstock.rehearsal.rehearsed import Recipe, Rehearsed
 from penstock.rehearsal.streams import VirtualStreams
 from penstock.rehearsal.supply import Imagined
-from penstock.rules.imagined import noting
+from penstock.rules.rule import noting
+from penstock.runtime.modes import theirs
+from penstock.runtime.topology import Grid
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 _SMALL_OF_A_UNIT = 3  # what a parameter is while it is not there, an empty one, and the norms of the gradient

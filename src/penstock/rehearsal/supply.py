@@ -8,20 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.blueprint import Blueprint, Request
-from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.flats import Flat
-from penstock.engine.units.source import Source
-from penstock.kinds import PARAM, Tier
-from penstock.machine.arena import Arena, HostMemory
-from penstock.machine.collectives import Ranks
-from penstock.machine.reach import Grid, Reach
+from penstock.config import PARAM, Tier
+from penstock.engine.unit.first_values import Flat, Source
+from penstock.engine.unit.partition import UnitSpec
+from penstock.memory_budget import Supply
 from penstock.rehearsal.hollow import hollow
 from penstock.rehearsal.notes import Notes
-from penstock.supply import Supply
-from penstock.tiers.home import MemorySection, Section, SectionPlan
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.host_memory import Arena, HostMemory
+from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import Striping
-from penstock.tiers.records import Records, record_sizes
+from penstock.tiers.storage import MemorySection, Records, Section, SectionPlan, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
 
 _ROUNDED_BYTES = 512  # what torch's allocator of a device gives at least

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock._native import Pool
-from penstock.rules.master import join_master, read_master, split_master, write_master
+from penstock.rules.formats import join_master, read_master, split_master, write_master
 from penstock.rules.rule import PIECE_NUMEL, Segment
-from penstock.rules.sgd import Sgd
+from penstock.rules.standard import Sgd
 
 _SGD = Sgd("average")
 

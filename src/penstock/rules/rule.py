@@ -1,16 +1,35 @@
-"""What every rule is: the arithmetic of one optimizer on flat pieces of memory, without movement."""
+"""Update rules: what one is, the values of a step, and how native code is called."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from penstock._native import Pool
+from penstock import _native
+from penstock._native import DType, Master, Pool, Storage
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which instruction set the native kernels use here.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def instruction_set() -> str:
+    """Return the one in use: "avx512", "avx2", "neon" or "generic"."""
+    return _native.isa()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What every rule is: the arithmetic of one optimizer on flat pieces of memory, without movement.
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 #: How many elements a back end in plain torch takes at once, so that its temporaries stay small beside the tiles.
 PIECE_NUMEL = 1 << 22
@@ -211,3 +230,198 @@ class Rule(Protocol):
 
     def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to segments of one device, each with its scalars, as `update` does to each of them."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arithmetic that plain torch does not offer with a known rounding.
+#
+# Run by torch, `sqrt` and `fma` go by way of fp64. Under `torch.compile` each is the one instruction that it stands for:
+# `rules.compiler` has the compiler round it as the host does.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def fp32(value: float) -> float:
+    """Round a Python number to fp32, as every kernel does with its scalars; beyond the range it becomes infinite."""
+    return ctypes.c_float(value).value
+
+
+def sqrt(value: Tensor) -> Tensor:
+    """Return the correctly rounded square root of fp32 values, on any device.
+
+    `torch.sqrt` is one unit in the last place away from it for some values where a vendor's vector library computes it.
+    The root of an fp32 value is never so near the middle between two others that fp64's own rounding could matter.
+    """
+    if torch.compiler.is_compiling():
+        return value.sqrt()
+    return value.double().sqrt().float()
+
+
+def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return `a * b + c` rounded once, for fp32 values, on any device.
+
+    The product of two fp32 values is exact in fp64. The sum is rounded to odd there (the last bit tells whether
+    anything was lost), after which rounding to fp32 gives what one rounding of the exact sum gives.
+
+    Arguments:
+        a: the first factor, fp32, of the shape of `b` or 0-dim; or a Python number that fp32 can hold.
+        b: the second factor, fp32, of any shape.
+        c: the summand, fp32, of the same shape.
+
+    Returns:
+        fp32, of the same shape.
+
+    Source:
+        S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to
+        odd", IEEE Transactions on Computers, 2008.
+    """
+    if torch.compiler.is_compiling():
+        factor = a if isinstance(a, Tensor) else torch.full((), a, dtype=torch.float32, device=b.device)
+        compiled: Tensor = torch.ops.prims.fma(factor, b, c)  # one of Inductor's own, there since 2.8
+        return compiled
+    product = b.double() * a
+    total = product + c
+    # Two-sum: `error` is exactly what the addition lost. It is NaN where the total is not finite, and then unused.
+    rest = total - product
+    error = (product - (total - rest)) + (c - rest)
+    # To odd: toward zero, and the last bit set, where anything was lost. The product is far from fp64's limits.
+    signed = error * total
+    outward = signed < 0
+    bits = total.view(torch.int64) - outward.to(torch.int64)
+    return (bits | (outward | (signed > 0))).view(torch.float64).float()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What all rules answer alike that update each element by itself.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Elementwise:
+    """The part of a `Rule` that is the same for every element-wise one."""
+
+    @property
+    def whole(self) -> bool:
+        """No: elements are updated each by itself, wherever a parameter is cut."""
+        return False
+
+    def part(self, group: Mapping[str, Any]) -> Self:
+        """Return this rule, which is every group's."""
+        del group
+        return self
+
+    def state_shape(self: Rule, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the parameter's: there is a value for each element; see `Rule.state_shape`."""
+        return shape if name in (spec.name for spec in self.states) else None
+
+    def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return nothing: the arithmetic writes into no group; see `Rule.advance_group`."""
+        del group
+        return {}
+
+    def working_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return 0: temporaries are of pieces; see `Rule.working_bytes`."""
+        del shape
+        return 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arithmetic of native code that is noted and not done: a rehearsal's tensors have no values (`penstock.rehearsal`).
+#
+# It is the thread's own state: other threads compute meanwhile.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Takes the name of a pass over memory, and the bytes that it would read and write.
+Note = Callable[[str, int], None]
+
+
+class _Thread(threading.local):
+    note: Note | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def noting(note: Note) -> Iterator[None]:
+    """Have this thread's native passes noted, inside of a `with` block, in place of done."""
+    before, _thread.note = _thread.note, note
+    try:
+        yield
+    finally:
+        _thread.note = before
+
+
+def is_imagined(name: str, nbytes: int) -> bool:
+    """Whether a pass is not to be done; it was noted then."""
+    if _thread.note is None:
+        return False
+    _thread.note(name, nbytes)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How tensors are described to the native module, which gets their addresses and trusts what it is told of them.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+
+def dtype_of(tensor: Tensor, what: str) -> DType:
+    """Return the native name of a tensor's dtype.
+
+    Arguments:
+        tensor: any tensor.
+        what: its name, for the message.
+
+    Raises:
+        TypeError: the native kernels know no such dtype.
+    """
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise TypeError(f"{what} is {tensor.dtype}; use float32, bfloat16 or float16")
+    return dtype
+
+
+def master_kind_of(master: Tensor | None) -> Master:
+    """Return in which form a master keeps the fp32 value behind a parameter.
+
+    Raises:
+        TypeError: `master` is neither `None`, int16 nor fp32.
+    """
+    if master is None:
+        return Master.NONE
+    if master.dtype == torch.int16:
+        return Master.REMAINDER
+    if master.dtype == torch.float32:
+        return Master.FP32
+    raise TypeError(f"master is {master.dtype}; use int16 (the remainder) or float32 (a full copy)")
+
+
+def storage_of(spec: StateSpec, values: Tensor, scale: Tensor | None, *, stochastic: bool) -> Storage:
+    """Return how a state is stored.
+
+    Arguments:
+        spec: how the rule says that it is stored.
+        values: what is stored.
+        scale: the scales of an 8-bit state; else `None`.
+        stochastic: whether bf16 is rounded by random bits.
+
+    Raises:
+        TypeError: the tensors are not what `spec` says.
+    """
+    scaled = spec.dtype == torch.uint8
+    if (
+        values.dtype != spec.dtype
+        or (scale is not None) != scaled
+        or (scale is not None and scale.dtype != torch.float32)
+    ):
+        raise TypeError(
+            f"{spec.name} is {values.dtype} with scales {None if scale is None else scale.dtype}; it must be "
+            f"{spec.dtype} {'with float32 scales' if scaled else 'without scales'}"
+        )
+    if scaled:
+        return Storage.INT8_SIGNED if spec.signed else Storage.INT8_UNSIGNED
+    if spec.dtype == torch.bfloat16:
+        return Storage.BF16_RANDOM if stochastic else Storage.BF16
+    return Storage.FP32

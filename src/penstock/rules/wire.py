@@ -24,10 +24,8 @@ from torch import Tensor
 
 from penstock import _native
 from penstock._native import Pool, Wire
-from penstock.rules.compiler import Pass, compile_pass, has_compiler
-from penstock.rules.imagined import is_imagined
-from penstock.rules.native import dtype_of
-from penstock.rules.rule import BLOCK_NUMEL
+from penstock.rules.device import Pass, compile_pass, has_compiler
+from penstock.rules.rule import BLOCK_NUMEL, dtype_of, is_imagined
 
 WireName = Literal["int8", "fp8", "int4"]
 

@@ -1,8 +1,4 @@
-"""The cpu tier: host memory in slabs of exact size, pinned where a device copies from it or to it.
-
-What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable. A device copies from
-pageable memory only while the host waits for it, so copies between the two pass a few pinned bounce buffers.
-"""
+"""The tiers in memory: the device and the host."""
 
 import contextlib
 import warnings
@@ -10,14 +6,57 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from penstock.config import GRAD, PARAM, SHADOW, STAGING, Tier
 from penstock.errors import MemoryBudgetError
-from penstock.kinds import GRAD, PARAM, SHADOW, STAGING, Tier
-from penstock.machine import pinning
-from penstock.machine.arena import Arena
-from penstock.machine.streams import FETCH, READ
-from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
-from penstock.tiers.ring import PASSING, Ring, RingSlot
+from penstock.runtime import host_memory
+from penstock.runtime.host_memory import Arena, ask_for_huge_pages
+from penstock.runtime.streams import FETCH, READ
+from penstock.tiers.storage import PASSING, CellPlan, MemorySection, Ring, RingSlot, Section, SectionPlan
 from penstock.tiers.tier import Slab, TierMemory
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The device tier: memory of the accelerator (or of the cpu that stands for it).
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class DeviceTier(TierMemory):
+    """Sections in device memory, through torch's allocator, which is asked for each when it is made."""
+
+    name = Tier.DEVICE
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+        """Take nothing yet: `prepare` moves a model that is on the device unit by unit, and frees what it moved."""
+        del pin
+        return {home: _DeviceSlab(self._device) for home in wanted}
+
+
+class _DeviceSlab(Slab):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> MemorySection:
+        tensors = [torch.empty(cell.numel, dtype=cell.dtype, device=self._device) for cell in plan.cells]
+        for tensor in tensors:
+            if self._device.type == "cpu":
+                ask_for_huge_pages(tensor)  # before the first touch
+            if not unset:
+                tensor.zero_()
+        return MemorySection(plan, tensors)
+
+    def close(self) -> None:
+        pass
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cpu tier: host memory in slabs of exact size, pinned where a device copies from it or to it.
+#
+# What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable. A device copies from
+# pageable memory only while the host waits for it, so copies between the two pass a few pinned bounce buffers.
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 # What is pinned first where not everything can be: what a device copies in every step, the rings first of all.
 PINNED_FIRST = (STAGING, GRAD, PARAM, SHADOW)
@@ -151,7 +190,7 @@ class HostTier(TierMemory):
             if over_budget
             else "The system refused to pin more: raise its limit of locked memory (ulimit -l; --ulimit memlock=-1 "
             "for a container), or keep less on the cpu tier."
-            if pinning.can_register(self._device)
+            if host_memory.can_register(self._device)
             else f"torch pins no memory in place for {self._device.type}: keep less on the cpu tier."
         )
         means = (

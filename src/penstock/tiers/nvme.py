@@ -8,12 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from penstock.config import Tier
 from penstock.errors import ConfigError
-from penstock.kinds import Tier
-from penstock.machine.aio import File, Queue, Transfer
-from penstock.machine.swap import SwapFolder
-from penstock.tiers.home import Place, Section, SectionPlan, Stored
-from penstock.tiers.records import Records, SummedRecord, record_sizes
+from penstock.runtime.aio import File, Queue, Transfer
+from penstock.runtime.swap import SwapFolder
+from penstock.tiers.storage import Place, Records, Section, SectionPlan, Stored, SummedRecord, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
 
 
@@ -118,7 +117,7 @@ class NvmeTier(TierMemory):
     """Files on one disk or several: one in each folder for each home.
 
     The folders are this run's own, locked; they are there while there are files, and gone at close and when the process
-    ends (`machine/swap.py`).
+    ends (`runtime/swap.py`).
 
     Arguments:
         parents: existing folders, one for each disk.

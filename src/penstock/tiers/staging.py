@@ -16,13 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
-from penstock.machine.reach import Reach
-from penstock.tiers.copies import in_reach
-from penstock.tiers.home import CellPlan, Section, SectionPlan
-from penstock.tiers.records import RecordLayout, record_sizes
-from penstock.tiers.ring import PASSING, STRETCH_NUMEL, Ring, RingSlot
-from penstock.tiers.store import Reservation, Store
+from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
+from penstock.runtime.topology import Reach
+from penstock.tiers.storage import (
+    PASSING,
+    STRETCH_NUMEL,
+    CellPlan,
+    RecordLayout,
+    Ring,
+    RingSlot,
+    Section,
+    SectionPlan,
+    record_sizes,
+)
+from penstock.tiers.tier import Reservation, Store
+from penstock.tiers.transfer import in_reach
 
 # Of two slots, one is filled while the other is used; of three, one goes back as well. Files come and go at a pace of
 # their own and want more in flight: as many tiles as these bytes hold, within limits.

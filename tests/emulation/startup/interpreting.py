@@ -34,12 +34,12 @@ def nearbyint(x):
 
 def _fma(builder: Any, *operands: Any) -> Any:
     """Compute a * b + c, rounded once; the interpreter takes two steps."""
-    from penstock.rules import exact  # not at the start of every process
+    from penstock.rules import rule  # not at the start of every process
 
     shape = np.broadcast_shapes(*(operand.data.shape for operand in operands))
     a, b, c = (torch.tensor(np.broadcast_to(operand.data, shape)) for operand in operands)
     assert a.dtype == torch.float32
-    return interpreter.TensorHandle(exact.fma(a, b, c).numpy(), operands[2].dtype.scalar)
+    return interpreter.TensorHandle(rule.fma(a, b, c).numpy(), operands[2].dtype.scalar)
 
 
 def _convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:

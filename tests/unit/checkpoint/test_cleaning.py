@@ -10,8 +10,8 @@ import torch
 import penstock
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint import save as saves
-from penstock.checkpoint.manifest import MARKER, FileEntry
-from penstock.checkpoint.opened import read_manifest
+from penstock.checkpoint.format import MARKER, FileEntry
+from penstock.checkpoint.reader import read_manifest
 from tests.parity.resuming import Run, different, iterate, values
 
 RUN = Run()

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import penstock
-from penstock.ext.interop import export as module
+from penstock.ext import export as module
 from penstock.rules import split_master
 from tests.support import disks, run_ranks, thorough
 
@@ -300,7 +300,7 @@ def test_what_was_trained_beside_adapters_is_not_lost(tmp_path: Path) -> None:
 
 def damage(folder: Path, home: str) -> None:
     """Flip a bit of the first tile's values of a home."""
-    from penstock.checkpoint.opened import Checkpoint
+    from penstock.checkpoint.reader import Checkpoint
 
     key = next(Checkpoint.open(folder).tiles())
     record = next(record for record in key.unit.records(key.number) if record.home.name == home)
@@ -444,7 +444,7 @@ def test_two_exports_to_one_folder(tmp_path: Path) -> None:
 
 MEASURED = """
 import resource, sys, penstock, torch
-import penstock.ext.interop.export, safetensors.torch
+import penstock.ext.export, safetensors.torch
 torch.set_num_threads(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 penstock.export(sys.argv[1], sys.argv[2], dtype=sys.argv[3])

@@ -12,8 +12,8 @@ import torch
 
 import penstock
 from penstock.checkpoint.beside import decode_random
-from penstock.checkpoint.fields import Dtype, to_bytes
-from penstock.typedfiles import Field, reader
+from penstock.checkpoint.format import Dtype, to_bytes
+from penstock.files import Field, reader
 
 FILE = Path("file")
 

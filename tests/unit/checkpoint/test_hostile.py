@@ -12,14 +12,11 @@ import pytest
 import torch
 
 import penstock
-from penstock.checkpoint.fields import memory_bytes, parse
-from penstock.checkpoint.manifest import MARKER, MOST_SERIAL
-from penstock.checkpoint.opened import Checkpoint, read_manifest
-from penstock.checkpoint.summary import damaged_tiles, summarize
+from penstock.checkpoint.format import MARKER, MOST_SERIAL, decode, memory_bytes, parse
+from penstock.checkpoint.reader import Checkpoint, damaged_tiles, read_manifest, summarize
 from penstock.checkpoint.tables import TileKey
 from penstock.checkpoint.tiles import Tile
-from penstock.checkpoint.values import decode
-from penstock.typedfiles import Field
+from penstock.files import Field
 from tests import hostile_checkpoints
 from tests.hostile_checkpoints import GROWERS, Content, Grow, grown
 
@@ -108,7 +105,7 @@ class NothingIsWhole:
 
 
 def test_damaged_tiles_are_told_in_one_pass(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.checkpoint.summary.TileReader", NothingIsWhole)
+    monkeypatch.setattr("penstock.checkpoint.reader.TileReader", NothingIsWhole)
     counts = []
     for count in (200, 400):
         checkpoint = Checkpoint.open(grown(whole, tmp_path / "grown", hostile_checkpoints.tiles_and_slots, count))
@@ -215,7 +212,7 @@ def test_the_last_serial_is_followed_by_none(whole: Path, tmp_path: Path) -> Non
 def test_what_could_not_be_read_again_is_not_saved(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.checkpoint.manifest.MOST_MARKER_BYTES", 10_000)
+    monkeypatch.setattr("penstock.checkpoint.format.MOST_MARKER_BYTES", 10_000)
     model = torch.nn.Linear(16, 16, bias=False)
     optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(penstock.CheckpointError, match=r"extra makes a checkpoint.json of .* Save large values as "):

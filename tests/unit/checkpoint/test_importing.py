@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint import folder as folders
-from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.tiles import TileReader
-from penstock.ext.interop import importing
-from penstock.ext.interop.importing import Incoming, Read, write_checkpoint
+from penstock.ext import importing
+from penstock.ext.importing import Incoming, Read, write_checkpoint
 
 
 def reader(values: Tensor) -> Read:

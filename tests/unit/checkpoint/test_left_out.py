@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.summary import summarize
+from penstock.checkpoint.reader import Checkpoint, summarize
 from penstock.errors import CheckpointError, ConfigError
 from tests.hostile_checkpoints import grown
 from tests.support import disks, run_ranks, thorough

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import penstock
-from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.reader import Checkpoint
 
 PACKED = Path(__file__).parents[2] / "data" / "checkpoints" / "two-ranks-bf16.tar.xz"
 

@@ -16,17 +16,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.boxes import Extent, meet, why_not_whole
-from penstock.checkpoint.fields import parse, to_bytes
-from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.tables import Part, UnitTable, own_slots
+from penstock.checkpoint.format import parse, to_bytes
+from penstock.checkpoint.reader import Checkpoint
+from penstock.checkpoint.tables import Extent, Part, UnitTable, meet, own_slots, why_not_whole
 from penstock.checkpoint.tiles import UnitSource
-from penstock.engine.state.taking import Scattered, _Place
+from penstock.engine.state.load_plan import Scattered, _Place
 from penstock.errors import CheckpointError
-from penstock.ext.interop import importing
-from penstock.ext.interop.importing import Incoming, write_checkpoint
+from penstock.ext import importing
+from penstock.ext.importing import Incoming, write_checkpoint
 from penstock.layout import Region, Slot
-from penstock.machine.reach import Grid
+from penstock.runtime.topology import Grid
 
 Cuts = Sequence[Sequence[int]]  # where each dimension is cut, from 0 to its size
 

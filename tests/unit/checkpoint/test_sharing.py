@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.checkpoint import sharing
-from penstock.checkpoint.sharing import check_shared
+from penstock.checkpoint import save
+from penstock.checkpoint.save import check_shared
 from penstock.errors import CheckpointError
 from tests.support import run_ranks
 
 
 def _said(rank: int, folder: Path) -> list[str]:
-    sharing._PATIENCE_S = 0.1
+    save._PATIENCE_S = 0.1
     said = []
     own = folder / f"host-{rank}"
     for path in (folder / "all" / "below", own):
@@ -46,6 +46,6 @@ def test_who_does_not_see_it_is_named_everywhere(tmp_path: Path) -> None:
 
 
 def test_one_rank_alone_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "_leave", None)
+    monkeypatch.setattr(save, "_leave", None)
     check_shared(tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.checkpoint.manifest import MARKER
+from penstock.checkpoint.format import MARKER
 from penstock.cli.training.learning.best import Best
 from penstock.cli.training.learning.evaluation import Evaluations, Measured
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from penstock.budgets import MemoryBudget, Need, Room
 from penstock.cli.naming import in_options
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.fitting import about_fit, about_recompute, check_fits, disk_of, of_checkpoints, recomputes
@@ -22,7 +21,8 @@ from penstock.errors import MemoryBudgetError
 from penstock.footprint import Footprint
 from penstock.integrations.huggingface import find_model
 from penstock.integrations.lora import Lora
-from penstock.tiers.report import LocationReport
+from penstock.memory_budget import MemoryBudget, Need, Room
+from penstock.tiers.tier import LocationReport
 from tests.instruct import chat_file, instruct_folder
 
 SIZES = StepSizes(logits_bytes=50, largest_bytes=10, kept_bytes=100, recomputed_bytes=20)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.reader import Checkpoint
 from tests.support import disks
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.opened import checkpoints_in, read_manifest
+from penstock.checkpoint.reader import checkpoints_in, read_manifest
 from penstock.cli import main
 from penstock.cli.training import interruption, run, session
 from penstock.cli.training.data.feed import DataFeed

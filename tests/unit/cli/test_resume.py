@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.checkpoint.fields import to_bytes
-from penstock.checkpoint.manifest import MARKER, checksum
+from penstock.checkpoint.format import MARKER, checksum, to_bytes
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.interruption import EXIT_INTERRUPTED, Interruption
 from penstock.cli.training.learning import checkpoints

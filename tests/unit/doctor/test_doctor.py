@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.doctor import Finding, Verdict, disks, examine, memory, software
-from penstock.machine.arena import HostMemory
+from penstock.runtime.host_memory import HostMemory
 
 ACCELERATOR = torch.device("cuda", 0)
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine.passes import activations
+from penstock.engine.forward_backward import saved_tensors
 from penstock.errors import ConfigError
-from penstock.machine.arena import _Memory
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import DOWNLOAD, UPLOAD, Event, Streams, Work
-from penstock.tiers import cuts
+from penstock.runtime.host_memory import _Memory
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import DOWNLOAD, UPLOAD, Event, Streams, Work
+from penstock.tiers import allocation
 from penstock.trace import NO_LABEL, Label
 from tests.accounts import assert_table_agrees
 from tests.support import inline, pinning_on_cpu, prepare_on, separate, simulated, thorough
@@ -52,8 +52,8 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def small_ones_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "LEAST_BYTES", 1024)
-    monkeypatch.setattr(cuts, "STEP_BYTES", 0)  # as many slabs as there can be
+    monkeypatch.setattr(saved_tensors, "LEAST_BYTES", 1024)
+    monkeypatch.setattr(allocation, "STEP_BYTES", 0)  # as many slabs as there can be
 
 
 def prepared(streams: Streams, tier: str | None, disk: Path, reentrant: bool | None) -> tuple[Net, penstock.Optimizer]:
@@ -289,7 +289,7 @@ def bytes_of_lengths(streams: Streams, tier: str, disk: Path, lengths: list[int]
 def test_after_lengths_that_change_there_is_what_the_longest_needs(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "AHEAD_BYTES", 16 << 10)  # what is leaving still counts
+    monkeypatch.setattr(saved_tensors, "AHEAD_BYTES", 16 << 10)  # what is leaving still counts
     longest = bytes_of_lengths(simulated(most_seconds=0.0005), tier, tmp_path, [LONGEST] * 2)
     draw = random.Random(5)
     lengths = [draw.randint(8, LONGEST) for _ in range(48)]
@@ -301,9 +301,9 @@ def test_memory_is_pinned_in_a_few_steps_within_its_budget_and_all_of_it_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for each tensor or size. What the budget has no room for is pageable; no bit depends on it."""
-    monkeypatch.setattr(cuts, "STEP_BYTES", 256 << 10)
-    monkeypatch.setattr(cuts, "FIRST_BYTES", 32 << 10)
-    monkeypatch.setattr(cuts, "LEAST_PINNED", 4 << 10)
+    monkeypatch.setattr(allocation, "STEP_BYTES", 256 << 10)
+    monkeypatch.setattr(allocation, "FIRST_BYTES", 32 << 10)
+    monkeypatch.setattr(allocation, "LEAST_PINNED", 4 << 10)
     pinned = pinning_on_cpu(monkeypatch)
     reserved: list[int] = []
     found, budgets = [], (None, 200 << 10, 0)

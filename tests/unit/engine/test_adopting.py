@@ -347,7 +347,7 @@ def test_what_fails_in_the_middle_gives_everything_back(monkeypatch: pytest.Monk
         raise OSError("gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.adopt.fill_unit", fail)
+        patch.setattr("penstock.build.fill_unit", fail)
         with pytest.raises(OSError, match="gone"):
             optimizer.add_param_group({"params": unfreeze_a_layer(model)})
     assert not list(engine.store.table())

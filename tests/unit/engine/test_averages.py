@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import penstock
-from penstock.engine.updates import averaging
+from penstock.engine.step import averaging
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared
 from tests.support import inline, prepare_on, separate
 

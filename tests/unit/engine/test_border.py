@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.machine.border import ours, theirs
+from penstock.runtime.modes import ours, theirs
 from tests.support import disks, prepare_on, separate, simulated, thorough
 
 WIDTH = 8

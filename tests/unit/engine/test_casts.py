@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.passes.precision import cast_floating
+from penstock.engine.forward_backward.casts import cast_floating
 from tests.models.modules_rows import WIDTH, Tutorial, squared
 from tests.support import inline, prepare_on, separate, simulated
 

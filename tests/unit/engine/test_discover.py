@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.units.discover import UnitSpec, find_units
+from penstock.engine.unit.partition import UnitSpec, find_units
 from penstock.errors import ConfigError
 from penstock.rules.select import NO_RULE
 

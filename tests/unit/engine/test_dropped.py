@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import HostWorker, Streams
+from penstock.runtime.streams import HostWorker, Streams
 from tests.accounts import tensor_bytes
 from tests.support import inline, pinning_on_cpu, prepare_on, separate, simulated
 

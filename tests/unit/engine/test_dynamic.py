@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import EngineError
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.support import disks, inline, prepare_on, sampled, separate, simulated
 
 LAYERS, WIDTH, STEPS = 4, 16, 4

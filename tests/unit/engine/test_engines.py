@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.accounts import tensor_bytes
 from tests.parity.rows import Arithmetic, Block, Movement, changed, shares
 from tests.support import inline, prepare_on, separate, simulated, thorough

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from penstock.machine.accelerator import AcceleratorStreams
-from penstock.machine.streams import COLLECTIVE, ON_DEVICE, Event, HostEvent
+from penstock.runtime.accelerator import AcceleratorStreams
+from penstock.runtime.streams import COLLECTIVE, ON_DEVICE, Event, HostEvent
 from tests.parity.rows import Arithmetic, Movement, train
 from tests.unit.machine.test_streams import FakeAccelerator
 

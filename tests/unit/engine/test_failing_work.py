@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD
+from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD
 from tests.parity.rows import PLACEMENTS, Arithmetic, Net, batches, loss_of, prepared
 from tests.support import BreakingStreams, BrokenError
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.updates.update import Updater
-from penstock.kinds import Tier
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import UPLOAD, Event, Streams, Work
+from penstock.config import Tier
+from penstock.engine.step.update import Updater
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import UPLOAD, Event, Streams, Work
 from tests.support import SeparateStreams, disks, inline, is_released, prepare_on, separate
 
 WIDTH, BLOCKS = 96, 4  # five tiles each

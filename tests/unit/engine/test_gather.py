@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.passes.gather import Gatherer
-from penstock.engine.passes.turns import Order
-from penstock.engine.units.holding import Residency
-from penstock.engine.units.unit import Unit
+from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.forward_backward.order import Order
+from penstock.engine.unit.unit import Residency, Unit
 from tests.support import is_released, prepare_on, separate
 
 WIDTH, BLOCKS = 64, 4

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import penstock
-from penstock.engine.passes.handles import Handle
+from penstock.engine.gradients.proxy import Handle
 from penstock.errors import EngineError
 from tests.support import inline, prepare_on, sampled_rows, separate
 

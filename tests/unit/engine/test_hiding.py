@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import DOWNLOAD, FETCH, UPDATE, UPLOAD, WRITE
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import DOWNLOAD, FETCH, UPDATE, UPLOAD, WRITE
 from tests.support import prepare_on, sampled, shorten_rings
 
 BLOCKS, WIDTH = 8, 64

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.units.holding import Holder, Holding, Residency
+from penstock.engine.unit.unit import Holder, Holding, Residency
 
 R = Residency
 MAY_FOLLOW = {

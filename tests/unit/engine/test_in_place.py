@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import Streams
 from penstock.rules import Segment
-from penstock.tiers import movement
+from penstock.runtime.streams import Streams
+from penstock.tiers import transfer
 from tests.support import inline, prepare_on, separate
 
 WIDTH, BLOCKS = 64, 3
@@ -121,7 +121,7 @@ def test_beyond_a_cut_the_host_updates_what_it_has_of_a_unit_in_one_call(monkeyp
 
 def test_a_call_of_the_host_has_no_more_elements_than_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = TILE_BYTES // 4
-    monkeypatch.setattr(movement, "STRETCH_NUMEL", 2 * tile)
+    monkeypatch.setattr(transfer, "STRETCH_NUMEL", 2 * tile)
     _, on_host = calls_across_a_cut(monkeypatch)
     assert max(map(sum, on_host)) == 2 * tile
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.updates import update
-from penstock.tiers import ring, staging
+from penstock.engine.step import update
+from penstock.tiers import staging, storage
 from tests.parity.resuming import SMALL, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import disks, interrupt, separate, simulated, thorough
@@ -155,7 +155,7 @@ def test_buffers_that_an_interrupt_kept_from_being_made_are_made_when_they_are_n
     prepared = after_a_step(run)
     optimizer = prepared[1]
     optimizer.offload_states(to="nvme")
-    owner = {"plan_staging": staging.StagingPlan, "make_slots": staging.Buffers, "fill": ring.Ring}[where]
+    owner = {"plan_staging": staging.StagingPlan, "make_slots": staging.Buffers, "fill": storage.Ring}[where]
     for call in range(1, 5):
         left = [call]
         made = getattr(owner, {"plan_staging": "__init__"}.get(where, where))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import MemoryBudgetError
-from penstock.machine.arena import Arena, HostMemory
+from penstock.runtime.host_memory import Arena, HostMemory
 from penstock.tiers.host import _HostSlab
 from penstock.tiers.nvme import FileSlab
 from tests.accounts import assert_table_agrees, file_bytes, slabs

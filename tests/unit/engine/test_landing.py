@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.kinds import GRAD, Tier
-from penstock.machine.reach import Reach
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
-from penstock.tiers.home import CellPlan, SectionPlan
+from penstock.config import GRAD, Tier
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
+from penstock.runtime.topology import Reach
 from penstock.tiers.staging import MEMORY_SLOTS, StagingPlan
+from penstock.tiers.storage import CellPlan, SectionPlan
 from penstock.trace import NO_LABEL, Label
 from tests.parity.rows import shares
 from tests.support import disks, inline, pinning_on_cpu, prepare_on, separate, simulated

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import opened
-from penstock.checkpoint.opened import read_marker
+from penstock.checkpoint import reader
+from penstock.checkpoint.reader import read_marker
 from penstock.engine.state import access, loading
-from penstock.engine.units.unit import Weights
+from penstock.engine.unit.unit import Weights
 from tests.parity.resuming import Other, Run, Values, different, go_on, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import run_ranks, separate
@@ -501,9 +501,9 @@ def on_two_ranks(rank: int, parent: Path) -> None:
         saved.append((of_rank(model), optimizer.full_param(model.first.weight)))
     assert read_marker(parent / "step-2").ranks[1].tensors is not None
 
-    see_everything = opened.checkpoints_in
+    see_everything = reader.checkpoints_in
     with pytest.MonkeyPatch.context() as patch:  # this rank does not see the newest one yet
-        patch.setattr(opened, "checkpoints_in", lambda path: see_everything(path)[: -1 if rank else None])
+        patch.setattr(reader, "checkpoints_in", lambda path: see_everything(path)[: -1 if rank else None])
         for path in (parent, parent / "latest"):
             assert optimizer.load(path)["step"] == 2
     found = of_rank(model), optimizer.full_param(model.first.weight)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.updates.scale import LossScale
+from penstock.engine.step.context import LossScale
 from penstock.errors import ConfigError, EngineError
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.support import inline, prepare_on, run_ranks, separate, simulated
 
 WIDTH = 64

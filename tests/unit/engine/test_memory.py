@@ -16,8 +16,8 @@ from torch import nn
 
 import penstock
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.machine.arena import PAGE_BYTES, return_free_memory
-from penstock.machine.streams import Streams
+from penstock.runtime.host_memory import PAGE_BYTES, return_free_memory
+from penstock.runtime.streams import Streams
 from penstock.tiers.host import _HostSlab
 from tests.support import inline, prepare_on, separate, simulated, thorough
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.passes import routes
-from penstock.engine.passes.reduce import Reducer
-from penstock.engine.units import norms
+from penstock.engine.gradients import reduce
+from penstock.engine.gradients.reduce import Reducer
+from penstock.engine.step import step
 from penstock.errors import EngineError
-from penstock.machine.streams import Streams
-from penstock.rules.deposit import Ranges
+from penstock.rules.formats import Ranges
+from penstock.runtime.streams import Streams
 from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, train
 from tests.support import disks, inline, prepare_on, separate, simulated
 
@@ -27,7 +27,7 @@ EVERY = [inline, separate, simulated]
 def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The cpu measures as a device does: late. How many parts were measured together, each time."""
     counts: list[int] = []
-    init, of = Reducer.__init__, norms.squared_norms_of
+    init, of = Reducer.__init__, step.squared_norms_of
 
     def made(self: Reducer, *given: Any, **rest: Any) -> None:
         init(self, *given, **rest)
@@ -38,7 +38,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return of(values)
 
     monkeypatch.setattr(Reducer, "__init__", made)
-    monkeypatch.setattr(norms, "squared_norms_of", note)
+    monkeypatch.setattr(step, "squared_norms_of", note)
     return counts
 
 
@@ -68,7 +68,7 @@ def test_norms_taken_late_have_the_same_bits(
 
 def test_a_gradient_is_one_operation_in_backward(late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "penstock.engine.passes.reduce.deposit_part", lambda *_, **__: pytest.fail("measured in backward")
+        "penstock.engine.gradients.reduce.deposit_part", lambda *_, **__: pytest.fail("measured in backward")
     )
     model, optimizer = small(separate())
     optimizer.backward(loss(model))
@@ -195,13 +195,13 @@ def test_updates_that_begin_in_backward_know_whether_it_is_finite(
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many parts were measured by a pass of their own, each time."""
     counts: list[int] = []
-    measure = routes.squared_norms
+    measure = reduce.squared_norms
 
     def noted(values: torch.Tensor, parts: Ranges, **rest: Any) -> Any:
         counts.append(len(parts))
         return measure(values, parts, **rest)
 
-    monkeypatch.setattr(routes, "squared_norms", noted)
+    monkeypatch.setattr(reduce, "squared_norms", noted)
     return counts
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.kinds import Tier
+from penstock.config import Tier
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.machine.aio import File
-from penstock.machine.arena import PAGE_BYTES
-from penstock.machine.streams import Streams
+from penstock.runtime.aio import File
+from penstock.runtime.host_memory import PAGE_BYTES
+from penstock.runtime.streams import Streams
 from penstock.tiers.staging import MOST_FILE_SLOTS, RING_BYTES
 from tests.support import inline, prepare_on, separate, shorten_rings, simulated
 

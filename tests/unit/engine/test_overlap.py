@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import DOWNLOAD, FETCH, READ, UPDATE, WRITE, Event, Streams, Work
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import DOWNLOAD, FETCH, READ, UPDATE, WRITE, Event, Streams, Work
 from tests.support import (
     BreakingStreams,
     BrokenError,

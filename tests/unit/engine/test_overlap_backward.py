@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine.passes.under_way import in_backward
+from penstock.engine.step.owner_thread import in_backward
 from penstock.errors import ConfigError, EngineError
-from penstock.machine.streams import UPDATE, Event, InlineStreams, Streams, Work
+from penstock.runtime.streams import UPDATE, Event, InlineStreams, Streams, Work
 from tests.support import BreakingStreams, BrokenError, inline, prepare_on, run_ranks, separate, simulated, thorough
 
 BLOCKS, WIDTH = 4, 48

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.runtime.streams import Streams
 from tests.support import inline, prepare_on, separate, simulated, thorough
 
 WIDTH = 48

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import wholefiles
+from penstock import files
 from penstock.errors import ConfigError, EngineError
 from penstock.ext.observe.record import STEPS_BEFORE, STEPS_TRACED
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import UPDATE, Streams
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import UPDATE, Streams
 from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
 
 WIDTH = 16
@@ -346,7 +346,7 @@ class TestFile:
         optimizer.close()
 
     def test_what_json_does_not_have_is_text(self) -> None:
-        assert wholefiles.to_json({1: {"a": (math.nan, 2.5, {3})}, "path": Path("x"), "flag": True}) == {
+        assert files.to_json({1: {"a": (math.nan, 2.5, {3})}, "path": Path("x"), "flag": True}) == {
             "1": {"a": [None, 2.5, [3]]},
             "path": "x",
             "flag": True,

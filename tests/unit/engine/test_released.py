@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.engine.units.holding import Residency
+from penstock.engine.unit.unit import Residency
 from tests.support import inline, is_released, prepare_on, released, run_ranks, separate, simulated
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import ConfigError, EngineError, MemoryBudgetError, NvmeError
-from penstock.machine.arena import HostMemory
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import UPDATE, Streams
+from penstock.runtime.host_memory import HostMemory
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import UPDATE, Streams
 from tests.accounts import assert_table_agrees, file_bytes, slabs, tensor_bytes
 from tests.faults.failing_files import Faults
 from tests.support import (
@@ -554,7 +554,9 @@ def test_a_host_that_is_full_changes_nothing(
     optimizer.offload_states({"optimizer"}, "nvme")
     for arguments in ((None, "cpu"), ({"param"}, "nvme")):  # the second one's ring does not fit
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.machine.arena.available_host_memory", lambda: HostMemory(1000, "the host has"))
+            patch.setattr(
+                "penstock.runtime.host_memory.available_host_memory", lambda: HostMemory(1000, "the host has")
+            )
             with pytest.raises(MemoryBudgetError, match="bytes of host memory are needed"):
                 optimizer.offload_states(*arguments)
         optimizer.locations().assert_on("optimizer", "nvme")
@@ -582,7 +584,7 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         return makes(*shape, **rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.tiers.device.torch.empty", refuse)
+        patch.setattr("penstock.tiers.host.torch.empty", refuse)
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.reload_states()
     for kind in KINDS:
@@ -697,7 +699,9 @@ def check_rank(rank: int, stage: int, back_ends: list[Callable[[], Streams]], fo
                     break
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr("penstock.machine.arena.available_host_memory", lambda: HostMemory(1000, "the host has"))
+                patch.setattr(
+                    "penstock.runtime.host_memory.available_host_memory", lambda: HostMemory(1000, "the host has")
+                )
             with pytest.raises(MemoryBudgetError if rank == 1 else EngineError):
                 optimizer.offload_states()  # one rank cannot, so none does
         optimizer.locations().assert_on("param", "device")

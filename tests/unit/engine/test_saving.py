@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint import save as saves
 from penstock.checkpoint import tiles
-from penstock.checkpoint.manifest import MARKER
-from penstock.checkpoint.opened import read_manifest
+from penstock.checkpoint.format import MARKER
+from penstock.checkpoint.reader import read_manifest
 from penstock.checkpoint.save import Save
 from penstock.checkpoint.tiles import TileWriter
-from penstock.machine import aio
-from penstock.machine.arena import Arena
-from penstock.machine.events import HostEvent
-from penstock.machine.workers import HostWorker
+from penstock.runtime import aio
+from penstock.runtime.events import HostEvent
+from penstock.runtime.host_memory import Arena
+from penstock.runtime.workers import HostWorker
 from tests.parity.resuming import SMALL, Other, Run, Values, different, go_on, iterate, resumed, saved, values
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import run_ranks, separate, simulated

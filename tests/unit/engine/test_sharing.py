@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.updates.sharing import MEASURED_STEPS, WARM_UP_STEPS, Sharing
-from penstock.engine.updates.update import Run, TileUpdate
+from penstock.config import STAGING, Tier
+from penstock.engine.step.update import MEASURED_STEPS, WARM_UP_STEPS, Run, Sharing, TileUpdate
 from penstock.errors import ConfigError
-from penstock.kinds import STAGING, Tier
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Streams
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Streams
 from penstock.tiers import staging
 from tests.support import prepare_on, separate
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.updates.scale import LossScale
-from penstock.engine.updates.skips import Skips
+from penstock.engine.step.context import LossScale, Skips
 from penstock.errors import EngineError
 from tests.support import inline, prepare_on, run_ranks, separate, simulated
 

@@ -11,10 +11,10 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine.passes.forward import Forward
-from penstock.engine.passes.outputs import Call
-from penstock.engine.units.parameter import UnitParameter
-from penstock.engine.units.unit import Unit
+from penstock.engine.forward_backward.forward import Forward
+from penstock.engine.forward_backward.order import Call
+from penstock.engine.unit.parameter import UnitParameter
+from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 from penstock.layout import Slot
 from penstock.rules.fused import Fused

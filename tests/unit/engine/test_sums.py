@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.machine.aio import File, Transfer, checksum
-from penstock.machine.arena import page_aligned
-from penstock.machine.streams import Streams
-from penstock.rules.sums import Sums
+from penstock.rules.fused import Sums
+from penstock.runtime.aio import File, Transfer, checksum
+from penstock.runtime.host_memory import page_aligned
+from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
 from tests.support import disks, inline, prepare_on, separate, shorten_rings, simulated, thorough
 

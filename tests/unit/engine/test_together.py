@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.units.together import broadcast_alike, broadcast_flat, groups_of
-from penstock.machine.collectives import Ranks
-from penstock.machine.reach import Grid
+from penstock.engine.unit.first_values import broadcast_alike, broadcast_flat, groups_of
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.topology import Grid
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

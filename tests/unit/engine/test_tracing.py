@@ -16,9 +16,9 @@ import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.ext.observe.timeline import COMPUTE, RESOURCES
 from penstock.forecast.program import OF_MODEL
-from penstock.machine.aio import File
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams
+from penstock.runtime.aio import File
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
 
 WIDTH, DEPTH = 32, 3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine.passes import under_way
+from penstock.engine.step import owner_thread
 from tests.support import inline, prepare_on, separate, simulated, thorough
 
 WIDTH = 16
@@ -172,9 +172,9 @@ def test_after_an_interrupt_everything_works(
 ) -> None:
     """Also while the error is being handled, with its frames at hand; and where hooks cannot see who calls backward."""
     if hidden:
-        find = under_way._runs_as_long
-        monkeypatch.setattr(under_way, "_is_autograds", lambda: True)
-        monkeypatch.setattr(under_way, "_runs_as_long", lambda m: None if under_way.in_backward() else find(m))
+        find = owner_thread._runs_as_long
+        monkeypatch.setattr(owner_thread, "_is_autograds", lambda: True)
+        monkeypatch.setattr(owner_thread, "_runs_as_long", lambda m: None if owner_thread.in_backward() else find(m))
     model, optimizer, x = prepared(checkpointed=where == "recomputed")
     other_model, other, _ = prepared()
     assert train(model, optimizer, x) == train(other_model, other, x)

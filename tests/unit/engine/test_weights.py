@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.units import source
+from penstock.engine.unit import first_values
 from penstock.errors import CheckpointError, ConfigError
 from tests.support import run_ranks
 
@@ -273,7 +273,7 @@ def test_no_more_than_a_unit_is_asked_for_before_it_is_in_its_home(monkeypatch: 
     values = {name: value.clone() for name, value in llama().state_dict().items()}
     alive = peak = 0
 
-    class Counted(source.Whole):
+    class Counted(first_values.Whole):
         def __init__(self, value: Tensor) -> None:
             nonlocal alive, peak
             super().__init__(value)
@@ -285,7 +285,7 @@ def test_no_more_than_a_unit_is_asked_for_before_it_is_in_its_home(monkeypatch: 
             nonlocal alive
             alive -= self.numel
 
-    monkeypatch.setattr(source, "Whole", Counted)
+    monkeypatch.setattr(first_values, "Whole", Counted)
     model = on_meta()
     largest = sum(p.numel() for p in llama().model.layers[0].parameters())
     penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=values.__getitem__).close()

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config import Overlap, TierName
 from penstock.errors import ConfigError
 from penstock.forecast.bounds import Bound, bound, collective_s
 from penstock.forecast.lacks import Infeasible
 from penstock.forecast.load import Fractions, Limits, Load
 from penstock.forecast.machine import Machine as RealMachine
 from penstock.forecast.program import BackEnd, Collective
-from penstock.kinds import Overlap, TierName
 from tests.property.pipelines import TIERS, Machine, Pipeline, simulate
 
 ROOMY = Limits(dict.fromkeys(TIERS, 1 << 40))

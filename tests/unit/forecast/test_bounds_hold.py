@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.blueprint import request_for
-from penstock.config import Options, Placement
+from penstock.config import Options, Overlap, Placement
 from penstock.forecast.bounds import least_step
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import machine_costs
@@ -18,10 +18,9 @@ from penstock.forecast.load import TIERS, Fractions, Limits
 from penstock.forecast.machine import Figure, Machine
 from penstock.forecast.program import BackEnd
 from penstock.forecast.retime import retime
-from penstock.kinds import Overlap
-from penstock.machine.reach import Grid
 from penstock.planner.loads import load_of
 from penstock.rehearsal.rehearse import Rehearsal, Scene, rehearse
+from penstock.runtime.topology import Grid
 
 WIDTH, BLOCKS, TILE = 128, 4, 8192
 # What rings hold of files here: 32 slots of tiles with all that belongs to them, for updates and on the way.

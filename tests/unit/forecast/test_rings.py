@@ -11,7 +11,7 @@ from penstock.forecast.figures import Figure
 from penstock.forecast.machine import Machine
 from penstock.forecast.program import Collective
 from penstock.forecast.rings import LINKS, NETWORK, Spread, ring, spread_of
-from penstock.machine.reach import Grid
+from penstock.runtime.topology import Grid
 
 #: 1 s and 100 bytes/s between neighbours, 3 s and 10 bytes/s between hosts.
 FIGURES = {"link_bandwidth": 100.0, "link_seconds": 1.0, "net_bandwidth": 10.0, "net_seconds": 3.0}

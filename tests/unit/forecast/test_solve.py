@@ -6,11 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.config import Placement
+from penstock.config import Placement, TierName
 from penstock.forecast.candidates import GRID, Candidate, Candidates, Choice, candidates, cut
 from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
 from penstock.forecast.solve import Evaluation, Found, Infeasible, infeasible, search
-from penstock.kinds import TierName
 from tests.property.pipelines import Machine
 
 GIB = 1 << 30

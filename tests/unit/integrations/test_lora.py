@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.codes import codes_of, decoded, scales_of
+from penstock.checkpoint.pretrained import codes_of, decoded, scales_of
 from penstock.cli.training.learning.model import build
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import chunk_loss

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import NvmeError
-from penstock.machine.aio import File, Queue, Transfer, checksum
-from penstock.machine.arena import PAGE_BYTES
+from penstock.runtime.aio import File, Queue, Transfer, checksum
+from penstock.runtime.host_memory import PAGE_BYTES
 from tests.support import interrupt, memory
 
 MIB = 1 << 20
@@ -260,7 +260,7 @@ def test_buffered_files_are_said_once(
     def refuse(descriptor: int, command: int, argument: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("penstock.machine.aio.fcntl.fcntl", refuse)
+    monkeypatch.setattr("penstock.runtime.aio.fcntl.fcntl", refuse)
     source, into = memory(MIB, seed=3), memory(MIB)
     with caplog.at_level(logging.WARNING, logger="penstock"):
         for name in ("a", "b"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.cgroups import MemoryLimit, core_quota, memory_left
+from penstock.runtime.system import MemoryLimit, core_quota, memory_left
 
 GIB = 1 << 30
 NO_LIMIT = "9223372036854771712"

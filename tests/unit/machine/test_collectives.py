@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.machine.collectives import Ranks
-from penstock.machine.reach import Grid
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.topology import Grid
 from tests.support import run_ranks
 
 

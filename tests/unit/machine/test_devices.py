@@ -10,9 +10,10 @@ import torch
 import penstock
 from penstock import preparing
 from penstock.errors import ConfigError
-from penstock.machine import devices
-from penstock.machine.devices import (
+from penstock.runtime import hardware
+from penstock.runtime.hardware import (
     Choice,
+    Hardware,
     Place,
     Visible,
     check_apart,
@@ -21,7 +22,6 @@ from penstock.machine.devices import (
     free_device_memory,
     place_of,
 )
-from penstock.machine.hardware import Hardware
 from tests.support import inline
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_a_model_beside_the_process_group_s_device_is_refused() -> None:
 def machine_of(patch: pytest.MonkeyPatch, visible: Visible) -> list[torch.device]:
     """An accelerator that is made up. Returns the devices that were made current."""
     current: list[torch.device] = []
-    patch.setattr(devices, "visible_devices", lambda: visible)
+    patch.setattr(hardware, "visible_devices", lambda: visible)
     patch.setattr(torch.accelerator, "set_device_index", current.append)
     return current
 

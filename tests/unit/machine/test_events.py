@@ -6,9 +6,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from penstock.machine import accelerator
-from penstock.machine.events import Event, FailedEvent, HostEvent, all_of
-from penstock.machine.streams import UPLOAD
+from penstock.runtime import accelerator
+from penstock.runtime.events import Event, FailedEvent, HostEvent, all_of
+from penstock.runtime.streams import UPLOAD
 
 
 class Counted(HostEvent):

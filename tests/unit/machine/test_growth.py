@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.machine import growth
-from penstock.machine.growth import SETTLING_LOOKS, Growth, resident_bytes
+from penstock.runtime import system
+from penstock.runtime.system import SETTLING_LOOKS, Growth, resident_bytes
 
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ def test_what_grows_all_the_same_is_asked_for_again_only_when_it_has_grown_as_mu
 
 
 def test_a_system_that_says_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "STATM", Path("/nowhere"))
+    monkeypatch.setattr(system, "STATM", Path("/nowhere"))
     assert resident_bytes() == 0
     process = Process(0)
     process.look(*[0] * (SETTLING_LOOKS + 2))

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.machine.mesh import grid_of
-from penstock.machine.reach import Grid
+from penstock.runtime.topology import Grid, grid_of
 
 
 @pytest.mark.parametrize(

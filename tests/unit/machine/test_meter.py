@@ -8,8 +8,8 @@ import weakref
 import pytest
 
 from penstock.ext.observe.observer import WaitSums, observe
-from penstock.machine.events import DONE
-from penstock.machine.streams import FETCH, UPDATE, UPLOAD, WRITE, Streams
+from penstock.runtime.events import DONE
+from penstock.runtime.streams import FETCH, UPDATE, UPLOAD, WRITE, Streams
 from tests.support import inline, simulated
 
 

@@ -7,9 +7,8 @@ import pytest
 from penstock.forecast.bounds import collective_s
 from penstock.forecast.program import Collective
 from penstock.forecast.rings import ring
-from penstock.machine.mesh import node_size, nodes_of
-from penstock.machine.reach import Grid
-from penstock.machine.threads import neighbours_of_host
+from penstock.runtime.system import neighbours_of_host
+from penstock.runtime.topology import Grid, node_size, nodes_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.machine.numa import device_node, device_nodes, numbered_nodes, parse_cores, prefer_node
+from penstock.runtime.system import device_node, device_nodes, numbered_nodes, parse_cores, prefer_node
 from tests.unit.machine.test_threads import machine
 
 CPU = torch.device("cpu")

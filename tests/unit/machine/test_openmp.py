@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import penstock
-from penstock.machine import openmp
-from penstock.machine.openmp import compute_pool, stay_alone
-from penstock.machine.streams import copy, on_worker
 from penstock.rules import Pool
-from penstock.rules.deposit import deposit, squared_norm
+from penstock.rules.formats import deposit, squared_norm
+from penstock.runtime import system
+from penstock.runtime.streams import copy, on_worker
+from penstock.runtime.system import compute_pool, stay_alone
 
 CPU = torch.device("cpu")
 TEAMS = """
 import torch
 from pathlib import Path
-from penstock.machine.workers import HostWorker
+from penstock.runtime.workers import HostWorker
 
 def native_threads():
     return len(list(Path("/proc/self/task").iterdir()))
@@ -70,7 +70,7 @@ def test_gradients_go_home_on_torch_s_threads(monkeypatch: pytest.MonkeyPatch) -
         seen.append(pool)
         return 0.0
 
-    monkeypatch.setattr("penstock.engine.passes.reduce.deposit_part", noted)
+    monkeypatch.setattr("penstock.engine.gradients.reduce.deposit_part", noted)
     model = torch.nn.Linear(8, 8)
     optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     optimizer.backward(model(torch.randn(2, 8)).sum())
@@ -80,7 +80,7 @@ def test_gradients_go_home_on_torch_s_threads(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_runtime_without_that_interface_leaves_it_to_the_updates_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp.torch, "__file__", "/nowhere/torch/__init__.py")
+    monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
     pool = Pool(1)
     assert compute_pool(CPU, pool) is pool
 
@@ -132,7 +132,7 @@ def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(
         found.add((on_worker(), torch.get_num_threads()))
         copy(target, source)
 
-    monkeypatch.setattr("penstock.tiers.copies.copy", noted)
+    monkeypatch.setattr("penstock.tiers.transfer.copy", noted)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -151,7 +151,7 @@ def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(
 
 
 def test_a_runtime_that_cannot_be_told_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp.torch, "__file__", "/nowhere/torch/__init__.py")
+    monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
     before = torch.get_num_threads()
     stay_alone()
     assert torch.get_num_threads() == before

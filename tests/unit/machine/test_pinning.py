@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.machine import pinning
-from penstock.machine.arena import PAGE_BYTES, Arena, Words
+from penstock.runtime import host_memory
+from penstock.runtime.host_memory import PAGE_BYTES, Arena, Words
 
 CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda", 1), torch.device("xpu", 1)
 
@@ -38,9 +38,9 @@ def use(patch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def one_node(patch: pytest.MonkeyPatch) -> None:
-    for place in ("arena.device_node", "threads.device_node"):
-        patch.setattr(f"penstock.machine.{place}", lambda device: None)
-    patch.setattr("penstock.machine.threads.device_nodes", lambda device: [])
+    for place in ("host_memory.device_node", "system.device_node"):
+        patch.setattr(f"penstock.runtime.{place}", lambda device: None)
+    patch.setattr("penstock.runtime.system.device_nodes", lambda device: [])
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_one_that_registers_nothing_copies_slabs_through_buffers_of_torch_s(
     monkeypatch: pytest.MonkeyPatch, torch_has_pinned: list[int]
 ) -> None:
     use(monkeypatch, SimpleNamespace())
-    assert not pinning.can_register(OTHER)
+    assert not host_memory.can_register(OTHER)
     slab = Arena(5 * PAGE_BYTES, OTHER)
     assert (slab.pinned, slab.pageable, torch_has_pinned) == (False, True, [])
     ring = Arena(5 * PAGE_BYTES, OTHER, ring=True)
@@ -161,9 +161,9 @@ def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypat
 
 
 def test_a_cpu_copies_nothing() -> None:
-    assert not pinning.needs_pinning(CPU)
-    assert not pinning.can_register(CPU)
-    assert pinning.pinned_buffer(8, CPU, PAGE_BYTES) is None
+    assert not host_memory.needs_pinning(CPU)
+    assert not host_memory.can_register(CPU)
+    assert host_memory.pinned_buffer(8, CPU, PAGE_BYTES) is None
 
 
 def test_words_have_a_place_each_and_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

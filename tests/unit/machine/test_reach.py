@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from penstock.machine.accelerator import reach_for, streams_for
-from penstock.machine.reach import Grid, Reach
+from penstock.runtime.accelerator import reach_for, streams_for
+from penstock.runtime.topology import Grid, Reach
 
 CPU = torch.device("cpu")
 

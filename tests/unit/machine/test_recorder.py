@@ -15,10 +15,10 @@ import torch
 from penstock.ext.observe import observer
 from penstock.ext.observe.observer import observe
 from penstock.ext.observe.timeline import Recording, Span, Timeline
-from penstock.machine import clocks
-from penstock.machine.accelerator import AcceleratorStreams
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import (
+from penstock.runtime import hardware
+from penstock.runtime.accelerator import AcceleratorStreams
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import (
     DONE,
     DOWNLOAD,
     READ,
@@ -366,7 +366,7 @@ class TestDevices:
         clock = FakeTime()
         fake = FakeAccelerator(clock)
         monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-        monkeypatch.setattr(clocks, "time", clock)
+        monkeypatch.setattr(hardware, "time", clock)
         monkeypatch.setattr(observer, "time", clock)
         return fake
 

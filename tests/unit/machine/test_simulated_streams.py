@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from penstock.machine.simulated import SimulatedStreams, poison
-from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, copy
+from penstock.runtime.simulated import SimulatedStreams, poison
+from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, copy
 
 
 def wait_for(gate: threading.Event) -> None:

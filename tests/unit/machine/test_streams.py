@@ -16,9 +16,9 @@ import torch
 
 from penstock.errors import CheckpointError, NvmeError
 from penstock.ext.observe.observer import observe
-from penstock.machine.accelerator import AcceleratorStreams, streams_for
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import (
+from penstock.runtime.accelerator import AcceleratorStreams, streams_for
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import (
     COLLECTIVE,
     DONE,
     DOWNLOAD,

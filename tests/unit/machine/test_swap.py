@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import NvmeError
-from penstock.machine.host import BOOT_ID
-from penstock.machine.swap import IDENTITY, LOCK, UNFINISHED_SECONDS, Identity, SwapFolder
+from penstock.runtime.swap import IDENTITY, LOCK, UNFINISHED_SECONDS, Identity, SwapFolder
+from penstock.runtime.system import BOOT_ID
 
 DEAD = replace(Identity.own(), pid=4242, started="2024-05-06T07:08:09+00:00")
 

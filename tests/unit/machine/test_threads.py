@@ -7,8 +7,8 @@ import torch
 
 import penstock
 from penstock import construct
-from penstock.machine.threads import UpdateCores, hosts_of, share_of_cores, update_cores
 from penstock.rules import Pool
+from penstock.runtime.system import UpdateCores, hosts_of, share_of_cores, update_cores
 
 
 def machine(folder: Path, *cpulists: str) -> Path:

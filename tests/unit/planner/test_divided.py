@@ -11,11 +11,11 @@ from penstock.errors import ConfigError
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.program import OF_MODEL, Program
 from penstock.forecast.retime import retime
-from penstock.machine.reach import Grid
 from penstock.planner import imagined_mesh, plan
 from penstock.planner.divided import on_mesh
 from penstock.planner.question import Question
 from penstock.rehearsal.rehearse import Scene, rehearse
+from penstock.runtime.topology import Grid
 from tests.planning import ON_HOST, asked, desktop
 
 WIDTH, TOKENS = 64, 32

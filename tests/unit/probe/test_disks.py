@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError, NvmeError
-from penstock.machine import swap
-from penstock.machine.aio import File, Queue
 from penstock.probe import disks
 from penstock.probe.disks import _Disk, check_folders, file_system, free_space, measure_disks, record_bytes
 from penstock.probe.sampling import Deadline
+from penstock.runtime import swap
+from penstock.runtime.aio import File, Queue
 from tests.support import disks as folders_of_tests
 
 MIB = 1 << 20

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.machine.arena import page_aligned
 from penstock.optim import Lion
 from penstock.probe import memory
 from penstock.probe.memory import (
@@ -19,6 +18,7 @@ from penstock.probe.memory import (
 from penstock.probe.sampling import Deadline
 from penstock.probe.updates import BF16, FP32, RULES, Update, fill
 from penstock.rules import Pool, rule_for
+from penstock.runtime.host_memory import page_aligned
 from tests.support import pinning_on_cpu
 
 CPU = torch.device("cpu")

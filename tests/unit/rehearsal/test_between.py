@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from penstock.blueprint import request_for
 from penstock.errors import ConfigError
 from penstock.forecast.program import OF_MODEL, Collective, Kind
-from penstock.machine.groups import all_gather_flat, reduce_scatter_flat
-from penstock.machine.reach import Grid
 from penstock.parallel import ulysses_attention
 from penstock.rehearsal.hollow import hollow, is_hollow
 from penstock.rehearsal.imagined import imagined_mesh
 from penstock.rehearsal.rehearse import Scene, rehearse
 from penstock.rehearsal.rehearsed import Rehearsed
+from penstock.runtime.control_group import all_gather_flat, reduce_scatter_flat
+from penstock.runtime.topology import Grid
 
 RANKS = 4
 functional = torch.ops._c10d_functional

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from penstock.optim import Lion
 from penstock.rules import Segment, StateFormat, rule_for, split_master
+from penstock.rules.formats import write_state
 from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import BLOCK_NUMEL
-from penstock.rules.storage import write_state
 
 # dtype of the parameter, dtype of the master
 STORAGES = [

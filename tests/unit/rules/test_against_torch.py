@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.optim import Lion
 from penstock.rules import Pool, Rule, Segment, StateFormat, rule_for, split_master
+from penstock.rules.formats import read_master
 from penstock.rules.fused import Fused, FusedHyper, update_reference
-from penstock.rules.master import read_master
 from tests.unit.rules.segments import FORMATS, make, rule_and_hyper
 
 NUMEL = 2000

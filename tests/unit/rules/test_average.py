@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.rules.average import begin, follow, hide, show
-from penstock.rules.master import read_master, write_master
+from penstock.rules.formats import read_master, write_master
 
 NUMEL = 1000
 FORMS = [

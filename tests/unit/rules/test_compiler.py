@@ -8,9 +8,8 @@ import torch
 from torch._dynamo import device_interface
 from torch._inductor.codegen import common
 
-from penstock.rules import compiler, device
-from penstock.rules.compiler import has_compiler
-from penstock.rules.device import DeviceUpdate
+from penstock.rules import device
+from penstock.rules.device import DeviceUpdate, has_compiler
 from tests.unit.rules.segments import make, random_inputs, rule_and_hyper
 
 DEVICE = torch.device("xpu")
@@ -49,7 +48,7 @@ def torch_with(
     patch.setattr(device_interface, "get_registered_device_interfaces", interfaces.items)
     patch.setattr(common, "init_backend_registration", lambda: None)
     patch.setattr(common, "get_scheduling_for_device", {DEVICE.type: scheduling}.get)
-    patch.setattr(compiler, "find_spec", lambda name: object() if triton and name == "triton" else None)
+    patch.setattr(device, "find_spec", lambda name: object() if triton and name == "triton" else None)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +118,10 @@ def test_a_compiler_that_rounds_otherwise_is_said_once(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     if not known:
-        monkeypatch.setattr(compiler, "ROUNDING", {**compiler.ROUNDING, "eager_numerics.of_another_torch": True})
-    assert compiler.rounds_as_host(torch.device(kind)) is expected
+        monkeypatch.setattr(device, "ROUNDING", {**device.ROUNDING, "eager_numerics.of_another_torch": True})
+    assert device.rounds_as_host(torch.device(kind)) is expected
     monkeypatch.setattr(device, "has_compiler", lambda of: True)
-    monkeypatch.setattr(device, "rounds_as_host", lambda of: compiler.rounds_as_host(torch.device(kind)))
+    monkeypatch.setattr(device, "rounds_as_host", lambda of: expected)
     monkeypatch.setattr(device, "compile_pass", lambda function: function)
     rule, hyper = rule_and_hyper("adamw")
     segment = make(rule, *random_inputs(512), (torch.float32, None), torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.rules import Pool, deposit, squared_norm
-from penstock.rules.deposit import _deposit_in_torch, deposit_part, deposit_parts, squared_norms
+from penstock.rules.formats import _deposit_in_torch, deposit_part, deposit_parts, squared_norms
 
 Check = Callable[[Tensor, Tensor], None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

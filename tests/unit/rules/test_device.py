@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.rules import StateFormat
-from penstock.rules.compiler import ROUNDING, compile_pass
-from penstock.rules.device import DeviceUpdate, one_pass
-from penstock.rules.exact import fma, sqrt
+from penstock.rules.device import ROUNDING, DeviceUpdate, compile_pass, one_pass
 from penstock.rules.fused import update_in_torch, update_reference
+from penstock.rules.rule import fma, sqrt
 from tests.support import sampled_rows
 from tests.unit.rules.segments import (
     FORMATS,
@@ -143,7 +142,7 @@ def test_the_compiler_rounds_otherwise_for_our_functions_alone(monkeypatch: pyte
 
     seen: list[dict[str, Any]] = []
     before = config.get_config_copy()
-    assert before.keys() >= ROUNDING.keys(), "this torch has what rules/compiler.py asks for"
+    assert before.keys() >= ROUNDING.keys(), "this torch has what rules/device.py asks for"
 
     def compiler(graph: Any, inputs: Any, config_patches: Any = None, **_: Any) -> Any:
         seen.append(config_patches)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rules.exact import fma, fp32, sqrt
+from penstock.rules.rule import fma, fp32, sqrt
 
 FP32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

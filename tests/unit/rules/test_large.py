@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.construct import number_elements
-from penstock.engine.updates.update import Run, merge
+from penstock.engine.step.update import Run, merge
 from penstock.layout import FlatLayout, Piece
 from penstock.rules import Pool, Segment, StateFormat, deposit, squared_norm
-from penstock.rules.dither import random_words, step_key
+from penstock.rules.formats import random_words, step_key
 from penstock.rules.fused import update_reference
 from penstock.rules.rule import BLOCK_NUMEL, Hyper
 from tests.support import thorough

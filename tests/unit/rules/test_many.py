@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.rules import Segment, StateFormat, device
-from penstock.rules.compiler import compile_pass
-from penstock.rules.device import DeviceUpdate, one_pass
+from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
 from penstock.rules.fused import Fused, FusedHyper, update_in_torch, update_reference
 from penstock.rules.rule import BLOCK_NUMEL
 from tests.unit.rules.segments import FORMATS, RULES, STORAGES, copy_of, make, parts, random_inputs, rule_and_hyper

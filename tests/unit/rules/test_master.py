@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.rules import join_master, split_master
-from penstock.rules.master import read_master, write_given, write_master
+from penstock.rules.formats import read_master, write_given, write_master
 
 Check = Callable[[Tensor, Tensor], None]
 

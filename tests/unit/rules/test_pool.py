@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.rules import Pool, Segment, deposit, rule_for, squared_norm
-from penstock.rules.adam import Adam
+from penstock.rules.standard import Adam
 
 
 def thread_count() -> int:

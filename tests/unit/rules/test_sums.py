@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock import _native
-from penstock.machine.aio import checksum
-from penstock.machine.arena import page_aligned
 from penstock.rules import Pool, Segment, StateFormat, rule_for
-from penstock.rules.fused import Fused, FusedHyper
+from penstock.rules.fused import Fused, FusedHyper, Summing, Sums, update_many
 from penstock.rules.rule import Hyper
-from penstock.rules.sums import Summing, Sums, update_many
+from penstock.runtime.aio import checksum
+from penstock.runtime.host_memory import page_aligned
 from tests.support import memory
 from tests.unit.rules.segments import (
     FORMATS,

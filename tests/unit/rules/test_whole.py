@@ -13,8 +13,8 @@ import penstock.optim
 from penstock.errors import ConfigError, EngineError
 from penstock.optim import Lamb, MuonAdamW
 from penstock.rules import Segment, StateFormat, rule_for, split_master
+from penstock.rules.formats import read_state
 from penstock.rules.rule import BLOCK_NUMEL, Rule
-from penstock.rules.storage import read_state
 
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought it")
 STEPS = 3
@@ -182,7 +182,7 @@ def test_pieces_of_what_is_decoded_fit_together(monkeypatch: pytest.MonkeyPatch)
     for format_, master in ((stochastic, torch.int16), (stochastic, None), (StateFormat("int8"), torch.float32)):
         whole = run(optimizer, value, grads, format_, (torch.bfloat16, master))[1]
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.ext.matrix.whole.PIECE_NUMEL", 512)
+            patch.setattr("penstock.ext.matrix.PIECE_NUMEL", 512)
             pieces = run(optimizer, value, grads, format_, (torch.bfloat16, master))[1]
         for a, b in zip((whole.param, *whole.states), (pieces.param, *pieces.states), strict=True):
             assert torch.equal(a, b)

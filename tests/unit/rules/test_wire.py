@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.rules import Pool
-from penstock.rules.compiler import compile_pass
-from penstock.rules.imagined import noting
+from penstock.rules.device import compile_pass
+from penstock.rules.rule import noting
 from penstock.rules.wire import WireFormat, WireName, pack_words, unpack_words
 from tests.support import thorough
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kinds import Tier
-from penstock.machine.accelerator import AcceleratorStreams
-from penstock.machine.streams import DONE, FETCH, READ, UPDATE, UPLOAD, Event, HostEvent, Streams
-from penstock.tiers import copies as module
-from penstock.tiers.copies import Copies, Way
+from penstock.config import Tier
+from penstock.runtime.accelerator import AcceleratorStreams
+from penstock.runtime.streams import DONE, FETCH, READ, UPDATE, UPLOAD, Event, HostEvent, Streams
+from penstock.tiers import transfer as module
 from penstock.tiers.host import BOUNCE_READERS, BOUNCE_SLOTS
-from penstock.tiers.ring import PASSING, Ring, RingSlot
+from penstock.tiers.storage import PASSING, Ring, RingSlot
+from penstock.tiers.transfer import Copies, Way
 from penstock.trace import NO_LABEL
 from tests.support import BreakingStreams, BrokenError, separate, simulated
 from tests.unit.machine.test_streams import FakeAccelerator

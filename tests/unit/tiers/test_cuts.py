@@ -11,18 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import Tier
 from penstock.errors import MemoryBudgetError
-from penstock.kinds import Tier
 from penstock.layout import round_up
-from penstock.machine.arena import PAGE_BYTES, HostMemory
-from penstock.machine.streams import HostEvent
-from penstock.tiers import cuts as module
-from penstock.tiers.cuts import Cut, Cuts, step_bytes
-from penstock.tiers.device import DeviceTier
-from penstock.tiers.host import HostTier
+from penstock.runtime.host_memory import PAGE_BYTES, HostMemory
+from penstock.runtime.streams import HostEvent
+from penstock.tiers import allocation as module
+from penstock.tiers.allocation import Cut, Cuts, step_bytes
+from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
-from penstock.tiers.records import Records
-from penstock.tiers.store import Store
+from penstock.tiers.storage import Records
+from penstock.tiers.tier import Store
 from tests.accounts import cells
 
 CPU = torch.device("cpu")
@@ -225,7 +224,7 @@ def test_where_there_is_no_room_for_a_step_there_may_be_for_what_is_wanted(monke
     store = store_with()
     cuts = cuts_of(store)
     monkeypatch.setattr(
-        "penstock.machine.arena.available_host_memory", lambda: HostMemory(3 * PAGE_BYTES, "the host has")
+        "penstock.runtime.host_memory.available_host_memory", lambda: HostMemory(3 * PAGE_BYTES, "the host has")
     )
     cuts.take(2 * PAGE_BYTES)
     assert cuts.capacity == 2 * PAGE_BYTES

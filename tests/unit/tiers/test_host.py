@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.kinds import Tier
-from penstock.machine import arena, pinning
-from penstock.tiers.home import CellPlan, MemorySection, SectionPlan
+from penstock.config import Tier
+from penstock.runtime import host_memory
 from penstock.tiers.host import HostTier, bounce_bytes
-from penstock.tiers.store import Store
+from penstock.tiers.storage import CellPlan, MemorySection, SectionPlan
+from penstock.tiers.tier import Store
 from tests.accounts import cells
 from tests.support import pinning_on_cpu
 
@@ -114,9 +114,9 @@ def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch: pyte
     pinned = pinning_on_cpu(monkeypatch)
     near: list[int] = []
     touched: list[int] = []
-    monkeypatch.setattr(arena, "device_node", lambda device: 1)
-    monkeypatch.setattr(arena, "prefer_node", lambda address, nbytes, node: near.append(nbytes))
-    monkeypatch.setattr(arena, "touch", lambda slab, threads: touched.append(slab.numel()))
+    monkeypatch.setattr(host_memory, "device_node", lambda device: 1)
+    monkeypatch.setattr(host_memory, "prefer_node", lambda address, nbytes, node: near.append(nbytes))
+    monkeypatch.setattr(host_memory, "touch", lambda slab, threads: touched.append(slab.numel()))
     tier = HostTier(CPU, tile_bytes=PAGE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -135,14 +135,14 @@ def test_a_device_that_memory_cannot_be_registered_for_gets_torch_s_own_for_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pinned = pinning_on_cpu(monkeypatch)
-    monkeypatch.setattr(pinning, "can_register", lambda device: False)
+    monkeypatch.setattr(host_memory, "can_register", lambda device: False)
     asked: list[int] = []
 
     def torch_s_own(nbytes: int, device: torch.device, alignment: int) -> torch.Tensor:
         asked.append(nbytes)
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(pinning, "pinned_buffer", torch_s_own)
+    monkeypatch.setattr(host_memory, "pinned_buffer", torch_s_own)
     tier = HostTier(CPU, tile_bytes=PAGE)
     with pytest.warns(UserWarning, match=r"pass 32,768 bytes of pinned buffers.*torch pins no memory in place for cpu"):
         made = take(tier, *PLANS)

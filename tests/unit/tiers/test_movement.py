@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import HostEvent
-from penstock.tiers.home import Home, buffer_home
-from penstock.tiers.movement import Movement
-from penstock.tiers.ring import Ring
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import HostEvent
+from penstock.tiers.storage import Home, Ring, buffer_home
+from penstock.tiers.transfer import Movement
 from penstock.trace import NO_LABEL
 
 

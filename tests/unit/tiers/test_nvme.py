@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.config import Tier
 from penstock.errors import NvmeError
-from penstock.kinds import Tier
-from penstock.tiers.home import CellPlan, SectionPlan
 from penstock.tiers.nvme import FileSlab, NvmeTier, Striping
-from penstock.tiers.records import record_sizes
+from penstock.tiers.storage import CellPlan, SectionPlan, record_sizes
 from penstock.tiers.tier import Slab
 
 PAGE = 4096

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.config import Tier
 from penstock.errors import NvmeError
-from penstock.kinds import Tier
-from penstock.machine.aio import File, Queue
-from penstock.machine.arena import page_aligned
-from penstock.machine.streams import DONE
-from penstock.tiers.home import CellPlan, Place, SectionPlan
+from penstock.runtime.aio import File, Queue
+from penstock.runtime.host_memory import page_aligned
+from penstock.runtime.streams import DONE
 from penstock.tiers.nvme import FileRecords
-from penstock.tiers.records import RecordLayout, record_sizes
+from penstock.tiers.storage import CellPlan, Place, RecordLayout, SectionPlan, record_sizes
 
 PAGE = 4096
 TILE = 1024

@@ -2,8 +2,8 @@
 
 import torch
 
-from penstock.machine.streams import DONE
-from penstock.tiers.ring import PASSING, Kept, RingSlot
+from penstock.runtime.streams import DONE
+from penstock.tiers.storage import PASSING, Kept, RingSlot
 
 
 def test_a_record_that_another_thread_drops_meanwhile_is_forgotten_all_the_same() -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.config import Tier
 from penstock.errors import MemoryBudgetError, NvmeError
-from penstock.kinds import Tier
-from penstock.tiers.device import DeviceTier
-from penstock.tiers.home import CellPlan, MemorySection, SectionPlan
-from penstock.tiers.host import HostTier
+from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
-from penstock.tiers.store import Store, bytes_on
-from penstock.tiers.tier import Slab, TierMemory
+from penstock.tiers.storage import CellPlan, MemorySection, SectionPlan
+from penstock.tiers.tier import Slab, Store, TierMemory, bytes_on
 from tests.accounts import cells
 
 CPU = torch.device("cpu")

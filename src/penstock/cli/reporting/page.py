@@ -9,7 +9,7 @@ from penstock.cli.reporting import sections
 from penstock.cli.reporting.markup import Html, script_json, text
 from penstock.cli.reporting.run import Run, read_run
 from penstock.errors import ConfigError, one_line
-from penstock.wholefiles import write_whole
+from penstock.files import write_whole
 
 PAGE_NAME, COMPARED_NAME = "report.html", "compared.html"
 INSTALL = "pip install 'penstock[report]'"

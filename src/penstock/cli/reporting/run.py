@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.boundedfiles import open_regular, parse_object, read_bytes
 from penstock.cli.reporting.timeline import TRACE_NAME, Timeline, read_timeline
 from penstock.errors import ConfigError, shown
+from penstock.files import open_regular, parse_object, read_bytes
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.boundedfiles import read_bytes
 from penstock.cli.reporting.resources import OUTSIDE, RESOURCES, WAITING
+from penstock.files import read_bytes
 
 TRACE_NAME = "trace.json"
 #: Pieces of a row that are drawn, at most; and what lies between two that are drawn as one, as a share of the step.

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from penstock.boundedfiles import read_bytes
 from penstock.errors import one_line
+from penstock.files import read_bytes
 
 _PACKAGES = ("penstock", "torch", "transformers", "datasets", "peft", "accelerate", "tokenizers")
 _MOST_CHARS = 4000

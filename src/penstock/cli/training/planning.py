@@ -16,10 +16,10 @@ from penstock.cli.training.learning.optimizer import Preparation
 from penstock.cli.training.recipe import Recipe
 from penstock.cli.training.settings.common import AUTO, ON
 from penstock.errors import ConfigError
+from penstock.files import write_whole
 from penstock.integrations.huggingface import enable_activation_checkpointing
 from penstock.planner import Machine, Plan, machine_for, plan
 from penstock.planner.here import machine_of_ranks
-from penstock.wholefiles import write_whole
 
 PLAN_NAME = "plan.json"
 #: Segments of a packed sequence that is rehearsed: more of them cost the same.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers.utils import logging
 
-from penstock.checkpoint.opened import resolve
+from penstock.checkpoint.reader import resolve
 from penstock.cli.ranks import Ranks
 from penstock.cli.reporting.page import PAGE_NAME
 from penstock.cli.reporting.run import METRICS_NAME
@@ -28,13 +28,13 @@ from penstock.cli.training.runfile import RUN_NAME
 from penstock.cli.training.settings.common import AUTO, OFF, ON
 from penstock.cli.training.sizes import StepSizes, step_sizes
 from penstock.errors import ConfigError
+from penstock.files import check_own
 from penstock.integrations.chunked import CHUNKABLE, check_chunkable
 from penstock.integrations.huggingface import ModelSource, find_model
 from penstock.integrations.lora import Lora, check_precision, parse_lora
 from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
 from penstock.integrations.vocabulary import vocabulary_for
 from penstock.planner import Plan
-from penstock.wholefiles import check_own
 
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 

@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.checkpoint.sharing import check_shared
+from penstock.checkpoint.save import check_shared
 from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.dataset import Data, read_data

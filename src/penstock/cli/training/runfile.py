@@ -6,7 +6,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from penstock.boundedfiles import yaml_of
 from penstock.cli.keys import ABOUT, key_value
 from penstock.cli.options import about_of, options_of
 from penstock.cli.training.about import about
@@ -14,7 +13,7 @@ from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.optimizer_arguments import takes_weight_decay, weight_decay_of
 from penstock.cli.training.recipe import Course
 from penstock.errors import ConfigError
-from penstock.wholefiles import check_own, write_whole
+from penstock.files import check_own, write_whole, yaml_of
 
 RUN_NAME = "run.yaml"
 _HEAD = "# penstock train --config of this file makes the run again. What is typed beside it wins.\n"

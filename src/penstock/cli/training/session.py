@@ -25,7 +25,7 @@ from penstock.cli.training.request import Request
 from penstock.cli.training.runfile import write_run_file
 from penstock.cli.training.sampling import Sampler, prompts_of
 from penstock.cli.training.saving import save_model
-from penstock.wholefiles import check_own
+from penstock.files import check_own
 
 
 class Session:

@@ -1,28 +1,273 @@
-"""Looking at training state and changing it, by parameter, wherever it lives.
-
-Every call is collective: all ranks make it, in the same order. Values are fp32 on the cpu, in the parameter's shape.
-"""
+"""Reading and writing training state by parameter."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.passes.gather import Gatherer
-from penstock.engine.passes.reduce import Reducer
-from penstock.engine.state.parts import Parts, Pieces, own_part
-from penstock.engine.state.torn import torn_on_failure
-from penstock.engine.state.values import check_value, greater
-from penstock.engine.units.gradient import Gradient
-from penstock.engine.units.unit import Trained, Unit
-from penstock.engine.updates.rig import Rig
-from penstock.engine.updates.update import Updater
-from penstock.errors import ConfigError, EngineError
-from penstock.layout import Piece
-from penstock.rules.master import as_param
+from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.gradients.reduce import Reducer
+from penstock.engine.step.context import Rig
+from penstock.engine.step.update import Updater
+from penstock.engine.unit.dtensor import cut, is_divided, own_part
+from penstock.engine.unit.unit import Gradient, Trained, Unit
+from penstock.errors import ConfigError, EngineError, NvmeError, PenstockError
+from penstock.layout import Piece, Region, Slot
+from penstock.rules.formats import as_param, read_state, write_state
 from penstock.rules.rule import Scalars, StateSpec
-from penstock.rules.storage import read_state, write_state
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.streams import FailedEvent
+
+# ----------------------------------------------------------------------------------------------------------------------
+# State in parts: something failed between the first write and the last. Whoever needs such a unit gets the error.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class TornEvent(FailedEvent):
+    """The error was raised when it happened, and is raised again wherever the unit is needed."""
+
+
+class BrokenEvent(TornEvent):
+    """Homes are half exchanged: a load would write to some of the old ones, and has to be refused as well."""
+
+
+def tear(units: Iterable[Unit], error: BaseException, event: type[TornEvent] = TornEvent) -> None:
+    """Note that the state of these units is in parts: whoever waits for one of their homes gets the error."""
+    for unit in units:
+        for home in unit.updated_homes:
+            # site failure.noted
+            home.note_write(event(error))  # the last write: gathers, updates, saves and looks all wait for it
+
+
+def is_torn(units: Iterable[Unit]) -> bool:
+    """Whether the state of any of them is in parts."""
+    return any(isinstance(unit.params.memory.written, TornEvent) for unit in units)
+
+
+def check_loadable(units: Iterable[Unit]) -> None:
+    """Raise the error of state that no load makes whole."""
+    for unit in units:
+        written = unit.params.memory.written
+        if isinstance(written, BrokenEvent):
+            written.check()
+
+
+@contextmanager
+def broken_on_failure(units: Sequence[Unit], verb: str) -> Iterator[None]:
+    """Mark the engine of these units as of no more use where something fails inside, while homes are exchanged."""
+    try:
+        yield
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        tear(
+            units,
+            EngineError(
+                f"{verb} failed while state changed its place. Close the optimizer with keep_params=False, prepare the "
+                f"model again, and load a checkpoint. ({reason})"
+            ),
+            BrokenEvent,
+        )
+        raise
+
+
+@contextmanager
+def torn_on_failure(units: Sequence[Unit], verb: str) -> Iterator[None]:
+    """Mark the state of these units as in parts where something fails inside, in the middle of writing to them.
+
+    Raises:
+        EngineError: says that it is in parts, and of which units.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        torn = EngineError(
+            f"{verb} failed in the middle, so the state of {_names(units)} is in parts. Load a checkpoint, or close "
+            f"the optimizer with keep_params=False. ({reason})"
+        )
+        torn.__cause__ = error
+        tear(units, torn)
+        if isinstance(error, PenstockError) or not isinstance(error, Exception):
+            raise
+        raise torn from error
+
+
+def _names(units: Sequence[Unit]) -> str:
+    return f"unit '{units[0].name}'" if len(units) == 1 else f"{len(units)} units"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values of parameters, gradients and states as people give them.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def as_state(value: Any) -> Tensor:
+    """Make a value of a `state_dict`, which may be a number, a tensor."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def greater(one: float, other: float) -> float:
+    """Choose the greater of two numbers; NaN where one of them is, which `max` would drop."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def check_value(name: str, slot: Slot, value: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    """Refuse what cannot be written, before anything is. `shape` is a state's, where it has another than its slot."""
+    if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
+        raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
+    if shape not in (None, slot.shape):
+        if tuple(value.shape) != shape:
+            raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; this state of it has {shape}.")
+        return
+    whole = slot.shape if slot.region is None else slot.region.shape
+    if tuple(value.shape) != whole:
+        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {whole}.")
+
+
+def flat_part(value: Tensor, like: Tensor, slot: Slot) -> Tensor:
+    """Cut a value for a parameter to what its slot holds, flat. Collective where a DTensor is divided otherwise."""
+    value = value.detach()
+    if is_divided(value):
+        value = own_part(value, like)
+    elif slot.region is not None:
+        value = cut(value, slot.shape, slot.region)
+    return value.reshape(-1)
+
+
+def among_zeros(own: Tensor, region: Region) -> Tensor:
+    """Put this rank's elements into a whole tensor, whose others are zeros."""
+    whole = torch.zeros(region.shape, dtype=own.dtype, device="cpu")
+    cut(whole, own.shape, region).copy_(own)
+    return whole
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Putting together what ranks have of a parameter or of a state, and finding this rank's part of a value.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Values of a range of this rank's shard, piece by piece: first element, one past the last, values.
+Pieces = Iterator[tuple[int, int, Tensor]]
+
+
+class _Part(NamedTuple):
+    """Elements `start` to `stop` of what is put together, which are the rank's."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class Parts:
+    """Puts together what ranks have. Every call that reads is collective.
+
+    Arguments:
+        ranks: all that train the model together.
+        device: where parts are while they travel.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+
+    def whole(self, unit: Unit, index: int, read: Callable[[int, int], Pieces]) -> Tensor:
+        """Put the parts of all ranks together, in fp32."""
+        return self.assembled(unit, index, self.own(unit, index, read))
+
+    def assembled(self, unit: Unit, index: int, own: Tensor) -> Tensor:
+        """Put together what ranks have of a parameter that they divide."""
+        slot = unit.layout.slots[index]
+        if slot.region is None:
+            return own
+        whole = among_zeros(own, slot.region).to(self._device)
+        self._ranks.assemble(whole)
+        return whole.cpu()
+
+    def own(
+        self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
+        slot = unit.layout.slots[index]
+        first = unit.own_range[0] - slot.start  # of this rank's shard, counted from the slot
+
+        def fill(part: Tensor, start: int, stop: int) -> None:
+            for begin, end, values in read(start - first, stop - first):
+                part[begin + first - start : end + first - start] = values
+
+        parts = [_Part(rank, start - slot.start, stop - slot.start) for rank, start, stop in _shares(unit, slot)]
+        return self._collect(unit, parts, fill, slot.numel, dtype).view(slot.shape)
+
+    def of_owner(self, unit: Unit, index: int, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Tensor:
+        """Give all ranks what the one that has a whole parameter keeps of it, in fp32. `read` gives it there, flat."""
+        ((owner, _, _),) = _shares(unit, unit.layout.slots[index])
+        numel = torch.Size(shape).numel()
+
+        def fill(part: Tensor, start: int, stop: int) -> None:
+            del start, stop
+            part.copy_(read())
+
+        return self._collect(unit, [_Part(owner, 0, numel)], fill, numel, torch.float32).view(shape)
+
+    def _collect(
+        self,
+        unit: Unit,
+        parts: Sequence[_Part],
+        fill: Callable[[Tensor, int, int], None],
+        numel: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Put parts together, flat, each filled by the rank that has it."""
+        whole = torch.empty(numel, dtype=dtype, device="cpu")
+        failure: NvmeError | None = None
+        for rank, start, stop in parts:
+            part = torch.empty(stop - start, dtype=dtype, device=self._device)
+            if rank == unit.rank:
+                try:
+                    fill(part, start, stop)
+                except NvmeError as error:
+                    failure = error  # raised below: the other ranks wait for this part, whatever it holds
+            self._ranks.broadcast_part(part, rank)
+            whole[start:stop] = part.cpu()
+        # Only a read of a file fails on one rank alone: the others would go on with a part that is not there.
+        if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
+            self._ranks.council.agree(failure)
+        elif failure is not None:
+            raise failure
+        return whole
+
+
+def part_of_this_rank(unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:
+    """Find the range of this rank's shard that holds a part of the slot, and that part of `value`.
+
+    In fp32 for a trained unit, in the dtype that it came in for a frozen one.
+    """
+    slot = unit.layout.slots[index]
+    check_value(unit.spec.names[index], slot, value)
+    overlap = unit.layout.overlap(slot, unit.rank)
+    if overlap is None:
+        return None
+    start, stop = overlap
+    first = unit.own_range[0]
+    values = flat_part(value, unit.parameters[index].tensor, slot)[start - slot.start : stop - slot.start]
+    return start - first, stop - first, values.float() if unit.trained else values
+
+
+def _shares(unit: Unit, slot: Slot) -> Iterator[_Part]:
+    """Say which ranks have which elements of the unit's buffer that are a slot's."""
+    for rank in range(unit.layout.shards):
+        overlap = unit.layout.overlap(slot, rank)
+        if overlap is not None:
+            yield _Part(rank, *overlap)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Looking at training state and changing it, by parameter, wherever it lives.
+#
+# Every call is collective: all ranks make it, in the same order. Values are fp32 on the cpu, in the parameter's shape.
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Access:
@@ -159,7 +404,7 @@ class Access:
         self.finish()
         self.check_param(parameter, value)
         unit, index = self._place(parameter)
-        found = own_part(unit, index, value)
+        found = part_of_this_rank(unit, index, value)
         with torn_on_failure([unit], f"Setting parameter '{unit.spec.names[index]}'"):
             if found is not None:
                 start, stop, values = found
@@ -180,7 +425,7 @@ class Access:
         self.finish()
         unit, index, trained = self._trained_place(parameter)
         self.check_grad(parameter, value)
-        found = own_part(unit, index, value)
+        found = part_of_this_rank(unit, index, value)
         if found is not None:
             start, stop, values = found
             self._write_grad(trained.gradient, Piece(index, start, stop), values / self._gradient_scale.value)
@@ -224,7 +469,7 @@ class Access:
         if spec.begins_with_update:
             self._steps[parameter] = max(1, self._steps[parameter])
         if shape == unit.layout.slots[index].shape:
-            found = own_part(unit, index, value)
+            found = part_of_this_rank(unit, index, value)
         elif unit.layout.overlap(unit.layout.slots[index], unit.rank) is None:
             found = None
         else:

@@ -12,19 +12,18 @@ from functools import partial
 
 import torch
 
-from penstock.engine.passes.backward import Backward
-from penstock.engine.passes.gather import Gatherer
-from penstock.engine.state.access import Access
-from penstock.engine.state.torn import torn_on_failure
-from penstock.engine.units.plan import UnitPlan
-from penstock.engine.units.unit import Unit
-from penstock.engine.updates.averaging import Averaging
-from penstock.engine.updates.rig import Rig
+from penstock.config import Tier
+from penstock.engine.forward_backward.backward import Backward
+from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.state.access import Access, torn_on_failure
+from penstock.engine.step.averaging import Averaging
+from penstock.engine.step.context import Rig
+from penstock.engine.unit.plan import UnitPlan
+from penstock.engine.unit.unit import Unit
 from penstock.errors import ConfigError, EngineError
-from penstock.kinds import Tier
 from penstock.rules.average import begin, follow, hide, show
-from penstock.tiers.home import CellPlan, Home, Section, SectionPlan
-from penstock.tiers.store import Store
+from penstock.tiers.storage import CellPlan, Home, Section, SectionPlan
+from penstock.tiers.tier import Store
 
 
 class Averages:

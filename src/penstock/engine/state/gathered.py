@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.passes.gather import Gatherer
+from penstock.config import PARAM
+from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.state.access import Access
-from penstock.engine.units.holding import Holder
-from penstock.engine.units.together import broadcast_alike
-from penstock.engine.units.unit import Unit
-from penstock.engine.updates.rig import Rig
-from penstock.kinds import PARAM
-from penstock.machine.collectives import as_bytes
+from penstock.engine.step.context import Rig
+from penstock.engine.unit.first_values import broadcast_alike
+from penstock.engine.unit.unit import Holder, Unit
+from penstock.runtime.collectives import as_bytes
 
 
 class Blocks:

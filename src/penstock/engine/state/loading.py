@@ -6,7 +6,7 @@
 3. For each tile that holds anything of this rank's: read it, verify it, and write what it has into the homes.
 4. Step counts, options, buffers, loss scale, random states.
 
-What fails in the last two steps leaves the state in parts (`engine/state/torn.py`). Training is refused then, until a
+What fails in the last two steps leaves the state in parts (`engine/state/access.py`). Training is refused then, until a
 checkpoint has been loaded.
 """
 
@@ -21,22 +21,28 @@ from torch import nn
 
 from penstock.checkpoint.beside import persistent_buffers, write_buffer, write_random
 from penstock.checkpoint.folder import named
-from penstock.checkpoint.manifest import Manifest, SavedParameter
-from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.format import Manifest, SavedParameter
+from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.shared import digest, read_together
 from penstock.checkpoint.tiles import Tile, TileReader
-from penstock.engine.passes.gather import Gatherer
-from penstock.engine.passes.reduce import Reducer
-from penstock.engine.state.access import Access
-from penstock.engine.state.choosing import Candidate, choose
-from penstock.engine.state.placing import write_averages, write_states, write_weights
-from penstock.engine.state.taking import Taken, Taker, spread
-from penstock.engine.state.torn import check_loadable, is_torn, tear
-from penstock.engine.updates.rig import Rig
-from penstock.engine.updates.update import Updater
+from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.gradients.reduce import Reducer
+from penstock.engine.state.access import Access, check_loadable, is_torn, tear
+from penstock.engine.state.load_plan import (
+    Candidate,
+    Taken,
+    Taker,
+    choose,
+    spread,
+    write_averages,
+    write_states,
+    write_weights,
+)
+from penstock.engine.step.context import Rig
+from penstock.engine.step.update import Updater
 from penstock.errors import CheckpointError, EngineError, PenstockError
-from penstock.machine.local import LocalRanks
-from penstock.machine.streams import DONE
+from penstock.runtime.collectives import LocalRanks
+from penstock.runtime.streams import DONE
 
 logger = logging.getLogger("penstock")
 

@@ -13,20 +13,18 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.engine.passes.gather import Gatherer
-from penstock.engine.passes.reduce import Reducer
-from penstock.engine.state.torn import broken_on_failure
-from penstock.engine.units.holding import Residency
-from penstock.engine.units.plan import UnitPlan
-from penstock.engine.units.unit import Unit
-from penstock.engine.updates.rig import Rig
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
-from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, all_of
-from penstock.tiers.home import Home, MemorySection, Section, SectionPlan
-from penstock.tiers.movement import Movement
-from penstock.tiers.ring import Ring
+from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
+from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.gradients.reduce import Reducer
+from penstock.engine.state.access import broken_on_failure
+from penstock.engine.step.context import Rig
+from penstock.engine.unit.plan import UnitPlan
+from penstock.engine.unit.unit import Residency, Unit
+from penstock.runtime.streams import DONE, UPDATE, Event, FailedEvent, all_of
 from penstock.tiers.staging import Buffers, Sections, Staging, StagingPlan, transit_slots
-from penstock.tiers.store import Reservation, Store
+from penstock.tiers.storage import Home, MemorySection, Ring, Section, SectionPlan
+from penstock.tiers.tier import Reservation, Store
+from penstock.tiers.transfer import Movement
 from penstock.trace import Label
 
 #: Where the homes of one unit are to be, by name.

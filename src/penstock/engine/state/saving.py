@@ -20,23 +20,20 @@ from torch import Tensor
 
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.beside import fingerprint, other_than, persistent_buffers, read_random, to_tensors
-from penstock.checkpoint.boxes import Extent
-from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter
-from penstock.checkpoint.opened import LATEST, next_serial
+from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode
 from penstock.checkpoint.pretrained import describe
-from penstock.checkpoint.save import Save, Target
-from penstock.checkpoint.sharing import check_seen
-from penstock.checkpoint.tables import HomeTable, UnitTable, kept_homes, own_slots, own_tiles
+from penstock.checkpoint.reader import LATEST, next_serial
+from penstock.checkpoint.save import Save, Target, check_seen
+from penstock.checkpoint.tables import Extent, HomeTable, UnitTable, kept_homes, own_slots, own_tiles
 from penstock.checkpoint.tiles import RingMemory, UnitSource
-from penstock.checkpoint.values import encode
+from penstock.config import MASTER, OPTIMIZER, PARAM
 from penstock.engine.state.access import Access
-from penstock.engine.units.unit import Unit
-from penstock.engine.updates.rig import Rig
+from penstock.engine.step.context import Rig
+from penstock.engine.unit.unit import Unit
 from penstock.errors import ConfigError, EngineError
-from penstock.kinds import MASTER, OPTIMIZER, PARAM
-from penstock.machine.council import Council
-from penstock.machine.streams import HostEvent, HostWorker, Work, all_of
-from penstock.tiers.home import Home
+from penstock.runtime.control_group import Council
+from penstock.runtime.streams import HostEvent, HostWorker, Work, all_of
+from penstock.tiers.storage import Home
 
 #: What becomes of a save while another one is running.
 IfBusy = Literal["wait", "raise"]

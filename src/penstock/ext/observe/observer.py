@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.ext.observe.timeline import Recording, Span, Wait
-from penstock.machine.clocks import Clock, HostClock
-from penstock.machine.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
+from penstock.runtime.hardware import Clock, HostClock
+from penstock.runtime.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
 from penstock.trace import Label
 
 #: Of spans, of waits, of turns of compute, and of sizes. A span takes about half a KiB.

@@ -18,13 +18,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from penstock.engine.engine import Engine
-from penstock.engine.sizes import bytes_by_tier, locate
-from penstock.engine.updates.step import StepResult
+from penstock.engine.engine import Engine, bytes_by_tier, locate
+from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.ext.observe.observer import WaitSums, observe
 from penstock.ext.observe.trace import RANK, take_trace
-from penstock.wholefiles import Lines, check_own, write_whole
+from penstock.files import Lines, check_own, write_whole
 
 METRICS_NAME = "metrics.jsonl"
 TRACE_NAME = "trace.json"

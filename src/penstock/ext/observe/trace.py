@@ -7,12 +7,11 @@ from functools import partial
 from os import PathLike
 from typing import IO, Any
 
-from penstock.engine.engine import Engine
-from penstock.engine.sizes import bytes_by_tier
+from penstock.engine.engine import Engine, bytes_by_tier
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.ext.observe.observer import observe
 from penstock.ext.observe.timeline import Recording, Summary, Timeline, to_chrome
-from penstock.wholefiles import open_own
+from penstock.files import open_own
 
 RANK = "{rank}"
 STEP = "step"

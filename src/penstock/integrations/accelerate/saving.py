@@ -25,9 +25,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError, ConfigError, EngineError
+from penstock.files import check_own, write_whole
 from penstock.integrations.accelerate.pairs import Pair
 from penstock.integrations.weights import saved_entries, state_entries
-from penstock.wholefiles import check_own, write_whole
 
 _STEP = "accelerate_step"
 _logger = logging.getLogger("penstock")

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.boundedfiles import read_mapping
 from penstock.errors import ConfigError
+from penstock.files import read_mapping
 from penstock.integrations.convert.converted import Converted, Note
 from penstock.integrations.convert.deepspeed import convert_deepspeed
 from penstock.integrations.convert.fsdp import FSDP_ROWS, STRATEGIES

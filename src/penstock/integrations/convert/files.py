@@ -3,7 +3,7 @@
 from os import PathLike
 from pathlib import Path
 
-from penstock.boundedfiles import read_mapping
+from penstock.files import read_mapping
 from penstock.integrations.convert.accelerate import convert_accelerate
 from penstock.integrations.convert.converted import Converted
 from penstock.integrations.convert.deepspeed import convert_deepspeed

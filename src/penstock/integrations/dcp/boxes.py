@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.boxes import Extent
+from penstock.checkpoint.tables import Extent
 from penstock.errors import CheckpointError
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.boundedfiles import read_bytes
 from penstock.errors import CheckpointError, one_line
+from penstock.files import read_bytes
 from penstock.integrations.pickled import (
     DTYPE_NAMES,
     MOST_PICKLE_BYTES,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, one_line
-from penstock.ext.interop.importing import Incoming, Read, write_checkpoint
+from penstock.ext.importing import Incoming, Read, write_checkpoint
 from penstock.integrations.dcp.boxes import Box, read_boxes
 from penstock.integrations.dcp.files import INDEX, DcpFolder, SavedTensor
 from penstock.integrations.foreign import OPTIONS, most_bytes, reading

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint.folder import remove
-from penstock.checkpoint.manifest import MARKER
-from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.format import MARKER
+from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.lightning.parts import names_of

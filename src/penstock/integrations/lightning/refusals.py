@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
-from penstock.checkpoint.values import encode
+from penstock.checkpoint.format import encode
 from penstock.errors import ConfigError
 from penstock.integrations.lightning.precision import by_value
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock.checkpoint.opened import read_manifest
+from penstock.checkpoint.reader import read_manifest
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.reporting.reports import Reports
 from penstock.errors import CheckpointError

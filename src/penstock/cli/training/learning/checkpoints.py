@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
-from penstock.checkpoint.opened import LATEST, checkpoints_in, read_manifest, resolve
+from penstock.checkpoint.reader import LATEST, checkpoints_in, read_manifest, resolve
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.best import Best
 from penstock.cli.training.learning.schedule import rate_factor

@@ -16,8 +16,8 @@ from penstock.cli.training.reporting.samples import Sample
 from penstock.cli.training.reporting.summary import Summary
 from penstock.cli.training.reporting.trackers import Trackers
 from penstock.errors import one_line
+from penstock.files import Lines
 from penstock.planner import Plan, block
-from penstock.wholefiles import Lines
 
 
 class Reports(AbstractContextManager["Reports"]):

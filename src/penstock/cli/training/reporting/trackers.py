@@ -17,9 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import ConfigError, one_line
-from penstock.wholefiles import check_own, write_whole
+from penstock.files import check_own, parse_object, read_bytes, write_whole
 
 RUNS_NAME = "trackers.json"
 _PROJECT = "penstock"

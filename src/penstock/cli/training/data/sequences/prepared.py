@@ -29,11 +29,10 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
-from penstock.boundedfiles import parse_object, read_bytes
 from penstock.cli.training.data.sequences.rowfiles import DataFile, RowPlaces, map_file
 from penstock.cli.training.data.sequences.writing import ID_TYPES, Sample, SampleWriter
 from penstock.errors import ConfigError, one_line
-from penstock.wholefiles import check_own, write_whole
+from penstock.files import check_own, parse_object, read_bytes, write_whole
 
 #: Token ids as they lie on disk.
 Tokens = npt.NDArray[np.uint16 | np.uint32]

@@ -1,0 +1,495 @@
+"""Reading checkpoints: what is in one, and a summary of it."""
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.format import (
+    MARKER,
+    MOST_MARKER_BYTES,
+    MOST_SERIAL,
+    FileEntry,
+    Manifest,
+    checksum,
+    decode,
+    dtype_name,
+    files_of,
+)
+from penstock.checkpoint.tables import Extent, RankTable, TileKey, UnitTable, why_not_whole
+from penstock.checkpoint.tensorfiles import read_tensors
+from penstock.checkpoint.tiles import TileReader
+from penstock.config import MASTER, OPTIMIZER, PARAM, is_average
+from penstock.errors import CheckpointError, call_failed
+from penstock.files import Field, read_bytes
+from penstock.layout import ALIGNMENT_NUMEL, round_up
+from penstock.rules.rule import BLOCK_NUMEL
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A checkpoint that is being read: found, and everything but its tiles verified.
+#
+#     checkpoints/step-200/   checkpoint.json   5e1c09aa-00000.tiles   5e1c09aa-00000.json   5e1c09aa.safetensors
+#
+# A folder is a checkpoint if it has the marker, `checkpoint.json`, and every file that the marker names, in its size.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+LATEST = "latest"
+_MANY_PARTS = 64
+
+logger = logging.getLogger("penstock")
+
+
+# Found
+
+
+def resolve(path: str | PathLike[str]) -> Path:
+    """Find the checkpoint that a path stands for: itself, or the newest whole one in the folder or beside its `latest`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    parent, found = stands_for(Path(path))
+    return parent / found[0][0]
+
+
+def stands_for(path: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """Find everything that a path stands for.
+
+    Returns:
+        A folder, and names and tokens of checkpoints in it, the newest first: the path with an empty name, or all
+        that are whole in it or beside its `latest`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MARKER).is_file():
+        return path, [("", read_marker(path).token)]
+    parent = path.parent if path.name == LATEST and not path.is_dir() else path
+    found = checkpoints_in(parent)
+    if found:
+        return parent, [(folder.name, manifest.token) for folder, manifest in reversed(found)]
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.", file=str(path))
+    raise CheckpointError(
+        f"{path} is no whole checkpoint: it has no {MARKER}, which is written last. Load another one.",
+        file=str(path / MARKER),
+    )
+
+
+def checkpoints_in(parent: Path) -> list[tuple[Path, Manifest]]:
+    """Find the whole checkpoints in a folder, the newest last. Damaged ones are passed over, with a warning."""
+    found = []
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            try:
+                if (folder / MARKER).is_file():
+                    found.append((folder, read_manifest(folder)))
+            except CheckpointError as error:
+                logger.warning("%s is passed over. %s", folder, error)
+    return sorted(found, key=lambda pair: (pair[1].serial, pair[0].name))
+
+
+def next_serial(folder: Path) -> int:
+    """Count on: a number greater than that of every checkpoint here and beside it."""
+    beside = checkpoints_in(folder.parent)
+    serial = 1 + max((manifest.serial for _, manifest in beside), default=0)
+    if serial > MOST_SERIAL:
+        raise CheckpointError(
+            f"{beside[-1][0]} says that it is the last that can be counted. Remove it, or save elsewhere.",
+            file=str(beside[-1][0] / MARKER),
+            field="serial",
+        )
+    return serial
+
+
+# Its files
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's marker, and see that every file that it names is there, in its size.
+
+    Raises:
+        CheckpointError: names the file and the field.
+    """
+    manifest = read_marker(folder)
+    for entry in files_of(manifest):
+        file = folder / entry.name
+        try:
+            nbytes = file.stat().st_size if file.is_file() else -1
+        except OSError as error:
+            raise call_failed("Reading", file, error) from error
+        if nbytes != entry.nbytes:
+            why = f"has {nbytes:,} bytes, not {entry.nbytes:,}" if nbytes >= 0 else "is missing"
+            raise CheckpointError(f"{file} {why}: the checkpoint is damaged. Load another one.", file=str(file))
+    return manifest
+
+
+def read_marker(folder: Path) -> Manifest:
+    """Read a checkpoint's marker, whatever became of the files that it names.
+
+    Raises:
+        CheckpointError: names the file and the field.
+    """
+    marker = folder / MARKER
+    return Manifest.read(marker, _read(marker, most=MOST_MARKER_BYTES))
+
+
+def read_file(folder: Path, entry: FileEntry) -> bytes:
+    """Read a file as a whole, and verify it.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what was written.
+    """
+    file = folder / entry.name
+    data = _read(file, most=entry.nbytes)
+    if len(data) != entry.nbytes or checksum(data) != entry.checksum:
+        raise CheckpointError(
+            f"{file} is damaged: its checksum is not the one in {MARKER}. Load another checkpoint.", file=str(file)
+        )
+    return data
+
+
+def _read(file: Path, *, most: int) -> bytes:
+    """Read a file that has at most so many bytes."""
+    try:
+        return read_bytes(file, most)
+    except OSError as error:
+        raise call_failed("Reading", file, error) from error
+
+
+def _read_tensors(folder: Path, entry: FileEntry | None) -> Mapping[str, Tensor]:
+    """Read a file of tensors as a whole; none where there is no such file."""
+    return {} if entry is None else read_tensors(folder / entry.name, read_file(folder, entry))
+
+
+# The whole
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose marker and tables were read.
+
+    Attributes:
+        folder: the checkpoint's own folder.
+        manifest: what its marker says.
+        tables: what each rank has written, by rank.
+        tensors: the tensors of `extra`, options and buffers, by key.
+    """
+
+    folder: Path
+    manifest: Manifest
+    tables: Sequence[RankTable]
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> "Checkpoint":
+        """Find the checkpoint that a path stands for, and read everything but the tiles.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        return cls.read(resolve(path))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Checkpoint":
+        """Read everything but the tiles of the checkpoint whose own folder this is.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        manifest = read_manifest(folder)
+        sizes = [files.data.nbytes if files.data is not None else 0 for files in manifest.ranks]
+        tables = [
+            RankTable.read(
+                folder / files.table.name,
+                read_file(folder, files.table),
+                file_bytes=nbytes,
+                all_bytes=sum(sizes),
+            )
+            for files, nbytes in zip(manifest.ranks, sizes, strict=True)
+        ]
+        return cls(folder, manifest, tables, _read_tensors(folder, manifest.tensors))
+
+    def own_tensors(self, rank: int) -> Mapping[str, Tensor]:
+        """Read the buffers of a rank that are not the first one's, by key.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        return _read_tensors(self.folder, self.manifest.ranks[rank].tensors)
+
+    def tiles(self) -> Iterator[TileKey]:
+        """Go through every tile, in the order of the files."""
+        for files, table in zip(self.manifest.ranks, self.tables, strict=True):
+            if files.data is not None:
+                for unit in table.units:
+                    for number in unit.tiles:
+                        yield TileKey(self.folder / files.data.name, unit, number)
+
+    @property
+    def averages(self) -> set[str]:
+        """The kinds of the averages of the parameters that it has."""
+        homes = (home.name for table in self.tables for unit in table.units for home in unit.homes)
+        return {name for name in homes if is_average(name)}
+
+    def check_kinds(self, unit: UnitTable) -> None:
+        """Refuse a unit whose homes have what cannot be, or lack what its parameters need.
+
+        Raises:
+            CheckpointError: names the unit.
+        """
+        wrong = _wrong_kinds(self.manifest, unit)
+        if wrong is not None:
+            raise CheckpointError(f"Unit '{unit.name}' of {self.folder} {wrong}.", field="homes")
+
+    def check_whole(self) -> None:
+        """Refuse a checkpoint in which an element of a parameter is not there, or is there twice.
+
+        Raises:
+            CheckpointError: names the file and the parameter.
+        """
+        found: dict[str, dict[Extent, list[tuple[int, int]]]] = {name: {} for name in self.manifest.parameters}
+        for files, table in zip(self.manifest.ranks, self.tables, strict=True):
+            for slot in (slot for unit in table.units for slot in unit.slots if slot.name in found):
+                extent = Extent.of(slot)
+                shape = self.manifest.parameters[slot.name].shape
+                if slot.region is not None and extent.shape != shape:
+                    file = str(self.folder / files.table.name)
+                    raise CheckpointError(
+                        f"{file}: '{slot.name}' is a part of shape {extent.shape}, and {MARKER} says {shape}. Load "
+                        "another checkpoint.",
+                        file=file,
+                        field="slots",
+                    )
+                found[slot.name].setdefault(extent, [])
+        for key in self.tiles():
+            for part in key.unit.parts(key.number):
+                if part.slot.name in found:
+                    found[part.slot.name][Extent.of(part.slot)].append((part.start, part.stop))
+        for name, extents in found.items():
+            self._check_parts(name, extents)
+
+    def _check_parts(self, name: str, extents: Mapping[Extent, list[tuple[int, int]]]) -> None:
+        """Refuse a parameter whose parts are not all of it, or have no tiles."""
+        saved = self.manifest.parameters[name]
+        whole = Extent(saved.shape, (0,) * len(saved.shape), saved.shape)
+        if all(extent.sizes == extent.shape for extent in extents):  # wherever it is a whole
+            ranges = [pair for of_extent in extents.values() for pair in of_extent]
+            self.check_covered(name, ranges, 0, whole.numel)
+            return
+        if any(extent.shape != saved.shape for extent in extents):
+            raise self.fail(f"parameters.{name}", f"has parts of another shape than {saved.shape}. Load another one.")
+        if len(extents) > max(len(self.manifest.ranks), _MANY_PARTS):  # else a look at each pair could take for ever
+            raise self.fail(f"parameters.{name}", "has more parts than any rank wrote. Load another one.")
+        why = why_not_whole(saved.shape, list(extents))
+        if why is not None:
+            raise self.fail(f"parameters.{name}", f"{why}. Load another one.")
+        for extent, ranges in extents.items():
+            self.check_covered(name, ranges, 0, extent.numel)
+
+    def check_covered(self, name: str, ranges: Iterable[tuple[int, int]], first: int, last: int) -> None:
+        """Refuse a parameter whose elements `first` to `last` are not all there, or some of them twice.
+
+        Of one that was left out none is there.
+
+        Arguments:
+            name: the parameter's.
+            ranges: ranges of its elements, one for each tile that has some.
+            first: the first element that is needed.
+            last: one past the last.
+
+        Raises:
+            CheckpointError: names the parameter.
+        """
+        saved = self.manifest.parameters[name]
+        if saved.left_out and saved.trained:
+            raise self.fail(f"parameters.{name}", "was trained and left out, which no save does. Load another one.")
+        cursor = first
+        for start, stop in sorted(ranges):
+            if start != cursor:
+                break
+            cursor = stop
+        if cursor != (first if saved.left_out else last):
+            raise self.fail(
+                f"parameters.{name}", f"has no tile for its element {cursor:,}, or more than one. Load another one."
+            )
+
+    def value(self, name: str, value: object) -> Any:
+        """Decode a part of the marker that is kept encoded; `name` is where it is in the marker."""
+        return decode(Field(self.folder / MARKER, name, value), self.tensors)
+
+    def fail(self, field: str, why: str) -> CheckpointError:
+        """Make the error that names the marker and the field; the caller raises it."""
+        file = str(self.folder / MARKER)
+        return CheckpointError(f"{file}: '{field}' {why}", file=file, field=field)
+
+
+def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
+    """Say what a unit's homes have that cannot be, or lack; `None` where nothing is wrong."""
+    strangers = [slot.name for slot in unit.slots if slot.name not in manifest.parameters]
+    if strangers:
+        return f"has '{strangers[0]}', which is no parameter"
+    saved = [manifest.parameters[slot.name] for slot in unit.slots]
+    kinds = {home.name: {cell.kind: (cell.dtype, cell.grain) for cell in home.cells} for home in unit.homes}
+    param, _ = kinds.get(PARAM, {}).get(PARAM, (None, 1))
+    master, _ = kinds.get(MASTER, {}).get(MASTER, (None, 1))
+    if master not in (None, torch.int16, torch.float32):
+        return "has a strange master"
+    if param is None and master != torch.float32:
+        return "has no parameters"
+    if master == torch.int16 and param != torch.bfloat16:
+        return "has half a master"
+    if any(param not in (None, p.dtype) or (master is not None and not p.dtype.is_floating_point) for p in saved):
+        return "has parameters of another dtype"
+    needed = {(home, home): (dtype, 1) for home, dtype in ((PARAM, param), (MASTER, master)) if dtype is not None}
+    for state in {state.name: state for slot in unit.slots for state in manifest.states_of(slot.name)}.values():
+        # How many elements a value stands for is the shape's, which the rule that reads it knows.
+        _, grain = kinds.get(OPTIMIZER, {}).get(state.name, (None, 1))
+        needed[OPTIMIZER, state.name] = state.dtype, grain
+        if state.scale_name is not None:
+            needed[OPTIMIZER, state.scale_name] = torch.float32, BLOCK_NUMEL
+    needed |= {(name, name): (torch.float32, 1) for name in kinds if is_average(name)}
+    lacking = [kind for (home, kind), form in needed.items() if kinds.get(home, {}).get(kind) != form]
+    return f"lacks '{lacking[0]}'" if lacking else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a checkpoint holds, for people and scripts, and whether it still is what was written.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_MOST_CHARS = 120
+
+
+def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Sum up a checkpoint, JSON-like; nothing but the marker and the tables is read.
+
+    Returns:
+        `path`, `created`, `versions`, `world_size`, `model`; `steps`: the least and the greatest count of a trained
+        parameter; `parameters`: their count and elements, how many elements were left out, and how many parameters
+        are divided, saved in parts; `optimizer`: rule, states, param groups; `kinds`: what there is of them; `tiers`:
+        bytes of each home where it rested when it was saved, over all ranks; `buffers`, `loss_scale`, `extra`,
+        shortened; `files`; `bytes`: of them all.
+    """
+    manifest = checkpoint.manifest
+    saved = manifest.parameters.values()
+    steps = [parameter.step for parameter in saved if parameter.trained]
+    files = [{"name": entry.name, "bytes": entry.nbytes} for entry in files_of(manifest)]
+    files.append({"name": MARKER, "bytes": (checkpoint.folder / MARKER).stat().st_size})
+    options = [checkpoint.value(f"groups[{n}].options", group.options) for n, group in enumerate(manifest.groups)]
+    return {
+        "path": str(checkpoint.folder),
+        "created": manifest.created,
+        "versions": dict(manifest.versions),
+        "world_size": len(manifest.ranks),
+        "model": manifest.model.get("class"),
+        "steps": {"least": min(steps, default=0), "greatest": max(steps, default=0)},
+        "parameters": {
+            "count": len(manifest.parameters),
+            "trained": len(steps),
+            "numel": sum(prod(parameter.shape) for parameter in saved),
+            "trained_numel": sum(prod(parameter.shape) for parameter in saved if parameter.trained),
+            "left_out_numel": sum(prod(parameter.shape) for parameter in saved if parameter.left_out),
+            "divided": len(_divided(checkpoint)),
+        },
+        "optimizer": {
+            "rule": manifest.rule,
+            "states": {state.name: dtype_name(state.dtype) for state in manifest.states},
+            "groups": [
+                {"parameters": len(group.parameters), "options": _shortened(checkpoint, "groups", of_group)}
+                for group, of_group in zip(manifest.groups, options, strict=True)
+            ],
+        },
+        "kinds": _kinds(checkpoint),
+        "tiers": _tiers(checkpoint),
+        "buffers": len(manifest.buffers),
+        "loss_scale": None if manifest.loss_scale is None else dict(manifest.loss_scale),
+        "extra": _shortened(checkpoint, "extra", checkpoint.value("extra", manifest.extra)),
+        "files": files,
+        "bytes": sum(file["bytes"] for file in files),
+    }
+
+
+def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
+    """Read and verify every tile, and buffers of single ranks; for each that is not what was written, its error."""
+    for rank in range(len(checkpoint.manifest.ranks)):
+        try:
+            checkpoint.own_tensors(rank)
+        except CheckpointError as error:
+            yield error
+    keys = list(checkpoint.tiles())
+    position = 0
+    with TileReader() as reader:
+        while position < len(keys):
+            try:
+                for _ in reader.read(keys[number] for number in range(position, len(keys))):
+                    position += 1
+            except CheckpointError as error:
+                yield error
+                position += 1
+
+
+def _divided(checkpoint: Checkpoint) -> set[str]:
+    """Find the parameters that ranks have saved parts of."""
+    slots = (slot for table in checkpoint.tables for unit in table.units for slot in unit.slots)
+    return {slot.name for slot in slots if slot.region is not None}
+
+
+def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Add up bytes by kind and dtype. Padding of parameters counts; that of shards and pages, and copies, do not.
+
+    Of a parameter that tensor-parallel ranks have whole each has written it, and the first one's table names it.
+    """
+    nbytes: Counter[tuple[str, str]] = Counter()
+    for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
+        first, last = unit.tile_range(unit.tiles[0])[0], unit.tile_range(unit.tiles[-1])[1]
+        first, last = first + unit.shard_start, last + unit.shard_start
+        ends = (
+            (max(slot.start, first), min(slot.start + round_up(slot.numel, ALIGNMENT_NUMEL), last))
+            for slot in unit.slots
+        )
+        named = sum(max(0, stop - start) for start, stop in ends)
+        for cell in (cell for home in unit.homes for cell in home.cells):
+            nbytes[cell.kind, dtype_name(cell.dtype)] += cell.part(0, named).stop * cell.dtype.itemsize
+    return [{"kind": kind, "dtype": dtype, "bytes": count} for (kind, dtype), count in nbytes.items()]
+
+
+def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Add up the bytes of each home by the tier where they rested."""
+    nbytes: Counter[tuple[str, str]] = Counter()
+    for home in (home for table in checkpoint.tables for unit in table.units for home in unit.homes):
+        for tier, count in home.tiers:
+            nbytes[home.name, tier] += count
+    return [{"home": home, "tier": tier, "bytes": count} for (home, tier), count in nbytes.items()]
+
+
+def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
+    """Cut a value of the marker short, for people."""
+    try:
+        return _short(value)
+    except RecursionError:
+        raise checkpoint.fail(field, "is nested too deeply.") from None
+
+
+def _short(value: Any) -> Any:
+    """Make a value JSON: a tensor by its shape, a long text by its beginning."""
+    if isinstance(value, Tensor):
+        return f"tensor {dtype_name(value.dtype)} {list(value.shape)}"
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    if isinstance(value, str) and len(value) > _MOST_CHARS:
+        return value[:_MOST_CHARS] + "..."
+    if isinstance(value, Mapping):
+        return {str(key)[:_MOST_CHARS]: _short(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""Forward and backward: hooks, gathering, order, saved tensors, casts and guards."""

@@ -1,0 +1,141 @@
+"""The hooks on a model: they tell the engine's forward and backward what modules and autograd do."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from penstock.engine.forward_backward.backward import Backward, BackwardUpdates
+from penstock.engine.forward_backward.casts import InputCasts
+from penstock.engine.forward_backward.forward import Anchor, Forward, never_compile
+from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.forward_backward.order import Orders, Turns
+from penstock.engine.forward_backward.saved_tensors import Activations, SavedTensors, SavedView
+from penstock.engine.gradients.proxy import Handles
+from penstock.engine.gradients.reduce import Reducer
+from penstock.engine.step.context import Rig
+from penstock.engine.step.owner_thread import UnderWay, in_backward
+from penstock.engine.unit.dtensor import is_divided
+from penstock.engine.unit.parameter import Kept, watch_reads, weakly
+from penstock.engine.unit.unit import Unit
+from penstock.runtime.modes import crossing
+
+
+class Hooks:
+    """Connects a model to what happens in forward and backward.
+
+    Arguments:
+        gatherer: makes units usable, and gives their memory back.
+        reducer: takes their gradients.
+        casts: knows which floating-point inputs are cast.
+        updates: the updates that begin in backward; `None` where none do.
+        activations: takes what forward saves; `None` leaves it where it is.
+
+    Attributes:
+        under_way: knows which thread is inside, and refuses others.
+        orders: the orders in which units are used in forward and in backward.
+        handles: what stands for gradients between backwards.
+        read: gathers a unit whose parameters a forward reads.
+    """
+
+    def __init__(
+        self,
+        rig: Rig,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        casts: InputCasts,
+        updates: BackwardUpdates | None,
+        activations: Activations | None,
+    ) -> None:
+        self._model = rig.model
+        self._units = rig.units
+        self._activations = activations
+        if activations is not None:
+            activations.interrupted = self._clean_up
+        self.under_way = UnderWay(self._clean_up)
+        anchors: dict[nn.Module, tuple[Unit, ...]] = {}
+        for unit in rig.units:
+            for anchor in unit.spec.anchors:
+                anchors[anchor] = (*anchors.get(anchor, ()), unit)
+        self._turns = Turns(anchors, rig.streams)
+        self.orders = Orders(rig.units, gatherer)
+        shared = self.orders, self._turns, self.under_way
+        self.handles = Handles(rig)
+        self.backward = Backward(rig, gatherer, reducer, *shared, self.handles, updates)
+        self.forward = Forward(rig, gatherer, self.backward, *shared, casts, activations)
+        self._handles: list[RemovableHandle] = []
+        self._attach_to_modules(casts)
+        self._attach_to_parameters()
+
+    def _attach_to_modules(self, casts: InputCasts) -> None:
+        untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
+        before, after = untraced(crossing(self.forward.before)), untraced(crossing(self.forward.after))
+        never_compile(Forward.passes, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
+        # Torch before 2.13 calls these beside compiled code, too.
+        never_compile(SavedTensors._pack, SavedTensors._view, Gatherer.owner_of, is_divided, Kept.__init__)
+        never_compile(SavedTensors._unpack, Kept.take, SavedView.__init__)
+        owners = {parameter.tensor: unit for unit in self._units for parameter in unit.parameters}
+        self.read = untraced(crossing(self.forward.gather_for_read))
+        for unit, watches in watch_reads(self._model, owners, self.read).items():
+            unit.watch_reads(watches)
+        for module in {self._model: (), **self._turns.anchors}:
+            units, cast = self._turns.anchors.get(module, ()), casts.of_layer(module)
+            always, passes = module is self._model, self.forward.passes
+            anchor = Anchor(units, always=always, before=before, after=after, passes=passes, cast=cast)
+            self._handles += anchor.attach(module)
+            self.forward.anchors[module] = anchor
+
+    def _attach_to_parameters(self) -> None:
+        for unit in self._units:
+            for parameter in unit.parameters:
+                take: Callable[[nn.Parameter], None]
+                if unit.trained:
+                    take = crossing(weakly(self.backward.take_gradient, unit, parameter.index))
+                elif parameter.tensor.requires_grad:
+                    take = crossing(_drop_gradient)
+                else:
+                    continue
+                handle = parameter.tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        self.forward.lose()  # those that an interrupt ended
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for unit in self._units:
+            for watch in unit.reads:
+                watch.end()
+        self.backward.closed = True
+
+    def rest(self) -> None:
+        """Give memory back, between steps, that the next forward can take again."""
+        if self._activations is not None:
+            self._activations.rest()
+
+    def close(self) -> None:
+        """Let go of the memory of what forward saved, which goes with the store. Nothing is under way."""
+        if self._activations is not None:
+            self._activations.close()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the model is under way."""
+        return bool(self._turns.calls)
+
+    def in_use(self, unit: Unit) -> bool:
+        """Whether compute may read the unit's parameters now."""
+        return unit.holding.is_held
+
+    def _clean_up(self) -> None:
+        """Let go of what ended without a word: a forward by an interrupt, a backward by anything."""
+        self.forward.lose()
+        if self.backward.is_open:
+            self.backward.abandon()
+
+
+def _drop_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = None

@@ -1,0 +1,337 @@
+"""The order of forwards and backwards: learned, and followed."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.unit.unit import Unit
+from penstock.runtime.modes import user_records
+from penstock.runtime.streams import Streams
+from penstock.trace import NO_LABEL, Label
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The forwards that backward comes back to, on this rank or on others.
+#
+# All ranks run the same units in the same order, and each goes its own way inside of them: other experts, or no parameter
+# at all. The backward of a forward that made nothing here is not announced here, while on another rank it may be. It is
+# due where that rank comes to it: after what ran later, before what ran earlier.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Use:
+    """A forward whose backward will be announced.
+
+    Attributes:
+        units: the units of its anchor.
+        silent: the units of each forward between this one and the next whose backward will not be announced.
+    """
+
+    units: Sequence[Unit]
+    silent: list[Sequence[Unit]] = field(default_factory=list)
+
+
+class Uses:
+    """Notes forwards as they end, and says where the silent ones have their turn in backward."""
+
+    def __init__(self) -> None:
+        self._first = self._last = Use(())
+        self._reached: set[Use] = set()  # in this backward
+        self._open: Counter[Unit] = Counter()  # forwards since the last backward that it has not come back to
+
+    def note(self, units: Sequence[Unit]) -> Use:
+        """Note that a forward has ended whose backward will be announced; return what it is announced by."""
+        self._last = Use(units)
+        self._add(units, 1)
+        return self._last
+
+    def note_silent(self, units: Sequence[Unit]) -> None:
+        """Note that a forward has ended that made nothing with a backward."""
+        self._last.silent.append(units)
+        self._add(units, 1)
+
+    def reach(self, use: Use) -> list[Sequence[Unit]]:
+        """Note that a backward is announced; return the units of silent forwards whose turn is before it, in order."""
+        if use in self._reached:
+            return []
+        self._reached.add(use)
+        self._add(use.units, -1)
+        return self._take_turns(use)
+
+    def end(self) -> list[Sequence[Unit]]:
+        """Return, at the end of backward, the units of the silent forwards that ran before all others."""
+        return self._take_turns(self._first)
+
+    def is_last(self, unit: Unit) -> bool:
+        """Whether backward has come back to every forward of the unit."""
+        return self._open[unit] <= 0
+
+    def clear(self) -> None:
+        """Forget every forward: backward is over."""
+        self._first = self._last = Use(())
+        self._reached.clear()
+        self._open.clear()
+
+    def _add(self, units: Sequence[Unit], count: int) -> None:
+        for unit in units:  # by hand: a counter's own methods look first at what they are given, and mostly it is one
+            self._open[unit] += count
+
+    def _take_turns(self, use: Use) -> list[Sequence[Unit]]:
+        for units in use.silent:
+            self._add(units, -1)
+        return use.silent[::-1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where the backward of a forward begins: the tensors that it made, wherever it put them.
+#
+# A gradient that reaches one of them announces the backward of the module. What the module only hands through must not
+# be watched: its gradient comes before or long after, and would announce one module in the middle of another's backward.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device, nn.Module)
+_LISTS = (list, tuple, set, frozenset, deque)
+_CLOSED = (FunctionType, MethodType, BuiltinFunctionType, GeneratorType)  # may hold tensors where nobody can look
+_MOST_OBJECTS = 1000  # looked into per output
+
+
+class Call:
+    """A forward that is under way: its module, and its inputs as they came.
+
+    Attributes:
+        reads: the units that were gathered because it read parameters of theirs.
+        saved_hooks: the hooks that were entered for it, for what autograd saves.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.reads: list[Unit] = []
+        self.saved_hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._versions: dict[int, int] = {}
+
+    def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the inputs, to tell afterwards which of them were modified."""
+        if user_records():
+            self._versions = {id(t): _version(t) for t in _with_bases(tensors_of((args, kwargs)))}
+
+    def made(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
+        """Find the tensors with a backward that this forward made, and say whether that is all of them.
+
+        An input that was modified in place counts. So does the tensor that an output is a view of: a change of the view
+        in place takes the view's own node out of the graph.
+        """
+        inputs = {id(t): t for t in _with_bases(tensors_of((args, kwargs)))}
+        if isinstance(output, Tensor):  # which most are
+            found, complete = [output], True
+        else:
+            found, complete = look_into(output, _objects_in((args, kwargs)))
+        handed_through = {key for key, t in inputs.items() if self._is_as_it_came(t)}
+        candidates = {id(t): t for t in _with_bases(found)} | inputs
+        return [t for key, t in candidates.items() if t.grad_fn is not None and key not in handed_through], complete
+
+    def _is_as_it_came(self, tensor: Tensor) -> bool:
+        version = _version(tensor)
+        return self._versions.get(id(tensor), version) == version
+
+
+def watch_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
+    """Register a hook of a tensor before those it has: a module is announced before one inside it that made the tensor.
+
+    Else the order would depend on which of them made it, and with that on the way that a rank took inside of them.
+    """
+    before = list(tensor._backward_hooks or ())
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    for key in before:  # autograd calls them as they were put in, whatever `move_to_end` says
+        tensor._backward_hooks[key] = tensor._backward_hooks.pop(key)  # type: ignore[index, union-attr]
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists, sets and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif (items := _items(value)) is not None:
+        for item in items:
+            yield from tensors_of(item)
+
+
+def look_into(value: Any, known: Set[int] = frozenset()) -> tuple[list[Tensor], bool]:
+    """Find the tensors in nested containers and attributes of objects, and say whether everything could be looked into.
+
+    Arguments:
+        value: what a module has returned.
+        known: the identities of objects to leave out.
+    """
+    tensors: list[Tensor] = []
+    complete = True
+    seen: set[int] = set()
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, Tensor):
+            tensors.append(item)
+            continue
+        if item is None or isinstance(item, _PLAIN) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        items = _items(item)
+        if items is None and id(item) not in known:
+            items = _attributes(item)
+            complete = complete and items is not None
+        if len(seen) > _MOST_OBJECTS:
+            return tensors, False
+        rest += items or ()
+    return tensors, complete
+
+
+def _items(value: Any) -> list[Any] | None:
+    if isinstance(value, _LISTS):  # first: most are arguments, and an abstract class is slow to say
+        return list(value)
+    return list(value.values()) if isinstance(value, (dict, Mapping)) else None
+
+
+def _attributes(value: Any) -> list[Any] | None:
+    """List what an object's attributes hold, without running its code; `None` where that cannot be known."""
+    if isinstance(value, _CLOSED):
+        return None
+    slots = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ())]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _objects_in(value: Any) -> set[int]:
+    """Collect the identities of what is neither tensor nor container in nested containers."""
+    items = _items(value)
+    if items is None:
+        return set() if isinstance(value, Tensor) else {id(value)}
+    return set().union(*map(_objects_in, items))
+
+
+def _with_bases(tensors: Iterator[Tensor] | list[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield tensor
+        if tensor._base is not None:
+            yield tensor._base
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What compute is doing: which forwards and backwards are under way, and which units come next.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """The forwards and backwards that are under way, for whoever has to know the innermost one.
+
+    Arguments:
+        anchors: which units each module's forward needs.
+        streams: where the observer is while a trace is taken.
+
+    Attributes:
+        calls: forwards of anchors under way, outer ones first.
+        active: units whose backward is under way.
+    """
+
+    def __init__(self, anchors: Mapping[nn.Module, Sequence[Unit]], streams: Streams) -> None:
+        self.anchors = anchors
+        self._streams = streams
+        self.calls: list[Call] = []
+        self.active: list[Unit] = []
+
+    def note(self) -> None:
+        """Tell a trace what compute turns to: the innermost unit's backward or forward."""
+        observer = self._streams.observer
+        if observer is None or not observer.is_traced:
+            return
+        units = self.active[-1:] or [u for call in self.calls[::-1] for u in self.anchors.get(call.module, ())][:1]
+        verb = "backward" if self.active else "forward"
+        observer.turn_to(Label(verb, units[0].name) if units else NO_LABEL)
+
+
+class Order:
+    """The sequence in which units were last used, and how far the present use has come."""
+
+    def __init__(self, guess: Sequence[Unit]) -> None:
+        self._learned = list(guess)
+        self._current: list[Unit] = []
+        self._position = 0
+        self.was_observed = False
+
+    @property
+    def learned(self) -> Sequence[Unit]:
+        """The order of the last complete pass."""
+        return self._learned
+
+    def start(self) -> None:
+        """Begin a pass."""
+        self._current = []
+        self._position = 0
+
+    def note(self, unit: Unit) -> None:
+        """Note that a unit is used now: what is expected next is what came after it last time."""
+        self._current.append(unit)
+        for ahead in range(self._position, len(self._learned)):
+            if self._learned[ahead] is unit:
+                self._position = ahead + 1
+                return
+
+    def upcoming(self) -> Iterator[Unit]:
+        """Yield the units expected next, soonest first."""
+        yield from self._learned[self._position :]
+
+    def finish(self) -> None:
+        """End a pass that is complete: expect the same order next time."""
+        if self._current:
+            self._learned = self._current
+            self.was_observed = True
+        self.start()
+
+    def replace(self, guess: Sequence[Unit]) -> None:
+        """Expect another order until one is observed."""
+        self._learned = list(guess)
+        self.start()
+
+
+class Orders:
+    """Gathers each unit when it is used, and those that are expected after it.
+
+    Attributes:
+        forward, backward: the order of units in each, learned from the last one.
+    """
+
+    def __init__(self, units: Sequence[Unit], gatherer: Gatherer) -> None:
+        self._units = units
+        self._gatherer = gatherer
+        outermost = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
+        self.forward = Order(outermost)
+        self.backward = Order(outermost[::-1])
+        self._gathers = True  # some units are not resident, or are on other ranks too
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the model, and look again whether units are gathered: homes may have moved."""
+        self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)
+        self.forward.start()
+
+    def end_forward(self) -> None:
+        """End a complete forward: expect its order next time, and its reverse in backward until one was seen."""
+        self.forward.finish()
+        if not self.backward.was_observed:
+            self.backward.replace(self.forward.learned[::-1])
+
+    def use(self, unit: Unit, order: Order) -> None:
+        """Make a unit usable now, and start to gather those that come next in this order."""
+        order.note(unit)
+        self._gatherer.acquire(unit)
+        if self._gathers:
+            self._gatherer.prefetch(order.upcoming())

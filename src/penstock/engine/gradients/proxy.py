@@ -1,0 +1,327 @@
+"""What stands in `parameter.grad` after backward: a tensor without memory, which knows its norm and can be scaled.
+
+A gradient is sharded, on whatever tier, so there is no tensor to show. With none in `.grad`, torch's `clip_grad_norm_`
+and everything else that goes through gradients would do nothing, and say nothing. So each gradient has a handle:
+
+    norm                  of `torch.linalg.vector_norm` and `torch._foreach_norm`, which torch's clipping calls
+    multiplied, divided   by a number: what torch's clipping does then
+    zeroed                counts as dropped, as in `optimizer.zero_grad(set_to_none=False)`
+    anything else         is an error that says what to call instead
+
+Torch dispatches operations to a handle; nothing of torch is changed. Who answers is `engine/components.py`. Handles are
+put on at the end of a backward and taken off at the beginning of the next one. Of a parameter that only the loss reads
+autograd adds the gradient before that beginning is seen: the handle takes it in, and `UnitParameter` from there.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.step.context import Rig
+from penstock.engine.step.owner_thread import in_backward
+from penstock.engine.unit.parameter import UnitParameter
+from penstock.errors import EngineError
+from penstock.runtime.modes import crossing
+
+aten = torch.ops.aten
+
+
+class Answers(Protocol):
+    """Who knows of gradients what a handle is asked, and takes note of what is done to it."""
+
+    def look(self) -> None:
+        """Take over what people have put into `.grad`, or taken out of it."""
+
+    def norm(self, parameter: UnitParameter, norm_type: float) -> float:
+        """Tell the norm of a gradient over all ranks. Collective, where norms are not known."""
+
+    def scale(self, parameter: UnitParameter, factor: float) -> None:
+        """Take note that a gradient is multiplied."""
+
+    def drop(self, parameters: Sequence[UnitParameter]) -> None:
+        """Take note that gradients are zeroed."""
+
+
+class Handle(Tensor):
+    """Stands for the gradient of one parameter."""
+
+    _name: str
+    _of: "weakref.ref[UnitParameter]"
+    _answers: "weakref.ref[Answers]"
+
+    # Operations come to `__torch_dispatch__`; torch's other protocol would only make results handles as well.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parameter: UnitParameter, answers: "weakref.ref[Answers]") -> "Handle":
+        """Make one of the parameter's shape, dtype and device."""
+        tensor = parameter.tensor
+        made: Handle = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.whole_shape, dtype=tensor.dtype, device=tensor.device
+        )
+        made._name = parameter.name
+        # Weakly, both: torch does not show collection what a parameter's `.grad` refers to.
+        made._of = weakref.ref(parameter)
+        made._answers = answers
+        return made
+
+    @property
+    def parameter(self) -> UnitParameter:
+        """Whose gradient it is."""
+        parameter = self._of()
+        if parameter is None or parameter.handle is None:
+            raise self._gone()
+        return parameter
+
+    def _gone(self) -> EngineError:
+        return EngineError(
+            f"This stood for the gradient of '{self._name}', whose optimizer is closed: the gradient is gone."
+        )
+
+    @property
+    def answers(self) -> Answers:
+        """Who knows of it."""
+        answers = self._answers()
+        if answers is None:
+            raise self._gone()
+        return answers
+
+    def another(self) -> "Handle":
+        """Make another handle of the same gradient: of `detach`, and of `.data`."""
+        return Handle(self.parameter, self._answers)
+
+    def stands_for(self, parameter: UnitParameter) -> bool:
+        """Whether it is a handle of this parameter's gradient."""
+        return self._of() is parameter
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer an operation of torch's, or refuse it."""
+        answer = _ANSWERS.get(func.overloadpacket)
+        if answer is None:
+            _refuse(str(func), (*args, *(kwargs or {}).values()))
+        return answer(func, *args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Say what it is. Printing is no use of it."""
+        return (
+            f"<gradient of '{self._name}' {tuple(self.shape)}, {self.dtype}, {self.device}: sharded; "
+            "optimizer.full_grad(parameter) is its value>"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither pickled nor copied."""
+        _refuse("pickle, torch.save or copy", (self,))
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Not copied, as not read."""
+        _refuse("copy.deepcopy", (self,))
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: Handle, *_: Any, **__: Any) -> NoReturn:
+        _refuse(name, (self,))
+
+    return method
+
+
+# What torch answers by itself for a tensor without memory: with an address of 0, or an error about something else.
+# Not `untyped_storage`: compilers look for it.
+for _name in ("numpy", "__array__", "tolist", "item", "data_ptr", "storage", "share_memory_"):
+    setattr(Handle, _name, _refused(_name))
+
+
+def _refuse(what: str, args: Iterable[Any]) -> NoReturn:
+    """Refuse an operation, and name what to call instead."""
+    names = [handle._name for handle in _handles_in(args)]
+    which = f"'{names[0]}'" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
+    cause = next((cause for part, cause in _CAUSES.items() if part in what), "")
+    raise EngineError(
+        f"{what} on the .grad of {which}: it stands for a gradient that is sharded, and knows its norm and its scale "
+        f"alone. {cause}Read the gradient with optimizer.full_grad(parameter), set it with "
+        "optimizer.set_full_grad(parameter, value) or parameter.grad = value."
+    )
+
+
+#: What people mean by operations that only certain idioms call.
+_CAUSES = {
+    "_amp_": "A torch.amp.GradScaler was given this optimizer: bf16 and fp32 need none, and fp16 has a loss scale of "
+    "its own (prepare(precision='fp16'), optimizer.backward(loss)); GradScaler(enabled=False) may stay. ",
+    "c10d": "It is reduced over ranks already: leave that out. ",
+    "clamp": "clip_grad_value_ is not supported; clip the norm. ",
+    "addcmul": "Another optimizer was given these parameters; theirs is the one that prepare() returned. ",
+    "lerp": "Another optimizer was given these parameters; theirs is the one that prepare() returned. ",
+}
+
+
+def _handles_in(values: Iterable[Any]) -> list[Handle]:
+    found: list[Handle] = []
+    for value in values:
+        if isinstance(value, Handle):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _handles_in(value)
+    return found
+
+
+# Answers, by operation
+
+
+def _alias(func: Any, handle: Handle) -> Handle:
+    return handle.another()
+
+
+def _norm(
+    func: Any, handle: Handle, norm_type: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    if dim not in (None, [], ()) or keepdim:
+        _refuse(f"{func} of some dimensions", (handle,))
+    return _norms([handle], norm_type, dtype)[0]
+
+
+def _foreach_norm(func: Any, tensors: Sequence[Tensor], norm_type: float = 2, dtype: Any = None) -> list[Tensor]:
+    """Tell the norms of a list, in which there may be gradients of others as well."""
+    ours = iter(_norms([t for t in tensors if isinstance(t, Handle)], norm_type, dtype))
+    plain = [t for t in tensors if not isinstance(t, Handle)]
+    others = iter(torch._foreach_norm(plain, norm_type, dtype=dtype) if plain else ())
+    return [next(ours if isinstance(t, Handle) else others) for t in tensors]
+
+
+def _norms(handles: Sequence[Handle], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
+    if not handles:
+        return []
+    # One by one: a list may have gradients of several engines.
+    values = [handle.answers.norm(handle.parameter, float(norm_type)) for handle in handles]
+    # In fp32, as a norm of fp32 gradients: one of bf16 would have 8 bits. All in one copy to a device.
+    made = torch.tensor(values, dtype=dtype or torch.float32, device=handles[0].device)
+    return [made[0]] if len(values) == 1 else list(made.unbind())
+
+
+def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
+    """Multiply, divide or zero a gradient, or those of a list in which there may be gradients of others as well."""
+    found = [tensors] if isinstance(tensors, Tensor) else tensors
+    handles = [tensor for tensor in found if isinstance(tensor, Handle)]
+    if factor is None:
+        for handle in handles:
+            handle.answers.drop([handle.parameter])
+    else:
+        number = _number(func, handles, factor)
+        for handle in handles:
+            handle.answers.scale(handle.parameter, number)
+    plain = [tensor for tensor in found if not isinstance(tensor, Handle)]
+    if plain:
+        func(plain, *([] if factor is None else [factor]))
+    return tensors if isinstance(tensors, Tensor) else None
+
+
+def _number(func: Any, handles: Sequence[Handle], factor: Any) -> float:
+    """Return what handles are multiplied with."""
+    is_number = isinstance(factor, int | float) or (
+        isinstance(factor, Tensor) and not isinstance(factor, Handle) and factor.numel() == 1
+    )
+    if not is_number:
+        _refuse(f"{func} by other than a number", (*handles, factor))
+    number = float(factor)
+    if func.overloadpacket not in (aten.div_, aten._foreach_div_):
+        return number
+    if number == 0:
+        _refuse(f"{func} by 0", handles)
+    return 1 / number
+
+
+def _add(func: Any, handle: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
+    """Take in what autograd adds at the end of a backward; anybody else's sum is refused."""
+    accumulates = in_backward() and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
+    if not (accumulates and isinstance(handle, Handle) and alpha == 1):
+        _refuse(str(func), (handle, grad))
+    if handle.parameter.handle is not handle:
+        _refuse(str(func), (handle, grad))
+    handle.parameter.arrived = grad
+    return handle if func.overloadpacket is aten.add_ else handle.another()
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.detach: _alias,
+    aten.alias: _alias,
+    aten.linalg_vector_norm: _norm,
+    aten._foreach_norm: _foreach_norm,
+    **dict.fromkeys((aten.mul_, aten.div_, aten.zero_), _change),
+    **dict.fromkeys((aten._foreach_mul_, aten._foreach_div_, aten._foreach_zero_), _change),
+    aten.add_: _add,
+    aten.add: _add,
+}
+
+
+class Handles:
+    """The handles of an engine's gradients: who puts them on, and takes them off.
+
+    Arguments:
+        rig: what every part of the engine works with.
+
+    Attributes:
+        answers: who knows of gradients; there once the engine is whole.
+    """
+
+    def __init__(self, rig: Rig) -> None:
+        self._units = [unit for unit in rig.units if unit.trained]
+        self._has_peers = rig.ranks.data_size > 1
+        self.answers: Answers | None = None
+
+    def put_on(self) -> None:
+        """Put handles on all parameters that have a gradient: a backward is over."""
+        for unit in self._units:
+            assert unit.trained is not None
+            gradient = unit.trained.gradient
+            # Of several ranks one alone may have a gradient: it is reduced on all of them, and all clip the same.
+            there = gradient.held if self._has_peers else gradient.present
+            own = gradient.present | gradient.arrived.keys()
+            for parameter in unit.parameters:
+                index = parameter.index
+                if index in own or (index in there and parameter.tensor.requires_grad):
+                    self.show(parameter)
+
+    def show(self, parameter: UnitParameter) -> None:
+        """Put a handle on a parameter that has a gradient. There is one, which is used again."""
+        handle = parameter.handle
+        # A module that has converted itself for its forward, as routers do, leaves its parameters in another dtype.
+        if handle is None or handle.dtype != parameter.tensor.dtype:
+            assert self.answers is not None
+            parameter.handle = Handle(parameter, weakref.ref(self.answers))
+        parameter.show_gradient()
+
+    def show_to_hooks(self, parameter: UnitParameter) -> None:
+        """Leave a handle for hooks of people's that autograd calls after ours: with none, they would do nothing."""
+        if len(parameter.tensor._post_accumulate_grad_hooks or ()) > 1:
+            self.show(parameter)
+            assert isinstance(parameter.handle, Handle)
+            # Another one: what they add to it is no gradient of autograd's.
+            parameter.tensor.grad = parameter.handle.another()
+
+    def take_off(self) -> None:
+        """Take them off: a backward begins, and autograd would add to them."""
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.hide_gradient()
+
+    def drop(self) -> None:
+        """Take them off for good: another one answers for these gradients from now on."""
+        self.take_off()
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.handle = None
+
+    @crossing
+    def look(self) -> None:
+        """Take over what people have put into `.grad`, or taken out of it."""
+        assert self.answers is not None
+        self.answers.look()
+
+
+def is_handle_of(grad: Tensor, parameter: UnitParameter) -> bool:
+    """Whether a `.grad` is a handle of the parameter's own gradient, such as its `detach()`."""
+    return isinstance(grad, Handle) and grad.stands_for(parameter)

@@ -1,1 +1,0 @@
-"""Forward and backward: parameters gathered, gradients reduced, saved tensors moved."""

@@ -1,0 +1,521 @@
+"""What is taken from a checkpoint, and where each tile goes."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
+from penstock.checkpoint.reader import Checkpoint, stands_for
+from penstock.checkpoint.tables import Extent, Part, TileKey, UnitTable, meet
+from penstock.checkpoint.tiles import Tile
+from penstock.config import MASTER, OPTIMIZER, PARAM
+from penstock.engine.step.context import Rig
+from penstock.engine.step.update import Updater
+from penstock.engine.unit.unit import Unit, Weights
+from penstock.errors import CheckpointError, ConfigError
+from penstock.files import Field
+from penstock.layout import ALIGNMENT_NUMEL, Slot
+from penstock.rules.formats import read_master, read_state, write_state
+from penstock.rules.rule import BLOCK_NUMEL, StateSpec
+from penstock.runtime.collectives import Ranks
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which checkpoints a path stands for: the first rank says, and all ranks go by what it says.
+#
+# Each rank for itself could see another newest one: a save is over at another time for each of them, and file systems
+# show new files late.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint as this rank sees it.
+
+    Attributes:
+        folder: the checkpoint's own.
+        token: what the first rank has read in it.
+    """
+
+    folder: Path
+    token: str
+
+    def check(self, token: str) -> None:
+        """Refuse one that is another than the first rank's."""
+        if token != self.token:
+            raise CheckpointError(
+                f"{self.folder} is another checkpoint on this rank ({token}) than on the first ({self.token}). Give "
+                "all ranks the path of one checkpoint, on a file system that they share.",
+                file=str(self.folder),
+                field="token",
+            )
+
+
+def choose(path: Path, ranks: Ranks, failure: Exception | None) -> list[Candidate]:
+    """Choose the checkpoints that a path stands for, the newest first; at least one. Collective.
+
+    Arguments:
+        path: itself a checkpoint, or a folder of some, or `latest` in one.
+        ranks: all ranks, which go by what the first one says.
+        failure: what this rank has failed with before, for all to hear of.
+
+    Raises:
+        CheckpointError: there is none.
+        EngineError: another rank has failed.
+    """
+    names: list[list[str]] = []
+    beside = False
+    if failure is None and ranks.number == 0:
+        try:
+            parent, found = stands_for(path)
+            beside = parent != path
+            names = [[name, token] for name, token in found]
+        except Exception as error:
+            failure = error
+    ranks.council.agree(failure)  # before the names: a rank that raised alone would leave the others waiting for them
+    beside, names = ranks.council.share([beside, names])
+    base = path.parent if beside else path
+    return [Candidate(base / name, token) for name, token in names]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an engine takes from a checkpoint: everything that can be wrong is found here, and nothing has changed.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_MOST_NAMED = 8
+
+
+class Destination(NamedTuple):
+    """Elements `start` to `stop` of a unit's shard, which a tile holds from its element `inside` on."""
+
+    unit: Unit
+    start: int
+    stop: int
+    inside: int
+
+
+class _Place(NamedTuple):
+    """Where elements `first` to `last` of a slot rest: in a unit's shard, the slot's first one at element `base`."""
+
+    unit: Unit
+    slot: Slot
+    first: int
+    last: int
+    base: int
+
+
+class Scattered(NamedTuple):
+    """What a tile has of a slot that is another box of its parameter here: runs that are counted when they are read."""
+
+    place: _Place
+    part: Part
+
+    def runs(self) -> Iterator[Destination]:
+        """Go through the runs that are both in the tile and in this rank's shard."""
+        (unit, slot, first, last, base), part = self
+        for begin, end, at in meet(Extent.of(part.slot), part.start, part.stop, Extent.of(slot)):
+            start, stop = max(begin, first), min(end, last)
+            if start < stop:
+                inside = part.inside + at - part.start + start - begin
+                yield Destination(unit, start + base, stop + base, inside)
+
+    def cuts_blocks(self) -> bool:
+        """Whether a block of 8-bit states here would be of parts of several."""
+        base, slot, part = self.place.base, self.place.slot, self.part
+        for run in self.runs():
+            start, stop, there = run.start - base, run.stop - base, part.start + run.inside - part.inside
+            if start % BLOCK_NUMEL or there % BLOCK_NUMEL or (stop % BLOCK_NUMEL and stop != slot.numel):
+                return True
+        return False
+
+
+#: What is read, in order, and where it goes.
+Plan = list[tuple[TileKey, list[Destination | Scattered]]]
+
+
+def spread(runs: Sequence[Destination | Scattered]) -> Iterator[Destination]:
+    """Go through the runs of a tile, one by one."""
+    for run in runs:
+        if isinstance(run, Destination):
+            yield run
+        else:
+            yield from run.runs()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What is to be written into an engine, all of it checked but for the tiles themselves.
+
+    Attributes:
+        plan: which tiles are read, and where they go.
+        groups: the options of each param group.
+        buffers: the values of buffers, by name.
+        random: the states of this rank's generators; `None` where there are none for it.
+        extra: what the user has added.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    groups: Sequence[dict[str, Any]]
+    buffers: Mapping[str, Tensor]
+    random: RandomStates | None
+    extra: dict[str, Any]
+
+
+class Taker:
+    """Holds checkpoints against one engine.
+
+    Arguments:
+        updater: says which options of a param group the rule has.
+    """
+
+    def __init__(self, rig: Rig, updater: Updater) -> None:
+        self._model = rig.model
+        self._units = rig.units
+        self._ranks = rig.ranks
+        self._updater = updater
+        self._device = rig.streams.device
+        self._rule = rig.rule
+        self._gradient_scale = rig.gradient_scale
+        self._param_groups = rig.param_groups
+        self._trains = rig.trains
+
+    def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> Taken:
+        """Find out what this rank takes from a checkpoint, and check it.
+
+        Arguments:
+            checkpoint: one that was opened.
+            own: the buffers of this rank that differ from the first one's, by key.
+
+        Raises:
+            CheckpointError: it does not fit; names the field.
+            ConfigError: there is an option that the rule does not have.
+        """
+        self._check_parameters(checkpoint)
+        groups: list[dict[str, Any]] = []
+        if self._trains:  # else parameters are all that is taken
+            self._check_states(checkpoint)
+            groups = self._read_groups(checkpoint)
+        buffers = self._read_buffers(checkpoint, own)
+        extra: dict[str, Any] = checkpoint.value("extra", checkpoint.manifest.extra)
+        if not isinstance(extra, dict):
+            raise checkpoint.fail("extra", "is not an object.")
+        plan = self._plan(checkpoint)
+        return Taken(checkpoint, plan, groups, buffers, self._read_random(checkpoint), extra)
+
+    def _check_parameters(self, checkpoint: Checkpoint) -> None:
+        """Check that the parameters have the model's names, shapes and kinds of dtypes."""
+        saved = checkpoint.manifest.parameters
+        own = {
+            slot.name: (Extent.of(slot).shape, unit.spec.dtype.is_floating_point)
+            for unit in self._units
+            for slot in unit.layout.slots
+        }
+        wrong = [f"it lacks '{name}'" for name in own if name not in saved]
+        wrong += [f"it has '{name}', which the model has not" for name in saved if name not in own]
+        for name, (shape, floats) in own.items():
+            if name in saved and saved[name].shape != shape:
+                wrong.append(f"'{name}' has shape {saved[name].shape} there and {shape} here")
+            elif name in saved and saved[name].dtype.is_floating_point != floats:
+                wrong.append(f"'{name}' is {saved[name].dtype} there")
+        if wrong:
+            more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+            raise checkpoint.fail(
+                "parameters", f"is not of this model: {'; '.join(wrong[:_MOST_NAMED])}{more}. Build the model it was."
+            )
+
+    def _check_states(self, checkpoint: Checkpoint) -> None:
+        """Check that the states are those of the rule, where there are any, and that the loss scale is one."""
+        manifest = checkpoint.manifest
+        here, there = ({state.name for state in states} for states in (self._rule.states, manifest.states))
+        if here != there and any(saved.has_state for saved in manifest.parameters.values()):
+            raise checkpoint.fail(
+                "states",
+                f"are {sorted(there)} of {manifest.rule}, and {self._rule.name} has {sorted(here)}. Prepare "
+                "with the optimizer that it was saved from.",
+            )
+        for unit in (unit for unit in self._units if unit.trained is not None):
+            for name in unit.spec.names:
+                own, kept = ({s.name for s in states} for states in (unit.rule.states, manifest.states_of(name)))
+                if own != kept and manifest.parameters[name].has_state:
+                    raise checkpoint.fail(
+                        f"parameters.{name}.states",
+                        f"are {sorted(kept)}, and {unit.rule.name}, which updates it here, has {sorted(own)}. Give it "
+                        "to the rule that it was saved from.",
+                    )
+        for name, saved in manifest.parameters.items():
+            # A count of steps is the parameter's own, whether or not a rule keeps it among its scalars as well.
+            if saved.scalars and saved.scalars.keys() - {"step"} != {*self._rule.scalar_names} - {"step"}:
+                raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._rule.name}.")
+        loss = self._gradient_scale.loss
+        if loss is not None and manifest.loss_scale is not None:
+            if manifest.loss_scale.keys() != loss.state().keys():
+                raise checkpoint.fail("loss_scale", f"has {sorted(manifest.loss_scale)}.")
+            if min(manifest.loss_scale["value"], manifest.loss_scale["next"]) <= 0:
+                raise checkpoint.fail("loss_scale", "is not above 0.")
+
+    def _read_groups(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+        """Read the options of each param group."""
+        names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
+        here = [{names[p] for p in group["params"]} for group in self._param_groups]
+        if not checkpoint.manifest.groups:
+            raise checkpoint.fail(
+                "groups",
+                "are none: it was saved by prepare(model, None), without an optimizer. Make weights of it with "
+                "penstock.export(), and train from those: prepare(weights=...).",
+            )
+        if here != [set(group.parameters) for group in checkpoint.manifest.groups]:
+            raise checkpoint.fail("groups", "divides the parameters otherwise. Build the param groups alike.")
+        options = []
+        for number, (own, group) in enumerate(zip(self._param_groups, checkpoint.manifest.groups, strict=True)):
+            loaded = checkpoint.value(f"groups[{number}].options", group.options)
+            if not isinstance(loaded, dict):
+                raise checkpoint.fail(f"groups[{number}].options", "is not an object.")
+            options.append({name: value for name, value in own.items() if name != "params"} | loaded)
+        try:
+            self._updater.check_groups(options)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+            raise checkpoint.fail("groups", f"has an option that cannot be ({error}). Load another one.") from error
+        return options
+
+    def _read_buffers(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Read the values of every buffer of the model's state."""
+        values = {}
+        shapes: dict[Tensor, torch.Size] = {}
+        for name, buffer in persistent_buffers(self._model).items():
+            key = checkpoint.manifest.buffers.get(name, "")
+            value = own.get(key, checkpoint.tensors.get(key))
+            if value is None:
+                raise checkpoint.fail(f"buffers.{name}", "is missing.")
+            values[name] = from_tensor(key, value)
+            why = why_no_fit(buffer, values[name])
+            if why is None and values[name].shape != buffer.shape and self._shares_memory(buffer):
+                shapes_of = f"has shape {tuple(values[name].shape)}, not {tuple(buffer.shape)}"
+                why = f"{shapes_of}, and the buffer shares its memory with another tensor of the model"
+            if shapes.setdefault(buffer, values[name].shape) != values[name].shape:
+                why = (
+                    f"has shape {tuple(values[name].shape)}, and is the same tensor here as one of another shape there"
+                )
+            if why is not None:
+                raise checkpoint.fail(f"buffers.{name}", f"{why}. Load it into the model that it was saved of.")
+            if values[name].shape != buffer.shape:  # the memory that it is to have, before anything changes
+                values[name] = values[name].to(buffer.device, buffer.dtype, copy=True)
+        return values
+
+    def _shares_memory(self, buffer: Tensor) -> bool:
+        """Whether another parameter or buffer has memory of a buffer, and would lose it."""
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        storages = (t.untyped_storage() for t in tensors if t is not buffer and t.layout == torch.strided)
+        own = buffer.untyped_storage().data_ptr()
+        return own != 0 and any(storage.data_ptr() == own for storage in storages)
+
+    def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
+        """Read the random states of the same rank; one that was not there, or has saved none, goes on with its own.
+
+        So does a model that nothing trains: these states are the run's, which may be another model's here.
+        """
+        rank = self._ranks.number
+        if not self._trains or rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
+            return None
+        file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
+        return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)
+
+    def _plan(self, checkpoint: Checkpoint) -> Plan:
+        """Plan what of each tile goes where. Every element of this rank's shards comes from one place."""
+        places: dict[str, _Place] = {}
+        for unit in self._units:
+            for index, start, stop in unit.parts():
+                slot = unit.layout.slots[index]
+                base = slot.start - unit.own_range[0]
+                places[slot.name] = _Place(unit, slot, start - base, stop - base, base)
+        checkpoint.check_whole()
+        plan: Plan = []
+        for key in checkpoint.tiles():
+            runs: list[Destination | Scattered] = []
+            for part in key.unit.parts(key.number):
+                place = places.get(part.slot.name)
+                if place is None:
+                    continue
+                if Extent.of(part.slot) != Extent.of(place.slot):
+                    scattered = Scattered(place, part)
+                    if next(scattered.runs(), None) is not None:
+                        self._check_blocks(checkpoint, scattered)
+                        runs.append(scattered)
+                    continue
+                unit, _, first, last, base = place
+                start, stop = max(part.start, first), min(part.stop, last)
+                if start < stop:
+                    _append(runs, Destination(unit, start + base, stop + base, part.inside + start - part.start))
+            if runs:
+                plan.append((key, runs))
+        self._check_kinds(checkpoint, plan)
+        for key, runs in plan:
+            for run in runs:
+                _check_grains(checkpoint, key.unit, run)
+        return plan
+
+    def _check_blocks(self, checkpoint: Checkpoint, scattered: Scattered) -> None:
+        """Refuse 8-bit states that are cut inside of a block: codes of two scales do not make one, exactly."""
+        unit = scattered.place.unit
+        if unit.trained is None:
+            return
+        if all(state.scale_name is None for state in (*unit.rule.states, *checkpoint.manifest.states)):
+            return
+        if scattered.cuts_blocks():
+            raise checkpoint.fail(
+                f"parameters.{scattered.place.slot.name}",
+                f"has 8-bit states in blocks of {BLOCK_NUMEL} elements, which would be cut when its parts change. Load "
+                "it over as many tensor-parallel ranks as it was saved by.",
+            )
+
+    def _check_kinds(self, checkpoint: Checkpoint, plan: Plan) -> None:
+        """Check that each tile has the kinds that its parameters need, in the dtypes that they can have."""
+        for unit in {id(key.unit): key.unit for key, _ in plan}.values():
+            checkpoint.check_kinds(unit)
+
+
+def _check_grains(checkpoint: Checkpoint, table: UnitTable, run: Destination | Scattered) -> None:
+    """Refuse states that have not as many values in a tile as the rule reads from it, of whatever shape they are."""
+    grains = {cell.kind: cell.grain for home in table.homes if home.name == OPTIMIZER for cell in home.cells}
+    unit = run.unit if isinstance(run, Destination) else run.place.unit
+    for state in unit.rule.states if unit.trained is not None else ():
+        grain = grains.get(state.name, 1)
+        if state.name not in grains:
+            continue  # it was frozen there
+        needed = unit.spec.numel_of_its_own(state.name)
+        if needed is None:
+            why = None if grain == 1 else f"has a value for {grain} elements, and {unit.rule.name} one for each"
+        elif not isinstance(run, Destination) or run.inside or run.stop - run.start > table.tile_numel:
+            why = "is cut, and its states are of whole parameters"
+        elif table.tile_numel // grain < needed:
+            why = f"has {table.tile_numel // grain} values, and {unit.rule.name} keeps {needed}"
+        else:
+            why = None
+        if why is not None:
+            raise CheckpointError(
+                f"'{state.name}' of unit '{table.name}' of {checkpoint.folder} {why}. Load another checkpoint.",
+                field="homes",
+            )
+
+
+def _append(runs: list[Destination | Scattered], run: Destination) -> None:
+    """Add a run, or make the last one longer: between neighbouring slots is a gap that holds zeros in every layout."""
+    last = runs[-1] if runs else None
+    if isinstance(last, Destination):
+        gap = run.start - last.stop
+        alike = run.unit is last.unit and run.start - run.inside == last.start - last.inside
+        if alike and 0 <= gap < ALIGNMENT_NUMEL:
+            runs[-1] = last._replace(stop=run.stop)
+            return
+    runs.append(run)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tiles of a checkpoint on their way into the homes of an engine, whatever form either has.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def write_weights(tile: Tile, run: Destination) -> None:
+    """Write the parameters and master of a run, whatever form they were saved in."""
+    param, master = tile.homes.get(PARAM, {}).get(PARAM), tile.homes.get(MASTER, {}).get(MASTER)
+    for first, last, weights in run.unit.visit(run.start, run.stop, modify=True):
+        inside = slice(run.inside + first - run.start, run.inside + last - run.start)
+        _write_piece(weights, None if param is None else param[inside], None if master is None else master[inside])
+
+
+def _write_piece(weights: Weights, param: Tensor | None, master: Tensor | None) -> None:
+    written = weights.param if weights.shadow is None else weights.shadow
+    if param is not None and param.dtype == written.dtype and _alike(weights.master, master):
+        written.copy_(param)
+        if weights.master is not None and master is not None:
+            weights.master.copy_(master)
+    elif param is not None and (not written.dtype.is_floating_point or _is_all(weights.master, param, written)):
+        written.copy_(param)
+    else:
+        value = master if master is not None and master.dtype == torch.float32 else read_master(_some(param), master)
+        weights.write(value)
+        return
+    if weights.shadow is not None:
+        weights.param.copy_(written)
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return (one is None and other is None) or (one is not None and other is not None and one.dtype == other.dtype)
+
+
+def _is_all(master: Tensor | None, param: Tensor, written: Tensor) -> bool:
+    """Whether the parameter that was saved is all that is kept here: as it was computed with, not rounded again."""
+    return master is None and param.dtype == written.dtype
+
+
+def _some(param: Tensor | None) -> Tensor:
+    assert param is not None
+    return param
+
+
+def write_averages(tile: Tile, run: Destination) -> None:
+    """Write the averages of a run. One that the tile has not begins with the parameters, which were written before."""
+    trained = run.unit.trained
+    assert trained is not None
+    for kind, home in trained.averages.items():
+        saved = tile.homes.get(kind, {}).get(kind)
+        for first, last, (values,) in home.visit(run.start, run.stop, modify=True):
+            if saved is not None:
+                values.copy_(saved[run.inside + first - run.start : run.inside + last - run.start])
+                continue
+            for begin, end, weights in run.unit.visit(first, last):
+                values[begin - first : end - first].copy_(weights.read())
+
+
+def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], own: Sequence[StateSpec]) -> None:
+    """Write the optimizer states of a run from `saved` forms to `own` ones. What was frozen gets zeros."""
+    trained = run.unit.trained
+    assert trained is not None
+    there = tile.homes.get(OPTIMIZER, {})
+    of_other_shapes = {
+        spec.name: numel for spec in own if (numel := run.unit.spec.numel_of_its_own(spec.name)) is not None
+    }
+    if of_other_shapes:
+        _write_other_shapes(run, there, saved, of_other_shapes)
+    for first, last, views in trained.optimizer.visit(run.start, run.stop, modify=True):
+        inside = slice(run.inside + first - run.start, run.inside + last - run.start)
+        blocks = slice(inside.start // BLOCK_NUMEL, -(-inside.stop // BLOCK_NUMEL))
+        states, scales = trained.fields.name(views)
+        for spec, values, scale in zip(own, states, scales, strict=True):
+            if spec.name in of_other_shapes:
+                continue
+            if spec.name not in there:  # it was frozen
+                values.zero_()
+                if scale is not None:
+                    scale.zero_()
+                continue
+            source, was = there[spec.name][inside], saved[spec.name]
+            source_scale = there[was.scale_name][blocks] if was.scale_name is not None else None
+            if was.dtype == spec.dtype and was.signed == spec.signed:
+                values.copy_(source)
+                if scale is not None and source_scale is not None:
+                    scale.copy_(source_scale)
+            else:
+                write_state(spec, values, scale, read_state(was, source, source_scale).to(values.device))
+
+
+def _write_other_shapes(
+    run: Destination, there: Mapping[str, Tensor], saved: Mapping[str, StateSpec], numels: Mapping[str, int]
+) -> None:
+    """Write states that have not a value for each element: they stand at the beginning of the parameter's tile."""
+    unit, trained = run.unit, run.unit.trained
+    assert trained is not None
+    for _, _, views in trained.optimizer.visit(run.start, run.start + unit.spec.whole_numel, modify=True):
+        for spec, values in zip(unit.rule.states, trained.fields.name(views)[0], strict=True):
+            if spec.name in numels:
+                values.zero_()
+                if spec.name in there:
+                    source = there[spec.name][: numels[spec.name]]
+                    values[: len(source)].copy_(read_state(saved[spec.name], source, None))

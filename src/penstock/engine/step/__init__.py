@@ -1,0 +1,1 @@
+"""The optimizer step: measure, decide, scale or skip, update."""

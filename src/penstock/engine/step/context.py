@@ -1,0 +1,251 @@
+"""What all components of an engine share; the scale of the loss and skipped steps."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock._native import Pool
+from penstock.engine.unit.unit import Unit
+from penstock.errors import EngineError
+from penstock.rules.rule import Rule
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.streams import Streams
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a gradient in its home is multiplied with to be the gradient of the loss.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class LossScale:
+    """The factor by which fp16 losses are multiplied, so that small gradients do not vanish; as `torch.amp.GradScaler`.
+
+    A new factor counts from the next `zero_grad` on: gradients that are summed have one factor.
+
+    Arguments:
+        value: the first factor.
+        dynamic: halve it after a step whose gradient is not finite, as long as it is above `LEAST`; double it after
+            2,000 that are.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018. The least scale is DeepSpeed's: a loss that
+    overflows as it is does not fit into fp16, and a scale that is halved for ever becomes 0.
+    """
+
+    GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+    LEAST = 1.0
+
+    def __init__(self, value: float, *, dynamic: bool) -> None:
+        self.value = value
+        self.dynamic = dynamic
+        self._next = value
+        self._finite_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """Return the factor and what it will be, as numbers that `restore` takes."""
+        return {"value": self.value, "next": self._next, "finite_steps": self._finite_steps}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from where another loss scale was when it returned this state."""
+        self.value, self._next = state["value"], state["next"]
+        self._finite_steps = int(state["finite_steps"])
+
+    @property
+    def may_fall(self) -> bool:
+        """Whether a step whose gradient is not finite makes it smaller."""
+        return self.dynamic and self.value > self.LEAST
+
+    def update(self, *, finite: bool) -> None:
+        """Choose the next factor, after a step that was made (`finite`) or skipped. It counts from `renew` on."""
+        if not self.dynamic:
+            return
+        if not finite:
+            self._next = max(self.value * self.BACKOFF, min(self.value, self.LEAST))
+            self._finite_steps = 0
+            return
+        self._finite_steps += 1
+        if self._finite_steps == self.GROWTH_INTERVAL:
+            self._finite_steps = 0
+            grown = self.value * self.GROWTH
+            self._next = grown if math.isfinite(grown) else self.value
+
+    def renew(self) -> None:
+        """Take up the next factor: the gradients that were summed with this one are dropped."""
+        self.value = self._next
+
+
+class GradientScale:
+    """The scale of gradients: of the mean over ranks, of the loss, and of a clip that the user asked for.
+
+    Arguments:
+        mean: 1 / world size for the mean over ranks, 1 for the sum.
+        loss: the loss scale; `None` without one.
+
+    Attributes:
+        clip: the factor of the clips that were asked for since the last `zero_grad`.
+    """
+
+    def __init__(self, mean: float, loss: LossScale | None = None) -> None:
+        self._mean = mean
+        self.loss = loss
+        self.clip = 1.0
+
+    @property
+    def value(self) -> float:
+        """What a gradient in its home is multiplied with."""
+        return self._mean * self.clip / self.loss_scale
+
+    @property
+    def size(self) -> float:
+        """What the norm of a gradient in its home is multiplied with."""
+        return abs(self.value)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied with."""
+        return 1.0 if self.loss is None else self.loss.value
+
+    def check_not_clipped(self) -> None:
+        """Refuse another micro-batch: its gradient would be added to one that is not clipped yet, and clipped as well.
+
+        Raises:
+            EngineError: the gradient was clipped.
+        """
+        if self.clip != 1.0:
+            raise EngineError(
+                "backward() was called after clip_grad_norm_(), which comes last: run all micro-batches, then clip, "
+                "then step(); or use prepare(max_grad_norm=...)."
+            )
+
+    def renew(self) -> None:
+        """Begin anew, without a clip and with the next loss scale: the summed gradients are dropped."""
+        self.clip = 1.0
+        if self.loss is not None:
+            self.loss.renew()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What every part of an engine works with: one value, made once units have their memory.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Rig:
+    """The model and what trains it. Parts take it in their constructors; which of them it is does not change.
+
+    Attributes:
+        model: the prepared one.
+        units: all of its parameters, in the order of their index.
+        ranks: all that train it together.
+        streams: where work runs beside compute.
+        pool: the threads that do the host's arithmetic.
+        rule: the arithmetic of the optimizer.
+        gradient_scale: what a gradient in its home is multiplied with.
+        param_groups: the optimizer's own, which users and schedulers change between steps; none without an optimizer.
+    """
+
+    model: nn.Module
+    units: Sequence[Unit]
+    ranks: Ranks
+    streams: Streams
+    pool: Pool
+    rule: Rule
+    gradient_scale: GradientScale
+    param_groups: Sequence[dict[str, Any]]
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer; else the engine has parameters alone, all of them frozen."""
+        return bool(self.param_groups)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps that were skipped because the gradient is not finite: said once, counted, and not for ever.
+#
+# A loss scale that falls skips steps as a matter of course, so those of fp16 count only once the scale cannot fall any
+# more. In fp32 and bf16 nothing falls: what is not finite now mostly stays so.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_MOST_NAMED = 8
+_WHERE_TO_LOOK = (
+    "Look for an overflow in the loss or in the model (torch.autograd.detect_anomaly() finds the operation), and for a "
+    "bad batch"
+)
+
+
+class Skips:
+    """Counts the steps that were skipped in a row, and has the loss scale follow.
+
+    Arguments:
+        most: how many in a row raise an error; `None` for never.
+        at_once: whether the first one raises.
+        loss_scale: the one that follows in fp16; `None` without one.
+
+    Attributes:
+        in_a_row: how many that count were skipped since the last step that was made.
+    """
+
+    def __init__(self, most: int | None, *, at_once: bool, loss_scale: LossScale | None) -> None:
+        self._most = most
+        self._at_once = at_once
+        self._loss_scale = loss_scale
+        self._was_said = False
+        self.in_a_row = 0
+
+    def step_made(self) -> None:
+        """Count a step that was made: those that were skipped in a row begin anew."""
+        self.in_a_row = 0
+        if self._loss_scale is not None:
+            self._loss_scale.update(finite=True)
+
+    def step_skipped(self, flawed: Sequence[str]) -> None:
+        """Count a step that was skipped, in which nothing has changed.
+
+        Arguments:
+            flawed: names of the parameters whose gradient is not finite on any rank.
+
+        Raises:
+            EngineError: the last of too many in a row, or of one where one is too many.
+        """
+        may_fall = self._loss_scale is not None and self._loss_scale.may_fall  # asked first: the update lowers it
+        if self._loss_scale is not None:
+            self._loss_scale.update(finite=False)
+        if may_fall:
+            return
+        self.in_a_row += 1
+        if self._at_once:
+            raise EngineError(
+                f"The norm of the gradient is not finite; nothing was updated. {name_flawed(flawed)}"
+                f"{self._at_which_scale()} {_WHERE_TO_LOOK}; or use Options(on_nonfinite='skip')."
+            )
+        if self._most is not None and self.in_a_row >= self._most:
+            raise EngineError(
+                f"{self.in_a_row} steps in a row were skipped, because the gradient was not finite: nothing was "
+                f"updated in them. {name_flawed(flawed)}{self._at_which_scale()} {_WHERE_TO_LOOK}. "
+                "Options(max_skipped_steps=None) goes on for ever."
+            )
+        if not self._was_said:
+            self._was_said = True
+            warnings.warn(
+                f"The step was skipped, because the gradient is not finite. {name_flawed(flawed)}"
+                f"{self._at_which_scale()} {_WHERE_TO_LOOK}. This is said once; StepResult.skipped tells of every such "
+                f"step" + (f", and {self._most} in a row are an error." if self._most is not None else "."),
+                stacklevel=8,  # whose call it is: behind the policy, step(), our wrappers and torch's
+            )
+
+    def _at_which_scale(self) -> str:
+        if self._loss_scale is None:
+            return ""
+        return f" The loss scale is {self._loss_scale.value:g}, and does not fall any further."
+
+
+def name_flawed(flawed: Sequence[str]) -> str:
+    """Make the sentence that names parameters whose gradient is not finite."""
+    if not flawed:  # each square is finite, and their sum is not
+        return "No single parameter's is: all together are too large."
+    names = ", ".join(f"'{name}'" for name in flawed[:_MOST_NAMED])
+    more = f" and {len(flawed) - _MOST_NAMED} more" if len(flawed) > _MOST_NAMED else ""
+    return f"Not finite: of {names}{more}."

@@ -1,0 +1,1 @@
+"""Units: partition, plan, first values, parameters, and what a unit holds."""

@@ -1,0 +1,208 @@
+"""Building units, and building them again when parameters are added."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from penstock._native import Pool
+from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW
+from penstock.engine.unit.first_values import Flat, Read
+from penstock.engine.unit.parameter import UnitParameter, make_parameters
+from penstock.engine.unit.partition import UnitSpec
+from penstock.engine.unit.plan import UnitPlan
+from penstock.engine.unit.unit import Gradient, Trained, Unit, Weights
+from penstock.layout import FlatLayout, Slot
+from penstock.rules.formats import as_param, write_given, write_master
+from penstock.runtime.collectives import Ranks
+from penstock.runtime.streams import Streams
+from penstock.tiers.storage import Home
+from penstock.tiers.tier import Reservation
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A unit's homes, made from their plan and filled from the model's parameters.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def make_unit(
+    plan: UnitPlan,
+    index: int,
+    parameters: Sequence[UnitParameter],
+    rank: int,
+    streams: Streams,
+    reserved: Reservation,
+) -> Unit:
+    """Make a unit with its homes, which are empty.
+
+    Arguments:
+        plan: where each home is.
+        index: the unit's number among all.
+        parameters: the unit's own, noted before any of them gave up its memory.
+        rank: the number of this process among those that have a shard each.
+        streams: where work runs beside compute, on the device that computes.
+        reserved: the memory and files that were taken for it.
+    """
+    spec, layout = plan.spec, plan.layout
+    # In the order of the plan, in which they were reserved: a slab hands out its memory one section after the other,
+    # and one that is made out of turn would get another one's.
+    homes = {name: Home([reserved.make(section) for section in sections]) for name, sections in plan.sections.items()}
+    full = None
+    if not plan.resident:
+        full = streams.make_buffer(layout.numel, spec.dtype)
+        # One object for good, and memory while the unit is gathered: views that autograd saves see the next gather.
+        streams.retire(full)
+    unit = Unit(spec, index, layout, parameters, rank=rank, home=homes[PARAM], replicated=plan.replicated, full=full)
+    unit.secondary, unit.stale = homes.get(SECONDARY), SECONDARY in homes  # nothing is in it yet
+    if spec.trainable:
+        unit.trained = make_trained(plan, homes, rank)
+    return unit
+
+
+def make_trained(plan: UnitPlan, homes: Mapping[str, Home], rank: int) -> Trained:
+    """Put together what a unit has beside its parameters where it is trained."""
+    return Trained(
+        gradient=Gradient(homes[GRAD]),
+        master=homes[MASTER],
+        optimizer=homes[OPTIMIZER],
+        shadow=homes[SHADOW],
+        fields=plan.fields,
+        tiles=plan.layout.tiles(rank, plan.tile_numel),
+    )
+
+
+def fill_unit(unit: Unit, flats: Sequence[Flat] | None, pool: Pool | None = None) -> None:
+    """Put parameters into their home, and this rank's part of them into the master; their own memory goes.
+
+    Nothing is waited for and no event is noted: nobody else knows the homes yet, and whatever is submitted later
+    follows compute, which writes here.
+
+    Arguments:
+        unit: one whose homes are empty.
+        flats: the values of its parameters, in the order of its slots; `None` where nobody has any.
+        pool: the threads that write to host memory; `None` for the calling thread alone.
+    """
+    if flats is not None:
+        _write(unit, flats, pool)
+    unit.hide()  # their own memory goes here, before the values of the next unit come
+    unit.note_versions()  # after the last write here: only writes by others are to be refused
+
+
+def reads_of(layout: FlatLayout, rank: int, *, replicated: bool) -> list[Read]:
+    """List what `fill_unit` reads of a unit's parameters, in order.
+
+    Arguments:
+        layout: where each parameter is in the flat buffer.
+        rank: the one whose shard this process has.
+        replicated: whether it has the others' too.
+    """
+    return [*(_reads_of_others(layout, rank) if replicated else ()), *_reads_of_own(layout, rank)]
+
+
+def _reads_of_own(layout: FlatLayout, rank: int) -> Iterator[Read]:
+    for index, slot in enumerate(layout.slots):
+        if own := layout.overlap(slot, rank):
+            yield Read(index, own[0] - slot.start, own[1] - slot.start)
+
+
+def _reads_of_others(layout: FlatLayout, rank: int) -> Iterator[Read]:
+    first, last = layout.shard_range(rank)
+    for index, slot in enumerate(layout.slots):
+        for start, stop in ((slot.start, min(slot.stop, first)), (max(slot.start, last), slot.stop)):
+            if start < stop:
+                yield Read(index, start - slot.start, stop - slot.start)
+
+
+def _write(unit: Unit, flats: Sequence[Flat], pool: Pool | None) -> None:
+    """Write the values of a unit's parameters into its homes, which are zeros."""
+    if unit.replica is not None:
+        for index, start, stop in _reads_of_others(unit.layout, unit.rank):
+            first = unit.layout.slots[index].start
+            for begin, end, (values,) in unit.replica.visit(first + start, first + stop, modify=True):
+                for at, value in flats[index].pieces(begin - first, end - first):
+                    _at(values, first + at - begin, value).copy_(as_param(value, values.dtype))
+    parts = unit.parts()
+    first = unit.own_range[0]
+    for begin, end, weights in unit.visit(0, unit.shard_numel, modify=True):
+        for index, start, stop in parts:
+            start, stop = max(start, begin), min(stop, end)
+            if start < stop:
+                offset = first - unit.layout.slots[index].start
+                for at, value in flats[index].pieces(start + offset, stop + offset):
+                    _write_own(unit, weights, at - offset - begin, value, pool)
+
+
+def _write_own(unit: Unit, weights: Weights, at: int, value: Tensor, pool: Pool | None) -> None:
+    """Write values into a range of this rank's shard, from its element `at` on."""
+    param = _at(weights.param, at, value)
+    if unit.trained is None:
+        param.copy_(as_param(value, param.dtype))
+        return
+    # The update starts from the shadow where there is one, and the gather from the parameter: the same bits.
+    written = param if weights.shadow is None else _at(weights.shadow, at, value)
+    master = None if weights.master is None else _at(weights.master, at, value)
+    write_given(written, master, value, zeroed=True, pool=pool)
+    if weights.shadow is not None:
+        param.copy_(written)
+
+
+def _at(home: Tensor, start: int, value: Tensor) -> Tensor:
+    return home[start : start + value.numel()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Units that change while training goes on: parameters that were frozen are trained from now on.
+#
+# all of a unit's     it is trained where it rests: its parameters stay, and get what is trained beside them
+# some of them        they leave for a unit of their own; where they were is nobody's from then on
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def lay_again(layout: FlatLayout, before: UnitSpec, spec: UnitSpec) -> FlatLayout:
+    """Say where the parameters of a spec are in the buffer of a unit that had them before, and what they are called."""
+    slots = dict(zip(before.parameters, layout.slots, strict=True))
+    return replace(
+        layout, slots=tuple(replace(slots[p], name=n) for p, n in zip(spec.parameters, spec.names, strict=True))
+    )
+
+
+def place(unit: Unit, plan: UnitPlan) -> None:
+    """Let a unit know what it consists of, and what that is called; parameters that it has no longer leave it."""
+    known = {parameter.tensor: parameter for parameter in unit.parameters}
+    unit.spec, unit.layout, unit.name = plan.spec, plan.layout, plan.spec.name
+    unit.parameters = tuple(known[tensor].placed(slot, i) for i, (tensor, slot) in enumerate(_slots(plan)))
+    for home in {unit.params, unit.homes[PARAM], *([unit.secondary] if unit.secondary is not None else [])}:
+        for section in home.sections:
+            section.plan = replace(
+                section.plan, cells=tuple(replace(cell, unit=unit.name) for cell in section.plan.cells)
+            )
+
+
+def parameters_for(
+    plan: UnitPlan, known: Mapping[nn.Parameter, UnitParameter], ranks: Ranks
+) -> tuple[UnitParameter, ...]:
+    """Note the parameters of a new unit: those of other units as they were before `prepare`."""
+    new = make_parameters(plan.spec.parameters, plan.layout, ranks.divided, ranks.rank)
+    return tuple(
+        known[tensor].placed(slot, index) if tensor in known else new[index]
+        for index, (tensor, slot) in enumerate(_slots(plan))
+    )
+
+
+def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> None:
+    """Make what is trained beside the parameters of a frozen unit, whose fp32 values are these parameters.
+
+    Nothing is under way on them. On the caller's time, as `fill_unit`.
+    """
+    homes = {name: Home([reserved.make(section) for section in sections]) for name, sections in plan.beside.items()}
+    unit.trained = make_trained(plan, homes, unit.rank)
+    for start in range(0, unit.shard_numel, plan.tile_numel):  # a tile at a time: in fp32 it is larger
+        stop = min(start + plan.tile_numel, unit.shard_numel)
+        for _, _, weights in unit.visit(start, stop, modify=True):
+            if weights.shadow is None and weights.master is None:
+                continue  # the parameters are all there is
+            written = weights.param if weights.shadow is None else weights.shadow
+            write_master(written, weights.master, weights.param.float().to(written.device))
+
+
+def _slots(plan: UnitPlan) -> Sequence[tuple[nn.Parameter, Slot]]:
+    return list(zip(plan.spec.parameters, plan.layout.slots, strict=True))

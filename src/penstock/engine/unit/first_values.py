@@ -1,0 +1,874 @@
+"""First values of parameters: drawn, read from files, or sent by another rank."""
+
+import contextlib
+import math
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from penstock.checkpoint.ahead import ReadAhead, Span
+from penstock.checkpoint.beside import batches
+from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
+from penstock.engine.unit.dtensor import (
+    box_of,
+    cut,
+    give_values,
+    is_alike,
+    keep_values,
+    let_go,
+    most_bytes,
+    own_elements,
+    standing_in,
+)
+from penstock.engine.unit.partition import UnitSpec
+from penstock.errors import ConfigError, EngineError
+from penstock.layout import Region, round_up
+from penstock.runtime.collectives import LocalRanks, Ranks, as_bytes
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How modules give their own parameters and buffers first values, and in which order.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def initialisers(model: nn.Module) -> dict[nn.Module, Any]:
+    """Find the model of transformers that initialises each module which lies in one: the innermost."""
+    owners: dict[nn.Module, Any] = {}
+    for outer in model.modules():  # from the outside in
+        if hasattr(outer, "_init_weights"):
+            owners |= dict.fromkeys(outer.modules(), outer)
+    return owners
+
+
+def initialiser(module: nn.Module, owners: Mapping[nn.Module, Any]) -> Callable[[], object] | None:
+    """Find what gives a module's own parameters and buffers their first values, and for a container those inside."""
+    if module in owners:
+        return partial(owners[module]._init_weights, module)
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return own if callable(own) else None
+
+
+def initialise(
+    model: nn.Module, module: nn.Module, owners: Mapping[nn.Module, Any], gone: Iterable[nn.Parameter] = ()
+) -> None:
+    """Give a module's own parameters and buffers their first values, and see that each got one.
+
+    Arguments:
+        model: the one that the module is part of, for names in messages.
+        module: the one that is initialised.
+        owners: what `initialisers` has found.
+        gone: a parameter of each unit inside that is in its home already: NaN, which nothing may write to.
+
+    Raises:
+        ConfigError: names what got none, and what failed.
+    """
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            empty = torch.empty_like(buffer, device="cpu")
+            module._buffers[key] = empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
+    run = initialiser(module, owners)
+    if run is not None:
+        failure: Exception | None = None
+        try:
+            with torch.no_grad():
+                run()
+        except Exception as error:  # it is somebody else's code
+            failure = error
+        written = [p for p in gone if p.numel() and not bool(p.detach()[(0,) * p.ndim].isnan())]
+        if failure is not None or written:
+            why = f"failed: {failure!r}" if failure is not None else "writes to parameters of modules inside of it"
+            late = ", which are in units of their own and have their values already. Give values" if written else ""
+            raise ConfigError(
+                f"The initialisation of {type(module).__name__} '{_name(model, module)}' {why}{late}."
+            ) from failure
+    for key, value in (*module._parameters.items(), *module._buffers.items()):
+        if value is not None and not value.is_meta and value.is_floating_point() and bool(value.isnan().any()):
+            raise ConfigError(
+                f"'{_name(model, module)}.{key}' is on the meta device and the initialisation of "
+                f"{type(module).__name__} gives it no value. Give weights that hold it, or build the model with its "
+                "buffers on the cpu."
+            )
+
+
+def visits(model: nn.Module, owners: Mapping[nn.Module, Any]) -> list[nn.Module]:
+    """List modules in the order of `model.apply`: those inside others first, and one in two places twice.
+
+    In a transformers model each comes once: it notes which are initialised.
+    """
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            yield from walk(child)
+        if module not in seen or module not in owners:
+            seen.add(module)
+            yield module
+
+    return list(walk(model))
+
+
+def settled(order: list[nn.Module], owners: Mapping[nn.Module, Any]) -> dict[nn.Module, int]:
+    """Find for each module after which of these visits nothing writes to what is inside of it.
+
+    What a container initialises by itself is not known before, so what lies inside waits for it. Models of transformers
+    initialise module by module.
+    """
+    # A unit's values may go home after that: written later, they would be written to placeholders.
+    last = {module: number for number, module in enumerate(order)}
+    for module in list(last):
+        if module not in owners and initialiser(module, owners) is not None:
+            for inner in module.modules():
+                last[inner] = max(last[inner], last[module])
+    return last
+
+
+def containers(order: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """List for each of these modules those that it is inside of."""
+    found: dict[nn.Module, list[nn.Module]] = {module: [] for module in order}
+    for outer in found:
+        for inner in outer.modules():
+            if inner is not outer:
+                found[inner].append(outer)
+    return found
+
+
+def _name(model: nn.Module, module: nn.Module) -> str:
+    name: str = next(name for name, other in model.named_modules() if other is module)
+    return name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The values of one parameter, wherever they are, as if it were flat; cut out of whole ones; and whether they fit.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_COMPARED_NUMEL = 1 << 24  # of tied values, at once
+
+
+class Read(NamedTuple):
+    """Elements of one of a unit's parameters, counted from its own first.
+
+    Attributes:
+        slot: the index of its slot in the unit's layout.
+    """
+
+    slot: int
+    start: int
+    stop: int
+
+
+class Flat(ABC):
+    """The values of one parameter, as if it were flat."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return elements `start` to `stop`, 1-D."""
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the same piece by piece: its first element, and the values, until the next one is asked for."""
+        yield start, self.read(start, stop)
+
+
+class Whole(Flat):
+    """Values that are in memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.detach().reshape(-1)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """View them in place."""
+        return self._values[start:stop]
+
+
+class InFile(Flat):
+    """Values in files, of which only what is asked for is read.
+
+    Arguments:
+        files: the files.
+        name: the tensor's name there.
+        ahead: what reads it ahead, if anything.
+    """
+
+    def __init__(self, files: StoredTensors, name: str, ahead: ReadAhead | None = None) -> None:
+        self._files = files
+        self._name = name
+        self._ahead = ahead
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Read them."""
+        return self._files.read(self._name, start, stop)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield them as they come from the disk."""
+        return super().pieces(start, stop) if self._ahead is None else self._ahead.pieces(self._name, start, stop)
+
+
+class Cut(Flat):
+    """A box of values, of which no more is read than the rows that it lies in.
+
+    Arguments:
+        whole: the values that the box is in.
+        shape: the box's.
+        region: where it lies.
+    """
+
+    def __init__(self, whole: Flat, shape: tuple[int, ...], region: Region) -> None:
+        self._whole = whole
+        self._shape = shape
+        self._region = region
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Cut them out of whole rows."""
+        row, whole_row = math.prod(self._shape[1:]), math.prod(self._region.shape[1:])
+        if start == stop:
+            return self._whole.read(0, 0)
+        first, last = start // row, -(-stop // row)
+        above = self._region.offsets[0]
+        rows = self._whole.read((above + first) * whole_row, (above + last) * whole_row)
+        rows = rows.view(last - first, *self._region.shape[1:])
+        offsets, shape = (0, *self._region.offsets[1:]), (last - first, *self._shape[1:])
+        box = cut(rows, shape, Region(tuple(rows.shape), offsets)).reshape(-1)
+        return box[start - first * row : stop - first * row]
+
+
+def cut_to(flat: Flat, parameter: nn.Parameter) -> Flat:
+    """Cut values to this rank's elements of a parameter."""
+    box = box_of(parameter)
+    return flat if box is None else Cut(flat, *box)
+
+
+def foreseen(
+    names: Mapping[Tensor, str], specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]
+) -> tuple[list[Span], int]:
+    """List what `pieces` will be asked for of values that are in files, in order, and the bytes of the largest unit.
+
+    Arguments:
+        names: the name in the files of each parameter.
+        specs: the units.
+        reads: what will be read of each of them.
+    """
+    spans, most_bytes = [], 0
+    for spec, of_unit in zip(specs, reads, strict=True):
+        most_bytes = max(most_bytes, sum(stop - start for _, start, stop in of_unit) * spec.dtype.itemsize)
+        for slot, start, stop in of_unit:
+            if box_of(spec.parameters[slot]) is None:  # else `Cut` asks for whole rows
+                spans.append(Span(names[spec.parameters[slot]], start, stop))
+    return spans, most_bytes
+
+
+def oddity(name: str, value: object) -> list[str]:
+    """Say why a value is no plain tensor with values; an empty list where it is one."""
+    if not isinstance(value, Tensor):
+        return [f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " ")]
+    if value.is_meta:
+        return [f"'{name}' is on the meta device and has no values"]
+    is_wrapped = is_traceable_wrapper_subclass(value)
+    if value.is_nested or value.is_quantized or is_wrapped:
+        return [f"'{name}' is a {'nested' if value.is_nested else 'quantised or wrapped'} tensor, not a plain one"]
+    return [] if value.layout is torch.strided else [f"'{name}' is {value.layout}, not a dense tensor"]
+
+
+def same(one: Flat, other: Flat, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether two values are the same once they are in a dtype. Compares block by block; NaN is the same as NaN."""
+    numel = math.prod(shape)
+    for start in range(0, numel, _COMPARED_NUMEL):
+        a, b = (flat.read(start, min(start + _COMPARED_NUMEL, numel)).to(dtype) for flat in (one, other))
+        same = a == b.to(a.device)
+        if dtype.is_floating_point:
+            same |= a.isnan() & b.to(a.device).isnan()
+        if not bool(same.all()):
+            return False
+    return True
+
+
+def misfit(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, wanted: tuple[int, ...], wanted_dtype: torch.dtype
+) -> list[str]:
+    """Say why a value of a shape and dtype does not fit where others are wanted; an empty list where it does."""
+    if shape != wanted:
+        return [f"'{name}' has shape {shape}, not {wanted}"]
+    if dtype != wanted_dtype and not (dtype.is_floating_point and wanted_dtype.is_floating_point):
+        return [f"'{name}' is {dtype}, not {wanted_dtype}"]
+    return []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# First values that ranks have from each other: many parameters in a broadcast, and files that a host reads once.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_GRAIN_BYTES = 16  # any dtype may begin there
+_PACKED_BYTES = 1 << 20  # at most, of several parameters: a larger one goes by itself
+
+
+def broadcast_flat(values: Sequence[Tensor], ranks: Ranks, device: torch.device) -> list[Tensor]:
+    """Give the first rank's values on every rank, flat, each in a place of its own. Collective.
+
+    Arguments:
+        values: this rank's, of the same shapes and dtypes as on the others.
+        ranks: all that get them.
+        device: where they are sent from and received.
+    """
+    found: list[Tensor] = []
+    for numbers in _packs([value.nbytes for value in values]):
+        nbytes = [round_up(values[number].nbytes, _GRAIN_BYTES) for number in numbers]
+        # Copies: the broadcast overwrites them, and the model keeps its own values until they are in their homes.
+        packed = torch.empty(sum(nbytes), dtype=torch.uint8, device=device)
+        flats = []
+        starts = accumulate(nbytes, initial=0)
+        for number, start in zip(numbers, starts, strict=False):
+            value = values[number]
+            flats.append(packed[start : start + value.nbytes].view(value.dtype))
+            flats[-1].view(value.shape).copy_(value)
+        if packed.numel():
+            ranks.broadcast(packed)
+        found += flats
+    return found
+
+
+def broadcast_alike(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+    """Overwrite what ranks that divide parameters have alike with the first one's; small ones together. Collective.
+
+    Arguments:
+        tensors: contiguous, in the same order, and of the same shapes and dtypes as on the others.
+        ranks: all that have them.
+    """
+    if ranks.grid.tp == 1:
+        return
+    for numbers in _packs([tensor.nbytes for tensor in tensors]):
+        several = [tensors[number].view(-1).view(torch.uint8) for number in numbers]
+        packed = several[0] if len(several) == 1 else torch.cat(several)
+        if packed.numel():
+            ranks.broadcast_alike(packed)
+        if len(several) > 1:
+            torch._foreach_copy_(several, list(torch.split(packed, [each.numel() for each in several])))
+
+
+def groups_of(sizes: Sequence[int]) -> Iterator[range]:
+    """Divide units into those whose values are sent together: tiny ones, so that a model of many has few broadcasts.
+
+    Arguments:
+        sizes: their bytes.
+    """
+    return _packs(sizes)
+
+
+def _packs(sizes: Sequence[int]) -> Iterator[range]:
+    """Divide a sequence into ranges of a few bytes each, or of one that has more."""
+    start = total = 0
+    for number, nbytes in enumerate(sizes):
+        if number > start and total + nbytes > _PACKED_BYTES:
+            yield range(start, number)
+            start, total = number, 0
+        total += nbytes
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+class SharedReads:
+    """Reads of files, of which each rank of a host does a part.
+
+    Arguments:
+        files: the tensors, the same ones on each of these ranks.
+        forms: their shapes and dtypes.
+        ranks: those of this host.
+    """
+
+    def __init__(self, files: StoredTensors, forms: Forms, ranks: LocalRanks) -> None:
+        self._files = files
+        self._forms = forms
+        self._ranks = ranks
+
+    def read(self, names: Sequence[str]) -> list[Tensor]:
+        """Read some tensors whole, flat and in their dtypes. Collective over the ranks of the host.
+
+        Raises:
+            Exception: on a rank that could not read its part.
+            EngineError: on the others.
+        """
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in (self._forms[name] for name in names)]
+        starts = [0]
+        for nbytes in sizes:
+            starts.append(starts[-1] + round_up(nbytes, _GRAIN_BYTES))
+        part = round_up(-(-starts[-1] // self._ranks.size), _GRAIN_BYTES)
+        failure: Exception | None = None
+        try:
+            own = self._part(names, sizes, starts, self._ranks.number * part, part)
+        except Exception as error:
+            failure = error  # told first: the others wait for this rank
+        if self._ranks.any(failure is not None):
+            raise failure or EngineError("Another rank of this host could not read its part of the files.")
+        whole = self._ranks.exchange(own)
+        found = zip(names, sizes, starts, strict=False)
+        return [whole[start : start + nbytes].view(self._forms[name][1]) for name, nbytes, start in found]
+
+    def give_up(self) -> None:
+        """Tell the others, who are about to read more, that this rank does not. Collective."""
+        self._ranks.any(True)
+
+    def close(self) -> None:
+        """Leave the others."""
+        self._ranks.close()
+
+    def _part(
+        self, names: Sequence[str], sizes: Sequence[int], starts: Sequence[int], first: int, nbytes: int
+    ) -> Tensor:
+        """Read some bytes of what the tensors are when they lie one after the other."""
+        own = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        for name, size, start in zip(names, sizes, starts, strict=False):
+            begin, end = max(start, first), min(start + size, first + nbytes)
+            if begin < end:
+                itemsize = self._forms[name][1].itemsize
+                values = self._files.read(name, (begin - start) // itemsize, (end - start) // itemsize)
+                own[begin - first : end - first] = values.contiguous().view(torch.uint8)
+        return own
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where the first values of parameters come from: the model, files, or an initialisation.
+#
+# Values arrive unit by unit, and each unit's go to their homes before the next one's come: in host memory there are one
+# unit and this rank's shards, whatever the size of the model.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What `prepare(weights=...)` takes.
+Weights = str | os.PathLike[str] | StoredTensors | Mapping[str, Tensor] | Callable[[str], Tensor]
+
+INIT = "init"
+
+
+class Source(ABC):
+    """Values of all parameters and buffers."""
+
+    @abstractmethod
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+        """Yield each unit's number and the values of its parameters, as they become available. Collective.
+
+        In place of values that nobody has there is `None`.
+
+        Whoever takes them has put a unit's values into its homes before he asks for the next one's, and closes the
+        generator if he does not ask.
+        """
+
+    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]) -> None:  # noqa: B027 - few read ahead
+        """Note what will be read of each unit, in order, before `units` is asked for it."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing open
+        """Close what is open."""
+
+
+class FirstRank(Source):
+    """The model's own values, those of the first rank.
+
+    Arguments:
+        ranks: all that get the values.
+        device: where they are sent from and received.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+        """Yield the units in order: each rank has what the first one has of them."""
+        # Ranks have compared their units before: broadcasts of equal size match whatever they are of, and a rank with
+        # another order would take one parameter's values for another's.
+        if self._ranks.world_size == 1:
+            for number, spec in enumerate(specs):
+                yield number, [Whole(parameter) for parameter in spec.parameters]
+            return
+        # By sizes that are the same on ranks which divide a parameter into uneven parts: they meet once for each group.
+        for together in groups_of([sum(most_bytes(p) for p in spec.parameters) for spec in specs]):
+            parameters = [parameter for number in together for parameter in specs[number].parameters]
+            values = [own_elements(parameter).detach() for parameter in parameters]
+            flats = broadcast_flat(values, self._ranks, self._device)
+            # Not by their regions: of an uneven one a rank may have all.
+            alike = [flat for parameter, flat in zip(parameters, flats, strict=True) if is_alike(parameter)]
+            broadcast_alike(alike, self._ranks)
+            del alike
+            flats = flats[::-1]  # one after the other is let go of
+            del values
+            for number in together:
+                yield number, [Whole(flats.pop()) for _ in specs[number].parameters]
+
+
+class Given(Source):
+    """Values by name: from files, from a mapping, or from a function.
+
+    Arguments:
+        model: the one whose parameters and buffers are looked up, under each of their names.
+        weights: where the values are: what `prepare` was given.
+
+    Raises:
+        ConfigError: names what is missing, unexpected, or of another shape or dtype, all at once.
+        CheckpointError: a file cannot be read.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        self._model = model
+        self._weights = WeightFiles(weights) if isinstance(weights, str | os.PathLike) else weights
+        self._shared: SharedReads | None = None
+        self._ahead: ReadAhead | None = None
+        self._held = self._list()
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            names.setdefault(buffer, []).append(name)
+        self._names = {tensor: self._known(aliases) for tensor, aliases in names.items()}
+        self._shapes = {tensor: tuple(tensor.shape) for tensor in names}
+        # Refused here, the model is as it was: no value was moved. What a function gives is looked at as it comes.
+        self._check(names)
+        self._fill_buffers()
+
+    def share(self, ranks: Ranks, device: torch.device, *, whole: bool) -> None:
+        """Have ranks of a host that need the same values read a part of them each. Collective over all ranks.
+
+        Arguments:
+            ranks: all that get values.
+            device: where the tensors of their collectives are.
+            whole: whether each rank keeps whole parameters, and not its shard alone.
+        """
+        files = self._weights if isinstance(self._weights, StoredTensors) else None
+        forms = self._held or {}
+        what = "" if files is None else f"{zlib.crc32(repr(sorted(forms.items())).encode()):08x}"
+        local = LocalRanks.that_read(what, ranks, device, whole=whole)
+        if local is not None and files is not None:
+            self._shared = SharedReads(files, forms, local)
+
+    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]) -> None:
+        """Begin to read what is in files as it is wanted, unless ranks of a host share the reads."""
+        if not isinstance(self._weights, StoredTensors) or self._shared is not None:
+            return
+        names = {tensor: aliases[0] for tensor, aliases in self._names.items() if aliases}
+        self._ahead = ReadAhead(self._weights, *foreseen(names, specs, reads))
+
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+        """Yield the units in order.
+
+        Of files each rank reads what it keeps, and ranks need not meet for it; but those of a host that keep the same.
+        """
+        shared = self._shared
+        for number, spec in enumerate(specs):
+            if shared is None:
+                yield number, [cut_to(self._flat(parameter), parameter) for parameter in spec.parameters]
+                if isinstance(self._weights, StoredTensors):
+                    self._weights.close()  # the pages that this unit was read from are this process's until then
+                continue
+            values = shared.read([self._names[parameter][0] for parameter in spec.parameters])
+            try:
+                yield number, [cut_to(Whole(each), one) for each, one in zip(values, spec.parameters, strict=True)]
+            except GeneratorExit:
+                if number + 1 < len(specs):
+                    shared.give_up()
+                raise
+            del values
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._ahead is not None:
+            self._ahead.close()
+        if self._shared is not None:
+            self._shared.close()
+        if isinstance(self._weights, StoredTensors):
+            self._weights.close()
+
+    def _list(self) -> Forms | None:
+        """List the shape and dtype of what there is, by name; `None` where that is not known beforehand."""
+        if isinstance(self._weights, StoredTensors):
+            return self._weights.forms()
+        if isinstance(self._weights, Mapping):
+            faults = [fault for name, value in self._weights.items() for fault in oddity(name, value)]
+            if faults:
+                raise self._unfit(faults)
+            return {name: (tuple(value.shape), value.dtype) for name, value in self._weights.items()}
+        return None
+
+    def _known(self, aliases: Sequence[str]) -> list[str]:
+        """Pick the names under which a tensor's values are there; a function is asked for all of them."""
+        held = self._held
+        return list(aliases) if held is None else [name for name in aliases if name in held]
+
+    def _check(self, names: Mapping[Tensor, Sequence[str]]) -> None:
+        """Refuse values that do not fit the model, where they are known by name: all faults in one error."""
+        held = self._held
+        if held is None:
+            return
+        faults = []
+        for tensor, aliases in names.items():
+            misfits = [f for n in self._names[tensor] for f in misfit(n, *held[n], tuple(tensor.shape), tensor.dtype)]
+            faults += misfits or self._differences(tensor)
+            if isinstance(tensor, nn.Parameter) and not self._names[tensor]:
+                faults.append(f"'{aliases[0]}' is missing")
+        expected = {name for aliases in names.values() for name in aliases}
+        faults += [f"'{name}' is unexpected" for name in held if name not in expected]
+        if faults:
+            raise self._unfit(faults)
+
+    def _unfit(self, faults: Sequence[str]) -> ConfigError:
+        return ConfigError(f"weights do not fit {type(self._model).__name__}: {'; '.join(faults)}.")
+
+    def _differences(self, tensor: Tensor) -> list[str]:
+        """Find the names of a tied tensor under which there are other values than under its first one."""
+        if len(self._names[tensor]) < 2:
+            return []
+        first, *others = self._names[tensor]
+        return [
+            f"'{first}' and '{other}' are one parameter and have different values"
+            for other in others
+            if not same(self._values(first), self._values(other), self._shapes[tensor], tensor.dtype)
+        ]
+
+    def _values(self, name: str) -> Flat:
+        if isinstance(self._weights, StoredTensors):
+            return InFile(self._weights, name, self._ahead)
+        assert isinstance(self._weights, Mapping)
+        return Whole(self._weights[name])
+
+    def _flat(self, parameter: Tensor) -> Flat:
+        """Give the values of a parameter; refuse one that is tied and has others under another of its names."""
+        names = self._names[parameter]
+        if self._held is not None:
+            return self._values(names[0])
+        first: Flat = self._ask(names[0], parameter)
+        for other in names[1:]:
+            if not same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
+                raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
+        return first
+
+    def _ask(self, name: str, parameter: Tensor) -> Flat:
+        """Call the function for a name, and refuse what does not fit the parameter."""
+        assert callable(self._weights)
+        try:
+            value = self._weights(name)
+        except Exception as error:  # it is somebody else's code
+            raise ConfigError(f"weights('{name}') failed: {error!r}.") from error
+        faults = oddity(name, value) or misfit(
+            name, tuple(value.shape), value.dtype, self._shapes[parameter], parameter.dtype
+        )
+        if faults:
+            raise self._unfit(faults)
+        return Whole(value)
+
+    def _fill_buffers(self) -> None:
+        """Give buffers the values that are there for them, and initialise those that are still on the meta device."""
+        for module in self._model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and self._held is not None and self._names[buffer]:
+                    flat = self._flat(buffer).read(0, buffer.numel())
+                    # A copy: forward writes to buffers (statistics), and what was given stays the caller's.
+                    module._buffers[key] = flat.to(buffer.dtype).view(buffer.shape).clone()
+        owners = initialisers(self._model)
+        for module in self._model.modules():
+            if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+                # As if no number was drawn: a model whose buffers are not on the meta device draws none here, and
+                # training is to go on with the same numbers.
+                with torch.random.fork_rng(devices=[]):
+                    initialise(self._model, module, owners)
+
+
+class Initialised(Source):
+    """Values from the model's own initialisation, module by module, with the first rank's random numbers.
+
+    They are those of initialising the whole model on one cpu, in the order of `model.apply`. Each rank does all of it,
+    and keeps its part of what ranks divide.
+
+    Arguments:
+        model: one in which each module with parameters has a `reset_parameters`, or lies in a transformers model.
+        ranks: all that initialise it.
+        device: where the state of the random numbers is sent from and received.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._device = device
+        self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}  # now: they go to homes one by one
+        self._owners = initialisers(model)
+        without = [
+            name or type(module).__name__
+            for name, module in model.named_modules()
+            if _own(module) and initialiser(module, self._owners) is None
+        ]
+        if without:
+            raise ConfigError(
+                f"weights='init': {', '.join(without)} {'has' if len(without) == 1 else 'have'} parameters and no "
+                "reset_parameters(). Add one, or give values."
+            )
+
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+        """Yield each unit once nothing more initialises what is inside of its outermost module."""
+        own_state = torch.get_rng_state()
+        # Every rank initialises everything by itself, from one state: the values are the same and none has to be sent.
+        if self._ranks.world_size > 1:
+            state = own_state.to(self._device, copy=True)  # the broadcast overwrites it
+            self._ranks.broadcast(state)
+            self._ranks.broadcast_alike(state)
+            torch.set_rng_state(state.cpu())
+        try:
+            with standing_in(self._model) as stand_ins:
+                yield from self._initialised(specs, stand_ins)
+        finally:
+            # The first rank has drawn numbers, as it would have without us. The others go on with their own state: that
+            # of the first rank would give all of them the same dropout.
+            if self._ranks.rank != 0:
+                torch.set_rng_state(own_state)
+
+    def _initialised(
+        self, specs: Sequence[UnitSpec], stand_ins: Mapping[nn.Parameter, nn.Parameter]
+    ) -> Iterator[tuple[int, list[Flat] | None]]:
+        """Initialise module after module, and yield each unit whose values nothing writes any more."""
+        order = visits(self._model, self._owners)
+        last = settled(order, self._owners)
+        shapes = self._shapes | {whole: self._shapes[p] for p, whole in stand_ins.items()}
+        done: set[nn.Parameter] = set()
+        around = containers(order)
+        gone: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in order}  # inside of it, one of each unit
+        for number, module in enumerate(order):
+            fresh = [p for p in _own(module) if p not in done]
+            for parameter in fresh:
+                shape, dtype = shapes[parameter]
+                # NaN, by which `initialise` finds what a module leaves out.
+                nothing = float("nan") if dtype.is_floating_point else 0
+                give_values(parameter, torch.full(shape, nothing, dtype=dtype, device="cpu"))
+            done.update(fresh)
+            # A tied parameter as often as modules own it: as apply() does.
+            initialise(self._model, module, self._owners, gone[module])
+            for index, spec in enumerate(specs):
+                if last[spec.anchors[0]] == number:
+                    yield index, [cut_to(Whole(stand_ins.get(p, p)), p) for p in spec.parameters]
+                    for parameter in spec.parameters:
+                        if parameter in stand_ins:
+                            let_go(stand_ins[parameter])
+                    # Its parameters are placeholders from here on, and read as NaN. What a module around them writes
+                    # there later would be lost in silence: `initialise` looks whether one of each unit still does.
+                    if spec.dtype.is_floating_point:
+                        for outer in around[spec.anchors[0]]:
+                            gone[outer].append(stand_ins.get(spec.parameters[0], spec.parameters[0]))
+
+
+def open_source(
+    model: nn.Module,
+    weights: Weights | None,
+    ranks: Ranks,
+    device: torch.device,
+    undo: contextlib.ExitStack,
+    *,
+    keeps_whole: bool,
+) -> Source:
+    """Choose where first values come from. Where that is not the model, it keeps its own until all of them are there.
+
+    Collective.
+
+    Arguments:
+        model: the one that gets the values.
+        weights: what `prepare` was given; `None` for the model's own values.
+        ranks: all that train the model; each opens a source at the same time.
+        device: where the tensors of their collectives are.
+        undo: what is closed where the values do not come: it puts the model's own back.
+        keeps_whole: whether each rank keeps whole parameters, and not its shard alone.
+    """
+    if weights is None:
+        return FirstRank(ranks, device)
+    undo.callback(keep_values(model))  # first: to open a source fills buffers
+    source: Source | None = None
+    with agreeing(weights, ranks):
+        source = Initialised(model, ranks, device) if weights == INIT else Given(model, weights)
+    assert source is not None
+    if isinstance(source, Given):  # on all ranks: those that fail have met
+        source.share(ranks, device, whole=keeps_whole)
+    return source
+
+
+@contextlib.contextmanager
+def agreeing(weights: Weights | None, ranks: Ranks) -> Iterator[None]:
+    """Stop every rank where what is inside fails on one: values that are given may be others on each. Collective.
+
+    Ranks meet at its end. Inside there must be no collective that a rank which failed before it does not come to.
+    """
+    # The model's own values are the first rank's on every rank: they fit, or were refused before.
+    if weights is None or ranks.world_size == 1:
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error  # not raised yet: the others wait for this rank in the meeting
+    ranks.council.agree(failure)
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Buffers of the model at `prepare`: on the device, in their own dtype, the same on every rank.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_MOST_BYTES = 1 << 26  # that travel at once
+
+
+def align_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """Put the buffers on the device; every rank takes those of the first one, as it does with parameters. Collective.
+
+    Sparse and quantised buffers, and tensor subclasses, have no plain memory: they stay as each rank has them.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    if ranks.world_size == 1:
+        return
+    buffers = [buffer for buffer in model.buffers() if _is_plain(buffer)]
+    # One broadcast for many: a model has hundreds of small buffers. Every rank divides them alike, by their sizes: one
+    # that sent another size than is expected would end the process group.
+    for batch in batches(buffers, _MOST_BYTES):
+        packed = torch.cat([_packed(buffer) for buffer in batch])
+        ranks.broadcast(packed)
+        cursor = 0
+        for buffer in batch:
+            nbytes = buffer.numel() * buffer.element_size()
+            values = packed[cursor : cursor + nbytes].clone().view(buffer.dtype).view(buffer.shape)
+            cursor += nbytes
+            _replace(model, buffer, values)
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    plain = type(buffer).__torch_dispatch__ is Tensor.__torch_dispatch__ and buffer.layout is torch.strided
+    return plain and not buffer.is_quantized and buffer.numel() > 0
+
+
+def _packed(buffer: Tensor) -> Tensor:
+    """Give a buffer's values as bytes, whatever its strides are, and where it is a conjugate or negative view, too."""
+    values = buffer.detach().resolve_conj().resolve_neg().contiguous()
+    return as_bytes(values.view(-1))
+
+
+def _replace(model: nn.Module, buffer: Tensor, values: Tensor) -> None:
+    """Write the values, in place where that is possible: others may hold the buffer too."""
+    if torch.equal(_packed(buffer), _packed(values)):
+        return
+    if buffer.is_inference() or _overlaps(buffer):
+        for module in model.modules():
+            for name, other in module._buffers.items():
+                if other is buffer:
+                    module._buffers[name] = values
+    else:
+        with torch.no_grad():
+            buffer.detach().copy_(values)
+
+
+def _overlaps(buffer: Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do."""
+    return any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

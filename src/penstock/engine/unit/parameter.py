@@ -1,0 +1,660 @@
+"""A parameter of a unit: gathered, released, read and written."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from types import MethodType, new_class
+from typing import Any, Generic, Protocol, TypeVar, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
+
+from penstock.engine.unit.dtensor import counts_once, give_elements, is_divided, own_elements, own_part
+from penstock.errors import EngineError
+from penstock.layout import FlatLayout, Slot
+from penstock.rules.formats import as_param
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A backward through a graph from before a change is an error, as in torch: the versions of tensors say so.
+#
+# torch compares the version of what it saved with the one that it has in backward. Updates write parameters where torch
+# does not see it, so they are counted here. What passes saved-tensor hooks, or is computed again, torch does not compare.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def count_write(tensors: Iterable[Tensor]) -> None:
+    """Have torch count a write of tensors whose values change where it does not see that."""
+    torch.autograd.graph.increment_version(list(tensors))
+
+
+def check_version(tensor: Tensor, expected: int, what: str = "") -> None:
+    """Refuse to compute with a tensor that was written since it had a version.
+
+    Raises:
+        EngineError: as torch's own error.
+    """
+    if not tensor.is_inference() and tensor._version != expected:
+        raise EngineError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation, or by "
+            f"step(): {what or f'[{tensor.type()} {list(tensor.shape)}]'} is at version {tensor._version}; expected "
+            f"version {expected} instead. Run the forward again, or backward before what writes."
+        )
+
+
+class Version:
+    """The version that a tensor has now. The tensor's counter is kept, and not its memory."""
+
+    __slots__ = ("_counter", "_expected")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._expected = 0 if tensor.is_inference() else tensor._version
+        self._counter = tensor.detach()  # it has the same counter
+        self._counter.data = tensor.new_empty(0)
+
+    def check(self) -> None:
+        """Refuse to compute with the tensor if it was written since. Raises what `check_version` does."""
+        check_version(self._counter, self._expected)
+
+
+class Kept:
+    """A tensor that a saved-tensor hook leaves where it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # An output of the node that saves it would keep that node, and with it itself. A parameter has no node, and its
+        # values may move.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = 0 if tensor.is_inference() else tensor._version
+
+    def take(self) -> Tensor:
+        """Give the tensor back; refuse if it was written since. Raises what `check_version` does."""
+        check_version(self._tensor, self._version)
+        return self._tensor
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reads of parameters that are not there: a released unit is gathered for whoever reads it, whatever module runs.
+#
+# Attention reads its output projection's weight, a parent its child's, a block runs by its `forward` method alone: no
+# hook of a module tells. What every such read passes is the dict that `Module.__getattr__` looks into. So while
+# parameters are placeholders, the modules that own them have one that tells; a module whose parameters are there has the
+# dict it always had, which compilers know.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+OwnerT = TypeVar("OwnerT")
+Named = dict[str, nn.Parameter | None]
+
+
+class ReadWatch(Generic[OwnerT]):
+    """The parameters of one module, and which of their owners (units) have theirs hidden.
+
+    Arguments:
+        module: the one whose parameters are watched.
+        owners: the owner (unit) of each parameter of the model.
+        notice: called with the owner when a hidden parameter is looked up, before the parameter is handed out.
+    """
+
+    def __init__(
+        self, module: nn.Module, owners: Mapping[nn.Parameter, OwnerT], notice: Callable[[OwnerT], None]
+    ) -> None:
+        self._module = module
+        self._owners = {p: owners[p] for p in module.parameters(recurse=False) if p in owners}
+        self._notice = notice
+        self._plain: Named = module._parameters
+        self._watched = _Watched(self)
+        self._hidden: set[OwnerT] = set()
+
+    def hide(self, owner: OwnerT) -> None:
+        """Watch for reads of the owner's parameters from now on: they are placeholders."""
+        if not self._hidden:
+            self._exchange(self._watched)
+        self._hidden.add(owner)
+
+    def show(self, owner: OwnerT) -> None:
+        """Stop watching for reads of the owner's parameters: they are there."""
+        self._hidden.discard(owner)
+        if not self._hidden:
+            self._exchange(self._plain)
+
+    def end(self) -> None:
+        """Leave the module as it was found."""
+        self._hidden.clear()
+        self._exchange(self._plain)
+
+    def looked_up(self, parameter: nn.Parameter | None) -> None:
+        """Tell that a parameter is read, if it is hidden: its owner is gathered before the parameter is handed out."""
+        owner = self._owners.get(parameter) if parameter is not None else None
+        # Before the look-up returns: who asked gets the same object, and would compute with NaN.
+        if owner is not None and owner in self._hidden:
+            self._notice(owner)
+
+    def _exchange(self, new: Named) -> None:
+        old = self._module._parameters
+        if old is not new:  # else it would be cleared, and be empty
+            new.clear()
+            new.update(old)  # with what was registered or deleted since
+            self._module.__dict__["_parameters"] = new  # Module.__setattr__ looks for modules and buffers first
+
+
+class _Watched(Named):
+    """Parameters by name, telling of each that is looked up. Copies are plain."""
+
+    def __init__(self, watch: ReadWatch[Any]) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        self._watch.looked_up(parameter)
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Named:
+        return deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def watch_reads(
+    model: nn.Module, owners: Mapping[nn.Parameter, OwnerT], notice: Callable[[OwnerT], None]
+) -> Mapping[OwnerT, list[ReadWatch[OwnerT]]]:
+    """Make a watch for each module that owns parameters, and list them by the owners (units) of those."""
+    by_owner: dict[OwnerT, list[ReadWatch[OwnerT]]] = {}
+    for module in model.modules():
+        found = {owners[p] for p in module.parameters(recurse=False) if p in owners}
+        if found:
+            watch = ReadWatch(module, owners, notice)
+            for owner in found:
+                by_owner.setdefault(owner, []).append(watch)
+    return by_owner
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hooks of autograd that keep nothing alive: torch does not show collection what a parameter's hook refers to.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+HookOwner = TypeVar("HookOwner")
+
+
+def weakly(method: Callable[..., Any], owner: HookOwner, *values: int) -> Callable[..., None]:
+    """Call a bound method with `owner`, the values and what else comes, as long as its object and `owner` are there.
+
+    A parameter would else keep its engine, and the engine that parameter, for ever.
+    """
+    bound = cast(MethodType, method)
+    function, of, reference = bound.__func__, weakref.ref(bound.__self__), weakref.ref(owner)
+    del method, bound
+
+    def hook(*arguments: Any) -> None:
+        # Both held for the length of the call: collection may come between the question and the use.
+        itself, first = of(), reference()
+        if itself is not None and first is not None:
+            function(itself, first, *values, *arguments)
+
+    return hook
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The class of a parameter while its unit is released: its values are not there, and torch cannot use them by mistake.
+#
+# `parameter.__class__` is a subclass of its own class from `hide` to `expose`, as torch's lazy parameters do it. Torch
+# asks `__torch_function__` of that subclass before it runs an operation:
+#
+#     shape, dtype, grad, hooks, ...   answered: they need no values
+#     `.data`                          answered by an alias that is released too, for its shape and dtype
+#     all else                         inside a forward of the model: the unit is gathered, then the operation runs
+#                                      anywhere else: an `EngineError` that names the parameter
+#
+# A parameter that is there has its own class, so an operation of the model costs nothing more. Code of ours runs with
+# `__torch_function__` off (`runtime/modes.py`).
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What a prepared parameter has until `close`: so that no other optimizer takes it, under whatever module it stands.
+OWNER = "_penstock_owner"
+
+#: Attributes that are values, or views of them. All other attributes are answered.
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__", None})
+
+#: Functions and methods that need no values of their arguments.
+_METADATA = frozenset(
+    """
+    size dim ndimension numel nelement stride is_contiguous dim_order element_size get_device __len__ __dir__
+    is_floating_point is_complex is_signed is_conj is_neg is_inference is_same_size result_type
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+    new_empty new_empty_strided new_zeros new_ones new_full new_tensor
+    """.split()  # noqa: SIM905
+)
+
+#: Of these, what is answered as of a parameter that is there: contiguous, and not one element that stands for all.
+_STRIDES = frozenset({"stride", "is_contiguous", "dim_order"})
+
+
+class Reader(Protocol):
+    """Whoever may gather a released parameter."""
+
+    def read(self, parameter: nn.Parameter) -> None:
+        """Gather the parameter if a forward of the model is under way in this thread."""
+
+
+class Owner:
+    """The owner of a parameter, without keeping it alive. Pickled with a parameter, it comes back as `None`.
+
+    Arguments:
+        owner: gathers the parameter for a read.
+        name: the parameter's name in the model.
+    """
+
+    def __init__(self, owner: Reader | None = None, name: str = "") -> None:
+        self._of = None if owner is None else ref(owner)
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Leave the engine in this process, and nothing of ours in the file."""
+        return type(None), ()
+
+    def is_alive(self) -> bool:
+        """Return True if the owner is there still."""
+        return self._of is not None and self._of() is not None
+
+    def read(self, parameter: nn.Parameter) -> None:
+        """Have the owner gather the parameter, if it may."""
+        owner = None if self._of is None else self._of()
+        if owner is not None:
+            owner.read(parameter)
+
+
+class Released(Tensor):
+    """A tensor that never has values, or not now: the `.data` of a released parameter, or the parameter itself."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer what needs no values; gather for the rest, or refuse it."""
+        kwargs = kwargs or {}
+        if _needs_no_values(func, args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                if getattr(func, "__name__", "") in _STRIDES:
+                    args = torch.empty(args[0].shape, device="meta"), *args[1:]
+                return func(*args, **kwargs)
+        released: list[Any] = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Released)]
+        for tensor in released:
+            if isinstance(tensor, nn.Parameter):
+                _owner_of(tensor).read(tensor)
+        left = [tensor for tensor in released if isinstance(tensor, Released)]
+        if not left:
+            return func(*args, **kwargs)
+        if _attribute(func) == "data" and func.__name__ == "__get__" and not is_divided(args[0]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return released_alias(args[0].data, _owner_of(args[0]).name)
+        what = resolve_name(func) or getattr(func, "__name__", func)
+        raise EngineError(
+            f"{what} of parameter {_described(left[0])}, which is released: its values are not there. To read it, call "
+            "optimizer.full_param() or enter optimizer.gathered(), on every rank; to write it, call "
+            "optimizer.set_full_param() or enter optimizer.gathered(modify=True). An average of parameters is "
+            "penstock.EMA, an L2 term weight_decay."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Name the parameter. Printing is no use of it."""
+        return f"<released parameter {_described(self)}; optimizer.full_param(parameter) is its value>"
+
+    def __format__(self, spec: str) -> str:
+        """Format as text."""
+        return format(repr(self), spec)
+
+
+class ReleasedParameter(Released, nn.Parameter):
+    """A plain parameter while its unit is released."""
+
+
+def released_class(kind: type[Any]) -> type[Any]:
+    """Return the class of a tensor while it is released; make it if the tensor's own class is no plain one."""
+    if issubclass(kind, Released):
+        return kind
+    if kind is nn.Parameter:
+        return ReleasedParameter
+    return new_class(f"Released{kind.__name__}", (Released, kind))
+
+
+def released_alias(tensor: Tensor, name: str) -> Tensor:
+    """Make a tensor of placeholders refuse reads and writes in the name of its parameter, for good."""
+    tensor.__class__ = Released
+    vars(tensor)[OWNER] = Owner(name=name)
+    return tensor
+
+
+def _attribute(func: Any) -> str | None:
+    """Return which attribute a function gets, sets or deletes."""
+    return getattr(getattr(func, "__self__", None), "__name__", None)
+
+
+def _needs_no_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return _attribute(func) not in _VALUES
+    # Backward reads what was saved and gathered, not these: they are those of which gradients are asked for.
+    return name in _METADATA or func is torch.autograd.grad or (name == "type" and len(args) == 1 and not kwargs)
+
+
+def _owner_of(tensor: Any) -> Owner:
+    owner: Owner = vars(tensor).get(OWNER) or Owner()
+    return owner
+
+
+def _described(tensor: Any) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return f"'{_owner_of(tensor).name}' {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One parameter of a unit: its place in the full buffer, what it shows now, and what it was before `prepare`.
+#
+#     shown     a view of its slot in a buffer of the unit
+#     hidden    a placeholder: its real shape, one element of memory, and a class that refuses reads and writes
+#     left      the values that the engine leaves it with, or none
+#
+# Its `.grad` is empty, or a handle of ours that stands for the gradient (`engine/gradients/proxy.py`), or a tensor that
+# somebody has set. Only this module and `dtensors.py` write `parameter.data`. These methods run
+# for every parameter in every forward.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class UnitParameter:
+    """One parameter of a unit.
+
+    Arguments:
+        tensor: the user's own parameter, which still has memory of its own.
+        index: the number of its slot.
+        slot: where its elements are in the unit's flat buffer.
+
+    Attributes:
+        name: its name in the model.
+        required_grad: whether it was trained, and not frozen, when it was prepared.
+        handle: what stands for its gradient in `.grad`, once one was made.
+        shows_gradient: whether the handle was put there, and not taken away by us.
+        arrived: the gradient that autograd has added to the handle, until it is taken.
+        counts: whether this rank's elements count in a norm: of those that `tp` ranks have alike, the first one's do.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_dtype",
+        "_kind",
+        "_released",
+        "_version",
+        "arrived",
+        "counts",
+        "handle",
+        "index",
+        "name",
+        "required_grad",
+        "shows_gradient",
+        "slot",
+        "tensor",
+    )
+
+    def __init__(self, tensor: nn.Parameter, index: int, slot: Slot) -> None:
+        self.tensor = tensor
+        self.index = index
+        self.slot = slot
+        self.name = slot.name
+        self.required_grad = tensor.requires_grad
+        self.handle: Tensor | None = None
+        self.shows_gradient = False
+        self.arrived: Tensor | None = None
+        self.counts = True
+        self._kind = type(tensor)
+        self._released = released_class(self._kind)
+        self._dtype = tensor.dtype
+        self._device = tensor.device
+        # Torch counts every write but those through `.data`, which are ours: another number tells that people wrote.
+        self._version = tensor._version
+
+    def placed(self, slot: Slot, index: int) -> "UnitParameter":
+        """Note the same parameter in another place. What it was before `prepare` stays noted."""
+        other = type(self)(self.tensor, index, slot)
+        other._dtype, other._device, other._version = self._dtype, self._device, self._version
+        other._kind, other._released = self._kind, self._released
+        other.required_grad, other.counts = self.required_grad, self.counts
+        return other
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Its shape; of one that ranks divide, that of the whole."""
+        region = self.slot.region
+        return self.slot.shape if region is None else region.shape
+
+    @property
+    def memory(self) -> Tensor:
+        """The tensor whose memory it shows."""
+        return self.tensor
+
+    def view_in(self, buffer: Tensor) -> Tensor:
+        """View its elements in the unit's full buffer, or in another one like it, in its shape."""
+        slot = self.slot
+        return buffer[slot.start : slot.stop].view(slot.shape)
+
+    def expose(self, buffer: Tensor) -> None:
+        """Make it a view of its slot in a buffer of the unit."""
+        self.tensor.__class__ = self._kind
+        if not self._is_view_in(buffer):
+            self.tensor.data = self.view_in(buffer)
+
+    def _is_view_in(self, buffer: Tensor) -> bool:
+        """Whether it is that view already, as a resident one is after each step."""
+        tensor, slot = self.tensor, self.slot
+        address = tensor.data_ptr()  # 0 says nothing: what has no elements has no address
+        return (
+            address == buffer.data_ptr() + slot.start * buffer.itemsize
+            and address != 0
+            and tensor.dtype is buffer.dtype
+            and tensor.shape == slot.shape
+            and tensor.is_contiguous()
+        )
+
+    def hide(self, placeholder: Tensor) -> None:
+        """Make it a placeholder: one element that stands for all of them."""
+        self.tensor.__class__ = self._kind
+        self.tensor.data = placeholder.expand(self.slot.shape)
+        self.tensor.__class__ = self._released
+
+    @property
+    def is_hidden(self) -> bool:
+        """Return True if it is a placeholder now."""
+        return type(self.tensor) is self._released
+
+    def take_in(self, full: Tensor) -> None:
+        """Put values that were given to it with other memory (`parameter.data = ...`) into the full buffer.
+
+        Raises:
+            EngineError: they have another shape.
+        """
+        own = self.view_in(full)
+        if self.tensor.shape != own.shape:
+            raise EngineError(
+                f"Parameter '{self.name}' was given values of shape {tuple(self.tensor.shape)}; it has "
+                f"{self.slot.shape}."
+            )
+        if self.tensor.data_ptr() != own.data_ptr():
+            own.copy_(as_param(self.tensor.detach(), own.dtype))
+            self.tensor.data = own
+
+    def leave(self, value: Tensor | None) -> None:
+        """Leave it to the user: with a value that is `as_before`, or without elements."""
+        self.hide_gradient()
+        self.handle = None
+        self.tensor.__class__ = self._kind
+        self.tensor.data = torch.empty(0, dtype=self._dtype, device=self._device) if value is None else value
+
+    def as_before(self, value: Tensor) -> Tensor:
+        """Bring a value to the dtype and to the device that the parameter had before `prepare`."""
+        return as_param(value, self._dtype).to(self._device)
+
+    def note_version(self) -> None:
+        """Take what it shows for what its home and its master say: only writes after this are refused."""
+        self._version = self.tensor._version
+
+    def check_written(self) -> None:
+        """Refuse values that somebody wrote where no update starts from: in a gathered copy, or half its master.
+
+        Raises:
+            EngineError: torch has counted a write since `note_version`.
+        """
+        if self.tensor._version != self._version:
+            raise EngineError(
+                f"Parameter '{self.name}' was written outside gathered(modify=True), and its master weights were not. "
+                "Set it again with set_full_param(), or write it inside."
+            )
+
+    def check_frozen(self) -> None:
+        """Refuse a parameter that was unfrozen after `prepare`: it has no optimizer state.
+
+        Raises:
+            EngineError: it requires a gradient now.
+        """
+        if self.tensor.requires_grad and not self.required_grad:
+            raise EngineError(
+                f"Parameter '{self.name}' was frozen when the model was prepared, so it has no optimizer state, "
+                "and requires a gradient now. Have it trained with optimizer.add_param_group({'params': [...]}) before "
+                "its forward. What is to be frozen for a while only is frozen after prepare(), which keeps its state."
+            )
+
+    def take_gradient(self) -> Tensor:
+        """Take the gradient that autograd has just left in `.grad`, which is empty afterwards.
+
+        Raises:
+            EngineError: it is sparse.
+        """
+        grad, self.arrived = self.tensor.grad if self.arrived is None else self.arrived, None
+        assert grad is not None
+        # Now, not after the step: gradients of all units would be on the device at once, in memory that no tier counts.
+        self.tensor.grad = None
+        self.shows_gradient = False
+        if grad.is_sparse:
+            raise EngineError(f"Parameter '{self.name}' got a sparse gradient. Build its embedding with sparse=False.")
+        return grad
+
+    def drop_gradient(self) -> None:
+        """Forget a `.grad` that autograd has left, or somebody has set, or that stands for ours."""
+        self.tensor.grad = None
+        self.shows_gradient = False
+
+    def show_gradient(self) -> None:
+        """Put the handle into `.grad`."""
+        self.tensor.grad = self.handle
+        self.shows_gradient = True
+
+    def hide_gradient(self) -> None:
+        """Take the handle out of `.grad`; what somebody has set stays."""
+        if self.handle is not None and type(self.tensor.grad) is type(self.handle):
+            self.tensor.grad = None
+        self.shows_gradient = False
+
+    @property
+    def gradient_is_as_left(self) -> bool:
+        """Whether `.grad` is what we have left there: the handle, or nothing."""
+        return self.tensor.grad is (self.handle if self.shows_gradient else None)
+
+
+def count_writes(parameters: list[UnitParameter]) -> None:
+    """Have torch count a write of these parameters: a graph from before it cannot be used any more."""
+    count_write(parameter.tensor for parameter in parameters)  # one call for all of them
+    for parameter in parameters:  # else the next step would take this count for a write by people, and refuse it
+        parameter.note_version()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One parameter of a unit that is a DTensor: the seam of `parameter.py`, to this rank's elements of it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class DividedParameter(UnitParameter):
+    """A parameter whose slot holds this rank's elements of it."""
+
+    __slots__ = ()
+
+    @property
+    def memory(self) -> Tensor:
+        """The tensor of this rank's elements, as they are shown."""
+        return own_elements(self.tensor)
+
+    def expose(self, buffer: Tensor) -> None:
+        """Make its elements a view of its slot in a buffer of the unit."""
+        self.tensor.__class__ = self._kind
+        give_elements(self.tensor, self.view_in(buffer))
+
+    def hide(self, placeholder: Tensor) -> None:
+        """Make its elements a placeholder."""
+        self.tensor.__class__ = self._kind
+        # `to_local()` and `full_tensor()` do not ask the class of the parameter, but that of its elements.
+        give_elements(self.tensor, released_alias(placeholder.expand(self.slot.shape), self.name))
+        self.tensor.__class__ = self._released
+
+    def take_in(self, full: Tensor) -> None:
+        """Put elements that were given to it with other memory into the full buffer.
+
+        Raises:
+            EngineError: they have another shape.
+        """
+        own, given = self.view_in(full), self.memory
+        if given.shape != own.shape:
+            raise EngineError(
+                f"Parameter '{self.name}' was given {tuple(given.shape)} elements on this rank; it has "
+                f"{self.slot.shape}."
+            )
+        if given.data_ptr() != own.data_ptr():
+            own.copy_(as_param(given.detach(), own.dtype))
+            give_elements(self.tensor, own)
+
+    def leave(self, value: Tensor | None) -> None:
+        """Leave it to the user: with this rank's elements that are `as_before`, or without elements."""
+        self.hide_gradient()
+        self.handle = None
+        self.tensor.__class__ = self._kind
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
+        give_elements(self.tensor, empty if value is None else value)
+
+    def take_gradient(self) -> Tensor:
+        """Take the gradient that autograd has left, and give this rank's elements of it. Collective over `tp` ranks.
+
+        Raises:
+            EngineError: it is sparse.
+        """
+        grad = super().take_gradient()
+        return own_part(grad, self.tensor) if is_divided(grad) else grad
+
+
+def make_parameter(tensor: nn.Parameter, index: int, slot: Slot) -> UnitParameter:
+    """Note what a parameter is, before it gives up its own memory."""
+    return (DividedParameter if is_divided(tensor) else UnitParameter)(tensor, index, slot)
+
+
+def make_parameters(
+    tensors: tuple[nn.Parameter, ...], layout: FlatLayout, lines: Sequence[Sequence[int]] = (), rank: int = 0
+) -> tuple[UnitParameter, ...]:
+    """Note what the parameters of a unit are, before they give up their own memory.
+
+    Arguments:
+        tensors: the parameters.
+        layout: their places.
+        lines: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
+        rank: this one.
+    """
+    made = []
+    for index, (tensor, slot) in enumerate(zip(tensors, layout.slots, strict=True)):
+        parameter = make_parameter(tensor, index, slot)
+        parameter.counts = counts_once(tensor, lines, rank)
+        made.append(parameter)
+    return tuple(made)

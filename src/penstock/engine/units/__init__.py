@@ -1,1 +1,0 @@
-"""What is handled together: parameters found, laid out, planned, and their state."""

@@ -1,1 +1,0 @@
-"""The step: its decision, and the updates of tiles."""

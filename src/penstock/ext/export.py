@@ -1,0 +1,447 @@
+"""Export of a checkpoint as a folder of a pretrained model, and what is left out of one."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.beside import PARTS
+from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folder, write_file
+from penstock.checkpoint.format import dtype_name
+from penstock.checkpoint.pretrained import FileSet, Merge, codes_of, decoded, file_sets, merged, scales_of
+from penstock.checkpoint.reader import Checkpoint
+from penstock.checkpoint.tables import Piece
+from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, WeightFiles, divide, failed, index_of
+from penstock.checkpoint.tiles import Tile, TileReader
+from penstock.config import MASTER, PARAM, Precision, average_kind
+from penstock.errors import CheckpointError, ConfigError
+from penstock.rules.formats import COMPUTE_DTYPES, as_param, read_master
+from penstock.runtime.control_group import Council, council_of_all
+from penstock.runtime.modes import crossing
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The values of what a checkpoint leaves out: a frozen base, in the folder that it first came from.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_BLOCK_NUMEL = 1 << 24
+
+
+class LeftOut:
+    """Parameters that were left out of a checkpoint, read from a folder in their place.
+
+    Arguments:
+        checkpoint: the checkpoint.
+        sets: what is exported of it.
+        folder: what `WeightFiles` takes; `None` where nobody has named one.
+
+    Raises:
+        CheckpointError: something is needed that was left out, and the folder does not have it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, sets: Sequence[FileSet], folder: str | PathLike[str] | None) -> None:
+        self._checkpoint = checkpoint
+        self._saved = checkpoint.manifest.parameters
+        self._names = {name: out for of_set in sets for name, out in of_set.names.items() if self.has(name)}
+        for name, merge in [pair for of_set in sets for pair in of_set.merges.items()]:
+            if merge.scale is not None and self.has(merge.scale) != self.has(name):
+                raise checkpoint.fail(f"parameters.{merge.scale}", "was left out, or its codes were, and not both.")
+        self._files = None
+        if self._names and folder is None:
+            raise checkpoint.fail(
+                f"parameters.{next(iter(self._names))}",
+                "was left out when this was saved (frozen=False), as all that was frozen. Name the folder that it came "
+                "from: base= (--base).",
+            )
+        if self._names and folder is not None:
+            self._files = WeightFiles(folder)
+            self._check(str(folder))
+
+    def has(self, name: str) -> bool:
+        """Tell whether a parameter of the checkpoint was left out."""
+        return name in self._saved and bool(self._saved[name].left_out)
+
+    def read(self, name: str, merge: Merge | None, held: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Read a parameter in parts, merged where it is to be: what training computed with.
+
+        Arguments:
+            name: the parameter's, in the checkpoint.
+            merge: what it is made of; `None` where it is written as it is.
+            held: what that needs, as in `merged`.
+        """
+        assert self._files is not None
+        out, saved = self._names[name], self._saved[name]
+        row = max(1, prod(saved.shape[1:]))
+        step = max(1, _BLOCK_NUMEL // row) * row
+        for start in range(0, prod(saved.shape), step):
+            values = self._files.read(out, start, min(start + step, prod(saved.shape)))
+            if merge is None or merge.scale is None:
+                values = as_param(values, saved.dtype)
+            else:
+                try:
+                    rows = values.view(-1, row)
+                    scale = scales_of(rows)
+                except ConfigError as error:
+                    raise self._checkpoint.fail(f"parameters.{name}", f"{error}.") from error
+                values = decoded(codes_of(rows, scale), scale, torch.float32).reshape(-1)
+            yield start, values if merge is None else merged(values, start, replace(merge, scale=None), held)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._files is not None:
+            self._files.close()
+
+    def _check(self, folder: str) -> None:
+        """Refuse a folder that lacks something, or has it in another shape."""
+        assert self._files is not None
+        held = self._files.forms()
+        for name, out in self._names.items():
+            shape = self._saved[name].shape
+            if out not in held or held[out][0] != shape:
+                there = f"has '{out}' in shape {held[out][0]}, not {shape}" if out in held else f"lacks '{out}'"
+                raise CheckpointError(f"{folder} {there}: it is not what {self._checkpoint.folder} was trained on.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints to files that other libraries load: weights alone, in safetensors, streamed.
+#
+# 1. Ranks read the marker and the tables and plan the files; everything that can be wrong is found here.
+# 2. The first one makes a hidden folder beside the one that is asked for.
+# 3. Each rank writes files of its own: it reads the tiles that hold something of them, and puts each piece in its place.
+# 4. All files are on the disk: the first rank adds index and configuration, and the folder takes its name.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+MOST_SHARD_BYTES = 5 * 10**9
+TIMEOUT_S = 1800.0  # for the slowest rank's files
+#: Tells a hidden folder of ours from somebody's.
+_MARK = ".penstock-export"
+
+
+class Source(NamedTuple):
+    """What a tensor of an export is made of: a parameter, or one of the tensors beside the tiles."""
+
+    spec: TensorSpec
+    name: str
+    tensor: Tensor | None
+
+
+#: What each file of tensors holds, by its path inside the export.
+Files = Mapping[str, Sequence[Source]]
+
+
+@crossing
+def export(
+    checkpoint: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    dtype: Precision = "bf16",
+    adapters_only: bool = True,
+    max_shard_bytes: int = MOST_SHARD_BYTES,
+    average: bool | str = False,
+    merge_adapters: bool = False,
+    base: str | PathLike[str] | None = None,
+) -> None:
+    """Write a checkpoint's weights so that `from_pretrained(out)` of transformers or peft reads them. Collective.
+
+    Safetensors files, `config.json` and `generation_config.json`. Tied weights are there once, buffers of the model's
+    state too. Tiles stream through a few buffers: no tensor is in memory as a whole, and no model or device is needed.
+    The folder appears whole or not at all. Ranks of the default process group, where there is one, divide the files.
+
+    Arguments:
+        checkpoint: what `Optimizer.load` takes.
+        out: the folder to write; it must not exist, or be empty. On a file system that all ranks share.
+        dtype: the dtype of the floating-point parameters. In the dtype of training they are bit for bit what the model
+            computed with, in `"fp32"` they are the master weights. Other dtypes stay, and buffers keep theirs.
+        adapters_only: write of a model with LoRA adapters (peft) the adapters alone, for `PeftModel.from_pretrained`.
+            `False` writes the model that they adapt, as it is without them, and them into its subfolder `adapter`.
+            Says nothing of other models.
+        max_shard_bytes: the most bytes of a file of tensors; a larger tensor has one of its own.
+        average: write the average (`penstock.EMA`) of the parameters that were trained: `True`, or its name.
+        merge_adapters: write the model with its LoRA adapters merged into it, W + alpha / r B A in fp32 rounded once to
+            `dtype`, and them into its subfolder `adapter`. Codes of a base in int8 become numbers. The adapters are in
+            memory as a whole. `adapters_only` has no effect then.
+        base: the folder that a frozen base came from, of a checkpoint that leaves it out (`save(frozen=False)`).
+
+    Raises:
+        ConfigError: `out` has something in it, or an argument is not as above.
+        CheckpointError: the checkpoint is damaged; a value is too large for `"fp16"`; something could not be written.
+            There is no `out` then. It has no such average.
+
+    Example:
+        >>> penstock.export("checkpoints/latest", "my-model", dtype="bf16")  # doctest: +SKIP
+    """
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"export(dtype={dtype!r}): use one of {', '.join(map(repr, COMPUTE_DTYPES))}.")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"export(max_shard_bytes={max_shard_bytes!r}): use a whole number of bytes, 1 or more.")
+    council = council_of_all(timeout_s=TIMEOUT_S, error=CheckpointError)
+    folder = Path(os.path.realpath(out))
+    with contextlib.closing(council), contextlib.ExitStack() as undo:
+        with _together(council):
+            opened = Checkpoint.open(checkpoint)
+            _check_whole(opened)
+            kind = None if average is False else _kind_of(opened, "" if average is True else average)
+            sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only, merge_adapters=merge_adapters)
+            left_out = undo.enter_context(contextlib.closing(LeftOut(opened, sets, base)))
+            files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
+            if council.is_first:
+                undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
+        # Only now is the hidden folder there, for every rank.
+        with _together(council):
+            everything = [file for of_set in files for file in of_set.items()]
+            merges = {name: merge for file_set in sets for name, merge in file_set.merges.items()}
+            own = dict(everything[council.rank :: council.size])
+            _write(opened, _hidden_name(folder), own, kind, merges, left_out)
+        # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
+        with _together(council):
+            if council.is_first:
+                for file_set, of_set in zip(sets, files, strict=True):
+                    _finish(_hidden_name(folder), file_set, of_set)
+                _appear(folder)
+
+
+@contextlib.contextmanager
+def _together(council: Council) -> Iterator[None]:
+    """Wait until all ranks come to the end of a block; where one fails in it, all do."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    council.agree(failure)
+
+
+# What there is to write
+
+
+def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_bytes: int) -> Files:
+    """Divide the tensors of a set among files, named as `save_pretrained` names them."""
+    sources = {source.spec.name: source for source in _sources(checkpoint, file_set, dtype)}
+    specs = [source.spec for source in sources.values()]
+    most_bytes = sum(spec.nbytes for spec in specs) if file_set.one_file else most_bytes
+    divided = divide(specs, file_set.stem, most_bytes)
+    return {
+        os.path.join(file_set.folder, name): [sources[s.name] for s in of_file] for name, of_file in divided.items()
+    }
+
+
+def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> Iterator[Source]:
+    """Find what each tensor of a set is made of."""
+    for name, out in file_set.names.items():
+        saved = checkpoint.manifest.parameters.get(name)
+        if saved is not None:
+            converts = saved.dtype in COMPUTE_DTYPES.values() or name in file_set.merges
+            yield Source(TensorSpec(out, saved.shape, dtype if converts else saved.dtype), name, None)
+            continue
+        key = checkpoint.manifest.buffers[name]
+        tensor = checkpoint.tensors.get(key)
+        if tensor is None:
+            raise checkpoint.fail(f"buffers.{name}", "is missing.")
+        if key.startswith(PARTS):
+            raise checkpoint.fail(f"buffers.{name}", "is of a complex dtype that no safetensors file has.")
+        if tensor.dtype not in DTYPES.values():
+            raise checkpoint.fail(f"buffers.{name}", f"is {dtype_name(tensor.dtype)}, which no export has.")
+        yield Source(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint in which an element of a parameter is not in one tile, in a form that there is."""
+    for table in checkpoint.tables:
+        for unit in table.units:
+            checkpoint.check_kinds(unit)
+    checkpoint.check_whole()
+
+
+def _kind_of(checkpoint: Checkpoint, name: str) -> str:
+    """Find the kind of an average by its name, and refuse one that there is not."""
+    kind = average_kind(name)
+    if kind not in checkpoint.averages:
+        known = ", ".join(map(repr, sorted(checkpoint.averages))) or "none"
+        raise checkpoint.fail("averages", f"has no '{kind}': {known} there. Export without average=.")
+    return kind
+
+
+# Writing
+
+
+def _write(
+    checkpoint: Checkpoint,
+    folder: Path,
+    files: Files,
+    average: str | None,
+    merges: Mapping[str, Merge],
+    left_out: LeftOut,
+) -> None:
+    """Write files of tensors, in the order of the checkpoint's tiles; of what has an average, that one."""
+    with contextlib.ExitStack() as closing:
+        opened = []
+        places: dict[str, tuple[TensorFile, TensorSpec]] = {}
+        for path, sources in files.items():
+            file = TensorFile(folder / path, [source.spec for source in sources])
+            closing.callback(file.close)
+            opened.append(file)
+            for source in sources:
+                places[source.name] = file, source.spec
+                if source.tensor is not None:
+                    file.write(source.spec.name, 0, source.tensor.contiguous())
+        merges = {name: merge for name, merge in merges.items() if name in places}
+        needed = {name for merge in merges.values() for name in merge.needs if not left_out.has(name)}
+        held = _held(checkpoint, needed, average)
+        for name in filter(left_out.has, places):
+            file, spec = places[name]
+            for start, values in left_out.read(name, merges.get(name), held):
+                file.write(spec.name, start, _converted(checkpoint, name, values, spec.dtype).contiguous())
+        for tile, piece in _pieces(checkpoint, places, average):
+            file, spec = places[piece.name]
+            if piece.name in merges:
+                whole = merged(_precise(tile, piece, average), piece.start, merges[piece.name], held)
+                values = _converted(checkpoint, piece.name, whole, spec.dtype)
+            else:
+                values = _values(checkpoint, tile, piece, spec.dtype, average)
+            file.write(spec.name, piece.start, values)
+        for file in opened:
+            file.sync()  # before the other ranks hear that this one has written
+
+
+def _pieces(checkpoint: Checkpoint, names: Container[str], average: str | None) -> Iterator[tuple[Tile, Piece]]:
+    """Read the tiles that hold something of these parameters, and give each piece of them."""
+    keys = [key for key in checkpoint.tiles() if any(p.name in names for p in key.unit.pieces(key.number))]
+    with TileReader() as reader:
+        for tile in reader.read(keys, homes=(PARAM, MASTER, average or PARAM)):
+            for piece in tile.key.unit.pieces(tile.key.number):
+                if piece.name in names:
+                    yield tile, piece
+
+
+def _held(checkpoint: Checkpoint, names: Set[str], average: str | None) -> dict[str, Tensor]:
+    """Read parameters as a whole, at master precision in fp32: adapters, and scales of codes."""
+    held = {name: torch.empty(checkpoint.manifest.parameters[name].shape, dtype=torch.float32) for name in names}
+    for tile, piece in _pieces(checkpoint, held, average):
+        held[piece.name].view(-1)[piece.start : piece.stop] = _precise(tile, piece, average)
+    return held
+
+
+def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype, average: str | None) -> Tensor:
+    """Make what is written of a piece: the average, or as trained where that is in `dtype`, else from the master."""
+    param = tile.homes.get(PARAM, {}).get(PARAM)
+    averaged = None if average is None else tile.homes.get(average, {}).get(average)
+    if averaged is None and param is not None and param.dtype == dtype:
+        return param[_inside(piece)]
+    return _converted(checkpoint, piece.name, _precise(tile, piece, average), dtype)
+
+
+def _precise(tile: Tile, piece: Piece, average: str | None) -> Tensor:
+    """Take a piece as precise as it is there: the average, or the master; codes as they are."""
+    inside = _inside(piece)
+    param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
+    averaged = None if average is None else tile.homes.get(average, {}).get(average)
+    if averaged is not None:
+        return averaged[inside]
+    if param is None or (master is not None and master.dtype == torch.float32):
+        assert master is not None  # `check_kinds` has seen to it
+        return master[inside]
+    return read_master(param[inside], None if master is None else master[inside])
+
+
+def _inside(piece: Piece) -> slice:
+    return slice(piece.inside, piece.inside + piece.stop - piece.start)
+
+
+def _converted(checkpoint: Checkpoint, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the dtype of a file, and refuse what would become infinite."""
+    converted = as_param(value, dtype)
+    if dtype == torch.float16 and bool((converted.isinf() & value.isfinite()).any()):
+        raise checkpoint.fail(
+            f"parameters.{name}", "has values that are too large for fp16. Export as 'bf16' or 'fp32'."
+        )
+    return converted
+
+
+def _finish(folder: Path, file_set: FileSet, files: Files) -> None:
+    """Write what is small, after the tensors, and have all names on the disk."""
+    inside = folder / file_set.folder
+    if len(files) > 1:
+        index = index_of({Path(path).name: [source.spec for source in sources] for path, sources in files.items()})
+        write_file(inside / f"{file_set.stem}.safetensors.index.json", _text(index))
+    for name, text in file_set.beside.items():
+        write_file(inside / name, _text(text))
+    sync_folder(inside)
+
+
+def _text(text: str) -> bytes:
+    return (text.rstrip("\n") + "\n").encode()
+
+
+# The folder
+
+
+def _hidden_name(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.export")
+
+
+@contextlib.contextmanager
+def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
+    """Make a hidden, empty folder beside `folder`, with some inside of it. It goes where the export fails.
+
+    It is locked: one that is there, has our mark and is not locked was left by an export that was killed. A link, and a
+    folder that somebody else has filled, are refused and stay as they are.
+    """
+    check_free(folder, "Export to")
+    make_folder(folder.parent)
+    hidden = _hidden_name(folder)
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
+        try:
+            if hidden.is_symlink():
+                raise _not_ours(hidden)
+            hidden.mkdir(exist_ok=True)
+            if not closing.enter_context(Hold(hidden)).take_alone():
+                raise CheckpointError(f"Another export to {folder} is running. Wait for it.", file=str(folder))
+            if any(hidden.iterdir()) and not (hidden / _MARK).is_file():
+                raise _not_ours(hidden)
+            undo.callback(_remove, hidden)
+            _empty(hidden)
+            (hidden / _MARK).touch()
+            for name in inside:
+                (hidden / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise failed(hidden, error) from error
+        yield
+        undo.pop_all()
+
+
+def _not_ours(hidden: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{hidden} is there, and no export has left it. Move it away, or export elsewhere.", file=str(hidden)
+    )
+
+
+def _empty(hidden: Path) -> None:
+    """Remove what is in a folder of ours; the mark last, so that what a kill leaves is still known."""
+    for left in sorted(hidden.iterdir(), key=lambda each: each.name == _MARK):
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+
+
+def _remove(hidden: Path) -> None:
+    with contextlib.suppress(OSError):
+        _empty(hidden)
+        hidden.rmdir()
+
+
+def _appear(folder: Path) -> None:
+    """Give the folder its name, which an empty folder may have had."""
+    try:
+        os.rename(_hidden_name(folder), folder)  # at once: nobody sees a part of an export
+        (folder / _MARK).unlink()
+        sync_folder(folder)
+        sync_folder(folder.parent)  # without it a power failure can take the name back
+    except OSError as error:
+        raise failed(folder, error) from error

@@ -1,1 +1,0 @@
-"""Weights and checkpoints of other libraries: a checkpoint exported to the one, made of the other."""

@@ -1,1 +1,0 @@
-"""Rules over whole parameters: of Muon, Adafactor, and of classes that one is registered for."""

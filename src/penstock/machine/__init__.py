@@ -1,1 +1,0 @@
-"""One thin wrapper per resource of the machine: host memory, streams, collectives."""

@@ -1,0 +1,1 @@
+"""Streams, collectives, host memory and files, without any knowledge of training."""

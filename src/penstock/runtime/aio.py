@@ -1,0 +1,493 @@
+"""Files of the nvme tier: preallocated, read and written past the page cache, asynchronously.
+
+A `Queue` is the threads of one disk, a `File` a file on it, a `Transfer` one read or write in flight. Transfers run in
+no particular order: of two that overlap, in a file or in memory, the caller waits for the first before he starts the
+second.
+
+A process that forks while a read is in flight needs memory that is kept from the child (open(2), O_DIRECT), as the
+memory of `machine.arena` is. Else what the disk writes may end up in the child's copy of a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterable
+from os import PathLike
+
+from torch import Tensor
+
+from penstock import _native
+from penstock.errors import OPEN_FILES, EngineError, NvmeError
+from penstock.runtime.finalizers import at_end
+from penstock.runtime.host_memory import PAGE_BYTES
+
+# Transfers are cut into requests of this size. With 1 MiB the system takes twice as much processor time, and a disk
+# that reads and writes at once is slower (docs/benchmarks.md).
+CHUNK_BYTES = 4 << 20
+
+# How long a wait stays in native code at a time: in between the interpreter handles signals, such as Ctrl-C.
+SLICE_MS = 100
+
+ADVICE = {
+    errno.ENOSPC: "Free space there, or give another nvme_path.",
+    errno.EDQUOT: "Free space in your quota, or give another nvme_path.",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or give an nvme_path on another file system.",
+    errno.EMFILE: OPEN_FILES,
+    errno.ENOENT: "Create the folder, or give another nvme_path.",
+    errno.ENOTDIR: "Give an nvme_path that is a folder.",
+    errno.EACCES: "Make the folder writable, or give another nvme_path.",
+    errno.EPERM: "Make the folder writable, or give another nvme_path.",
+    errno.EROFS: "Mount it writable, or give another nvme_path.",
+    errno.EEXIST: "Give another nvme_path; remove the file if no other run uses it.",
+}
+# What copy_file_range says between file systems, and on those that cannot do it.
+_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM)
+
+DISK_FAILED = "The disk or its driver failed: see the kernel's log (dmesg), and give an nvme_path on another disk."
+CHANGED = "Another program wrote to the file, or the disk does not keep what it is given: give another nvme_path."
+FILE_ENDED = "Another program truncated the file: nothing else may write to nvme_path."
+
+logger = logging.getLogger("penstock")
+
+
+class Queue:
+    """The threads that serve the files of one disk.
+
+    What was submitted is finished before the interpreter exits. In the child of a fork nothing can be submitted and
+    nothing is waited for.
+
+    Arguments:
+        depth: how many requests may be in flight at once, 1 or more.
+        chunk_bytes: the largest request, in bytes: a multiple of 4096.
+
+    Raises:
+        ValueError: `depth` is below 1, or `chunk_bytes` is not whole pages.
+    """
+
+    def __init__(self, depth: int = 16, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        if depth < 1:
+            raise ValueError(f"a queue of depth {depth} moves nothing; use 1 or more")
+        self._native = _native.Queue(depth, chunk_bytes)
+        self._owner = os.getpid()
+        self._said_buffered = False
+        # Transfers stay here, and with them their tensors, from before native code has an address of them until they
+        # are seen done, whatever is raised meanwhile: memory that went earlier would be handed out again while a thread
+        # still reads a file into it. The threads end before this set does, also when the interpreter exits.
+        self._pending: set[Transfer] = set()
+        self._end_threads = at_end(self, self._native.close)
+
+    @property
+    def depth(self) -> int:
+        """How many requests may be in flight at once."""
+        return self._native.depth
+
+    def close(self) -> None:
+        """Finish all transfers and end the threads. May be called again.
+
+        Raises:
+            NvmeError: a transfer that nobody waited for has failed; the first one. The threads have ended all the same.
+        """
+        try:
+            self._wait_for(list(self._pending))  # before the threads end, so that each failure is somebody's
+        finally:
+            self._end_threads()
+            if os.getpid() == self._owner:  # from here on nothing moves, also of what an interrupt has cut off
+                self._pending = {transfer for transfer in self._pending if transfer._native is not None}
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hold(self, transfer: Transfer) -> None:
+        """Keep a transfer until it is seen done; drop those that are. Failed ones stay, for `close` to raise."""
+        for ended in [other for other in list(self._pending) if other.done() and other._failure() is None]:
+            self._pending.discard(ended)
+        self._pending.add(transfer)
+
+    def _wait_for(self, transfers: Iterable[Transfer]) -> None:
+        """Wait for all of the transfers, then raise the error of the first one that has failed."""
+        if os.getpid() != self._owner:
+            return  # the threads that would finish them are the parent's
+        first: NvmeError | None = None
+        for transfer in transfers:
+            try:
+                if transfer._native is not None:
+                    transfer.wait()
+            except NvmeError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+class File:
+    """A new file, allocated in full, that only this user may read unless `mode` says more.
+
+    It is read and written by direct I/O where the file system takes it. Where it does not, the page cache is used, and
+    the log says so once per queue.
+
+    Arguments:
+        queue: the queue of the disk that the file is on.
+        path: where to make it. The path must not exist; its folder must.
+        size: its size in bytes, a multiple of 4096.
+        mode: its permissions, as `os.open` takes them.
+
+    Raises:
+        NvmeError: the file cannot be made, or there is no room for it; nothing is left behind.
+        ValueError: `size` is not whole pages.
+    """
+
+    def __init__(self, queue: Queue, path: str | PathLike[str], size: int, mode: int = 0o600) -> None:
+        if size <= 0 or size % PAGE_BYTES:
+            raise ValueError(f"a file of {size:,} bytes is not whole pages of {PAGE_BYTES}; round it up")
+        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode), writable=True)
+
+    @classmethod
+    def existing(cls, queue: Queue, path: str | PathLike[str], *, direct: bool = True) -> File:
+        """Open a file that is there already, to be read.
+
+        Arguments:
+            queue: the queue of the disk that the file is on.
+            path: the path of the file.
+            direct: whether to read past the page cache, where the file system can.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = cls.__new__(cls)
+        file._adopt(queue, os.fspath(path), os.fstat(descriptor).st_size, descriptor, writable=False, direct=direct)
+        return file
+
+    def _adopt(
+        self, queue: Queue, path: str, size: int, descriptor: int, *, writable: bool, direct: bool = True
+    ) -> None:
+        """Set up the object for an open file; the descriptor is its own from here on."""
+        self.path = path
+        self.size = size
+        self._queue = queue
+        self._writable = writable
+        self._descriptor = descriptor
+        self._plain: int | None = None
+        self._native: _native.File | None = _native.File(descriptor)
+        self._moved_bytes = (0, 0)  # read and written, of a closed file
+        self.direct = direct and _set_direct(descriptor)
+        if direct and not self.direct and not queue._said_buffered:
+            queue._said_buffered = True
+            logger.warning("No direct I/O on the file system of %s: its files go through the page cache.", self.path)
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes reads have moved, failed ones included."""
+        return self._native.bytes_read if self._native is not None else self._moved_bytes[0]
+
+    @property
+    def bytes_written(self) -> int:
+        """How many bytes writes have moved, failed ones included."""
+        return self._native.bytes_written if self._native is not None else self._moved_bytes[1]
+
+    def read(
+        self, offset: int, into: Tensor, *, checksum: int | None = None, sums: bool = True, what: str = ""
+    ) -> Transfer:
+        """Start to read `into.nbytes` bytes at `offset`. They are in `into` once the transfer was waited for.
+
+        Arguments:
+            offset: where they begin in the file, in bytes: a multiple of 4096.
+            into: the tensor to fill: contiguous, on the cpu, page-aligned, of whole pages, of any dtype.
+            checksum: the checksum that the write of these bytes gave; `None` checks nothing.
+            sums: whether the queue's threads compute what is there; else whoever passes the bytes anyway does, and
+                tells `Transfer.check`.
+            what: the name of the bytes in messages: "exp_avg of unit 'layers.3', tile 4".
+
+        Raises:
+            ValueError: offset or tensor are not as above, or reach past the end of the file.
+            RuntimeError: file or queue are closed (as the interpreter's exit does), or belong to the process that this
+                one was forked from.
+        """
+        return self._start(offset, into, what, write=False, sums=sums and checksum is not None, known=checksum)
+
+    def write(
+        self, offset: int, source: Tensor, *, checksum: bool = True, known: int | None = None, what: str = ""
+    ) -> Transfer:
+        """Start to write `source` at `offset`. It must not change until the transfer was waited for.
+
+        Arguments:
+            offset: where they go in the file, in bytes: a multiple of 4096.
+            source: the tensor to write: contiguous, on the cpu, page-aligned, of whole pages, of any dtype.
+            checksum: whether to compute one, which `Transfer.checksum` then returns.
+            known: the checksum, where the caller has computed it: none is computed then.
+            what: the name of the bytes in messages.
+
+        Raises:
+            ValueError, RuntimeError: as `read`.
+        """
+        return self._start(offset, source, what, write=True, sums=checksum and known is None, known=known)
+
+    def copy_from(self, source: File, source_offset: int, offset: int, nbytes: int) -> bool:
+        """Copy bytes of another file inside the kernel, which shares the blocks where the file system can.
+
+        Arguments:
+            source: the file to copy from.
+            source_offset: where the bytes begin there.
+            offset: where they go here.
+            nbytes: how many.
+
+        Returns:
+            Whether it was done. Where not, the kernel cannot copy between these files, and what is in that range of
+            this file now is not defined.
+
+        Raises:
+            OSError: the copy has failed, as on a full disk.
+        """
+        try:
+            while nbytes:
+                descriptors = source._plain_descriptor(), self._plain_descriptor()
+                moved = os.copy_file_range(*descriptors, nbytes, source_offset, offset)
+                if moved == 0:
+                    return False
+                source_offset, offset, nbytes = source_offset + moved, offset + moved, nbytes - moved
+        except OSError as error:
+            if error.errno in _NO_COPY:
+                return False
+            raise
+        return True
+
+    def _plain_descriptor(self) -> int:
+        """Open the file once more, without direct I/O, which would refuse a copy inside the kernel."""
+        if self._plain is None:
+            flags = (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC
+            try:
+                self._plain = os.open(f"/proc/self/fd/{self._descriptor}", flags)  # also where the path is gone
+            except OSError:
+                self._plain = os.open(self.path, flags)
+        return self._plain
+
+    def is_on_disk_of(self, path: str | PathLike[str]) -> bool:
+        """Whether the file is on the file system that a path is on. Its own path may be gone."""
+        assert self._native is not None
+        return os.fstat(self._descriptor).st_dev == os.stat(path).st_dev
+
+    def remove(self) -> None:
+        """Take the file's name away, if that is still its own. The bytes go when the file is closed."""
+        assert self._native is not None
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path)):
+                os.unlink(self.path)
+
+    def sync(self) -> None:
+        """Block until everything that was written is on the disk.
+
+        Raises:
+            OSError: some of it could not be written.
+        """
+        assert self._native is not None
+        os.fsync(self._descriptor)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file was closed."""
+        return self._native is None
+
+    def lock(self) -> None:
+        """Lock the file against others that ask for its lock, as long as it is open. Go on where there are no locks."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """Finish the file's transfers and close its descriptor. The file stays. May be called again.
+
+        Raises:
+            NvmeError: a transfer that nobody waited for has failed; the first one. The file is closed all the same.
+        """
+        try:
+            # Transfers keep the descriptor open by themselves. But without this wait nobody would get their errors, and
+            # the bytes that they still move would not be counted.
+            self._queue._wait_for([transfer for transfer in list(self._queue._pending) if transfer.file is self])
+        finally:
+            self._moved_bytes = (self.bytes_read, self.bytes_written)
+            self._native = None
+            if self._plain is not None:
+                os.close(self._plain)
+                self._plain = None
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, offset: int, memory: Tensor, what: str, *, write: bool, sums: bool, known: int | None) -> Transfer:
+        """Check a transfer, since native code trusts the address and the length it is given, and start it."""
+        if self._native is None:
+            raise RuntimeError(f"{self.path} is closed")
+        if memory.device.type != "cpu" or not memory.is_contiguous():
+            raise ValueError(
+                f"a transfer takes a contiguous tensor on the cpu, not strides {memory.stride()} on {memory.device}"
+            )
+        address, nbytes = memory.data_ptr(), memory.nbytes
+        if offset % PAGE_BYTES or address % PAGE_BYTES or nbytes % PAGE_BYTES:
+            raise ValueError(
+                f"direct I/O takes multiples of {PAGE_BYTES}, not {nbytes:,} bytes at address {address:#x} for offset "
+                f"{offset:,}; pad and align the tensor"
+            )
+        if offset < 0 or offset + nbytes > self.size:
+            raise ValueError(f"{nbytes:,} bytes at offset {offset:,} are outside {self.path} of {self.size:,} bytes")
+        transfer = Transfer(self, offset, memory, what, write=write, sums=sums, known=known)
+        self._queue._hold(transfer)
+        try:
+            transfer._native = self._queue._native.submit(
+                self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=sums
+            )
+        except RuntimeError as error:
+            self._queue._pending.discard(transfer)
+            raise EngineError(f"{self.path} takes no transfer: {error}.") from error
+        return transfer
+
+
+class Transfer:
+    """A read or a write in flight. It keeps its tensor alive until it is done.
+
+    A transfer that nobody waits for is finished all the same. If it has failed, closing its file or queue raises that.
+
+    Arguments:
+        file: the file that it reads or writes.
+        offset: where in the file, in bytes.
+        memory: the tensor that it fills or writes.
+        what: the name of the bytes in messages.
+        write: whether it writes.
+        sums: whether native code computes the checksum of the bytes.
+        known: the checksum that they have: that a read must find, or that whoever writes them has computed.
+    """
+
+    def __init__(
+        self,
+        file: File,
+        offset: int,
+        memory: Tensor,
+        what: str,
+        *,
+        write: bool,
+        sums: bool,
+        known: int | None,
+    ) -> None:
+        self.file, self.offset, self.nbytes, self.what = file, offset, memory.nbytes, what
+        self._write, self._sums, self._known = write, sums, known
+        self._memory: Tensor | None = memory
+        # That of native code. `None` until it is submitted, and for good where an interrupt has come right after that:
+        # then nobody else has the transfer, and its memory is kept until the queue is closed.
+        self._native: _native.Transfer | None = None
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or not: then `wait` returns or raises at once."""
+        return self._native is not None and self._native.done
+
+    def wait(self) -> None:
+        """Block until the transfer is done. Other threads run, and signals are handled. May be called again.
+
+        Raises:
+            NvmeError: the transfer failed, or the bytes are not those that were written.
+            RuntimeError: it was in flight when this process was forked.
+        """
+        assert self._native is not None
+        while not self._native.wait(SLICE_MS):
+            pass
+        # Not before: a thread of the queue reads or writes this memory until here.
+        self._memory = None
+        self.file._queue._pending.discard(self)
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+    def check(self, found: int) -> None:
+        """Take the checksum of the bytes that were read from who has computed it, once waited for.
+
+        Raises:
+            NvmeError: they are not those that were written: what `wait` raises where the queue's threads compute it.
+        """
+        if self._known is not None and found != self._known:
+            raise self._mismatch(found, self._known)
+
+    @property
+    def checksum(self) -> int:
+        """The CRC-32C of all bytes, once waited for; 0 where none was asked for."""
+        assert self._native is not None
+        return self._known if self._write and self._known is not None else self._native.checksum
+
+    @property
+    def ended(self) -> float:
+        """When the transfer ended, in seconds of `time.monotonic`, once done."""
+        assert self._native is not None
+        return self._native.ended
+
+    def _failure(self) -> NvmeError | None:
+        """Make the error of a transfer that is done; `None` where it went well."""
+        assert self._native is not None
+        error, offset = self._native.error, self._native.error_offset
+        if error == _native.END_OF_FILE:
+            return self._failed(None, offset, "the file ends there", FILE_ENDED)
+        if error:
+            return self._failed(error, offset, os.strerror(error), ADVICE.get(error, DISK_FAILED))
+        if self._sums and self._known is not None and self._native.checksum != self._known:
+            return self._mismatch(self._native.checksum, self._known)
+        return None
+
+    def _mismatch(self, found: int, known: int) -> NvmeError:
+        """Make the error of bytes that are not those that were written."""
+        reason = f"the checksum is {found:#010x}, not {known:#010x}"
+        return self._failed(errno.EBADMSG, self.offset, reason, CHANGED)
+
+    def _failed(self, error: int | None, offset: int, reason: str, advice: str) -> NvmeError:
+        """Make an error that names what was moved, where it failed, why, and what to do."""
+        verb = "Writing" if self._write else "Reading"
+        what = f"{self.what}, " if self.what else ""
+        return NvmeError(
+            f"{verb} {what}{self.nbytes:,} bytes at offset {self.offset:,} of {self.file.path} failed at offset "
+            f"{offset:,}: {reason}. {advice}",
+            file=self.file.path,
+            offset=offset,
+            errno=error,
+        )
+
+
+def checksum(memory: Tensor) -> int:
+    """Return the CRC-32C of the bytes of a tensor on the cpu, contiguous, of any dtype: as a write of it does."""
+    assert memory.device.type == "cpu"
+    assert memory.is_contiguous()
+    return _native.crc32c(memory.data_ptr(), memory.nbytes)
+
+
+def _create(path: str, size: int, mode: int) -> int:
+    """Make a file with all its blocks allocated, and return its descriptor. Leave nothing behind where that fails."""
+    descriptor = None
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        # All blocks now: a disk that is full is found here, and not by a write in the middle of a step.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if descriptor is not None:  # made, but without room: it must not be found by the next run
+            os.close(descriptor)
+            os.unlink(path)
+        raise NvmeError(
+            f"Cannot make a file of {size:,} bytes at {path}: {error.strerror}. "
+            f"{ADVICE.get(error.errno or 0, DISK_FAILED)}",
+            file=path,
+            errno=error.errno,
+        ) from error
+    return descriptor
+
+
+def _set_direct(descriptor: int) -> bool:
+    """Switch an open file to direct I/O. Return whether the file system takes it.
+
+    Where direct I/O is asked for when a file is made, a file system that refuses it leaves the file behind.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+    except OSError:
+        return False
+    return True

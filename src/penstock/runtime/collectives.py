@@ -1,0 +1,684 @@
+"""Collectives of one engine: issued in order, counted, compared between ranks."""
+
+import contextlib
+import os
+import platform
+import secrets
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise, zip_longest
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import EngineError
+from penstock.runtime.control_group import (
+    DEFAULT_TIMEOUT_S,
+    FORWARDS,
+    Council,
+    all_gather_flat,
+    form,
+    give_back,
+    is_alive,
+    own_group,
+)
+from penstock.runtime.control_group import all_gather_flat as _all_gather_flat
+from penstock.runtime.control_group import reduce_scatter_flat as _reduce_scatter_flat
+from penstock.runtime.finalizers import at_end
+from penstock.runtime.host_memory import view_apart
+from penstock.runtime.streams import DONE, Event, Pending
+from penstock.runtime.system import boot_id, ranks_of_host
+from penstock.runtime.topology import Grid, Nodes
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives of flat buffers whose shards are of any sizes: one for each shard, together as long as each of them.
+#
+# A gather is a broadcast of each shard by the rank that has it, a reduction one of each part to the rank that it belongs
+# to: over a link goes as much as of equal shards, and nothing for a rank that has none.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Together:
+    """Collectives that were issued one after the other, as torch's handle of one of them.
+
+    Arguments:
+        works: torch's handles.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Block until all of them are over; raise the first error."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all of them are over."""
+        return all(work.is_completed() for work in self._works)
+
+
+def parts_of(full: Tensor, cuts: Sequence[int]) -> list[Tensor]:
+    """Cut a flat buffer into shards: views of it.
+
+    Arguments:
+        full: the buffer.
+        cuts: where shards begin in it, in elements, and where the last one ends.
+    """
+    return [full[start:stop] for start, stop in pairwise(cuts)]
+
+
+def broadcast_shards(parts: Sequence[Tensor], full: Tensor, group: dist.ProcessGroup | None) -> Together | None:
+    """Fill the shards of a flat buffer, each with what its rank has. Collective.
+
+    Arguments:
+        parts: the shards, as bytes, in the order of the ranks.
+        full: the buffer that they are views of.
+        group: of the ranks.
+
+    Returns:
+        On the host what is to be waited for. On a device `None`: its stream waits.
+    """
+    goes_on = full.device.type == "cpu"
+    if goes_on and type(full) is Tensor:  # no fake one
+        parts = [view_apart(part, full) for part in parts]
+    works = [dist.broadcast(part, group_src=rank, group=group, async_op=goes_on) for rank, part in enumerate(parts)]
+    return Together([work for work in works if work is not None]) if goes_on else None
+
+
+def reduce_to_owners(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum each part of a flat buffer to the rank that it belongs to, in place; on the others it is spoilt. Collective.
+
+    Arguments:
+        parts: this rank's summands, in the order of the ranks.
+        group: of the ranks.
+    """
+    for rank, part in enumerate(parts):
+        dist.reduce(part, group_dst=rank, op=dist.ReduceOp.SUM, group=group)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives that were issued: counted, and waited for.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Tally(Counter[str]):
+    """How many collectives were issued, by name.
+
+    Attributes:
+        nbytes: the bytes of their whole buffers, by name and dimension of the mesh, as a rehearsal notes them
+            (`forecast.program.Collective`): what goes over a link follows from them and the number of ranks.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.nbytes: Counter[tuple[str, str]] = Counter()
+
+    def note(self, name: str, dimension: str, buffer: Tensor) -> None:
+        """Count one.
+
+        Arguments:
+            name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast" or "reduce".
+            dimension: of the mesh, along which it is.
+            buffer: the whole of it: what is there on every rank after a gather, or before a reduction.
+        """
+        self[name] += 1
+        self.nbytes[name, dimension] += buffer.nbytes
+
+    def clear(self) -> None:
+        """Begin again."""
+        super().clear()
+        self.nbytes.clear()
+
+
+class UnderWay:
+    """A collective that was issued and goes on, on the threads of its process group.
+
+    Arguments:
+        work: torch's handle. It holds the buffers; once the collective is over nothing here refers to it.
+        failed: makes the error that whoever waits gets, of torch's own.
+    """
+
+    def __init__(self, work: dist.Work | Together, failed: Callable[[RuntimeError], Exception]) -> None:
+        self._left: tuple[dist.Work | Together, Callable[[RuntimeError], Exception]] | None = work, failed
+        self._error: Exception | None = None
+        self._ended: float | None = None
+
+    def wait(self) -> None:
+        """Block until the collective is over; raise its error."""
+        left = self._left  # two threads may wait: the other one may clear the attribute at any moment
+        if left is not None:
+            work, failed = left
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._error = self._error or failed(error)
+                self._error.__cause__ = error
+            self._left = None  # torch's handle, and with it the buffers: whoever counts their users counts right
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Whether the collective is over."""
+        left = self._left
+        return left is None or bool(left[0].is_completed())
+
+    @property
+    def ended(self) -> float:
+        """When it was first asked for once it was over, in seconds of `time.monotonic`: torch does not tell more."""
+        self._ended = self._ended or time.monotonic()
+        return self._ended
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one rank has issued since the last step, in order: ranks compare it before anything is updated.
+#
+# Collectives of equal size match on the wire whatever they are of, so ranks that run different units would exchange their
+# values and notice nothing.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+SAME = (
+    "Every rank must run the same units in the same order. Where ranks choose what to run (experts, layers that are "
+    "skipped), the choice must lie inside a unit: units=(<class of the module that chooses>,)."
+)
+_MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a step
+
+
+class Sequel:
+    """The names of what was issued since ranks last compared it.
+
+    Arguments:
+        council: the ranks that issue the same.
+    """
+
+    def __init__(self, council: Council) -> None:
+        self._council = council
+        self._names: list[str] = []
+
+    def note(self, what: str) -> int:
+        """Note one more; return its number."""
+        self._names.append(what)
+        if len(self._names) > _MOST_NOTED:
+            del self._names[: _MOST_NOTED // 2]  # at the same count on every rank
+        return len(self._names)
+
+    def digest(self) -> list[float]:
+        """Return two numbers for ranks to sum, from which `check` tells whether all issued the same."""
+        value = float(zlib.crc32("|".join(self._names).encode()) & 0xFFFF)  # 16 bits: sums of squares are exact
+        return [value, value * value]
+
+    def check(self, summed: Sequence[float]) -> None:
+        """Compare what the ranks have issued since they last did so.
+
+        All values are equal where n times the sum of their squares is the square of their sum.
+
+        Arguments:
+            summed: the sums over all ranks of the two numbers of `digest`.
+
+        Raises:
+            EngineError: on every rank, where ranks have issued different collectives; it names the first difference.
+        """
+        issued, self._names = self._names, []
+        total, squares = summed
+        if total * total == squares * self._council.size:
+            return
+        everyone = self._council.collect(issued)
+        for number, names in enumerate(zip_longest(*everyone), start=1):
+            if len(set(names)) > 1:
+                of_ranks = zip(self._council.members, names, strict=True)
+                by_rank = "; ".join(f"{self._council.named(rank)}: {name or 'none'}" for rank, name in of_ranks)
+                raise EngineError(
+                    f"Ranks are out of step: collective {number} since the last step was not the same on all of them "
+                    f"({by_rank}). Nothing was updated. {SAME}"
+                )
+        raise EngineError(f"Ranks are out of step. Nothing was updated. {SAME}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The collectives of one engine: issued in the order of the program, counted, and compared between ranks.
+#
+# Ranks form a grid: the shards of one copy of the training state, the replicas of that copy, and the ranks over which the
+# parameters themselves are divided (tensor parallel), each with a state of its own. ZeRO stages 1 to 3 shard over all
+# ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`runtime/topology.py`).
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+_all_to_all_flat = dist.all_to_all_single
+
+Groups = Sequence[dist.ProcessGroup | None]
+#: Which of the shard ranks take part: those of this rank's node, or those of the same place in each node.
+Hop = Literal["inside", "across"]
+ALONE = Grid()
+
+
+class Ranks:
+    """The process groups of one engine, and every collective that it issues.
+
+    Collectives are issued in the order of the program, by the thread that runs it: ranks that run the same program
+    issue the same ones in the same order, those of its user included. What a rank has to wait for first may take
+    another time on each, and decides nothing.
+
+    Arguments:
+        grid: the ranks, and this one's place among them.
+        groups: our own, of the ranks that share one copy of the state, of those that have a copy of this rank's shard,
+            and of those that train other parts of the parameters; of the shard ranks of this rank's node, and of those
+            of its place in each node. `None` where this rank is alone, and where the shard ranks are one node. They end
+            with this object.
+        council: the council of all ranks, for the user's thread.
+        divided: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
+
+    Attributes:
+        rank: this rank's number among all ranks of the job.
+        shards, shard_rank, replicas, replica_rank: as the grid says.
+        counts: how many collectives were issued so far, by name; and of how many bytes.
+        sequel: which ones since the last step, for ranks to compare.
+        mesh: the one that the groups were made of; `None` where there was none.
+    """
+
+    def __init__(
+        self,
+        grid: Grid = ALONE,
+        groups: Groups = (None,) * 5,
+        council: Council | None = None,
+        divided: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.council = council or Council()
+        self.grid = grid
+        self.divided = divided
+        self.mesh: DeviceMesh | None = None
+        self.shards, self.shard_rank, self.replicas, self.replica_rank, *_ = grid
+        self._shard_group, self._replica_group, self._tp_group, inside, self._across_group = groups
+        # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
+        self._data_groups = [group for group in (self._replica_group, self._shard_group) if group is not None]
+        self._groups = [*self._data_groups, *([self._tp_group] if self._tp_group is not None else [])]
+        self._inside_group = inside or self._shard_group
+        self._end_groups = at_end(self, give_back, [group for group in groups if group is not None])
+        self._last: Event = DONE  # of the collectives that were submitted to a stream
+        self.rank = dist.get_rank() if self._groups else 0
+        self.counts = Tally()
+        self.sequel = Sequel(self.council)
+
+    @classmethod
+    def from_mesh(
+        cls, mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float = DEFAULT_TIMEOUT_S, nodes: Nodes = None
+    ) -> "Ranks":
+        """Make groups of our own of the ranks of a mesh, by what its dimensions do (`runtime/topology.py`). Collective.
+
+        Arguments:
+            mesh: `None` stands for the default process group, if there is one.
+            sharded: whether ranks share the state where they may; else those have copies.
+            timeout_s: how long a rank waits for the others, in the council and in collectives, in seconds.
+            nodes: of what the nodes of the shard ranks consist, which get groups of their own then. Where that does not
+                divide the shard ranks, all of them are one node.
+
+        Raises:
+            ConfigError: the mesh's dimensions have no meaning.
+            EngineError: another rank does not take part.
+        """
+        formed = form(mesh, sharded=sharded, timeout_s=timeout_s, nodes=nodes)
+        ranks = cls(formed.grid, formed.groups, formed.council, formed.divided)
+        ranks.mesh = mesh
+        return ranks
+
+    def close(self) -> None:
+        """Give back the groups that are our own, and the council."""
+        self._end_groups()
+        self.council.close()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are in all."""
+        return self.grid.world_size
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks sum the gradient of a parameter."""
+        return self.grid.data_size
+
+    @property
+    def number(self) -> int:
+        """The rank's number in the grid, which its files in a checkpoint have."""
+        return self.grid.number
+
+    @property
+    def groups(self) -> Mapping[str, dist.ProcessGroup]:
+        """The groups that this rank is in, by what their ranks do with the training state."""
+        named = {"shards": self._shard_group, "copies": self._replica_group, "tp": self._tp_group}
+        return {name: group for name, group in named.items() if group is not None}
+
+    def submitted(self, event: Event) -> None:
+        """Note the event of work that issues collectives on a stream, so that what the caller issues comes after it."""
+        self._last = event
+
+    # Collectives that are submitted to the stream of collectives.
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str = "", *, inside: bool = False) -> Pending | None:
+        """Fill a flat buffer with the shards of all shard ranks.
+
+        Arguments:
+            full: of any dtype, [shards * n].
+            shard: this rank's, of the same dtype, [n]. It may be its own place in `full`.
+            what: the unit's name, for messages.
+            inside: whether the ranks of this one's node alone take part, each with an equal part of `full`.
+
+        Returns:
+            On the host what is to be waited for: the caller goes on meanwhile. On a device `None`: its stream waits.
+
+        Raises:
+            EngineError: another rank does not take part.
+        """
+        every, own = as_bytes(full), as_bytes(shard)
+        # On the host the group's own threads do the work beside compute. On a device the call only enqueues it, and the
+        # stream that it is called on waits for the group's own stream.
+        goes_on = full.device.type == "cpu"
+        if goes_on and type(full) is Tensor:  # no fake one
+            every, own = view_apart(every, full), view_apart(own, full)
+        if inside:
+            group, dimension, where = self._inside_group, "inside", " inside its node"
+        else:
+            group, dimension, where = self._shard_group, "shard", ""
+        gather = partial(_all_gather_flat, every, own, group=group, async_op=goes_on)
+        self.counts.note("all_gather", dimension, every)
+        work = self._issue(f"the gather of {what}{where}", group, gather)
+        return work if goes_on else None
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
+        """Sum a flat buffer over the shard ranks, each of which keeps its own part of the sum.
+
+        Arguments:
+            shard: filled with the sum of this rank's part, [n].
+            full: this rank's summands, of the same dtype, [shards * n].
+            what: the unit's name, for messages.
+
+        Raises:
+            EngineError: another rank does not take part.
+        """
+        reduce = partial(_reduce_scatter_flat, shard, full, op=dist.ReduceOp.SUM, group=self._shard_group)
+        self.counts.note("reduce_scatter", "shard", full)
+        self._issue(f"the reduction of {what}", self._shard_group, reduce)
+
+    def broadcast_shards(self, full: Tensor, cuts: Sequence[int], what: str = "") -> Pending | None:
+        """Fill a flat buffer with shards of any sizes, as `all_gather` with equal ones (`machine/py`).
+
+        Arguments:
+            full: of any dtype; this rank's shard is there.
+            cuts: where shards begin in it, in elements, and where the last one ends.
+            what: the unit's name, for messages.
+        """
+        parts = [as_bytes(part) for part in parts_of(full, cuts)]
+        for part in parts:
+            self.counts.note("broadcast", "shard", part)
+        broadcast = partial(broadcast_shards, parts, full, self._shard_group)
+        return self._issue(f"the gather of {what}", self._shard_group, broadcast)
+
+    def reduce_to_owners(self, shard: Tensor, full: Tensor, cuts: Sequence[int], what: str = "") -> None:
+        """Sum a flat buffer over the shard ranks, as `reduce_scatter`, into parts of any sizes.
+
+        Arguments:
+            shard: filled with the sum of this rank's part.
+            full: this rank's summands, of the same dtype; spoilt.
+            cuts: where parts begin in it, in elements, and where the last one ends.
+            what: the unit's name, for messages.
+        """
+        parts = parts_of(full, cuts)
+        for part in parts:
+            self.counts.note("reduce", "shard", part)
+        reduce = partial(reduce_to_owners, parts, self._shard_group)
+        self._issue(f"the reduction of {what}", self._shard_group, reduce)
+        shard.copy_(parts[self.shard_rank])
+
+    def all_to_all(self, received: Tensor, sent: Tensor, hop: Hop, what: str = "") -> None:
+        """Send each rank of a node, or of this place in each node, a part of its own, and receive one from each.
+
+        Arguments:
+            received: bytes, filled with what each rank sends to this one, in their order, [n].
+            sent: bytes, for each rank its part, in their order, [n].
+            hop: which ranks.
+            what: the unit's name, for messages.
+
+        Raises:
+            EngineError: another rank does not take part.
+        """
+        group = self._inside_group if hop == "inside" else self._across_group
+        exchange = partial(_all_to_all_flat, received, sent, group=group)
+        self.counts.note("all_to_all", hop, sent)
+        self._issue(f"the reduction of {what} {hop} nodes", group, exchange)
+
+    def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
+        """Sum a tensor over the replicas, in place."""
+        if self._replica_group is not None:
+            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=self._replica_group)
+            self.counts.note("all_reduce", "replicate", tensor)
+            self._issue(f"the sum of {what}", self._replica_group, reduce)
+
+    def agree(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks, in place."""
+        for group in self._groups:
+            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
+            self._count("all_reduce", tensor, group, reduce)
+
+    def _issue(
+        self,
+        what: str,
+        group: dist.ProcessGroup | None,
+        collective: Callable[[], dist.Work | Together | None],
+    ) -> UnderWay | None:
+        """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
+        self._check_alive(group)
+        failed = partial(self._could_not_finish, what, self.sequel.note(what))
+        try:
+            work = collective()
+        except RuntimeError as error:
+            raise failed(error) from error
+        return None if work is None else UnderWay(work, failed)
+
+    def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
+        """Make the error of a collective that failed, with what the other ranks say."""
+        return EngineError(
+            f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish {what}, collective {number} since the "
+            f"last step; {self.council.others_say(what)} {SAME} ({error})"
+        )
+
+    def _count(
+        self, name: str, tensor: Tensor, group: dist.ProcessGroup | None, collective: Callable[[], object]
+    ) -> None:
+        """Issue a collective that ranks need not compare: they have agreed on it before."""
+        self._check_alive(group)
+        dimensions = {id(self._shard_group): "shard", id(self._replica_group): "replicate", id(self._tp_group): "tp"}
+        self.counts.note(name, dimensions[id(group)], tensor)
+        try:
+            collective()
+        except RuntimeError as error:
+            others = self.council.others_say(f"the {name} of all ranks")
+            raise EngineError(
+                f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish the {name} that another one takes "
+                f"part in, which has ended or does something else; {others} ({error})"
+            ) from error
+
+    def _check_alive(self, group: dist.ProcessGroup | None) -> None:
+        """Refuse a group that the user has destroyed."""
+        if group is not None and not is_alive(group):
+            raise EngineError(
+                "torch.distributed.destroy_process_group() has ended the process groups of this engine. Call close() "
+                "before it; close(keep_params=False) after it."
+            )
+
+    def begin_forward(self, *, recorded: bool) -> None:
+        """Refuse a forward that only some ranks run, before its first gather. Collective over the shard ranks.
+
+        A gather would meet another collective: of another size, gloo aborts the process. Copies of the shards may run
+        forwards of their own, and are not asked.
+
+        Arguments:
+            recorded: whether autograd records it.
+        """
+        if self.council.size == self.shards:
+            with self.council.together(FORWARDS[recorded]):
+                pass
+
+    def report(self, failure: Exception | None) -> list[float]:
+        """Return a number for ranks to sum, from which `check_reports` tells whether any has failed."""
+        return [0.0 if failure is None else 1.0]
+
+    def check_reports(self, summed: Sequence[float], failure: Exception | None) -> None:
+        """Stop every rank where one has failed: raise `failure` there, and on the others an error that quotes it."""
+        if any(summed):
+            self.council.agree(failure)
+
+    # Collectives that the caller issues at once.
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks, in place."""
+        self._come_after_submitted()
+        self.agree(tensor)
+
+    def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """Sum numbers of the host over all ranks, one by one, in fp64. Waits for the device.
+
+        Arguments:
+            numbers: this rank's.
+            device: where the tensors of its collectives are.
+        """
+        message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
+        self.all_reduce(message)
+        summed: list[float] = message.tolist()
+        return summed
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Put the greatest value over all ranks into each element of a tensor."""
+        self._come_after_submitted()
+        for group in self._groups:
+            self._count(
+                "all_reduce", tensor, group, partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group)
+            )
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first rank of those that have the same parts of the parameters."""
+        self._come_after_submitted()
+        for group in self._data_groups:
+            # Copies may be on other hosts: each gets one copy over the link, which goes from its first shard to others.
+            if group is not self._replica_group or self.shard_rank == 0:
+                send = partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0)
+                self._count("broadcast", tensor, group, send)
+
+    def broadcast_alike(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first of the ranks that have different parts of the parameters.
+
+        It is of what they have alike, and the same already on those with the same parts.
+        """
+        self._come_after_submitted()
+        if self._tp_group is not None:
+            send = partial(dist.broadcast, as_bytes(tensor), group=self._tp_group, group_src=0)
+            self._count("broadcast", tensor, self._tp_group, send)
+
+    def assemble(self, tensor: Tensor) -> None:
+        """Put a tensor together of which each of the ranks that divide parameters has a box, and zeros around it."""
+        self._come_after_submitted()
+        if self._tp_group is not None:
+            # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
+            put = partial(dist.all_reduce, as_bytes(tensor), op=dist.ReduceOp.MAX, group=self._tp_group)
+            self._count("all_reduce", tensor, self._tp_group, put)
+
+    def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
+        """Overwrite a tensor with that of one of the shard ranks, on all of them."""
+        self._come_after_submitted()
+        if self._shard_group is not None:
+            send = partial(dist.broadcast, as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
+            self._count("broadcast", tensor, self._shard_group, send)
+
+    def _come_after_submitted(self) -> None:
+        """Wait until the collectives that were submitted to a stream have been issued.
+
+        Without it this one could overtake them on a group, and would meet another collective on other ranks. An error
+        of theirs is raised where their event is waited for.
+        """
+        with contextlib.suppress(Exception):
+            self._last.wait()
+        self._last = DONE
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a tensor as bytes: no process group moves every dtype (float8, int16), and every one moves bytes."""
+    return tensor.view(torch.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks of one host that need the same bytes: each reads a part, and they exchange them.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class LocalRanks:
+    """Ranks of this host, with a group of our own.
+
+    Arguments:
+        group: theirs; it ends with `close`.
+        size: how many there are.
+        number: which of them this one is.
+        device: where the tensors of their collectives are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int, number: int, device: torch.device) -> None:
+        self._group = group
+        self.size = size
+        self.number = number
+        self.device = device
+
+    @classmethod
+    def that_read(cls, what: str, ranks: Ranks, device: torch.device, *, whole: bool) -> "LocalRanks | None":
+        """Find the ranks of this host that read the same. Collective over all ranks.
+
+        Arguments:
+            what: tells apart what ranks read; empty where this one reads nothing.
+            ranks: all of them.
+            device: where the tensors of their collectives are.
+            whole: whether each rank needs all of it, and not its shard alone.
+
+        Returns:
+            The ranks; `None` where no two of this host need the same bytes.
+        """
+        if ranks.world_size == 1:
+            return None
+        council, grid = ranks.council, ranks.grid
+        said = council.collect([what, *_place(ranks.rank), grid.tp_rank, grid.shard_rank])
+        name = council.share(f"penstock readers {secrets.token_hex(8)}")
+        own = said[council.members.index(ranks.rank)]
+        line = [rank for rank, each in zip(council.members, said, strict=True) if each[:-1] == own[:-1]]
+        shards = {each[-1] for each in said if each[:-1] == own[:-1]}
+        if not what or len(line) < 2 or (not whole and len(shards) == len(line)):
+            return None
+        like = next(iter(ranks.groups.values()))
+        group = own_group(line, like, name, timeout_s=council.timeout_s)
+        return cls(group, len(line), line.index(ranks.rank), device)
+
+    def any(self, value: bool) -> bool:
+        """Say whether something is so on any of them. Collective."""
+        said = torch.tensor([float(value)], device="cpu").to(self.device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(said.item())
+
+    def exchange(self, own: Tensor) -> Tensor:
+        """Give the parts of all of them, in their order. Collective.
+
+        Arguments:
+            own: this rank's bytes, as many as each one's, 1-D.
+        """
+        whole = torch.empty(self.size * own.numel(), dtype=own.dtype, device=self.device)
+        all_gather_flat(whole, own.to(self.device), group=self._group)
+        return whole
+
+    def close(self) -> None:
+        """Give the group back."""
+        give_back([self._group])
+
+
+def _place(rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Tell apart the host of a rank: by the machine, and by what the launcher calls one."""
+    machine = boot_id() or platform.node()
+    return machine, rank // ranks_of_host(environment) if "LOCAL_WORLD_SIZE" in environment else 0

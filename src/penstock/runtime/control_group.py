@@ -1,0 +1,585 @@
+"""The control group of the ranks, and the process groups of one engine."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import EngineError, PenstockError, one_line
+from penstock.runtime.finalizers import Phase, exiting
+from penstock.runtime.system import host_name, names_of_hosts, ranks_of_host
+from penstock.runtime.topology import Grid, Nodes, node_size, nodes_of, peers_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Process groups of our own, of the same ranks as those that people gave us.
+#
+# Ranks match the collectives of a group by their order on it. On a group of our own nobody else's stand between ours:
+# neither those of a user's forward, nor those of another engine.
+#
+# `torch.distributed.new_group` would not do, in torch 2.8 to 2.13. All ranks of the job have to call it, also those that
+# have no engine. With `use_local_synchronization=True` its members alone do, and then
+#
+# - the name is made of the ranks and of how many groups the process has. Ranks that have different numbers of others look
+#   for each other under different names, and wait for ever (`test_two_ranks_of_four_with_other_groups_beside_...`);
+# - a group that is made after another one was destroyed gets that one's name, and looks for its ranks where the ranks of
+#   that one were (`test_engines_in_turn_and_at_once_...`);
+# - where the default group is bound to a device, NCCL splits its communicator, in which every rank of the job takes part:
+#   the members wait for ever. This one needs several GPUs to be seen.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+# torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str, *, timeout_s: float) -> dist.ProcessGroup:
+    """Make a group with the backends and the device of another one. Collective over its members alone.
+
+    Options of a backend (`pg_options`, such as NCCL's priority of streams) are not taken over: torch gives them to
+    nobody.
+
+    Arguments:
+        members: the ranks of the job that are in it, in order; this one among them.
+        like: the other one.
+        name: a name that no group of these ranks ever had. Groups of other ranks may have it as well.
+        timeout_s: how long a rank waits in a collective for the others, in seconds.
+
+    Raises:
+        RuntimeError: torch's, where another rank does not take part.
+    """
+    c10d: Any = dist.distributed_c10d  # torch does not type what it does not show
+    default: Any = dist.group.WORLD
+    backend, _ = c10d._world.pg_map[like]
+    bound = like.bound_device_id
+    # No split of the default group's communicator: ranks that are no members are not here to take part in it.
+    before, default.bound_device_id = default.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            members.index(dist.get_rank()),
+            list(members),
+            backend,
+            c10d._get_default_store(),
+            f"{name} of {'_'.join(map(str, members))}",
+            timeout=limit_of(timeout_s),
+            device_id=bound,
+            group_desc="penstock",
+        )
+    finally:
+        default.bound_device_id = before
+    c10d._world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
+    made: dist.ProcessGroup = group
+    return made
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed a group: a user does so with all groups at once."""
+    c10d: Any = dist.distributed_c10d
+    return group in c10d._world.pg_map
+
+
+def give_back(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy those of the groups that are still there.
+
+    Do nothing at the exit of the interpreter: to end a communicator a rank waits for the others, which may be gone, and
+    nobody needs its memory any more.
+    """
+    if not exiting(Phase.PROMISED):
+        for group in groups:
+            if is_alive(group):
+                dist.destroy_process_group(group)
+
+
+def limit_of(timeout_s: float) -> timedelta:
+    """Write a timeout as torch takes it: at least a millisecond, at most three years, which a timedelta can hold."""
+    return timedelta(seconds=min(max(timeout_s, 1e-3), 1e8))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The council of the ranks: a process group of our own, on the host, in which they compare what they are about to do.
+#
+# Every collective method begins with a meeting. Each rank says what it is about to do, and whether it refuses. Only when
+# all are about to do the same, and none refuses, does anything begin in which one rank waits for another: a rank that
+# refused on its own would leave the others waiting until their timeout.
+#
+# A rank says it in 16 bytes, a digest and a flag. Only where those differ do the ranks exchange texts, as JSON whose
+# length is checked before it is believed. Nothing that another rank sends is ever run.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What ranks compare: values that JSON has, by a name that a message can show.
+Facts = dict[str, Any]
+
+_logger = logging.getLogger("penstock")
+
+_MOST_BYTES = 1 << 28  # that one rank may say at once
+_MOST_NAMED = 8  # ranks in one message
+DEFAULT_TIMEOUT_S = 600.0
+JOINING_S = 300.0  # the longest wait for all members to join, also where the timeout is longer
+WARN_S = 60.0  # after which ranks that wait for others in `prepare` say whom they miss
+HEARING_S = 5.0  # how long to wait for the other ranks' words once something has failed
+#: How a forward of the model is called in messages: without, and with, a graph that autograd records.
+FORWARDS = ("a forward without gradients", "a forward with gradients")
+_ALONE = (
+    " Run a forward on every rank, also an evaluation under `if rank == 0`. One rank alone may run it inside of "
+    "`with optimizer.gathered():`, which every rank enters."
+)
+_INTERFACE = (
+    "Ranks of several hosts find each other by GLOO_SOCKET_IFNAME: set it on each host to the name of its interface on "
+    "the network between them. "
+)
+
+
+class Council:
+    """A group of ranks that can agree, from any thread of theirs, while other collectives run.
+
+    The group is made by gloo itself and is unknown to `torch.distributed`. That one names a group by its ranks: a group
+    made after another of the same ranks was destroyed would get the old name, and look for its members where the
+    members of the old group were.
+
+    Arguments:
+        members: the ranks of the job that belong to the council. All of them construct it at the same time.
+        rank: this process's index in `members`.
+        timeout_s: how long to wait for the other members, in seconds; to join, `JOINING_S` at most.
+        error: the class of the error that is raised when another member does not answer.
+        advice: a sentence that is added to the message of that error.
+        name: a name that all members know and that no council had before; empty to have one chosen.
+        hosts: the names of the members' hosts, where there are several and somebody has asked already.
+
+    Attributes:
+        timeout_s: the same as the argument.
+
+    Raises:
+        PenstockError: of class `error`, when a member does not join in time.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int] = (0,),
+        rank: int = 0,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        error: type[PenstockError] = EngineError,
+        advice: str = "",
+        name: str = "",
+        hosts: Sequence[str] | None = None,
+    ) -> None:
+        self.members = tuple(members)
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._error = error
+        self._advice = advice
+        self._others: list[Council] = []  # councils of the same ranks, which end with this one
+        self._name = name
+        self._hosts = hosts
+        self._group: Any = None  # torch does not type what a backend does
+        self._store: Any = None
+        self._has_told = False
+        if self.size > 1:
+            self._join()
+
+    def _join(self) -> None:
+        """Meet the other members at the job's store, and make the group."""
+        store = dist.distributed_c10d._get_default_store()
+        if not self._name:
+            who = ",".join(map(str, self.members))
+            # Every rank counts the councils of these members that it has joined. All have joined as many, so all get
+            # the same number, and no earlier council has it.
+            number = store.add(f"penstock councils of {who} joined by {self.members[self.rank]}", 1)
+            self._name = f"penstock council {number} of {hashlib.sha256(who.encode()).hexdigest()[:16]}"
+        self._store = dist.distributed_c10d.PrefixStore(self._name, store)
+        everyone = [f"here {rank}" for rank in range(self.size)]
+        try:
+            self._store.set(everyone[self.rank], host_name())
+            # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
+            self._await(everyone)
+            if self._hosts is None:  # now: when a message needs them, the host of the store may be the one that is gone
+                self._hosts = names_of_hosts(self._store.multi_get(everyone))
+            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, _options(limit_of(self.timeout_s)))
+        except PenstockError:  # it names who is missing; `EngineError` is a RuntimeError too
+            raise
+        except RuntimeError as error:
+            if self._hosts:  # all are present, and cannot reach each other
+                self._advice = _INTERFACE
+            raise self._silence("prepare()", error) from error
+
+    def _await(self, everyone: Sequence[str]) -> None:
+        """Wait until every member has written its key; after a minute, log which have not."""
+        patience_s = min(self.timeout_s, JOINING_S)
+        first_s = min(WARN_S, patience_s / 2)
+        warned = False
+        for limit_s in (first_s, patience_s - first_s):
+            try:
+                self._store.wait(list(everyone), limit_of(limit_s))
+                return
+            except RuntimeError as error:
+                failure = error
+            missing = self._absent(everyone)
+            if not missing:
+                return
+            if not warned:
+                warned = True
+                _logger.warning(
+                    f"Rank {self.members[self.rank]} has waited {first_s:g} s in prepare() for {missing}, of "
+                    f"{self.size} ranks. It waits for {patience_s:g} s at most."
+                )
+        raise self._error(
+            f"Rank {self.members[self.rank]} of {self.size} waited {patience_s:g} s in prepare() for {missing}: ended, "
+            "or not there yet. Look at the first error of those ranks. Ranks wait here for the smaller of "
+            f"Options(timeout_s=) and {JOINING_S:g} s: where one comes later, call torch.distributed.barrier() before "
+            f"prepare(). {self._advice}({failure})"
+        ) from failure
+
+    def _absent(self, everyone: Sequence[str]) -> str:
+        """Name the members that have not written their key; empty where all have."""
+        absent = [rank for rank, key in zip(self.members, everyone, strict=True) if not self._store.check([key])]
+        more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
+        named = ", ".join(map(str, absent[:_MOST_NAMED]))
+        return f"rank{'s' * (len(absent) > 1)} {named}{more}" if absent else ""
+
+    @property
+    def size(self) -> int:
+        """How many members the council has."""
+        return len(self.members)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that speaks for all."""
+        return self.rank == 0
+
+    def named(self, rank: int) -> str:
+        """Return how messages call a rank of the job: with the name of its host, where there are several."""
+        return f"rank {rank}{self.host_of(rank)}"
+
+    def host_of(self, rank: int) -> str:
+        """Say in brackets which host a rank of the job is on; nothing where all are on one, or it is no member."""
+        return f" (host {self._hosts[self.members.index(rank)]})" if self._hosts and rank in self.members else ""
+
+    def another(self, *, error: type[PenstockError], advice: str = "", timeout_s: float | None = None) -> "Council":
+        """Make a second council of the same ranks, for use by another thread, or with more patience. Collective.
+
+        Two threads must not share a council: their messages would meet in an order of their own on each rank.
+
+        Arguments:
+            error: the class of the error that is raised when another member does not answer.
+            advice: a sentence that is added to the message of that error.
+            timeout_s: how long to wait for the other members, in seconds; `None`: as long as this council.
+        """
+        name = f"{self._name}, {len(self._others) + 1}"
+        patience = self.timeout_s if timeout_s is None else timeout_s
+        council = Council(
+            self.members, self.rank, timeout_s=patience, error=error, advice=advice, name=name, hosts=self._hosts
+        )
+        self._others.append(council)
+        return council
+
+    @contextmanager
+    def together(self, verb: str, error: type[PenstockError] = EngineError) -> Iterator[Facts]:
+        """Run the checks of a method in a `with` block; what one rank refuses in it, all refuse. Collective.
+
+        Arguments:
+            verb: the name of the method, for messages.
+            error: the class of the error that is raised where the ranks' facts differ.
+
+        Yields:
+            An empty dict, to be filled with what has to be the same on all ranks.
+
+        Raises:
+            Exception: on the rank where the block raised it.
+            EngineError: on the other ranks, with its text; and on all, where they have called different methods.
+        """
+        facts: Facts = {}
+        failure: Exception | None = None
+        try:
+            yield facts
+        except Exception as refusal:
+            failure = refusal  # not raised yet: the others are about to wait for this rank in the meeting
+        # Outside of the `try`: what the meeting raises is no refusal of this rank's.
+        self._meet(verb, facts, failure, error)
+
+    def _meet(self, verb: str, facts: Facts, failure: Exception | None, error: type[PenstockError]) -> None:
+        """Compare the digests of what the ranks are about to do; exchange texts where they differ, and raise."""
+        if self._group is None:
+            if failure is not None:
+                raise failure
+            return
+        said = hashlib.sha256(json.dumps([verb, facts]).encode()).digest()
+        own = torch.tensor([int.from_bytes(said[:8], signed=True), int(failure is not None)], device="cpu")
+        try:
+            numbers = [tuple(part.tolist()) for part in self._all_gather(own, verb)]
+        except PenstockError:
+            if failure is not None:
+                raise failure from None  # the others are elsewhere; this rank would not have gone on
+            raise
+        # From here on every rank has the same numbers, so all take the same branches and meet again in them.
+        if any(refused for _, refused in numbers):
+            self.agree(failure, verb)
+        if len(set(numbers)) > 1:
+            self._name_difference(verb, facts, error)
+
+    def _name_difference(self, verb: str, facts: Facts, error: type[PenstockError]) -> None:
+        """Raise an error that says in what the ranks differ: the method, or the first fact."""
+        # First the methods: ranks in different ones compare different facts, whose first difference would mislead.
+        verbs = self.collect(verb)
+        if len(set(verbs)) > 1:
+            alone = _ALONE if set(verbs) & set(FORWARDS) else ""
+            called = "; ".join(f"{self.named(rank)}: {other}" for rank, other in zip(self.members, verbs, strict=True))
+            raise EngineError(
+                f"Ranks are out of step: they have called different methods ({called}). Nothing was changed. Call "
+                f"collective methods on every rank, in the same order.{alone}"
+            )
+        differences = self.collect(_first_difference(self.share(facts), facts))
+        for rank, difference in zip(self.members, differences, strict=True):
+            if difference is not None:
+                name, there, here = difference
+                raise error(
+                    f"Ranks differ in {name}: {self.named(self.members[0])}: {there}; {self.named(rank)}: {here}. "
+                    f"Nothing was changed: make it the same on every rank before {verb}."
+                )
+
+    def agree(self, failure: BaseException | None, verb: str = "") -> None:
+        """Stop every rank where one has failed. Collective.
+
+        Arguments:
+            failure: what this rank has failed with, or `None`.
+            verb: the name of the method, for the message.
+
+        Raises:
+            BaseException: `failure` itself, on the ranks that have one.
+            PenstockError: on the others, with the class's name and the text of the first rank's failure.
+        """
+        # First tell the others, then raise: they wait here for this rank's word.
+        said = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        where = f" in {verb}" if verb else ""
+        for rank, message in zip(self.members, said, strict=True):
+            if message is not None:
+                which = f"Rank {rank} of {self.size}{self.host_of(rank)}"
+                raise self._error(f"{which} failed{where}, and this one stops with it. {message}")
+
+    def share(self, value: Any) -> Any:
+        """Return the first rank's value on every rank. Collective. It is anything that JSON has.
+
+        Raises:
+            PenstockError: a rank has ended, or does something else.
+        """
+        if self._group is None:
+            return value
+        # Of one rank's word there is one copy on each: gathered, a plan would be there once for every rank.
+        own = torch.frombuffer(bytearray(json.dumps(value if self.is_first else None).encode()), dtype=torch.uint8)
+        # Every rank says a number: whoever is not there is missed, as in all other meetings.
+        length, *_ = self._all_gather(torch.tensor([own.numel()], device="cpu"))
+        nbytes = _checked(int(length), self._error)
+        said = own if self.is_first else torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        try:
+            self._group.broadcast(said, 0).wait()
+        except RuntimeError as error:
+            raise self._silence("", error) from error
+        return _parsed(said, self._error)
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in the order of `members`. Collective. It is anything that JSON has.
+
+        Raises:
+            PenstockError: a rank has ended, or does something else.
+        """
+        if self._group is None:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [int(length) for length in self._all_gather(torch.tensor([own.numel()], device="cpu"))]
+        for length in lengths:
+            _checked(length, self._error)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # gloo gathers parts of one length
+        padded[: own.numel()] = own
+        parts = self._all_gather(padded)
+        return [_parsed(part[:length], self._error) for part, length in zip(parts, lengths, strict=True)]
+
+    def _all_gather(self, own: Tensor, verb: str = "") -> list[Tensor]:
+        """Exchange tensors of one shape; wait for every other rank, at most as long as the timeout."""
+        parts = [torch.empty_like(own) for _ in self.members]
+        try:
+            self._group.allgather(parts, own).wait()
+        except RuntimeError as error:
+            raise self._silence(verb, error) from error
+        return parts
+
+    def _silence(self, verb: str, error: RuntimeError) -> PenstockError:
+        """Make the error of a rank that waited in vain."""
+        where, rank = f" in {verb}" if verb else "", self.members[self.rank]
+        return self._error(
+            f"Rank {rank} of {self.size}{self.host_of(rank)} hears nothing from another one{where}, which has ended or "
+            f"does something else; {self.others_say(verb or 'a word between ranks')} {self._advice}({error})"
+        )
+
+    def tell(self, what: str) -> None:
+        """Write to the job's store what this rank could not finish, or was ended by. The first word stays.
+
+        A group in which a collective has failed carries nothing more; the store does.
+        """
+        if self._store is not None and not self._has_told:
+            self._has_told = True
+            with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
+                self._store.set(_stopped(self.members[self.rank]), one_line(what, 300))
+
+    def others_say(self, what: str) -> str:
+        """Tell the other ranks what this one waited for in vain. Return what each of them says, for a message.
+
+        Names the ranks that say nothing for `HEARING_S` at most, and ends with what to do next.
+        """
+        self.tell(f"could not finish {what}")
+        # A rank that is stuck in another collective finds out later than this one: give all of them some seconds.
+        ends = time.monotonic() + min(HEARING_S, self.timeout_s)
+        said: list[str] = []
+        for rank in (member for member in self.members if member != self.members[self.rank]):
+            if len(said) == _MOST_NAMED:
+                said.append("others are not asked")
+                break
+            said.append(f"{self.named(rank)} {self._word(rank, ends - time.monotonic()) or _SILENT}")
+        return (
+            f"{'; '.join(said)}. Look at the first error of a rank that has ended. Ranks wait for {self.timeout_s:g} s "
+            "at most: Options(timeout_s=)."
+        )
+
+    def _word(self, rank: int, patience_s: float) -> str:
+        """Return what a rank has told, or tells in time; empty where it tells nothing or the store is gone."""
+        try:
+            self._store.wait([_stopped(rank)], limit_of(patience_s))
+            word: str = self._store.get(_stopped(rank)).decode()
+        except RuntimeError:
+            return ""
+        return word
+
+    def close(self) -> None:
+        """Give back the group, and those of the councils that `another` made."""
+        for council in self._others:
+            council.close()
+        self._group = None
+
+
+_SILENT = "says nothing: it has ended, or runs something else"
+
+
+def _stopped(rank: int) -> str:
+    return f"stopped {rank}"
+
+
+def _options(timeout: timedelta, environment: Mapping[str, str] = os.environ) -> Any:
+    """Make the options that gloo has by itself, but for connections: each is made when it is first used.
+
+    By itself each member connects to every other one. Messages go around in a ring, or down a tree: of a thousand ranks
+    a member talks to about twenty, and has no thousand descriptors for each council.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    named = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    how: list[dict[str, str]] = [{"interface": name} for name in named] or [{}]
+    options = gloo._Options()
+    options._timeout = timeout
+    make = [partial(gloo.create_device if each else gloo.create_default_device, **each) for each in how]
+    try:
+        options._devices = [device(lazy_init=True) for device in make]
+    except TypeError:  # an older torch, which connects all at once
+        options._devices = [device() for device in make]
+    options._threads = 2 * len(how)
+    return options
+
+
+def _checked(nbytes: int, error: type[PenstockError]) -> int:
+    """Refuse the length of a message that is none, before anything of that length is allocated.
+
+    A rank that sends something else than is expected may have sent any number.
+    """
+    if not 0 < nbytes <= _MOST_BYTES:
+        raise error(f"A rank is about to say {nbytes:,} bytes: it is not what it should be.")
+    return nbytes
+
+
+def _parsed(said: Tensor, error: type[PenstockError]) -> Any:
+    """Read a rank's words."""
+    try:
+        return json.loads(said.numpy().tobytes())
+    except (ValueError, RecursionError) as why:
+        raise error(f"A rank says what cannot be read: it is not what it should be. ({why})") from why
+
+
+def _first_difference(first: Mapping[str, Any], own: Facts) -> tuple[str, str, str] | None:
+    """Find the first fact that is not the same here as on the first rank: its name, the value there, the value here."""
+    own = json.loads(json.dumps(own))  # as the first rank's have come: tuples are lists, keys are strings
+    for name in (*first, *own):
+        there, here = (json.dumps(facts[name]) if name in facts else "none" for facts in (first, own))
+        if there != here:
+            return name, there, here
+    return None
+
+
+def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
+    """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
+    peers = peers_of(None, sharded=True)
+    return Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s, error=error)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The process groups of one engine, formed of the ranks of a mesh: by what its dimensions do (`runtime/topology.py`).
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Formed(NamedTuple):
+    """What the ranks of an engine have made together.
+
+    Attributes:
+        grid, groups, council, divided: as `Ranks` takes them.
+    """
+
+    grid: Grid
+    groups: Sequence[dist.ProcessGroup | None]
+    council: Council
+    divided: Sequence[Sequence[int]]
+
+
+def form(mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float, nodes: Nodes) -> Formed:
+    """Make a council and groups of our own. Collective; `Ranks.from_mesh` says what the arguments are.
+
+    Raises:
+        ConfigError: the mesh's dimensions have no meaning.
+        EngineError: another rank does not take part.
+    """
+    peers = peers_of(mesh, sharded=sharded)
+    council = Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s)
+    own: list[dist.ProcessGroup | None] = []
+    try:
+        # One name on all ranks, which no group had before: by it the members find each other in the job's store.
+        # One stage as well: ranks that ask for others are told so later, and till then must not miss each other.
+        # One size of nodes, too.
+        facts = [f"penstock {secrets.token_hex(8)}", sharded, nodes, ranks_of_host(default=0)]
+        name, sharded, nodes, of_host = council.share(facts)
+        peers = peers_of(mesh, sharded=sharded)
+        grid = peers.grid.in_nodes(node_size(peers.shards, nodes, of_host))
+        # In one order on all ranks: the members of a group make it together, and ranks that began with different
+        # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
+        likes = [*peers.likes, peers.likes[0], peers.likes[0]]
+        for line, like in zip([*peers.lines, *nodes_of(peers.shards, grid)], likes, strict=True):
+            own.append(own_group(line, like, name, timeout_s=timeout_s) if len(line) > 1 and like is not None else None)
+    except BaseException as error:
+        give_back(group for group in own if group is not None)
+        council.close()
+        if isinstance(error, RuntimeError):  # torch's
+            raise EngineError(
+                f"Rank {dist.get_rank()} could not make a process group of the same ranks as the one it was given: "
+                f"another one has ended, or does something else. ({error})"
+            ) from error
+        raise
+    return Formed(grid, own, council, peers.divided)

@@ -1,0 +1,468 @@
+"""Accelerators: which device a rank computes on, its streams, its events and its clock."""
+
+import contextlib
+import inspect
+import os
+import platform
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ConfigError
+from penstock.runtime.system import BOOT_ID, boot_id
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What streams and clocks ask of an accelerator: streams, events, and which of its streams a thread is on.
+#
+# torch's own classes do it, whichever device it is. A device's module may have events of its own which let the host sleep
+# while it waits; then that module's events and streams are used, both of them, since torch takes the one module's for the
+# other's without a word. A thread's current device and current stream are its own: a new thread is on the first device,
+# on its default stream.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Set to 1 in the environment, a thread that waits for a CUDA event spins on a core of its own.
+SPINNING_EVENTS = "PENSTOCK_SPINNING_EVENTS"
+
+
+class Hardware:
+    """One device, as streams use it.
+
+    Of the streams and events that it makes, these methods are used: `event.record(stream)`, `event.wait(stream)`,
+    `event.query()`, `event.synchronize()`, `event.elapsed_time(event)`.
+
+    Arguments:
+        device: an accelerator; without an index it is torch's current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._own = _has_sleeping_events(self._module)
+        index: int | None = device.index
+        if index is None and not self._own:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        self.device = device
+        self._compute: Any = None  # the stream that compute was on last
+
+    def make_stream(self) -> Any:
+        """Make a stream."""
+        if self._own:
+            with self._module.device(self.device):
+                return self._module.Stream()
+        return torch.Stream(self.device)
+
+    def make_event(self, *, timing: bool = False) -> Any:
+        """Make an event. It is over as long as nothing was recorded.
+
+        Arguments:
+            timing: whether the event notes when the device came to it.
+        """
+        if self._own:
+            # The host sleeps, and a core stays free, unless its wake-up is too long to wait for.
+            sleeps = os.environ.get(SPINNING_EVENTS) != "1"
+            return self._module.Event(enable_timing=timing, blocking=sleeps)
+        return torch.Event(self.device, enable_timing=timing)  # said: what it is by default has changed
+
+    def current(self) -> Any:
+        """Return the stream of the device that the calling thread is on."""
+        if self._own:
+            return self._module.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device)
+
+    def compute(self) -> Any:
+        """Return the stream that compute is on. The calling thread is one of the user's, or of autograd."""
+        stream, before = self.current(), self._compute
+        if before is None or stream != before:
+            self._compute = stream
+            if before is not None:
+                # Compute is one sequence, but a device runs two streams side by side. Where a user has turned to
+                # another stream, what it computes there could read a buffer before the stream that fills it is done.
+                self.recorded(before).wait(stream)
+        return stream
+
+    def recorded(self, stream: Any) -> Any:
+        """Return an event that is over once all that a stream was given until now is over."""
+        event = self.make_event()
+        event.record(stream)
+        return event
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Have the calling thread on the device and on one of its streams, inside of a `with` block."""
+        if self._own:
+            with self._module.device(self.device), self._module.stream(stream):
+                yield
+            return
+        with torch.accelerator.device_index(self.device.index):
+            before = self.current()
+            # Not torch.Stream's own block: it keeps what was before in the stream itself, and two threads that are on
+            # one stream at a time would each leave it for where the other one came from.
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
+
+    def synchronize(self) -> None:
+        """Block until all that the device was given is over."""
+        if self._own:
+            self._module.synchronize(self.device)
+        else:
+            torch.accelerator.synchronize(self.device)
+
+    def empty_cache(self) -> None:
+        """Give memory that torch keeps for reuse back to the device."""
+        if hasattr(torch.accelerator, "empty_cache") and not self._own:  # since torch 2.9
+            torch.accelerator.empty_cache()
+        elif hasattr(self._module, "empty_cache"):
+            with self._module.device(self.device):
+                self._module.empty_cache()
+
+
+def _has_sleeping_events(module: Any) -> bool:
+    """Whether a device's module has an event of its own for which the host can sleep while it waits.
+
+    A thread that spins instead takes a core from the updates. torch's own event takes the word (`blocking`) and does
+    nothing with it.
+    """
+    own = getattr(module, "Event", None)
+    if own is None or own is torch.Event:
+        return False
+    try:
+        return "blocking" in inspect.signature(own).parameters
+    except (TypeError, ValueError):  # of native code that does not tell
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# When work runs, for traces: on the host, or on a device, which gets to it later than the host that enqueues it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Clock(ABC):
+    """Marks points in the order of work, and tells when they were reached."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """Mark the point where all that the calling thread has issued so far is over. Never blocks."""
+
+    @abstractmethod
+    def seconds(self, mark: Any) -> float | None:
+        """Return when a mark was reached, in seconds of `time.monotonic`; `None` where it was not yet."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until every mark is reached."""
+
+
+class HostClock(Clock):
+    """The clock of work that is over when its call returns: a mark is the time."""
+
+    def mark(self) -> float:
+        """Return the time of now."""
+        return time.monotonic()
+
+    def seconds(self, mark: float) -> float:
+        """Return the mark itself."""
+        return mark
+
+    def synchronize(self) -> None:
+        """Do nothing: every mark is reached."""
+
+
+class DeviceClock(Clock):
+    """The clock of a device's streams: a mark is an event, timed against one that the host has waited for.
+
+    Arguments:
+        hardware: the device. The constructor waits until it is idle.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        hardware.synchronize()
+        self._origin = self.mark()
+        # The device is idle, so it comes to this event at once and the host returns with it: both times are of one
+        # moment. With work before it, what the host reads afterwards would be late by as much as it takes to wake up.
+        self._origin.synchronize()
+        self._origin_seconds = time.monotonic()
+
+    def mark(self) -> Any:
+        """Record an event on the calling thread's current stream."""
+        event = self._hardware.make_event(timing=True)
+        event.record(self._hardware.current())
+        return event
+
+    def seconds(self, mark: Any) -> float | None:
+        """Return when the device came to a mark, by its own timing; `None` where it has not."""
+        if not mark.query():
+            return None
+        return self._origin_seconds + float(self._origin.elapsed_time(mark)) / 1e3
+
+    def synchronize(self) -> None:
+        """Block until all that the device was given is over."""
+        self._hardware.synchronize()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which device a rank computes on, and whether another rank has taken the same one: for every accelerator of torch.
+#
+# A launcher starts a process for each device and says its number in `LOCAL_RANK`; torch's current device is the first one
+# until somebody says otherwise. What was said comes before that number.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The accelerator's devices that this process sees.
+
+    Attributes:
+        type: their type, as in `torch.device`.
+        count: how many there are.
+        current: the index of torch's current one.
+    """
+
+    type: str
+    count: int
+    current: int
+
+
+class Choice(NamedTuple):
+    """A device, and why it was taken: for messages."""
+
+    device: torch.device
+    why: str = ""
+
+
+def default_device() -> torch.device:
+    """Return the accelerator's current device where there is one, else the cpu."""
+    visible = visible_devices()
+    return CPU if visible is None else torch.device(visible.type, visible.current)
+
+
+def visible_devices() -> Visible | None:
+    """Ask torch which accelerator it sees; `None` where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    return Visible(accelerator.type, torch.accelerator.device_count(), torch.accelerator.current_device_index())
+
+
+def choose_device(
+    visible: Visible | None,
+    *,
+    model: torch.device | None = None,
+    bound: torch.device | None = None,
+    local_rank: str | None = None,
+) -> Choice:
+    """Choose the device of this rank, of what is known about it.
+
+    What the user has said comes first: where the model lies, what the process group is bound to, a current device that
+    is not the first one. Then comes the launcher's number.
+
+    Arguments:
+        visible: the accelerator's devices; without any the cpu is chosen.
+        model: the device that all parameters lie on, if they lie on one.
+        bound: the device that the process group is bound to, if it is bound.
+        local_rank: `LOCAL_RANK` as a launcher sets it.
+
+    Raises:
+        ConfigError: the model lies on another device than the one that the process group is bound to.
+    """
+    if visible is None:
+        return Choice(CPU)
+    model = _indexed(model, visible)
+    bound = _indexed(bound, visible)
+    if model is not None and bound is not None and model != bound:
+        raise ConfigError(
+            f"The model lies on {model}, and the process group is bound to {bound}. Move the model there, leave it on "
+            f"the cpu, or call init_process_group(device_id={model!r})."
+        )
+    if model is not None:
+        return Choice(model, "the model lies there")
+    if bound is not None:
+        return Choice(bound, "the process group is bound to it")
+    if visible.current != 0:  # nobody but a user makes another than the first one current
+        return Choice(torch.device(visible.type, visible.current), "it is the current device")
+    # A launcher that shows each rank its own device alone counts ranks all the same: that one is number 0.
+    if local_rank is not None and local_rank.strip().isdigit() and int(local_rank) < visible.count:
+        return Choice(torch.device(visible.type, int(local_rank)), f"LOCAL_RANK={local_rank.strip()}")
+    return Choice(torch.device(visible.type, 0), "it is the current device")
+
+
+def device_for(
+    parameters: Iterable[Tensor], mesh: DeviceMesh | None, environment: Mapping[str, str] = os.environ
+) -> Choice:
+    """Choose the device of this rank, by what model, mesh, process group, torch and the launcher say.
+
+    Arguments:
+        parameters: the parameters of the model.
+        mesh: the user's mesh; one of cpus takes the cpu.
+        environment: the variables that may hold `LOCAL_RANK`.
+
+    Raises:
+        ConfigError: model and process group contradict each other; see `choose_device`.
+    """
+    if mesh is not None and mesh.device_type == "cpu":
+        return Choice(CPU)
+    # Parameters on several devices, or on none that is an accelerator's, say nothing of the rank's device.
+    lies_on = {parameter.device for parameter in parameters}
+    return choose_device(
+        visible_devices(),
+        model=lies_on.pop() if len(lies_on) == 1 else None,
+        bound=_bound_device(mesh),
+        local_rank=environment.get("LOCAL_RANK"),
+    )
+
+
+def make_current(device: torch.device) -> None:
+    """Make a device torch's current one, so that what names no index goes there too."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def free_device_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device that this process can still have; `None` where nothing says how many.
+
+    That is what is free there, and what torch keeps for reuse in this process, within
+    `torch.cuda.set_per_process_memory_fraction`.
+    """
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    ask = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
+    try:
+        free, total = map(int, ask(device))  # type: ignore[misc]
+    except Exception:  # it is somebody else's code, and not every device knows
+        return None
+    kept = 0
+    with contextlib.suppress(Exception):
+        reserved = int(module.memory_reserved(device))
+        kept = reserved - int(module.memory_allocated(device))
+        free = max(0, min(free, int(module.get_per_process_memory_fraction(device) * total) - reserved))
+    return free + max(0, kept)
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether a device's memory is the host's: a cpu, or an accelerator that has none of its own.
+
+    What such an accelerator calls free leaves out what the kernel would give up first; the host's own account has it.
+    """
+    if device.type == "cpu":
+        return True
+    try:
+        return bool(torch.get_device_module(device).get_device_properties(device).is_integrated)
+    except Exception:  # where a device does not tell, it says so in a way of its own
+        return False
+
+
+def _bound_device(mesh: DeviceMesh | None) -> torch.device | None:
+    """Return the device that the process groups of a mesh, or the default one, are bound to, if it is one."""
+    if mesh is not None:
+        groups: list[dist.ProcessGroup | None] = [*mesh.get_all_groups()]
+    elif dist.is_available() and dist.is_initialized():
+        groups = [dist.group.WORLD]
+    else:
+        groups = []
+    found = {getattr(group, "bound_device_id", None) for group in groups} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _indexed(device: torch.device | None, visible: Visible) -> torch.device | None:
+    """Return a device of the accelerator with its index; `None` for any other."""
+    if device is None or device.type != visible.type:
+        return None
+    return torch.device(device.type, visible.current) if device == torch.device(device.type) else device
+
+
+class Place(NamedTuple):
+    """What tells one device from those of other ranks, in strings that JSON can carry.
+
+    Attributes:
+        name: the device, as its rank calls it: "cuda:0".
+        host: the name of the host or container.
+        machine: what containers of one machine have in common.
+        unique: the device's own identity (its UUID), or nothing where it has none.
+        view: the variables that say which devices the process sees.
+        why: why the rank has taken it, for messages.
+    """
+
+    name: str
+    host: str
+    machine: str
+    unique: str
+    view: str
+    why: str
+
+    def is_that_of(self, other: "Place") -> bool:
+        """Whether two ranks have taken one device."""
+        seen_alike = (self.host, self.machine, self.view) == (other.host, other.machine, other.view)
+        # First by name: parts of one piece of hardware that are counted as devices have one identity.
+        if seen_alike and self.name != other.name:
+            return False
+        if self.unique and other.unique:
+            return (self.machine, self.unique) == (other.machine, other.unique)
+        return seen_alike
+
+
+def place_of(
+    choice: Choice, environment: Mapping[str, str] = os.environ, boot_file: Path = BOOT_ID
+) -> tuple[str, ...] | None:
+    """Describe a device to the other ranks, as the values of a `Place`; `None` for a cpu, which ranks share."""
+    device = choice.device
+    if device.type == "cpu":
+        return None
+    machine = boot_id(boot_file) or platform.node()
+    unique = ""
+    with contextlib.suppress(Exception):  # where a device has none, its module says so in a way of its own
+        unique = str(torch.get_device_module(device).get_device_properties(device).uuid)
+    words = ("_VISIBLE_DEVICES", "_VISIBLE_MODULES", "_AFFINITY_MASK")
+    view = [f"{name}={value}" for name, value in sorted(environment.items()) if name.endswith(words)]
+    return Place(str(device), platform.node(), machine, unique, " ".join(view), choice.why)
+
+
+def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) -> None:
+    """Refuse devices that several ranks have taken.
+
+    Arguments:
+        places: what `place_of` returned on each rank.
+        members: the ranks' numbers, in the same order.
+
+    Raises:
+        ConfigError: two ranks or more have one device; the message names all of them.
+    """
+    # Compared pair by pair: whether two places are one device is no matter of equal values.
+    taken: list[list[tuple[int, Place]]] = []  # for each device, the ranks that have it
+    for rank, said in zip(members, places, strict=True):
+        if said is not None:
+            place = Place(*said)
+            found = next((others for others in taken if others[0][1].is_that_of(place)), None)
+            if found is None:
+                taken.append([(rank, place)])
+            else:
+                found.append((rank, place))
+    sharing = [others for others in taken if len(others) > 1]
+    if sharing:
+        raise ConfigError(
+            f"Ranks share a device: {'; '.join(map(_describe, sharing))}. Each needs one of its own: start as many "
+            "ranks as there are devices, with a launcher that sets LOCAL_RANK (torchrun), and leave the model on the "
+            "cpu or move it to the rank's own device; or name that one, init_process_group(device_id=...)."
+        )
+
+
+def _describe(sharing: Sequence[tuple[int, Place]]) -> str:
+    """Put into words which ranks have one device, and which device that is."""
+    first = sharing[0][1]
+    ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing)
+    return f"ranks {ranks} on {first.host}{f', {first.unique}' if first.unique else ''}"

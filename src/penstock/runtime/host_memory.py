@@ -1,0 +1,396 @@
+"""Host memory: pinned where a device copies from it, in exact sizes."""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import MemoryBudgetError
+from penstock.runtime.finalizers import Phase, exiting
+from penstock.runtime.system import CGROUPS, OWN, device_node, memory_left, prefer_node, update_cores
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Host memory that a device can copy while nobody waits: page-locked, in the ways that devices have for it.
+#
+#     register        memory that is there, in exact size and on the device's node: by cuda's runtime (ROCm's in its
+#                     place), or by `host_register(address, nbytes)` and `host_unregister(address)` of another
+#                     accelerator's module of torch
+#     pinned_buffer   torch's own, which most accelerators have, rounded up as it likes: for a few buffers
+#
+# No other module knows which device has what.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def needs_pinning(device: torch.device) -> bool:
+    """Whether a device copies from host memory: what is not page-locked it copies only while the host waits."""
+    return device.type != "cpu"
+
+
+def can_register(device: torch.device) -> bool:
+    """Whether memory that is there can be page-locked for a device."""
+    return device.type == "cuda" or _module(device) is not None
+
+
+def register(slab: Tensor, device: torch.device) -> bool:
+    """Page-lock a slab for a device. Return whether that was possible."""
+    if device.type == "cuda":
+        return _register_for_cuda(slab, device)
+    module = _module(device)
+    if module is None:
+        return False
+    try:
+        return module.host_register(slab.data_ptr(), slab.numel()) in (None, True)
+    except (RuntimeError, OSError, ValueError):
+        return False
+
+
+def unregister(address: int, device: torch.device) -> None:
+    """Undo `register`.
+
+    Arguments:
+        address: the address of the slab.
+        device: the device that it was registered for.
+    """
+    module: Any = torch.get_device_module(device)
+    # A copy that is still under way would go on with pages that the system may move or give to others.
+    module.synchronize(device)
+    if device.type == "cuda":
+        module.cudart().cudaHostUnregister(address)
+    else:
+        module.host_unregister(address)
+
+
+def pinned_buffer(nbytes: int, device: torch.device, alignment: int) -> Tensor | None:
+    """Allocate zero bytes of torch's own pinned memory.
+
+    Arguments:
+        nbytes: how many.
+        device: the device that copies from it.
+        alignment: the address is a multiple of it.
+
+    Returns:
+        uint8, [nbytes]; `None` where torch has no such memory, and for a cpu.
+    """
+    if not needs_pinning(device):
+        return None
+    for spare in (0, alignment):  # mostly it begins on a page, and nothing has to be spared to align it
+        try:
+            buffer = torch.zeros(nbytes + spare, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except (RuntimeError, NotImplementedError):
+            return None
+        start = -buffer.data_ptr() % alignment
+        if start <= spare:
+            return buffer[start : start + nbytes]
+    return None
+
+
+def _register_for_cuda(slab: Tensor, device: torch.device) -> bool:
+    """Page-lock a slab with cuda's runtime. Return whether that was possible."""
+    with torch.cuda.device(device):
+        if int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)) == 0:  # type: ignore[no-untyped-call]
+            return True
+        # The runtime keeps its last error, and torch raises it at the next launch. Have a launch of our own find it:
+        # else it would be raised in the middle of the user's forward.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, dtype=torch.uint8, device=device)
+    return False
+
+
+def _module(device: torch.device) -> Any:
+    """Return the module of torch that registers memory for a device; `None` where it cannot."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "host_register") and hasattr(module, "host_unregister") else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Host memory in exact sizes, allocated once and handed out in leases.
+#
+# `tensor.pin_memory()` rounds up to a power of two and needs a second copy while it pins. An arena maps its slab
+# anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where there is an accelerator,
+# the slab lies on the device's NUMA node; what the device copies from is faulted in by several threads, and page-locked
+# once. Leases are cut from the slab. Pages that are never touched cost nothing.
+#
+# The child of a fork finds zeros in a slab. Parent and child do not see what the other writes there, and no page is
+# copied when the parent writes to it while children live.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+MEMINFO = Path("/proc/meminfo")
+MADV_WIPEONFORK = 18  # Linux's, which Python's mmap has no name for
+TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
+
+
+class Arena:
+    """A slab of host memory, and the leases that are cut from it.
+
+    Arguments:
+        capacity: the size of the slab, in bytes.
+        device: the device that computes.
+        pin: whether to page-lock the slab for `device`, unless that is a cpu. A slab that cannot be page-locked stays
+            pageable.
+        ring: whether the slab is for a few buffers. Then torch's own pinned memory, which may be larger than asked for,
+            will do where mapped memory cannot be page-locked.
+
+    Attributes:
+        capacity: the size of the slab, in bytes.
+        used: how much of it is leased, in bytes.
+        pinned: whether the slab is page-locked.
+
+    Raises:
+        MemoryBudgetError: the slab cannot be mapped.
+    """
+
+    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True, ring: bool = False) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self.pinned = False
+        self._device = device
+        self._slab: Tensor | None = None
+        if capacity == 0:
+            return
+        try:
+            memory = _Memory(capacity)
+        except (OSError, ValueError, OverflowError) as error:
+            raise MemoryBudgetError(
+                f"The host refused {capacity:,} bytes for the cpu tier ({error}). "
+                "Use more ranks, a higher stage, or keep less on the cpu tier."
+            ) from error
+        self._memory = memory
+        self._slab = torch.frombuffer(memory, dtype=torch.uint8)
+        if needs_pinning(device):
+            # Before the first touch, which decides where a page lies. Not for page-locked slabs alone: the threads of
+            # the updates are on that node too.
+            node = device_node(device)
+            if node is not None:
+                prefer_node(self._slab.data_ptr(), capacity, node)
+            self.pinned = pin and (self._register() or (ring and self._take_torchs()))
+
+    def _register(self) -> bool:
+        """Page-lock the slab for the device. Return whether that was possible."""
+        assert self._slab is not None
+        if not can_register(self._device):
+            return False
+        self.fault_in()  # first: the driver would fault the pages in on one thread, one by one
+        if not register(self._slab, self._device):
+            return False
+        # The lock belongs to the memory, which outlives the arena as long as a lease is in use.
+        self._memory.give_up_lock = partial(unregister, self._slab.data_ptr(), self._device)
+        return True
+
+    def _take_torchs(self) -> bool:
+        """Take torch's own pinned memory for the slab. Return whether torch has some."""
+        buffer = pinned_buffer(self.capacity, self._device, PAGE_BYTES)
+        if buffer is None:
+            return False
+        self._slab = buffer
+        return True
+
+    def fault_in(self) -> None:
+        """Have the system give every page of the slab its memory now, by several threads."""
+        if self._slab is not None:
+            touch(self._slab, update_cores(self._device).count)
+
+    @staticmethod
+    def available() -> "HostMemory | None":
+        """Say how much host memory there is for slabs; `None` where nothing says it."""
+        return available_host_memory()
+
+    @property
+    def pageable(self) -> bool:
+        """Whether the device copies from the slab and it is not page-locked."""
+        return needs_pinning(self._device) and not self.pinned
+
+    @staticmethod
+    def lease_bytes(numel: int, dtype: torch.dtype) -> int:
+        """Return how many bytes a lease takes from an arena: its own, rounded up to whole pages."""
+        return -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+
+    def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Cut a tensor from the slab.
+
+        Arguments:
+            numel: its number of elements.
+            dtype: its dtype.
+
+        Returns:
+            Zeros, [numel], at the start of a page. The tensor may be used until the arena is closed.
+        """
+        nbytes = self.lease_bytes(numel, dtype)
+        assert self._slab is not None, "the arena is closed, or was planned empty"
+        assert self.used + nbytes <= self.capacity, "the arena was planned too small"
+        lease = self._slab[self.used : self.used + numel * dtype.itemsize].view(dtype)
+        self.used += nbytes
+        return lease
+
+    def rewind(self) -> None:
+        """Cut leases from the start again. What is in the memory stays there: those are no zeros."""
+        self.used = 0
+
+    def close(self) -> None:
+        """End the page lock and drop the slab: its memory goes once no lease is referenced any more."""
+        if self._slab is not None:
+            self._memory.unregister()  # waits for the device, which may still copy from the slab
+            del self._memory
+        self._slab = None
+        self.pinned = False
+        self.used = 0
+
+
+class Words:
+    """Single fp32 values that a device tells the host, each in a place of its own that is page-locked if possible.
+
+    Arguments:
+        device: the device that tells them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pages: list[tuple[Arena, Tensor]] = []
+
+    def place(self, number: int) -> Tensor:
+        """Return the place of one value, fp32, [1]. Pages are allocated when they are first asked for, and kept."""
+        page, offset = divmod(number, PAGE_BYTES // torch.float32.itemsize)
+        while len(self._pages) <= page:
+            arena = Arena(PAGE_BYTES, self._device, ring=True)
+            self._pages.append((arena, arena.lease(PAGE_BYTES // torch.float32.itemsize, torch.float32)))
+        return self._pages[page][1][offset : offset + 1]
+
+    def close(self) -> None:
+        """Give the pages back. No value may be on its way to them any more."""
+        for arena, _ in self._pages:
+            arena.close()
+        self._pages.clear()
+
+
+def page_aligned(nbytes: int) -> Tensor:
+    """Allocate a buffer of `nbytes` zero bytes, uint8, [nbytes], that begins on a page and belongs to no arena."""
+    return torch.frombuffer(_Memory(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def ask_for_huge_pages(memory: Tensor) -> None:
+    """Have the kernel give huge pages to what of some host memory has no pages yet, where it has some.
+
+    Faulting them in takes a third of the time of small ones, and giving them back next to none.
+
+    Arguments:
+        memory: of torch's allocator, contiguous, on the cpu.
+    """
+    start = -(-memory.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    nbytes = (memory.data_ptr() + memory.nbytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if nbytes > 0:  # what the kernel says does not matter: slower, not wrong
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
+
+
+def view_apart(values: Tensor, buffer: Tensor) -> Tensor:
+    """View host memory, of any dtype, through a storage of its own: who counts the users of theirs does not see it.
+
+    For a process group, whose thread lets go of what it was given some time after the collective is over: it needs the
+    interpreter for that. Meanwhile the buffer would seem to have a user, and its memory not be given back.
+
+    Arguments:
+        values: what is viewed.
+        buffer: the tensor that it is a part of, which the view keeps.
+    """
+    memory = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    memory.buffer = buffer  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=values.dtype)
+
+
+class HostMemory(NamedTuple):
+    """What is left of host memory, in bytes, and who limits it: the beginning of a sentence, for messages."""
+
+    nbytes: int
+    whose: str
+
+
+def available_host_memory(
+    meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own_cgroups: Path = OWN
+) -> HostMemory | None:
+    """Return how much memory the host, and the container or job of this process, can still give it.
+
+    Arguments:
+        meminfo: the kernel's account of the host's memory.
+        cgroups: where control groups are mounted.
+        own_cgroups: the file in which the kernel lists the groups of the process.
+
+    Returns:
+        The least of them; `None` where nothing says how much there is.
+    """
+    left = []
+    with contextlib.suppress(OSError, ValueError):  # another kernel
+        words = [line.split() for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+        left += [HostMemory(int(kib) * 1024, "the host has") for _, kib, *_ in words]
+    limit = memory_left(cgroups, own_cgroups)
+    if limit is not None:
+        left.append(HostMemory(limit.nbytes, f"the container or job of this process ({limit.name}) has"))
+    return min(left, default=None)
+
+
+def return_free_memory() -> None:
+    """Ask the C library to give freed memory back to the system. glibc keeps it otherwise; others need not be asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class _Memory(mmap.mmap):
+    """Anonymous memory of this process alone, in huge pages where the kernel has some. Few have them for shared memory.
+
+    Attributes:
+        give_up_lock: ends the page lock, if there is one. Called at the latest when the last tensor in the memory is
+            gone: the driver would keep the pages beyond that.
+    """
+
+    give_up_lock: Callable[[], None] | None = None
+    _process = 0
+
+    def __new__(cls, capacity: int) -> "_Memory":
+        memory = super().__new__(cls, -1, capacity, flags=mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE)
+        with contextlib.suppress(OSError, AttributeError):  # of another kernel: slower, not wrong
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        # A child gets zeros, or where the kernel cannot do that, nothing. Otherwise, after a fork, the parent's next
+        # write to a page would go to a copy of it, while the device goes on with the page that was registered: host and
+        # device would no longer see the same values.
+        try:
+            memory.madvise(MADV_WIPEONFORK)
+        except OSError:
+            with contextlib.suppress(OSError, AttributeError):
+                memory.madvise(mmap.MADV_DONTFORK)
+        return memory
+
+    def __init__(self, capacity: int) -> None:
+        self._process = os.getpid()
+
+    def unregister(self) -> None:
+        """End the page lock, if there is one."""
+        give_up, self.give_up_lock = self.give_up_lock, None
+        if give_up is not None:
+            give_up()
+
+    def __del__(self) -> None:
+        # At the exit the device's context may be gone already, with all that was registered; a child has none.
+        if not exiting(Phase.PROMISED) and os.getpid() == self._process:
+            self.unregister()
+
+
+def touch(slab: Tensor, threads: int) -> None:
+    """Write zeros to every page of a slab, by several threads. To page-lock untouched pages would do it by one."""
+
+    def clear(start: int) -> None:
+        # Through ctypes, which lets go of Python's lock, so that the threads do run at once.
+        ctypes.memset(slab.data_ptr() + start, 0, min(TOUCH_BYTES, slab.numel() - start))
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(clear, range(0, slab.numel(), TOUCH_BYTES)))

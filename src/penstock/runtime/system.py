@@ -1,0 +1,512 @@
+"""Facts of the operating system: hosts, control groups, NUMA nodes, threads, and the C library's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from penstock._native import Pool
+from penstock.errors import one_line
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What tells the hosts of a job apart, and how messages name them.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the kernel: two machines of one name have two; Linux only
+_MOST_CHARS = 64  # of a name, as the kernel takes them; another rank may say anything
+
+
+class Host(NamedTuple):
+    """A machine or a container, as its ranks tell it to others.
+
+    Attributes:
+        name: its host name.
+        boot: what containers of one machine have in common, and two machines do not.
+    """
+
+    name: str
+    boot: str = ""
+
+
+def this_host() -> Host:
+    """Say which host this process is on."""
+    return Host(host_name(), boot_id())
+
+
+def boot_id(file: Path = BOOT_ID) -> str:
+    """Return what the kernel calls its start; empty where it does not say.
+
+    Arguments:
+        file: where it says so.
+    """
+    try:
+        return file.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def host_name() -> str:
+    """Return the name of this host, in one line, for messages."""
+    return one_line(os.uname().nodename, _MOST_CHARS)
+
+
+def names_of_hosts(said: Sequence[bytes]) -> Sequence[str]:
+    """Read the names that ranks have said their hosts have.
+
+    Arguments:
+        said: one for each rank.
+
+    Returns:
+        A name for each rank; nothing where all are on one host, whose name tells a reader nothing.
+    """
+    names = [one_line(name.decode(errors="replace"), _MOST_CHARS) for name in said]
+    return names if len(set(names)) > 1 else ()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the control groups of a process leave it. A container or a job has less memory and fewer cores than its machine.
+#
+# A process is in a group of each hierarchy (`/proc/self/cgroup`), and what is set for a group holds for all below it. In
+# version 2 one hierarchy has every controller, in version 1 each controller has a folder; a hybrid machine has both, and
+# a controller is in one of them. In a container the path may be that of the machine, of which it sees the last part
+# alone, or nothing but its own group, at the root.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+
+_PAGE_CACHE = ("inactive_file", "active_file")  # what the kernel gives up before it refuses memory to the group
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The memory that a control group still gives.
+
+    Attributes:
+        nbytes: how many bytes.
+        name: the file that says so.
+    """
+
+    nbytes: int
+    name: str
+
+
+def memory_left(folder: Path = CGROUPS, own: Path = OWN) -> MemoryLimit | None:
+    """Return the memory that the groups of this process still give, by the tightest of them.
+
+    Arguments:
+        folder: where the groups are mounted.
+        own: the file in which the kernel lists the groups of the process.
+
+    Returns:
+        `None` where no group limits it.
+    """
+    found = []
+    for group in _groups("memory", folder, own):
+        # Above `high` the kernel takes pages back from the group until next to nothing runs: as good as a limit.
+        for name, used, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.high", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            limit, usage = _read(group / name, int), _read(group / used, int)
+            if limit is not None and limit >= 0 and usage is not None:
+                # The usage counts the page cache too, which the kernel would give up first: it is not taken.
+                taken = max(0, usage - _page_cache(group / "memory.stat", prefix))
+                found.append(MemoryLimit(max(0, limit - taken), str(group / name)))
+    return min(found, key=lambda limit: limit.nbytes, default=None)
+
+
+def core_quota(folder: Path = CGROUPS, own: Path = OWN) -> float | None:
+    """Return how many cores' worth of time the groups of this process give.
+
+    Arguments:
+        folder: where the groups are mounted.
+        own: the file in which the kernel lists the groups of the process.
+
+    Returns:
+        `None` where no group limits it.
+    """
+    found = []
+    for group in _groups("cpu", folder, own):
+        quota, period = _read(group / "cpu.cfs_quota_us", int), _read(group / "cpu.cfs_period_us", int)
+        both = _read(group / "cpu.max", lambda text: [int(word) for word in text.split()])
+        if both is not None and len(both) == 2:
+            quota, period = both
+        if quota is not None and period is not None and quota > 0 and period > 0:  # -1: no limit
+            found.append(quota / period)
+    return min(found, default=None)
+
+
+def _groups(controller: str, folder: Path, own: Path) -> Iterator[Path]:
+    """Find the folders of the groups that this process is in, the innermost first, as far as they can be seen."""
+    for line in (_read(own, str) or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "" and number == "0":  # version 2
+            roots = [folder, folder / "unified"]
+        elif controller in controllers.split(","):
+            roots = [folder / controllers, folder / controller]
+        else:
+            continue
+        root = next((root for root in roots if (root / "cgroup.procs").exists()), None)
+        if root is None:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        while parts and not root.joinpath(*parts).is_dir():
+            del parts[0]  # a container sees the last part of the path alone
+        for count in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:count])
+
+
+def _page_cache(file: Path, prefix: str) -> int:
+    """Return the bytes of page cache that a group's statistics count; 0 where they do not say."""
+    try:
+        values = dict(line.split(maxsplit=1) for line in (_read(file, str) or "").splitlines())
+        return sum(max(0, int(values.get(prefix + name, values.get(name, "0")))) for name in _PAGE_CACHE)
+    except ValueError:
+        return 0
+
+
+def _read(file: Path, parse: Callable[[str], Value]) -> Value | None:
+    """Read a file; `None` where it is not there, or says "max" or what nobody understands."""
+    try:
+        return parse(file.read_text().strip())
+    except (OSError, ValueError):
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# NUMA nodes: their cores, the one that a device is attached to, and memory from it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+NODES = Path("/sys/devices/system/node")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+_MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call: glibc has no function for it
+_PREFERRED = 1  # MPOL_PREFERRED: another node's memory where this one has none left
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def numbered_nodes(folder: Path = NODES) -> dict[int, set[int]]:
+    """Return the cores of each node that has some, by its number and in that order; empty where nothing is said."""
+    numbered = {}
+    for node in _folders(folder):
+        try:
+            numbered[int(node.name.removeprefix("node"))] = parse_cores((node / "cpulist").read_text())
+        except (OSError, ValueError):
+            continue
+    return {number: numbered[number] for number in sorted(numbered) if numbered[number]}
+
+
+def parse_cores(text: str) -> set[int]:
+    """Read the kernel's list of cores, such as `0-3,8,10-11`."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def device_node(device: torch.device, nodes: Path = NODES, pci_devices: Path = PCI_DEVICES) -> int | None:
+    """Return the number of the node that a device is attached to.
+
+    Arguments:
+        device: any device.
+        nodes: the folder with one folder for each node.
+        pci_devices: the folder with one folder for each device on the bus.
+
+    Returns:
+        `None` for a cpu, where there is one node only, and where nothing is said.
+    """
+    if device.type == "cpu" or len(_folders(nodes)) < 2:
+        return None
+    properties = torch.get_device_module(device).get_device_properties(device)
+    try:
+        domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        node = int((pci_devices / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def device_nodes(device: torch.device, nodes: Path = NODES, pci_devices: Path = PCI_DEVICES) -> list[int | None]:
+    """Return `device_node` of all devices of this type that the process sees; empty where there is one node only."""
+    if device.type == "cpu" or len(_folders(nodes)) < 2:
+        return []
+    count = torch.get_device_module(device).device_count()
+    return [device_node(torch.device(device.type, index), nodes, pci_devices) for index in range(count)]
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Have the pages of a mapping come from a node, as long as it has some. Pages that were touched already stay.
+
+    Arguments:
+        address: the address of the mapping, at the start of a page.
+        nbytes: the length of the mapping.
+        node: the number of the node.
+
+    Returns:
+        Whether the kernel allows it: in many containers it does not.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    words = node // _WORD_BITS + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[-1] = 1 << node % _WORD_BITS
+    call = ctypes.CDLL(None).syscall
+    call.restype = ctypes.c_long
+    bits = ctypes.c_ulong(words * _WORD_BITS + 1)  # the kernel reads one less
+    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_PREFERRED), mask, bits)
+    return int(call(ctypes.c_long(number), *arguments, ctypes.c_uint(0))) == 0
+
+
+def _folders(nodes: Path) -> list[Path]:
+    try:
+        return list(nodes.glob("node[0-9]*"))
+    except OSError:  # also of a process without descriptors: nothing is said then
+        return []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How many threads a rank's updates get, and on which cores: its share of the cores that are near its memory.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UpdateCores:
+    """Where the updates of a rank run.
+
+    Attributes:
+        count: how many threads.
+        cores: the numbers of the cores that they are bound to; `None` leaves that to the system.
+    """
+
+    count: int
+    cores: frozenset[int] | None = None
+
+    def with_threads(self, count: int | None) -> UpdateCores:
+        """Take another number of threads, if somebody has asked for one.
+
+        More threads than there are cores to be bound to are not bound: crowded there they would be slower.
+        """
+        if count is None:
+            return self
+        return UpdateCores(count, self.cores if self.cores and count <= len(self.cores) else None)
+
+
+def update_cores(device: torch.device) -> UpdateCores:
+    """Choose the cores of this rank, on the machine and in the container that it runs in, near a device's memory."""
+    return share_of_cores(quota=core_quota(), near=device_node(device), devices=device_nodes(device))
+
+
+def share_of_cores(
+    environment: Mapping[str, str] = os.environ,
+    allowed: Collection[int] | None = None,
+    nodes: Path = NODES,
+    *,
+    quota: float | None = None,
+    near: int | None = None,
+    devices: Sequence[int | None] = (),
+) -> UpdateCores:
+    """Share the cores of this rank's NUMA node that the process may use among the ranks on that node.
+
+    The device's node is the rank's, where it has one: its host memory lies there, and threads elsewhere would read it
+    over the link between nodes. They are bound to it, unless the process was bound to a node by its launcher.
+
+    Where nothing says which node is the device's: if the process may use cores of one node alone, that is its node, and
+    the ranks of this host are taken to be spread evenly over all nodes. Else local rank i takes node i * nodes / ranks,
+    as launchers number devices; with fewer ranks than nodes it takes several. A host without
+    `/sys/devices/system/node` counts as one node.
+
+    Arguments:
+        environment: the variables that may hold `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, as a launcher sets them; without
+            them there is one rank.
+        allowed: the cores that this process may use; `None` asks the system.
+        nodes: the folder with one folder for each node.
+        quota: how many cores' worth of time the container gives all ranks of this host; `None` for no limit.
+        near: the number of the device's node; `None` where nothing says it.
+        devices: the nodes of all devices that the process sees, by their index.
+
+    Returns:
+        One thread or more.
+    """
+    cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
+    ranks = ranks_of_host(environment)
+    rank = min(max(0, _number(environment.get("LOCAL_RANK"), 0)), ranks - 1)
+    found = numbered_nodes(nodes)
+    usable = {number: node & cores for number, node in found.items() if node & cores}
+    if near in usable and len(usable) > 1:
+        # A rank that sees its own device alone knows nothing of the others': they are taken to be spread evenly.
+        ranks_here = devices[:ranks].count(near) if len(devices) >= ranks else -(-ranks // len(usable))
+        count, bound = len(usable[near]) // max(1, ranks_here), frozenset(usable[near])
+    else:
+        count, bound = _unbound(rank, ranks, cores, list(found.values()) or [cores], list(usable.values())), None
+    if quota is not None:
+        # Threads that use up the quota are all stopped until its period is over, those that feed the device too.
+        count = min(count, int(quota / ranks))
+    return UpdateCores(max(1, count), bound)
+
+
+def ranks_of_host(environment: Mapping[str, str] = os.environ, *, default: int = 1) -> int:
+    """Return how many ranks the launcher has started on this host (`LOCAL_WORLD_SIZE`), or a default."""
+    return _number(environment.get("LOCAL_WORLD_SIZE"), 0) or default
+
+
+def neighbours_of_host(line: Sequence[int], by_host: int) -> int:
+    """Return how many neighbours in a line of ranks share a host; all of them where hosts do not divide it evenly.
+
+    Arguments:
+        line: numbers of ranks in the job.
+        by_host: how many ranks there are on each host, which have consecutive numbers; 0 where nobody says it.
+    """
+    hosts = [rank // by_host for rank in line] if by_host > 0 else [0] * len(line)
+    size = hosts.count(hosts[0])
+    found = [hosts[first : first + size] for first in range(0, len(hosts), size)]
+    even = all(len(host) == size and len(set(host)) == 1 for host in found)
+    return size if even and len({host[0] for host in found}) == len(found) else len(line)
+
+
+def hosts_of(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return on how many hosts some ranks are; 1 where the launcher does not say: it has started all of them here."""
+    here = _number(environment.get("LOCAL_WORLD_SIZE"), 0)
+    return ranks // here if here > 0 and ranks % here == 0 else 1
+
+
+def _unbound(rank: int, ranks: int, cores: set[int], found: Sequence[set[int]], usable: Sequence[set[int]]) -> int:
+    """Count the cores of this rank where nothing says which node its device is on.
+
+    Arguments:
+        rank: the local rank.
+        ranks: how many there are on this host.
+        cores: all that the process may use.
+        found: the cores of each node.
+        usable: those of them that the process may use, of each node that has some.
+    """
+    if not usable:  # nothing is said of nodes, or what is said does not fit the cores that the process may use
+        return len(cores) // ranks
+    if len(usable) == 1:
+        ranks_here = -(-ranks // len(found))
+        # A launcher may have given each rank cores of its own: then there are fewer than a node's share, and a rank
+        # shares them with nobody.
+        shared = len(usable[0]) > max(map(len, found)) // ranks_here
+        return len(usable[0]) // (ranks_here if shared else 1)
+    mine = rank * len(usable) // ranks
+    ranks_here = sum(other * len(usable) // ranks == mine for other in range(ranks))
+    if ranks < len(usable):  # fewer ranks than nodes: one has several nodes to itself
+        last = (rank + 1) * len(usable) // ranks
+        return sum(len(node) for node in usable[mine:last])
+    return len(usable[mine]) // ranks_here
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.strip().isdigit() else default
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory that the C library keeps for itself, given back when it has made the process grow.
+#
+# Activations of many lengths leave holes that the next length does not fit into: with glibc a process holds half as much
+# again after a hundred batches, all of it free. To give it back costs page faults in the steps that follow, so that is
+# done when the process has grown, and not each time.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+STATM = Path("/proc/self/statm")
+
+# What a step takes comes back after memory was given back, in as many steps as it takes to see the longer batches.
+SETTLING_LOOKS = 8
+GROWTH = 9 / 8
+
+
+def resident_bytes() -> int:
+    """Read the resident set of this process; 0 where the system does not say."""
+    try:
+        pages = STATM.read_text().split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Growth:
+    """Looks at the process from time to time, and has free memory given back when it has grown.
+
+    Arguments:
+        give_back: gives what is free back to the system.
+        resident: reads the bytes that the process holds.
+    """
+
+    def __init__(self, give_back: Callable[[], None], resident: Callable[[], int] = resident_bytes) -> None:
+        self._give_back = give_back
+        self._resident = resident
+        self._settled = 0  # the most of the first looks
+        self._looks = 0
+
+    def look(self) -> None:
+        """Look now, between two steps; after the first looks, compare with the most of those."""
+        now = self._resident()
+        if self._looks < SETTLING_LOOKS:
+            self._looks += 1
+            self._settled = max(self._settled, now)
+        elif now > GROWTH * self._settled:
+            self._give_back()
+            self._settled = self._looks = 0  # what is in use may have grown as well
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The threads that torch computes with on a cpu: passes of ours between its operations use them; our threads have none.
+#
+# After an operation torch's OpenMP threads spin for a while. A pool of our own would want the cores that they spin on:
+# each pass would wait for them, or be alone on one core. They only spin while the process has no more of them than cores.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def compute_pool(device: torch.device, otherwise: Pool) -> Pool:
+    """Make the pool of passes over host memory that compute's own thread makes.
+
+    Arguments:
+        device: where compute is.
+        otherwise: what is taken where that is no cpu, or where torch has no OpenMP runtime of GNU's interface.
+
+    Returns:
+        A pool whose work is done by as many threads as torch has for its caller.
+    """
+    parallel = _of_torch("GOMP_parallel") if device.type == "cpu" else None
+    address = ctypes.cast(parallel, ctypes.c_void_p).value if parallel else None
+    return Pool.openmp(address) if address else otherwise
+
+
+def stay_alone() -> None:
+    """Have torch's operations in the calling thread run in it alone, from now on.
+
+    The first one of a copy's size would else give the thread a team of its own. Compute's team and that one are more
+    threads than there are cores, so none of them would spin any more: the system would have to wake them up for each
+    operation of the model, as long as the process lives.
+    """
+    take = _of_torch("omp_set_num_threads")
+    if take is not None:
+        torch.get_num_threads()  # torch tells each thread its number when it is first asked, and would undo this one
+        take(1)
+
+
+def _of_torch(name: str) -> Any:
+    """Find a function in the OpenMP runtime that torch was linked to; `None` where there is none."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        # By what torch depends on: the process may have loaded another runtime before, whose threads sleep.
+        return getattr(ctypes.CDLL(str(library)), name)
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,300 @@
+"""What ranks are to each other: the dimensions of a mesh, and this rank's place in it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ConfigError, one_line
+from penstock.runtime.system import neighbours_of_host
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a plan knows of a device and of the ranks, before there are streams or process groups: two small values.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Reach(NamedTuple):
+    """What compute reads and writes where it rests.
+
+    Attributes:
+        aliases_host: compute reads and writes the cpu tier directly: nothing has to be copied to be used.
+        reads_in_place: compute reads parameters where they rest, where it reaches them; else they are gathered and
+            released all the same.
+    """
+
+    aliases_host: bool
+    reads_in_place: bool = True
+
+
+class Grid(NamedTuple):
+    """The ranks as they divide the training state, and this rank's place among them.
+
+    Attributes:
+        shards, shard_rank: the number of shards, and which of them this rank has.
+        replicas, replica_rank: the number of copies, and which of them this rank has a shard of.
+        tp, tp_rank: over how many ranks the parameters themselves are divided (tensor or expert parallel), each with a
+            state of its own, and which of them this rank is.
+        node: how many neighbours among the shards are a node, within which some collectives stay; 0 where all of them
+            are one.
+    """
+
+    shards: int = 1
+    shard_rank: int = 0
+    replicas: int = 1
+    replica_rank: int = 0
+    tp: int = 1
+    tp_rank: int = 0
+    node: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are in all."""
+        return self.data_size * self.tp
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks sum the gradient of a parameter: those that have other batches, or other parts of a batch."""
+        return self.shards * self.replicas
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many ranks there are along each dimension, by the names that a mesh has for them."""
+        return {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
+
+    def stride(self, dimension: str) -> int:
+        """Say how far the ranks of a dimension lie apart in the job: "tp" innermost, then "shard", then "replicate".
+
+        Of the shard ranks, those "inside" a node are neighbours, and those "across" nodes lie a node apart.
+        """
+        inner = {"tp": 1, "shard": self.tp, "inside": self.tp, "across": self.tp * self.inside}
+        return (inner | {"replicate": self.tp * self.shards})[dimension]
+
+    @property
+    def inside(self) -> int:
+        """How many shards are on a node."""
+        return self.node or self.shards
+
+    @property
+    def across(self) -> int:
+        """How many nodes the shards are on."""
+        return self.shards // self.inside
+
+    def in_nodes(self, size: int) -> "Grid":
+        """Give the same grid, its shards in nodes of some size; in one, where that does not divide them."""
+        return self._replace(node=size if 1 < size < self.shards and self.shards % size == 0 else 0)
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in the grid, from 0 on."""
+        return self.shard_rank + self.shards * (self.replica_rank + self.replicas * self.tp_rank)
+
+    @classmethod
+    def first_of(cls, world_size: int, *, sharded: bool) -> "Grid":
+        """Make the grid of so many ranks, as the first of them sees it.
+
+        Arguments:
+            world_size: how many ranks there are.
+            sharded: whether they shard the state; else each has a copy.
+        """
+        return cls(shards=world_size) if sharded else cls(replicas=world_size)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the dimensions of a mesh do with the training state: share it, copy it, or divide the model itself.
+#
+#     dp_replicate, replicate    ranks have copies of the state
+#     dp_shard, cp, shard, dp    ranks share one copy; `cp` divides sequences, and its ranks share state as others do
+#     tp, ep                     ranks have parts of the parameters (`torch.distributed.tensor`), and a state each
+#
+# Dimensions without a name, or with others than these, are what they are in FSDP: one shards, two replicate and shard.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Of what the nodes of the shard ranks consist: of so many neighbours, of those on a host; `None` where nobody asks.
+Nodes = int | Literal["host"] | None
+
+SHARE, COPY, DIVIDE = "share", "copy", "divide"
+_ROLES = {
+    "dp_replicate": COPY,
+    "replicate": COPY,
+    "dp_shard": SHARE,
+    "shard": SHARE,
+    "dp": SHARE,
+    "cp": SHARE,
+    "tp": DIVIDE,
+    "ep": DIVIDE,
+}
+_MOST_RANKS = 1 << 26  # along a dimension: of ranks that need not be there
+_POSITIONS = {1: (SHARE,), 2: (COPY, SHARE)}
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks with which one rank divides the training state.
+
+    Attributes:
+        rank: this rank's number in the job.
+        members: all ranks of the mesh, in its order.
+        shards: those that share one copy of the state, in the order of their shards; this one among them.
+        copies: those that have a copy of this one's shard, and this one.
+        tp: those that have other parts of the parameters, for the same batches, and this one.
+        likes: for each of the three a process group whose backend and device its own one takes; where there is one.
+        divided: the ranks of each dimension over which parameters are divided, this one among them.
+    """
+
+    rank: int
+    members: Sequence[int]
+    shards: Sequence[int]
+    copies: Sequence[int]
+    tp: Sequence[int]
+    likes: Sequence[dist.ProcessGroup | None] = (None, None, None)
+    divided: Sequence[Sequence[int]] = ()
+
+    @property
+    def lines(self) -> Sequence[Sequence[int]]:
+        """The three lines of the mesh that this rank is on: of those that share, that copy, that have other parts."""
+        return self.shards, self.copies, self.tp
+
+    @property
+    def grid(self) -> Grid:
+        """These numbers, and this rank's place among them."""
+        return Grid(
+            len(self.shards),
+            self.shards.index(self.rank),
+            len(self.copies),
+            self.copies.index(self.rank),
+            len(self.tp),
+            self.tp.index(self.rank),
+        )
+
+
+def roles_of(mesh: DeviceMesh) -> Sequence[str]:
+    """Say what each dimension of a mesh does.
+
+    Raises:
+        ConfigError: a dimension has no meaning here, or the names do not say which has which.
+    """
+    names = mesh.mesh_dim_names or ()
+    known = [name for name in names if name in _ROLES]
+    if len(known) == mesh.ndim:
+        return [_ROLES[name] for name in names]
+    if mesh.ndim in _POSITIONS and not known:
+        return _POSITIONS[mesh.ndim]
+    others = ", ".join(repr(name) for name in names if name not in _ROLES)
+    why = f"it does not say what {others} is" if names else f"its {mesh.ndim} dimensions have no names"
+    raise ConfigError(
+        f"{describe(mesh)}: {why}. Name each dimension dp_replicate, dp_shard, cp, tp or ep; one or two without such "
+        "names are (shard) and (replicate, shard)."
+    )
+
+
+def grid_of(sizes: Mapping[str, int], *, sharded: bool) -> Grid:
+    """Say how so many ranks divide the training state, as the first of them sees it: of a mesh that need not be there.
+
+    Arguments:
+        sizes: the number of ranks along each dimension, by its name.
+        sharded: whether ranks share the state where they may; else all of those have copies.
+
+    Raises:
+        ConfigError: a name has no meaning, or a size is no number of ranks.
+
+    Example:
+        >>> grid_of({"dp_replicate": 16, "dp_shard": 8}, sharded=True).shards
+        8
+    """
+    given: Any = sizes
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(
+            f"mesh is {'empty' if isinstance(given, Mapping) else f'a {type(given).__name__}'}. Give the sizes of its "
+            'dimensions by their names, such as {"dp_replicate": 16, "dp_shard": 8}.'
+        )
+    counts = {SHARE: 1, COPY: 1, DIVIDE: 1}
+    for name, size in given.items():
+        if name not in _ROLES:
+            raise ConfigError(f"mesh has a dimension {one_line(repr(name), 80)}. Use {', '.join(_ROLES)}.")
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST_RANKS:
+            raise ConfigError(f"mesh has {name}={one_line(repr(size), 80)}. Use a number of ranks, 1 to {_MOST_RANKS}.")
+        role = COPY if _ROLES[name] == SHARE and not sharded else _ROLES[name]
+        counts[role] *= size
+    return Grid(shards=counts[SHARE], replicas=counts[COPY], tp=counts[DIVIDE])
+
+
+def peers_of(mesh: DeviceMesh | None, *, sharded: bool) -> Peers:
+    """Find the ranks with which this one divides the training state. Not collective.
+
+    Arguments:
+        mesh: `None` stands for the default process group, if there is one; this rank is in it.
+        sharded: whether ranks share the state where they may; else all of those have copies.
+
+    Raises:
+        ConfigError: the mesh's dimensions have no meaning, or this rank is not in it.
+    """
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Peers(0, (0,), (0,), (0,), (0,))
+        default = dist.group.WORLD
+        members = dist.get_process_group_ranks(default)
+        rank, likes = dist.get_rank(), (default, default, default)
+        shards, copies = (members, (rank,)) if sharded else ((rank,), members)
+        return Peers(rank, members, shards, copies, (rank,), likes)
+    roles = roles_of(mesh)
+    rank, place = dist.get_rank(), mesh.get_coordinate()
+    if place is None:
+        raise ConfigError(f"{describe(mesh)}: rank {rank} is not in it. Its ranks alone call prepare() with it.")
+    if not sharded:
+        roles = [COPY if role == SHARE else role for role in roles]
+    lines: list[list[int]] = []
+    groups: list[dist.ProcessGroup | None] = []
+    for role in (SHARE, COPY, DIVIDE):
+        at = tuple(slice(None) if each == role else place[number] for number, each in enumerate(roles))
+        lines.append(mesh.mesh[at].flatten().tolist())
+        groups.append(next((mesh.get_group(number) for number, each in enumerate(roles) if each == role), None))
+    shards, copies, tp = lines
+    divided = [line for line, role in zip(lines_along(mesh), roles, strict=True) if role == DIVIDE]
+    return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, tp, groups, divided)
+
+
+def lines_along(mesh: DeviceMesh) -> list[list[int]]:
+    """List the ranks along each dimension of a mesh, this one among them, which is in it."""
+    place = mesh.get_coordinate()
+    assert place is not None
+    lines = []
+    for dimension in range(mesh.ndim):
+        at = tuple(slice(None) if each == dimension else place[each] for each in range(mesh.ndim))
+        lines.append(mesh.mesh[at].flatten().tolist())
+    return lines
+
+
+def node_size(line: Sequence[int], nodes: Nodes, of_host: int) -> int:
+    """Return how many neighbours among the shard ranks are a node; 0 where nobody asks.
+
+    Arguments:
+        line: the shard ranks' numbers in the job, in the order of their shards.
+        nodes: what was asked for.
+        of_host: how many ranks there are on each host, which have consecutive numbers; 0 where nobody says it.
+    """
+    if nodes == "host":
+        return neighbours_of_host(line, of_host)
+    return nodes or 0
+
+
+def nodes_of(shards: Sequence[int], grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+    """List the shard ranks of this rank's node, and those of its place in each node; none where there is one node.
+
+    Arguments:
+        shards: the shard ranks, in the order of their shards.
+        grid: of this rank.
+    """
+    if not grid.node:
+        return (), ()
+    place, node = grid.shard_rank % grid.node, grid.shard_rank // grid.node
+    return shards[node * grid.node : (node + 1) * grid.node], shards[place :: grid.node]
+
+
+def describe(mesh: DeviceMesh) -> str:
+    """Print a mesh for a message: its dimensions with their sizes, and its ranks."""
+    names = mesh.mesh_dim_names or ["?"] * mesh.ndim
+    sizes = " x ".join(f"{name} {size}" for name, size in zip(names, mesh.mesh.shape, strict=True))
+    return f"mesh ({sizes}; ranks {mesh.mesh.tolist()})"
