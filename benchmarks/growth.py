@@ -71,7 +71,7 @@ def rank_of(folder: str, world: int, rank: int) -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
         stock = torch.optim.AdamW(model.parameters())
         optimizer = penstock.prepare(model, stock, placement=penstock.Placement(optimizer="cpu"))
-    counts = optimizer._engine.rig.ranks.counts
+    counts = optimizer._engine.context.ranks.counts
     phases["prepare"]["collectives"] = float(sum(counts.values()))
     for name in ("first step", "step"):
         with phase(name):

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
 from penstock.engine.gradients import reduce
-from penstock.rules import Segment, device, fused, rule_for
+from penstock.rules import UpdateSlice, device, fused, rule_for
 from penstock.rules.device import DeviceUpdate
 
 deposit: Any = import_module("penstock.rules.formats")  # the package has a function of that name
@@ -93,7 +93,7 @@ def takes_the_way_of_a_device(compiled: Callable[..., None] | None, copies: list
         def update_many(self: Any, segments: Any, grad_scale: float, pool: Any) -> None:
             self.on_device(self, list(segments), grad_scale, fused.update_in_torch)
 
-        fused.Fused.update_many = update_many  # type: ignore[method-assign]
+        fused.FusedRule.update_many = update_many  # type: ignore[method-assign]
         on_device = device._on_device
 
         def counted(*arguments: Any) -> Tensor:
@@ -106,11 +106,11 @@ def takes_the_way_of_a_device(compiled: Callable[..., None] | None, copies: list
         step.squared_norms_of = deposit._squared_norms_in_torch  # type: ignore[attr-defined]
     else:
 
-        def update(self: Any, segment: Segment, hyper: Any, grad_scale: float, pool: Any) -> None:
+        def update(self: Any, segment: UpdateSlice, hyper: Any, grad_scale: float, pool: Any) -> None:
             copies.extend([1, 1] if compiled else [])
             self.on_device(self, segment, hyper, grad_scale, fused.update_reference)
 
-        fused.Fused.update = update  # type: ignore[method-assign]
+        fused.FusedRule.update = update  # type: ignore[method-assign]
 
         def in_torch(dst: Tensor, src: Tensor, *, add: bool, pool: Any) -> Any:
             return deposit._deposit_in_torch(dst, src, [(0, dst.numel())], add=add)[0]
@@ -165,7 +165,7 @@ def ours(*, compiled: bool) -> dict[str, Any]:
     calls.clear()
     copies.clear()
     optimizer.step()
-    units, parameters = len(engine.rig.units), len(list(model.parameters()))
+    units, parameters = len(engine.context.units), len(list(model.parameters()))
     optimizer.close()
     return {
         "units": units,
@@ -185,7 +185,7 @@ def compiled_call(numel: int = 2048, rounds: int = 300) -> dict[str, float]:
     hyper = rule.hyper(optimizer.param_groups[0], 10)
     states = (torch.zeros(numel), torch.zeros(numel))
     param, grad = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
-    segment = Segment(param, grad, torch.zeros(numel, dtype=torch.int16), states)
+    segment = UpdateSlice(param, grad, torch.zeros(numel, dtype=torch.int16), states)
     update = DeviceUpdate(device.compile_pass(device.one_pass))
     several = hasattr(fused, "update_in_torch")
 

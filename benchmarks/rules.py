@@ -69,7 +69,7 @@ def contenders(numel: int, threads: int) -> tuple[dict[str, Row], dict[str, str]
     """Rows by name, and who was left out with the reason."""
     import torch
 
-    from penstock.rules import Pool, Segment, StateFormat, rule_for, squared_norm
+    from penstock.rules import Pool, StateFormat, UpdateSlice, rule_for, squared_norm
 
     torch.manual_seed(0)
     pool = Pool(threads)
@@ -93,7 +93,7 @@ def contenders(numel: int, threads: int) -> tuple[dict[str, Row], dict[str, str]
         for spec in rule.states:
             states.append(state_of(spec.dtype, signed=spec.signed))
             scales.append(torch.zeros(numel // 256) if spec.scale_name else None)
-        segment = Segment(param, grad, remainder if master else None, tuple(states), tuple(scales))
+        segment = UpdateSlice(param, grad, remainder if master else None, tuple(states), tuple(scales))
         hyper = rule.hyper(optimizer.param_groups[0], 10)
 
         def run() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import penstock
 from penstock.config import Tier
-from penstock.engine.gradients.proxy import Handle
+from penstock.engine.gradients.proxy import GradientProxy
 from penstock.runtime.host_memory import Arena
 from penstock.tiers.host import _HostSlab
 from penstock.tiers.storage import CellPlan, record_sizes
@@ -38,7 +38,7 @@ def tensor_bytes() -> int:
     with torch._C.DisableTorchFunctionSubclass():  # of released parameters too
         for value in gc.get_objects():
             kind = type(value)
-            if issubclass(kind, Tensor) and not issubclass(kind, Handle) and value.layout is torch.strided:
+            if issubclass(kind, Tensor) and not issubclass(kind, GradientProxy) and value.layout is torch.strided:
                 storage = value.untyped_storage()
                 if storage.resizable():
                     found[storage._cdata] = storage.nbytes()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from penstock.errors import ConfigError
-from penstock.forecast.program import BackEnd, Collective, Item, Job, Kind, Op, Program
+from penstock.forecast.program import BackEnd, Collective, Item, Op, Program, ProgramJob, WorkKind
 from penstock.forecast.sharing import Demand, demand
 from penstock.trace import Label
 
@@ -22,7 +22,7 @@ class Script:
     rule: str = "adamw"
     world_size: int = 1
     ops: list[Op] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[ProgramJob] = field(default_factory=list)
     segments: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     meetings: list[Collective] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -31,32 +31,32 @@ class Script:
     def submit(self, stream: str, nbytes: int = 0, *after: int, folder: int = -1, verb: str = "do") -> int:
         """Submit a job; return its number."""
         number = len(self.jobs)
-        self.jobs.append(Job(stream, Label(verb, f"job {number}"), nbytes, after, folder=folder))
-        self.items.append(Item(Kind.SUBMIT, number))
+        self.jobs.append(ProgramJob(stream, Label(verb, f"job {number}"), nbytes, after, folder=folder))
+        self.items.append(Item(WorkKind.SUBMIT, number))
         return number
 
     def compute(self, nbytes: int, unit: str = "unit") -> None:
         """Compute on so many bytes, with one operation."""
         self.ops.append(Op("op", 0, nbytes, "float32"))
         self.segments.append(((len(self.ops) - 1, 1),))
-        self.items.append(Item(Kind.COMPUTE, len(self.segments) - 1, Label("forward", unit)))
+        self.items.append(Item(WorkKind.COMPUTE, len(self.segments) - 1, Label("forward", unit)))
 
     def wait(self, job: int) -> None:
         """Let compute go on after a job."""
-        self.items.append(Item(Kind.WAIT, job))
+        self.items.append(Item(WorkKind.WAIT, job))
 
     def host_wait(self, job: int) -> None:
         """Let the host go on after a job."""
-        self.items.append(Item(Kind.HOST_WAIT, job))
+        self.items.append(Item(WorkKind.HOST_WAIT, job))
 
     def synchronize(self) -> None:
         """Let the host go on after compute."""
-        self.items.append(Item(Kind.SYNCHRONIZE))
+        self.items.append(Item(WorkKind.SYNCHRONIZE))
 
     def meet(self, nbytes: int) -> None:
         """Let the host take part in a collective."""
         self.meetings.append(Collective("all_reduce", nbytes, 2))
-        self.items.append(Item(Kind.MEET, len(self.meetings) - 1))
+        self.items.append(Item(WorkKind.MEET, len(self.meetings) - 1))
 
     def end_step(self) -> None:
         """End a step."""
@@ -115,7 +115,7 @@ class Rates:
     def host_seconds(self, program: Program, number: int) -> float:
         return self.enqueue
 
-    def job(self, job: Job, program: Program) -> Demand:
+    def job(self, job: ProgramJob, program: Program) -> Demand:
         return self.take(job.stream, job.nbytes, self.latency)
 
     def segment(self, program: Program, number: int) -> Demand:

@@ -14,7 +14,7 @@ from penstock.build import build
 from penstock.forecast.program import Program
 from penstock.rehearsal.order import Order
 from penstock.rehearsal.rehearse import Scene, rehearse
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import ON_DEVICE, Event, Streams, Work
 from penstock.trace import Label
 
@@ -106,13 +106,13 @@ def run_really(
     request: Request,
     streams: Streams,
     *,
-    ranks: Ranks | None = None,
+    ranks: Collectives | None = None,
     micro_batches: int = 1,
     loss_of: Callable[[Any], torch.Tensor],
     when_built: Callable[[], object] = lambda: None,
 ) -> tuple[list[Noted], penstock.Optimizer]:
     """Run some steps of the engine, and note what it submits. The caller closes."""
-    prepared = build(model, optimizer, request, ranks or Ranks(), streams)
+    prepared = build(model, optimizer, request, ranks or Collectives(), streams)
     when_built()
     witness = Witness(on_host=streams.computes_on_host)
     streams.observer = witness

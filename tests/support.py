@@ -25,10 +25,10 @@ from torch import Tensor
 import penstock
 from penstock.blueprint import Request
 from penstock.build import build
-from penstock.engine.unit.parameter import Released
+from penstock.engine.unit.parameter import ReleasedTensor
 from penstock.rules.formats import COMPUTE_DTYPES
 from penstock.runtime import host_memory
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.host_memory import Arena
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import Event, InlineStreams, Streams, Work
@@ -155,7 +155,7 @@ def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
 
 def is_released(parameter: Tensor) -> bool:
     """Whether a parameter's values are not there."""
-    return issubclass(type(parameter), Released)
+    return issubclass(type(parameter), ReleasedTensor)
 
 
 def disks(count: int = 1) -> list[Path]:
@@ -259,7 +259,7 @@ def prepare_on(
     )
     options = request.options
     timeout_s = min(options.timeout_s, _group_timeout_s())
-    ranks = Ranks.from_mesh(mesh, sharded=stage > 0, timeout_s=timeout_s, nodes=options.nodes)
+    ranks = Collectives.from_mesh(mesh, sharded=stage > 0, timeout_s=timeout_s, nodes=options.nodes)
     return build(model, optimizer, request, ranks, streams)
 
 

@@ -22,7 +22,7 @@ from predict import work_of
 from penstock import Placement
 from penstock.forecast.costs import MachineCosts, machine_costs
 from penstock.forecast.figures import Figure
-from penstock.forecast.program import Kind, Program
+from penstock.forecast.program import Program, WorkKind
 from penstock.forecast.retime import retime
 from penstock.forecast.sharing import Demand, total_loads
 from penstock.planner import Machine
@@ -71,8 +71,8 @@ def round_seconds(program: Program, costs: MachineCosts, steps: int) -> float:
 def update_seconds(program: Program, costs: MachineCosts) -> tuple[float, float]:
     """Give what the last step's update takes, which nothing hides, and what its traffic takes."""
     timing = retime(program, costs)
-    jobs = [program.jobs[item.index] for item in program.items if item.kind is Kind.SUBMIT]
-    last = len([item for item in program.items[: program.steps[-2]] if item.kind is Kind.SUBMIT])
+    jobs = [program.jobs[item.index] for item in program.items if item.kind is WorkKind.SUBMIT]
+    last = len([item for item in program.items[: program.steps[-2]] if item.kind is WorkKind.SUBMIT])
     own = [n for n in range(last, len(jobs)) if jobs[n].label.verb in ("update", "publish")]
     spans = [timing.recording.spans[n] for n in own]
     demands: list[Demand] = [costs.job(jobs[n], program) for n in own if jobs[n].stream in OF_UPDATES]

@@ -20,7 +20,7 @@ from torch import nn
 import penstock
 from penstock.blueprint import request_for
 from penstock.forecast.costs import machine_costs
-from penstock.forecast.program import Collective, Kind, Program
+from penstock.forecast.program import Collective, Program, WorkKind
 from penstock.forecast.retime import Timings
 from penstock.forecast.rings import spread_of, through
 from penstock.integrations.tensor_parallel import divide
@@ -41,9 +41,9 @@ LENGTH = 4096
 def collectives(program: Program) -> Iterator[Collective]:
     """Those of the last step, each as often as it is issued."""
     for item in program.items[program.steps[-2] : program.steps[-1]]:
-        if item.kind is Kind.SUBMIT:
+        if item.kind is WorkKind.SUBMIT:
             yield from program.jobs[item.index].collectives
-        elif item.kind is Kind.MEET:
+        elif item.kind is WorkKind.MEET:
             yield program.meetings[item.index]
 
 
@@ -53,7 +53,7 @@ def on_the_host(rehearsal: Rehearsal) -> Program:
     jobs = list(program.jobs)
     for phase in rehearsal.phases[BACKWARD]:
         for item in (program.items[number] for number in phase):
-            if item.kind is Kind.SUBMIT:
+            if item.kind is WorkKind.SUBMIT:
                 inside = [_inside(each) for each in jobs[item.index].collectives]
                 jobs[item.index] = jobs[item.index]._replace(collectives=tuple(inside))
     return replace(program, jobs=jobs)

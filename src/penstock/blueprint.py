@@ -14,7 +14,7 @@ from penstock import checks
 from penstock.config import UNSAID, Options, Overlap, Placement, Precision, Tier, UnsaidPrecision
 from penstock.engine.unit.first_values import INIT, Weights
 from penstock.engine.unit.partition import UnitPolicy, UnitSpec, find_units
-from penstock.engine.unit.plan import Homes, UnitPlan, plan_units
+from penstock.engine.unit.plan import StoragePlan, UnitPlan, plan_units
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.optim import MuonAdamW
 from penstock.rules.formats import COMPUTE_DTYPES, StateFormat
@@ -23,7 +23,7 @@ from penstock.rules.select import NO_RULE, rule_for
 from penstock.runtime.control_group import Facts
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.staging import Sections, StagingPlan
-from penstock.tiers.storage import SectionPlan
+from penstock.tiers.storage import SegmentPlan
 from penstock.tiers.tier import bytes_on
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Request:
         """Whether every unit is released after each use: asked for here, or in the environment for all."""
         return self.options.debug_release or bool(os.environ.get(DEBUG_RELEASE))
 
-    def homes(self, rule: Rule, reach: Reach) -> Homes:
+    def homes(self, rule: Rule, reach: Reach) -> StoragePlan:
         """Say where each kind of every unit rests, and in what dtype.
 
         Arguments:
@@ -154,7 +154,7 @@ class Request:
         """
         low_precision = self.compute_dtype != torch.float32
         master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
-        return Homes(
+        return StoragePlan(
             params=self.placement.home("params"),
             grads=self.placement.home("grads"),
             optimizer=self.placement.home("optimizer"),
@@ -233,7 +233,7 @@ class Blueprint:
     request: Request
     rule: Rule
     groups: Mapping[nn.Parameter, int]
-    homes: Homes
+    homes: StoragePlan
     units: Sequence[UnitPlan]
     live_bytes: int
     plan_staging: Callable[[Sequence[Sections]], StagingPlan]
@@ -245,7 +245,7 @@ class Blueprint:
         return [plan.spec for plan in self.units]
 
     @property
-    def sections(self) -> list[SectionPlan]:
+    def sections(self) -> list[SegmentPlan]:
         """Every section, in the order in which they are made."""
         return [*(section for plan in self.units for section in plan.all_sections()), *self.staging.sections()]
 

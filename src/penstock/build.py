@@ -16,7 +16,7 @@ from penstock.construct import Lasting, connect, construct
 from penstock.engine.engine import Engine
 from penstock.engine.unit.assemble import fill_unit, lay_again, make_unit, parameters_for, place, train_where_it_rests
 from penstock.engine.unit.dtensor import check_divided
-from penstock.engine.unit.first_values import FirstRank, Flat, Whole, align_buffers
+from penstock.engine.unit.first_values import FirstRankValues, FlatValues, MemoryValues, align_buffers
 from penstock.engine.unit.partition import UnitSpec, find_units
 from penstock.engine.unit.plan import UnitPlan, plan_units
 from penstock.engine.unit.unit import Unit
@@ -26,9 +26,9 @@ from penstock.optimizer import Optimizer
 from penstock.rules.formats import StateFormat
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import Facts
-from penstock.runtime.modes import crossing
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import Streams
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -71,14 +71,14 @@ class Adopter:
         """
         _check_at_home(engine)
         groups = {p: number for number, group in enumerate(given.param_groups) for p in group["params"]}
-        model = engine.rig.model
-        known = {parameter for unit in engine.rig.units for parameter in unit.spec.parameters}
+        model = engine.context.model
+        known = {parameter for unit in engine.context.units for parameter in unit.spec.parameters}
         newcomers = {name: p for name, p in model.named_parameters() if p not in known}
         checks.check_newcomers(newcomers)
-        check_divided(newcomers.items(), engine.rig.ranks.mesh)
+        check_divided(newcomers.items(), engine.context.ranks.mesh)
         _check_group(given.param_groups[-1]["params"], known | set(newcomers.values()))
         blueprint, stays, changed = self._extended(engine, self._rule(given), groups, given.param_groups)
-        facts.update(blueprint.facts(model, engine.rig.ranks.grid))
+        facts.update(blueprint.facts(model, engine.context.ranks.grid))
         return Adoption(self, engine, blueprint, stays, changed)
 
     def _rule(self, given: torch.optim.Optimizer) -> Rule:
@@ -101,13 +101,13 @@ class Adopter:
         given_groups: Sequence[Mapping[str, Any]],
     ) -> tuple[Blueprint, dict[str, Unit], list[UnitPlan]]:
         """Draw the blueprint of the engine as it will be; say which of its units there are, and which get memory."""
-        before, units = self.blueprint, engine.rig.units
-        ranks, streams = engine.rig.ranks, engine.rig.streams
+        before, units = self.blueprint, engine.context.units
+        ranks, streams = engine.context.ranks, engine.context.streams
         request, options = before.request, before.request.options
         rules = {p: rule.part(group) for group in given_groups for p in group["params"]}
         known = [_what_stays(unit.spec, rules, request.compute_dtype) for unit in units]
         specs = find_units(
-            engine.rig.model,
+            engine.context.model,
             request.units,
             rules=rules,
             compute_dtype=request.compute_dtype,
@@ -166,7 +166,7 @@ class Adoption:
         self._engine = engine
         self._blueprint = blueprint
         self._stays = stays
-        self._left = {p.tensor: (unit, p) for unit in engine.rig.units for p in unit.parameters}
+        self._left = {p.tensor: (unit, p) for unit in engine.context.units for p in unit.parameters}
         self._newcomers = {p for plan in blueprint.units for p in plan.spec.parameters if p not in self._left}
         self._new: list[Unit] = []
         self._joining = [plan for plan in changed if plan.spec.trainable]  # with averages
@@ -188,14 +188,16 @@ class Adoption:
         except BaseException:
             self._empty()
             raise
-        engine.rig = replace(engine.rig, units=units, rule=self._blueprint.rule)
+        engine.context = replace(engine.context, units=units, rule=self._blueprint.rule)
         averages = [self._reserved.make(plan) for plan in self._averages]
         align_buffers(
-            nn.ModuleList(_new_modules(engine.rig.model, self._newcomers)), engine.rig.ranks, engine.rig.streams.device
+            nn.ModuleList(_new_modules(engine.context.model, self._newcomers)),
+            engine.context.ranks,
+            engine.context.streams.device,
         )
         lasting.gatherer.live_budget = self._blueprint.live_bytes
         lasting.staging.give_back(lambda: self._blueprint.staging)
-        other = connect(self._blueprint, engine.rig, lasting)
+        other = connect(self._blueprint, engine.context, lasting)
         joining = {plan.spec.name for plan in self._joining}
         other.state.averages.go_on_from(
             engine.state.averages, [unit for unit in units if unit.name in joining], averages
@@ -216,7 +218,7 @@ class Adoption:
         engine.passes.hooks.remove()
         engine.passes.hooks.handles.drop()
         engine.restore_model()
-        for unit in engine.rig.units:
+        for unit in engine.context.units:
             unit.reads = ()  # of the hooks that are off
 
     def _units(self) -> list[Unit]:
@@ -238,15 +240,15 @@ class Adoption:
     def _made(self, plan: UnitPlan, index: int) -> Unit:
         """Make a unit of parameters that leave others, and of those that came with new modules: the first rank's."""
         engine, spec = self._engine, plan.spec
-        ranks, streams, gatherer = engine.rig.ranks, engine.rig.streams, engine.passes.gatherer
+        ranks, streams, gatherer = engine.context.ranks, engine.context.streams, engine.passes.gatherer
         left = {p: self._left[p] for p in spec.parameters if p in self._left}
         come = tuple(p for p in spec.parameters if p not in left)
-        ((_, values),) = FirstRank(ranks, streams.device).units([replace(spec, parameters=come)])
-        flats: dict[nn.Parameter, Flat] = dict(zip(come, values or (), strict=True))
+        ((_, values),) = FirstRankValues(ranks, streams.device).units([replace(spec, parameters=come)])
+        flats: dict[nn.Parameter, FlatValues] = dict(zip(come, values or (), strict=True))
         sources = list(dict.fromkeys(unit for unit, _ in left.values()))
         for unit in sources:
             gatherer.acquire_exact(unit)
-        flats |= {p: Whole(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
+        flats |= {p: MemoryValues(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
         parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()}, ranks)
         made = make_unit(plan, index, parameters, ranks.shard_rank, streams, self._reserved)
         self._new.append(made)  # from here on its parameters give up what they had
@@ -267,7 +269,7 @@ class Adoption:
 
 def _check_at_home(engine: Engine) -> None:
     """Refuse to change units that somebody uses, or whose state is somewhere else for a while."""
-    for unit in engine.rig.units:
+    for unit in engine.context.units:
         if unit.holding.is_held:
             raise EngineError(
                 f"add_param_group(): unit '{unit.name}' is in use by a forward whose backward has not run. Run it, or "
@@ -362,8 +364,8 @@ def _new_modules(model: nn.Module, newcomers: Set[nn.Parameter]) -> list[nn.Modu
 # ----------------------------------------------------------------------------------------------------------------------
 # `build`: draws the blueprint of a request, and has it built on given ranks and streams.
 #
-# 1. Draw the blueprint (`blueprint.py`), hold it against the memory there is, and have all ranks compare theirs: those of
-#    a host together as well (`hosts.py`).
+# 1. Draw the blueprint (`blueprint.py`), hold it against the memory there is, and have all ranks compare theirs: those
+# of    a host together as well (`hosts.py`).
 # 2. Build it (`construct.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -371,12 +373,12 @@ def _new_modules(model: nn.Module, newcomers: Set[nn.Parameter]) -> list[nn.Modu
 _logger = logging.getLogger("penstock")
 
 
-@crossing
+@engine_entry
 def build(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     request: Request,
-    ranks: Ranks,
+    ranks: Collectives,
     streams: Streams,
     supply: Supply | None = None,
 ) -> Optimizer:
@@ -385,20 +387,22 @@ def build(
     Memory, files and first values are those of this machine, unless there is another supply.
     """
     supply = supply or Supply()
-    with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
+    with ranks.control_group.together("prepare()", ConfigError) as facts:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
         casts = checks.check_casts(blueprint.specs, request.compute_dtype, is_said=request.precision_is_said)
         # When all of it is known: memory that is too small is found before anything is taken, not halfway.
         budget = supply.check(blueprint, model, ranks.grid, streams.reach, streams.device)
         if ranks.world_size > 1:
             facts.update(blueprint.facts(model, ranks.grid))
-    check_hosts(ranks.council, budget)
-    if casts and ranks.council.is_first:
+    check_hosts(ranks.control_group, budget)
+    if casts and ranks.control_group.is_first:
         _logger.warning("%s", casts)
     if optimizer is not None:
         warn_of_unowned(model, blueprint.groups)
     # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.
-    of_saves = ranks.council.another(error=CheckpointError, advice="Checkpoints that were whole before still are. ")
+    of_saves = ranks.control_group.another(
+        error=CheckpointError, advice="Checkpoints that were whole before still are. "
+    )
     prepared, lasting = construct(blueprint, model, optimizer, ranks, streams, of_saves, supply)
     engine = prepared._engine
     assert engine is not None

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.beside import persistent_buffers, why_not
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement, Tier, parse_home
-from penstock.engine.forward_backward.forward import Anchor
+from penstock.engine.forward_backward.forward import ModuleHooks
 from penstock.engine.forward_backward.guards import is_owned
 from penstock.engine.unit.dtensor import check_aliases, is_divided
 from penstock.engine.unit.partition import UnitSpec
@@ -306,7 +306,7 @@ def check_newcomers(newcomers: Mapping[str, nn.Parameter]) -> None:
 def _prepared_part(model: nn.Module, owned: str) -> str:
     """Name the part of a model that has an optimizer already, for a message."""
     for name, module in model.named_modules():
-        if any(isinstance(getattr(hook, "__self__", None), Anchor) for hook in module._forward_pre_hooks.values()):
+        if any(isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in module._forward_pre_hooks.values()):
             return f"its module '{name}'" if name else "it"
     return f"its parameter '{owned}'"  # which another model holds as well
 

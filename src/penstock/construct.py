@@ -18,49 +18,49 @@ from penstock.blueprint import Blueprint
 from penstock.config import Tier, parse_tier
 from penstock.engine.components import Gradients, Passes, State, StepPolicy, Updates
 from penstock.engine.engine import Engine, leave_to_parent
-from penstock.engine.forward_backward.casts import InputCasts, Planted
-from penstock.engine.forward_backward.gather import Gatherer, Packing
-from penstock.engine.forward_backward.guards import Idioms, retire
+from penstock.engine.forward_backward.casts import AttributePatches, InputCasts
+from penstock.engine.forward_backward.gather import Gatherer, QuantizedGather
+from penstock.engine.forward_backward.guards import ModelGuards, retire
 from penstock.engine.forward_backward.hooks import Hooks
-from penstock.engine.forward_backward.saved_tensors import Activations
-from penstock.engine.gradients.reduce import Reducer, Sums
-from penstock.engine.state.access import Access, as_state
+from penstock.engine.forward_backward.saved_tensors import ActivationOffload
+from penstock.engine.gradients.reduce import Reducer, ShardReduction
+from penstock.engine.state.access import StateAccess, as_state
 from penstock.engine.state.averages import Averages
-from penstock.engine.state.gathered import Blocks
-from penstock.engine.state.loading import Loader
-from penstock.engine.state.moving import Mover
-from penstock.engine.state.saving import Saver
+from penstock.engine.state.gathered import GatheredBlocks
+from penstock.engine.state.loading import StateLoader
+from penstock.engine.state.moving import StateOffloader
+from penstock.engine.state.saving import StateSaver
 from penstock.engine.step.averaging import Averaging
-from penstock.engine.step.context import GradientScale, LossScale, Rig, Skips
+from penstock.engine.step.context import EngineContext, GradientScale, LossScale, SkippedSteps
 from penstock.engine.step.step import Stepper
-from penstock.engine.step.update import Sharing, Updater
+from penstock.engine.step.update import Updater, UpdateSharing
 from penstock.engine.unit.assemble import fill_unit, make_unit, reads_of
 from penstock.engine.unit.dtensor import replace_meta
 from penstock.engine.unit.first_values import agreeing, align_buffers
 from penstock.engine.unit.parameter import make_parameters
-from penstock.engine.unit.unit import Freeze, Unit
+from penstock.engine.unit.unit import FrozenParameters, Unit
 from penstock.inference import Inference
 from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.memory_budget import Supply
 from penstock.optimizer import ModelZeroGrad, Optimizer
-from penstock.runtime.collectives import Ranks
-from penstock.runtime.control_group import Council
+from penstock.runtime.collectives import Collectives
+from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.finalizers import in_child
 from penstock.runtime.host_memory import return_free_memory
 from penstock.runtime.streams import Streams
 from penstock.runtime.system import update_cores
 from penstock.tiers.staging import Staging
 from penstock.tiers.tier import Store
-from penstock.tiers.transfer import Movement, Pipeline
+from penstock.tiers.transfer import TileStreamer, Transfers
 
 
 def construct(
     blueprint: Blueprint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    ranks: Ranks,
+    ranks: Collectives,
     streams: Streams,
-    council: Council,
+    control_group: ControlGroup,
     supply: Supply,
 ) -> tuple[Optimizer, "Lasting"]:
     """Build what a blueprint says: the optimizer that trains the model, and what lasts as long as it. Collective.
@@ -71,7 +71,7 @@ def construct(
         optimizer: gives its options and its state; `None` where nothing trains the model.
         ranks: all that train the model together. What fails leaves them to the caller, as it does the streams.
         streams: where work runs beside compute.
-        council: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
+        control_group: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
         supply: memory, files and first values.
     """
     memory = _take_memory(blueprint, model, ranks, streams, supply, trains=optimizer is not None)
@@ -79,9 +79,9 @@ def construct(
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     param_groups = [] if optimizer is None else optimizer.param_groups
-    rig = _make_rig(blueprint, model, param_groups, memory.units, ranks, streams, memory.pool)
-    lasting = _make_lasting(blueprint, rig, memory, council)
-    engine = connect(blueprint, rig, lasting)
+    context = _make_rig(blueprint, model, param_groups, memory.units, ranks, streams, memory.pool)
+    lasting = _make_lasting(blueprint, context, memory, control_group)
+    engine = connect(blueprint, context, lasting)
     in_child(engine, leave_to_parent)
     prepared = Inference(engine) if optimizer is None else Optimizer(optimizer, engine)
     # Loops that clear gradients through the model mean ours, and do it at once.
@@ -98,7 +98,7 @@ def construct(
     return prepared, lasting
 
 
-class _Memory(NamedTuple):
+class _TakenMemory(NamedTuple):
     """Everything that was taken, with the parameters in it."""
 
     store: Store
@@ -114,8 +114,8 @@ def _make_pool(blueprint: Blueprint, streams: Streams, *, trains: bool) -> Pool:
 
 
 def _take_memory(
-    blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: Streams, supply: Supply, *, trains: bool
-) -> _Memory:
+    blueprint: Blueprint, model: nn.Module, ranks: Collectives, streams: Streams, supply: Supply, *, trains: bool
+) -> _TakenMemory:
     """Take the memory and files of every section, and move the parameters there. What fails gives all of it back."""
     request = blueprint.request
     with (
@@ -124,7 +124,7 @@ def _take_memory(
     ):
         store = Store(supply.tiers(request, streams.device))
         undo.callback(store.close)  # what is noted later is undone first: parameters let go of its memory before
-        with ranks.council.together("prepare()"):  # the other ranks would wait for this one's parameters
+        with ranks.control_group.together("prepare()"):  # the other ranks would wait for this one's parameters
             reserved = store.reserve(blueprint.sections)
         pool = _make_pool(blueprint, streams, trains=trains)
         undo.callback(pool.close)
@@ -152,7 +152,7 @@ def _take_memory(
         staging.give_back(lambda: blueprint.staging)
         staging.take(reserved)
         undo.pop_all()  # all of it is there, and stays
-    return _Memory(store, staging, units, pool)
+    return _TakenMemory(store, staging, units, pool)
 
 
 def _make_rig(
@@ -160,16 +160,16 @@ def _make_rig(
     model: nn.Module,
     param_groups: Sequence[dict[str, Any]],
     units: Sequence[Unit],
-    ranks: Ranks,
+    ranks: Collectives,
     streams: Streams,
     pool: Pool,
-) -> Rig:
+) -> EngineContext:
     """Put together what every part of the engine works with."""
     request, options, trains = blueprint.request, blueprint.request.options, bool(param_groups)
     scales_loss = request.compute_dtype == torch.float16 and trains  # else a graph has the scale of who trains in it
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
-    return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, param_groups)
+    return EngineContext(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, param_groups)
 
 
 class Lasting(NamedTuple):
@@ -177,66 +177,72 @@ class Lasting(NamedTuple):
 
     store: Store
     staging: Staging
-    movement: Movement
+    movement: Transfers
     gatherer: Gatherer
     reducer: Reducer
-    activations: Activations | None
-    skips: Skips
-    council: Council
-    planted: Planted
+    activations: ActivationOffload | None
+    skips: SkippedSteps
+    control_group: ControlGroup
+    planted: AttributePatches
 
 
-def _make_lasting(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) -> Lasting:
+def _make_lasting(
+    blueprint: Blueprint, context: EngineContext, memory: _TakenMemory, control_group: ControlGroup
+) -> Lasting:
     """Make what moves, gathers and reduces units, whichever they are."""
     request, options = blueprint.request, blueprint.request.options
     store, staging = memory.store, memory.staging
     # Parts are made from the bottom up: each gets those that it uses in its constructor.
-    movement = Movement(rig.streams, staging.transit, staging.landing)
-    packing = Packing(rig, options.gather_format)
-    gatherer = Gatherer(rig, movement, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
+    movement = Transfers(context.streams, staging.transit, staging.landing)
+    packing = QuantizedGather(context, options.gather_format)
+    gatherer = Gatherer(
+        context, movement, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes
+    )
     reducer = Reducer(
-        rig,
+        context,
         movement,
-        Sums(rig, request.reduce_dtype, options.reduce_format),
+        ShardReduction(context, request.reduce_dtype, options.reduce_format),
         accumulation_dtype=request.accumulation_dtype,
         agrees=request.overlap == "backward",
-        may_hold_back=request.stage <= 1 and rig.ranks.data_size > 1,
+        may_hold_back=request.stage <= 1 and context.ranks.data_size > 1,
     )
     at_once = options.on_nonfinite == "raise"
-    skips = Skips(options.max_skipped_steps, at_once=at_once, loss_scale=rig.gradient_scale.loss)
-    activations = activations_for(blueprint, rig, store)
-    return Lasting(store, staging, movement, gatherer, reducer, activations, skips, council, Planted())
+    skips = SkippedSteps(options.max_skipped_steps, at_once=at_once, loss_scale=context.gradient_scale.loss)
+    activations = activations_for(blueprint, context, store)
+    return Lasting(store, staging, movement, gatherer, reducer, activations, skips, control_group, AttributePatches())
 
 
-def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
+def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> Engine:
     """Make the parts of the engine that know its units, each of those that it needs, and hook the model. Collective."""
-    request, options, model = blueprint.request, blueprint.request.options, rig.model
+    request, options, model = blueprint.request, blueprint.request.options, context.model
     gatherer, reducer = lasting.gatherer, lasting.reducer
-    for unit in rig.units:
+    for unit in context.units:
         if unit.resident:
             gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
-    updates = _make_updates(blueprint, rig, lasting)
+    updates = _make_updates(blueprint, context, lasting)
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
-    casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, rig.streams.device)
-    frozen = [] if rig.trains else [Freeze(rig.units)]  # before the hooks, some of which are of trained parameters
+    casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, context.streams.device)
+    frozen = (
+        [] if context.trains else [FrozenParameters(context.units)]
+    )  # before the hooks, some of which are of trained parameters
     if lasting.activations is not None:
-        lasting.activations.kept = lambda: [unit.full for unit in rig.units]
+        lasting.activations.kept = lambda: [unit.full for unit in context.units]
     begins = updates.stepper if request.overlap == "backward" else None
-    hooks = Hooks(rig, gatherer, reducer, casts, begins, lasting.activations)
+    hooks = Hooks(context, gatherer, reducer, casts, begins, lasting.activations)
     passes = Passes(gatherer, reducer, hooks)
-    planted = Planted()
+    planted = AttributePatches()
     casts.let_products_mix(model, planted)
-    idioms = Idioms(model, rig.units, hooks, planted, lasting.planted)
-    state = _make_state(blueprint, rig, lasting, passes, updates)
+    idioms = ModelGuards(model, context.units, hooks, planted, lasting.planted)
+    state = _make_state(blueprint, context, lasting, passes, updates)
     return Engine(
-        rig=rig,
+        context=context,
         store=lasting.store,
         passes=passes,
         updates=updates,
         state=state,
-        gradients=Gradients(rig, passes, updates, state.access),
+        gradients=Gradients(context, passes, updates, state.access),
         policy=StepPolicy(
-            rig,
+            context,
             passes,
             updates,
             max_grad_norm=request.max_grad_norm,
@@ -247,15 +253,17 @@ def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
     )
 
 
-def _make_state(blueprint: Blueprint, rig: Rig, lasting: Lasting, passes: Passes, updates: Updates) -> State:
+def _make_state(
+    blueprint: Blueprint, context: EngineContext, lasting: Lasting, passes: Passes, updates: Updates
+) -> State:
     """Make what looks at state, moves it and keeps it."""
     store, gatherer, reducer, hooks = lasting.store, passes.gatherer, passes.reducer, passes.hooks
-    access = Access(rig, gatherer, reducer, updates.updater)
+    access = StateAccess(context, gatherer, reducer, updates.updater)
     return State(
         access=access,
-        blocks=Blocks(rig, gatherer, access, hooks.forward.watch_saved),
-        mover=Mover(
-            rig,
+        blocks=GatheredBlocks(context, gatherer, access, hooks.forward.watch_saved),
+        mover=StateOffloader(
+            context,
             blueprint.units,
             store,
             gatherer,
@@ -264,35 +272,39 @@ def _make_state(blueprint: Blueprint, rig: Rig, lasting: Lasting, passes: Passes
             in_use=hooks.in_use,
             plan_staging=blueprint.plan_staging,
         ),
-        saver=Saver(rig, access, lasting.council),
-        loader=Loader(rig, access, gatherer, reducer, updates.updater),
-        averages=Averages(rig, store, access, gatherer, hooks.backward, Averaging(rig, store, lasting.movement)),
+        saver=StateSaver(context, access, lasting.control_group),
+        loader=StateLoader(context, access, gatherer, reducer, updates.updater),
+        averages=Averages(
+            context, store, access, gatherer, hooks.backward, Averaging(context, store, lasting.movement)
+        ),
     )
 
 
-def _make_updates(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Updates:
+def _make_updates(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> Updates:
     """Make what decides on steps, what updates tiles, and what counts the steps that were skipped."""
-    request, options, streams = blueprint.request, blueprint.request.options, rig.streams
-    trained = {p: blueprint.groups[p] for unit in rig.units if unit.trained for p in unit.spec.parameters}
+    request, options, streams = blueprint.request, blueprint.request.options, context.streams
+    trained = {p: blueprint.groups[p] for unit in context.units if unit.trained for p in unit.spec.parameters}
     updater = Updater(
-        rig,
+        context,
         groups=trained,
-        firsts=number_elements(p for p in rig.model.parameters() if p in trained),
-        pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in lasting.staging.update.items()},
+        firsts=number_elements(p for p in context.model.parameters() if p in trained),
+        pipelines={
+            beside: TileStreamer(streams, ring, beside=beside) for beside, ring in lasting.staging.update.items()
+        },
         movement=lasting.movement,
     )
     streamed = blueprint.homes.streamed
     stepper = Stepper(
-        rig,
+        context,
         updater,
-        sharing=Sharing(options.streamed_updates, streams, updater.taken_at_once) if streamed else None,
+        sharing=UpdateSharing(options.streamed_updates, streams, updater.taken_at_once) if streamed else None,
         overlaps=request.overlap != "none",
         begins=request.overlap == "backward",
     )
     return Updates(updater, stepper, lasting.skips)
 
 
-def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations | None:
+def activations_for(blueprint: Blueprint, context: EngineContext, store: Store) -> ActivationOffload | None:
     """Make what takes saved tensors off the device, where the request asks for it."""
     request = blueprint.request
     if request.placement.activations is None:
@@ -300,8 +312,8 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
     tier = parse_tier(request.placement.activations, what="activations")
     if tier is Tier.DEVICE:
         return None
-    return Activations(
-        rig.streams,
+    return ActivationOffload(
+        context.streams,
         store,
         tier,
         tile_bytes=request.options.tile_bytes,
@@ -309,7 +321,7 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
     )
 
 
-def restore(attached: Iterable[Idioms | Planted | Freeze]) -> None:
+def restore(attached: Iterable[ModelGuards | AttributePatches | FrozenParameters]) -> None:
     """Undo what was set on the model beside its parameters and hooks, and on the optimizer that was given."""
     for part in attached:
         part.remove()
@@ -331,7 +343,7 @@ def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, in
     return firsts
 
 
-def take_over_state(optimizer: torch.optim.Optimizer, access: Access) -> None:
+def take_over_state(optimizer: torch.optim.Optimizer, access: StateAccess) -> None:
     """Continue where an optimizer that has made steps left off; its own copy of the state is dropped."""
     initial = {
         parameter: group["initial_accumulator_value"]

@@ -7,7 +7,7 @@ from penstock.config import TierName, average_kind, parse_tier
 from penstock.engine.engine import check_at_rest
 from penstock.errors import ConfigError
 from penstock.optimizer import Optimizer
-from penstock.runtime.modes import Around, crossing, ours
+from penstock.runtime.modes import EngineBlock, engine_entry, engine_mode
 
 
 class EMA:
@@ -46,7 +46,7 @@ class EMA:
         ...     evaluate(model)
     """
 
-    @crossing
+    @engine_entry
     def __init__(self, optimizer: Optimizer, decay: float = 0.999, *, tier: TierName = "cpu", name: str = "") -> None:
         _check(optimizer, name)
         where = parse_tier(tier, what="tier")
@@ -72,7 +72,7 @@ class EMA:
     def decay(self, value: float) -> None:
         self._decay = _fraction(value)
 
-    @crossing
+    @engine_entry
     def update(self) -> None:
         """Have the average follow the parameters: called after `step`. Collective.
 
@@ -109,13 +109,13 @@ class EMA:
             ...     model.save_pretrained("averaged")
         """
         optimizer = self._optimizer
-        with ours(), optimizer._together("EMA.applied") as (engine, facts):
+        with engine_mode(), optimizer._together("EMA.applied") as (engine, facts):
             optimizer._open("EMA.applied", whole=True, writes=True)
             check_at_rest("EMA.applied", engine)
             engine.state.averages.check_free()
             facts["name"] = self._kind
             engine.state.access.finish()  # inside the meeting: an update that has failed here stops every rank
-        return Around(engine.state.averages.applied(self._kind), partial(engine.turn, "EMA.applied"))
+        return EngineBlock(engine.state.averages.applied(self._kind), partial(engine.turn, "EMA.applied"))
 
 
 def _check(optimizer: object, name: object) -> None:

@@ -26,7 +26,8 @@ from penstock.errors import CheckpointError, ConfigError, PenstockError, one_lin
 # Reading files that may be anybody's: regular files alone, within bounds of size, depth and digits.
 #
 # One reader for everything that is configured: run files, plans, machines, configurations of models and of other
-# libraries, in JSON, YAML or TOML. Texts of errors begin with what is wrong and do not name the file: whoever reads does.
+# libraries, in JSON, YAML or TOML. Texts of errors begin with what is wrong and do not name the file: whoever reads
+# does.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -226,8 +227,8 @@ def _check_bounds(value: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Values of files that may be anybody's, checked against declared types before they are used.
 #
-# What a file must hold is declared as types (`reader`), or asked for value by value (`Field`). Errors name the file, the
-# path of keys, what was found there, and what to write instead.
+# What a file must hold is declared as types (`reader`), or asked for value by value (`Field`). Errors name the file,
+# the path of keys, what was found there, and what to write instead.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -532,9 +533,10 @@ def members(value: Any) -> dict[str, object]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Files of ours that are written by name: whole or not at all, or line by line.
 #
-# A name that we choose, such as `metrics.jsonl`, can be told beforehand: in a folder that others write to, a link of that
-# name leads to a file of somebody's. So a file of ours is a regular one, or not there yet (`check_own`, `open_own`). What
-# people name themselves may be a link, a device or a pipe, and is written to as what it is (`write_whole`).
+# A name that we choose, such as `metrics.jsonl`, can be told beforehand: in a folder that others write to, a link of
+# that name leads to a file of somebody's. So a file of ours is a regular one, or not there yet (`check_own`,
+# `open_own`). What people name themselves may be a link, a device or a pipe, and is written to as what it is
+# (`write_whole`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from penstock.planned import asks_for_plan, check_asked, planned, taken
 from penstock.runtime.accelerator import reach_for
 from penstock.runtime.hardware import device_for, visible_devices
 from penstock.runtime.host_memory import needs_pinning
-from penstock.runtime.modes import crossing
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.swap import existing_folder, free_disk_bytes
 from penstock.runtime.system import ranks_of_host
 from penstock.runtime.topology import Grid, grid_of, node_size, peers_of
@@ -106,7 +106,7 @@ class Footprint:
         return "\n".join([*lines, *self.lacks])
 
 
-@crossing
+@engine_entry
 def footprint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

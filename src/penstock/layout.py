@@ -17,8 +17,8 @@ from penstock.config import Tier
 #     device device device     device cpu    cpu        cpu    nvme   nvme
 #
 # All units are cut together, in forward order, fastest tier first: what forward needs first is updated first, and what
-# has to wait for a slow tier is needed last. Equal fractions of two kinds give equal cuts, so that a tile's gradient and
-# parameters are where its update runs. Only units on a cut have several tiers.
+# has to wait for a slow tier is needed last. Equal fractions of two kinds give equal cuts, so that a tile's gradient
+# and parameters are where its update runs. Only units on a cut have several tiers.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -16,11 +16,11 @@ from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, S
 from penstock.engine.forward_backward.gather import packed_bytes
 from penstock.engine.gradients.reduce import BUFFERS_OF_A_SIZE, summing_bytes
 from penstock.engine.unit.dtensor import own_elements, own_shape
-from penstock.engine.unit.first_values import Source, open_source
+from penstock.engine.unit.first_values import FirstValues, open_source
 from penstock.engine.unit.plan import UnitPlan
 from penstock.errors import MemoryBudgetError, NvmeError
-from penstock.runtime.collectives import Ranks
-from penstock.runtime.control_group import Council
+from penstock.runtime.collectives import Collectives
+from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.hardware import free_device_memory, shares_host_memory
 from penstock.runtime.host_memory import HostMemory, available_host_memory
 from penstock.runtime.swap import ELSEWHERE, existing_folder, free_disk_bytes, remove_leftovers
@@ -28,7 +28,7 @@ from penstock.runtime.system import Host, ranks_of_host, this_host
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier, bytes_by_folder, stripe
-from penstock.tiers.storage import SectionPlan
+from penstock.tiers.storage import SegmentPlan
 from penstock.tiers.tier import TierMemory, bytes_on
 from penstock.tiers.transfer import in_reach
 
@@ -403,7 +403,7 @@ def host_memory(options: Options) -> HostMemory | None:
 def nvme_bytes(blueprint: Blueprint) -> Sequence[tuple[str | os.PathLike[str], int]]:
     """Count the bytes that a rank puts into each folder of the nvme tier, those of activations apart."""
     parents = blueprint.request.placement.nvme_folders()
-    wanted: dict[str, list[SectionPlan]] = {}
+    wanted: dict[str, list[SegmentPlan]] = {}
     for section in blueprint.sections:
         if section.tier is Tier.NVME and section.cells:
             wanted.setdefault(section.home, []).append(section)
@@ -414,8 +414,8 @@ def nvme_bytes(blueprint: Blueprint) -> Sequence[tuple[str | os.PathLike[str], i
 # ----------------------------------------------------------------------------------------------------------------------
 # What the ranks of a host take of its memory and of its disks together, held against what it has.
 #
-# Each rank counts what it takes itself (`budgets.py`). A host's memory and a file system are for all ranks on it, so they
-# tell each other, before anything is taken, and all refuse what does not fit on one of the hosts.
+# Each rank counts what it takes itself (`budgets.py`). A host's memory and a file system are for all ranks on it, so
+# they tell each other, before anything is taken, and all refuse what does not fit on one of the hosts.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -488,27 +488,27 @@ class _Pool:
         )
 
 
-def check_hosts(council: Council, budget: MemoryBudget | None) -> None:
+def check_hosts(control_group: ControlGroup, budget: MemoryBudget | None) -> None:
     """Refuse, on all ranks, what takes more than there is on one of the hosts. Collective; nothing was taken.
 
     Arguments:
-        council: the ranks. All of them have counted: none is about to remove a leftover.
+        control_group: the ranks. All of them have counted: none is about to remove a leftover.
         budget: what this rank takes; `None` takes nothing, and finds nothing too small.
 
     Raises:
         MemoryBudgetError: the memory of a host is too small; it names the host, and says what to do.
         NvmeError: a file system of a host has too little room for all of its ranks.
     """
-    rank = council.members[council.rank]
-    told = council.collect([this_host(), ranks_of_host(), _told(budget, with_disks=council.size > 1)])
-    lacking = [pool for pool in _pools(dict(zip(council.members, told, strict=True))) if pool.lacks]
+    rank = control_group.members[control_group.rank]
+    told = control_group.collect([this_host(), ranks_of_host(), _told(budget, with_disks=control_group.size > 1)])
+    lacking = [pool for pool in _pools(dict(zip(control_group.members, told, strict=True))) if pool.lacks]
     if not lacking:
         return
     # The first rank of each knows what to do there, and all say it.
-    said = council.collect([_lack(pool, budget, rank) for pool in lacking if rank == min(pool.needed)])
+    said = control_group.collect([_lack(pool, budget, rank) for pool in lacking if rank == min(pool.needed)])
     texts = [
-        f"Host {Host(*host).name}, rank {member}: {text}" if council.size > 1 else text
-        for member, (host, *_), of_rank in zip(council.members, told, said, strict=True)
+        f"Host {Host(*host).name}, rank {member}: {text}" if control_group.size > 1 else text
+        for member, (host, *_), of_rank in zip(control_group.members, told, said, strict=True)
         for text in of_rank
     ]
     if any(pool.kind == _MEMORY for pool in lacking):
@@ -605,7 +605,7 @@ class Supply:
         ]
 
     def source(
-        self, model: nn.Module, request: Request, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
-    ) -> Source:
+        self, model: nn.Module, request: Request, ranks: Collectives, device: torch.device, undo: contextlib.ExitStack
+    ) -> FirstValues:
         """Open where first values come from. Collective. See `open_source`."""
         return open_source(model, request.weights, ranks, device, undo, keeps_whole=request.stage < 3)

@@ -23,13 +23,13 @@ from penstock.engine.engine import (
     locate,
     scalars_of,
 )
-from penstock.engine.state.access import as_state, torn_on_failure
+from penstock.engine.state.access import as_state, failing_as_a_whole
 from penstock.engine.step.owner_thread import in_backward
 from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
 from penstock.runtime.control_group import Facts
-from penstock.runtime.modes import Around, crossing, ours
+from penstock.runtime.modes import EngineBlock, engine_entry, engine_mode
 from penstock.tiers.tier import LocationReport
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concat
     """Have a method run on our side of the border, and not while another thread runs the model."""
 
     @wraps(method)
-    @crossing
+    @engine_entry
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
         # Refused beside a forward of another thread, which gathers what this method may move, write or give back.
         with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__.lstrip("_")):
@@ -145,13 +145,13 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("step") as (engine, facts):
             self._open("step")
             check_step(engine)
-            if engine.rig.ranks.world_size > 1:
+            if engine.context.ranks.world_size > 1:
                 # Each rank updates its own shard with these: where they differ, ranks would part in silence.
                 facts.update(scalars_of(self.param_groups))
-                facts["the scale of gradients"] = engine.rig.gradient_scale.value
+                facts["the scale of gradients"] = engine.context.gradient_scale.value
                 facts.update(engine.gradients.by_hand)
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        result, observer = engine.policy.step(), engine.rig.streams.observer
+        result, observer = engine.policy.step(), engine.context.streams.observer
         if observer is not None:
             observer.step_made(engine, result, self.param_groups)
         return result
@@ -292,12 +292,12 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a tensor that is no parameter of the model.
         """
         wanted = None if parameters is None else list(parameters)
-        with ours(), self._together("gathered") as (engine, facts):
+        with engine_mode(), self._together("gathered") as (engine, facts):
             self._open("gathered", whole=modify, writes=modify)
             facts["parameters"] = "all" if wanted is None else [engine.state.access.name(p) for p in wanted]
             facts["modify"] = modify
             engine.state.access.finish()  # inside the meeting: an update that has failed here stops every rank
-        return Around(engine.state.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
+        return EngineBlock(engine.state.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
 
     @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
@@ -403,7 +403,7 @@ class Optimizer(torch.optim.Optimizer):
                     engine.state.access.check_state(parameter, name, value)
 
         # All that may be refused was, on every rank. What fails from here on leaves a part of each state.
-        with torn_on_failure(engine.rig.units, "load_state_dict()"):
+        with failing_as_a_whole(engine.context.units, "load_state_dict()"):
             for group, new in zip(groups, loaded, strict=True):
                 group.clear()
                 group.update(new)
@@ -583,7 +583,7 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._open("trace")
         if self._record is not None:
             self._record.end_trace()  # a trace that is asked for goes before the record's own
-        return Around(take_trace(path, engine), partial(engine.turn, "trace"))
+        return EngineBlock(take_trace(path, engine), partial(engine.turn, "trace"))
 
     @_public
     def record(
@@ -678,7 +678,7 @@ class Optimizer(torch.optim.Optimizer):
         assert self._engine is not None
         engine = self._engine
         self._check_here(verb, engine)
-        with engine.rig.ranks.council.together(f"{verb}()") as facts:
+        with engine.context.ranks.control_group.together(f"{verb}()") as facts:
             yield engine, facts
 
     @contextmanager

@@ -26,10 +26,10 @@ from penstock.forecast.plan import Plan
 from penstock.optimizer import Optimizer
 from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_elementwise, planned, taken
 from penstock.runtime.accelerator import streams_for
-from penstock.runtime.collectives import Ranks
-from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, Council
+from penstock.runtime.collectives import Collectives
+from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, ControlGroup
 from penstock.runtime.hardware import check_apart, device_for, make_current, place_of
-from penstock.runtime.modes import crossing
+from penstock.runtime.modes import engine_entry
 
 _PLANS = "prepare(placement='auto')"
 #: How long ranks wait for the first one's plan, at least: it may probe the machine, and rehearse a large model.
@@ -37,7 +37,7 @@ PATIENCE_S = 3600.0
 _logger = logging.getLogger("penstock")
 
 
-@crossing
+@engine_entry
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -134,7 +134,7 @@ def prepare(
     """
     checks.check_ranks(mesh)  # raised without a meeting: the council is made of these ranks
     timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
-    ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s, nodes=getattr(options, "nodes", None))
+    ranks = Collectives.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s, nodes=getattr(options, "nodes", None))
     arguments: dict[str, Any] = {
         "stage": stage,
         "precision": precision,
@@ -153,7 +153,7 @@ def prepare(
             chosen = _choose(model, optimizer, arguments, ranks, mesh, plan, batch)
         # Ranks meet before each step that may fail on one of them alone: else the others would wait for it in the next
         # collective, until their timeout.
-        with ranks.council.together("prepare()", ConfigError) as facts:
+        with ranks.control_group.together("prepare()", ConfigError) as facts:
             if chosen is None:
                 check_asked(placement, plan, batch, trains=trains)
                 arguments["placement"] = placement
@@ -165,7 +165,7 @@ def prepare(
             choice = device_for(model.parameters(), mesh)
             place = place_of(choice)
             facts["device"] = choice.device.type
-        check_apart(ranks.council.collect(place), ranks.council.members)
+        check_apart(ranks.control_group.collect(place), ranks.control_group.members)
         make_current(choice.device)  # once all ranks agree: what was refused leaves it as it was
     except BaseException:
         ranks.close()
@@ -177,14 +177,14 @@ def _choose(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     arguments: Mapping[str, Any],
-    ranks: Ranks,
+    ranks: Collectives,
     mesh: DeviceMesh | None,
     plan: PlanOrFile | None,
     batch: Callable[[], Any] | None,
 ) -> Plan:
     """Give every rank the plan of the first one: its own, the one in its file, or one that it makes now. Collective."""
-    council = ranks.council
-    with council.together(_PLANS, ConfigError) as facts:
+    control_group = ranks.control_group
+    with control_group.together(_PLANS, ConfigError) as facts:
         request = request_for(model, **arguments)  # what is wrong beside a plan is found before one is made
         check_asked("auto", plan, batch, trains=optimizer is not None)
         if batch is not None and optimizer is not None:
@@ -193,7 +193,7 @@ def _choose(
         device = device_for(model.parameters(), mesh).device
     # A council of its own: what ranks wait for elsewhere has an end after `timeout_s`, and planning may take longer.
     patience_s = max(PATIENCE_S, request.options.timeout_s)
-    with contextlib.closing(council.another(error=EngineError, timeout_s=patience_s)) as waiting:
+    with contextlib.closing(control_group.another(error=EngineError, timeout_s=patience_s)) as waiting:
         if batch is not None:
             assert optimizer is not None
             return _plan_now(model, optimizer, batch, arguments, device, ranks, waiting)
@@ -210,8 +210,8 @@ def _plan_now(
     batch: Callable[[], Any],
     arguments: Mapping[str, Any],
     device: torch.device,
-    ranks: Ranks,
-    waiting: Council,
+    ranks: Collectives,
+    waiting: ControlGroup,
 ) -> Plan:
     """Have the first rank plan, for all of them. Collective."""
     from penstock.planner.here import machine_here, plan_here  # with the solver, which others do without
@@ -230,7 +230,7 @@ def _build_on(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     request: Request,
-    ranks: Ranks,
+    ranks: Collectives,
     plan: Plan | None,
 ) -> Optimizer:
     """Build on streams of a device. What fails closes ranks and streams: both have threads of their own."""
@@ -242,6 +242,6 @@ def _build_on(
         streams.close()
         raise
     prepared._plan = plan
-    if plan is not None and ranks.council.is_first:
+    if plan is not None and ranks.control_group.is_first:
         _logger.info("%s did what this plan says:\n%s", _PLANS, plan)
     return prepared

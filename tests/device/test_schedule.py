@@ -113,7 +113,7 @@ def test_compute_waits_for_the_link_and_for_nothing_else(native, ids):
     finally:
         native.model_time(0.0, 0.0, False)
     nbytes = sum(nbytes for _, what, _, _, nbytes in spans if what.startswith("copy up"))
-    units = optimizer._engine.rig.units
+    units = optimizer._engine.context.units
     once, again = sum(u.nbytes for u in units), sum(u.nbytes for u in units if u.name != "root")
     assert nbytes <= once + again  # each block for forward and for backward, and its last one not twice
     seconds = begin.elapsed_time(end) / 1e3
@@ -146,7 +146,7 @@ def test_device_memory_is_the_formula(native, ids, name):
     rings = optimizer.locations().bytes(kind="staging", tier="device")
     # Nothing compiles updates here: fp32 temporaries of what the device updates at once, twelve at a time.
     tile = penstock.Options(**options).tile_bytes // 2 if name == "streamed" else 0
-    working = 12 * 4 * min(tile, max(unit.shard_numel for unit in engine.rig.units))
+    working = 12 * 4 * min(tile, max(unit.shard_numel for unit in engine.context.units))
     formula = (
         engine.passes.gatherer.peak_live_bytes
         + engine.passes.reducer.buffers.nbytes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.engine.forward_backward import saved_tensors
 from penstock.runtime.accelerator import AcceleratorStreams
-from penstock.runtime.collectives import Ranks, Sequel
+from penstock.runtime.collectives import CollectiveFingerprint, Collectives
 from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.support import disks, prepare_on, thorough
@@ -116,9 +116,9 @@ def fail(grad: Tensor) -> None:
 
 def alone_but_with_peers(patch: pytest.MonkeyPatch) -> None:
     """One process that runs what ranks do: collectives are kernels on the same stream."""
-    patch.setattr(Ranks, "world_size", property(lambda ranks: 2))
-    patch.setattr(Ranks, "agree", lambda ranks, tensor: tensor.mul_(1))
-    patch.setattr(Sequel, "check", lambda sequel, summed: None)
+    patch.setattr(Collectives, "world_size", property(lambda ranks: 2))
+    patch.setattr(Collectives, "agree", lambda ranks, tensor: tensor.mul_(1))
+    patch.setattr(CollectiveFingerprint, "check", lambda sequel, summed: None)
 
 
 class TestMemoryThatIsLetGoOf:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, EngineError, PenstockError
-from penstock.runtime.collectives import Ranks
-from penstock.runtime.control_group import Council
+from penstock.runtime.collectives import Collectives
+from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.streams import FailedEvent
 from tests.support import inline, prepare_on, run_ranks, separate
 
@@ -91,7 +91,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         optimizer._engine.passes.hooks.backward.has_failed = value
 
     def hold(count: int) -> None:
-        for unit in optimizer._engine.rig.units:
+        for unit in optimizer._engine.context.units:
             unit.holding.blocks += count
 
     step, clip = optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)
@@ -131,7 +131,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
     found["unchanged"] = str(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     found["goes on"] = str(not optimizer.step().skipped)
     if rank == 1:
-        optimizer._engine.rig.units[0].params.note_write(FailedEvent(EngineError("an update failed")))
+        optimizer._engine.context.units[0].params.note_write(FailedEvent(EngineError("an update failed")))
     found["close"] = said_by(optimizer.close)
     found["empty"] = str(all(p.numel() == 0 for p in model.parameters()))
     return found
@@ -307,7 +307,7 @@ def silence(rank: int) -> list[str]:
     said = []
     if rank == 0:
         said.append(said_by(optimizer.step))
-        said.append(said_by(lambda: Council((0, 1), 0, timeout_s=0.1)))
+        said.append(said_by(lambda: ControlGroup((0, 1), 0, timeout_s=0.1)))
     torch.distributed.barrier()
     return said
 
@@ -348,17 +348,17 @@ def test_a_micro_batch_that_is_not_finite_on_one_rank_skips_the_step_on_all_befo
 
 
 def words(rank: int) -> dict[str, Any]:
-    ranks = Ranks.from_mesh(None, sharded=True)
-    council = ranks.council
-    found: dict[str, Any] = {"collected": council.collect({"rank": rank, "text": "é" * (1 + 50 * rank)})}
-    found["shared"] = council.share([rank, None, 1.5])
+    ranks = Collectives.from_mesh(None, sharded=True)
+    control_group = ranks.control_group
+    found: dict[str, Any] = {"collected": control_group.collect({"rank": rank, "text": "é" * (1 + 50 * rank)})}
+    found["shared"] = control_group.share([rank, None, 1.5])
     with torch.device("meta"), torch.inference_mode(), pytest.raises(TypeError):  # in whatever state the thread is
-        council.collect(object())
+        control_group.collect(object())
     with torch.device("meta"), torch.inference_mode():
-        found["in a state"] = council.collect(rank)
-        with council.together("anything()") as facts:
+        found["in a state"] = control_group.collect(rank)
+        with control_group.together("anything()") as facts:
             facts["nothing"] = math.nan
-    other = council.another(error=ConfigError)
+    other = control_group.another(error=ConfigError)
     found["another"] = said_by(lambda: other.agree(ValueError("no") if rank == 1 else None) if rank == 0 else None)
     if rank == 1:
         with pytest.raises(ValueError, match="no"):
@@ -377,9 +377,9 @@ def test_what_ranks_say_is_json() -> None:
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    council = Council()
-    assert council.collect("all") == ["all"]
-    with council.together("anything()"), nullcontext():
+    control_group = ControlGroup()
+    assert control_group.collect("all") == ["all"]
+    with control_group.together("anything()"), nullcontext():
         pass
-    with pytest.raises(EngineError, match="own"), council.together("anything()"):
+    with pytest.raises(EngineError, match="own"), control_group.together("anything()"):
         raise EngineError("own")

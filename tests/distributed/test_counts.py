@@ -29,7 +29,7 @@ def counts_of_one_step(
     """Collectives of the second step: the first one learns the order."""
     what = Arithmetic(accumulation=accumulation, clip=0.5)
     model, optimizer = prepared(what, how, streams or inline(), mesh)
-    counts = optimizer._engine.rig.ranks.counts
+    counts = optimizer._engine.context.ranks.counts
     for micro_batches in batches(world_size, accumulation)[:2]:
         counts.clear()
         for number, ranks in enumerate(micro_batches):
@@ -44,7 +44,7 @@ def counts_of_one_step(
 
 def counts_of_looks(rank: int) -> dict[str, dict[str, int]]:
     model, optimizer = prepared(Arithmetic(), Movement(stage=3))
-    counts = optimizer._engine.rig.ranks.counts
+    counts = optimizer._engine.context.ranks.counts
     found = {}
 
     def note(name: str) -> None:
@@ -145,11 +145,11 @@ def counts_of_a_small_unit(rank: int) -> dict[str, int]:
     stock = torch.optim.AdamW(model.parameters())
     optimizer = prepare_on(separate(), model, stock, stage=1)
     for _ in range(2):
-        optimizer._engine.rig.ranks.counts.clear()
+        optimizer._engine.context.ranks.counts.clear()
         optimizer.backward(model(torch.ones(1, 4)).float().sum())
         optimizer.step()
         optimizer.zero_grad()
-    found = dict(optimizer._engine.rig.ranks.counts)
+    found = dict(optimizer._engine.context.ranks.counts)
     optimizer.close()
     return found
 
@@ -180,9 +180,9 @@ def reductions_of_blocks_used_by_turns(rank: int) -> list[int]:
     found = []
     for frozen in (False, True):
         model.blocks[1].requires_grad_(not frozen)
-        optimizer._engine.rig.ranks.counts.clear()
+        optimizer._engine.context.ranks.counts.clear()
         optimizer.backward(model(torch.ones(1, 8)).float().sum())
-        found.append(optimizer._engine.rig.ranks.counts["reduce_scatter"])
+        found.append(optimizer._engine.context.ranks.counts["reduce_scatter"])
     optimizer.close()
     return found
 

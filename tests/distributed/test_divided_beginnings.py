@@ -260,16 +260,16 @@ class Wide(nn.Module):
 
 def _together(rank: int) -> tuple[int, int, list[float]]:
     """Count the broadcasts over `tp` of first values, and of those written by hand."""
-    from penstock.runtime.collectives import Ranks
+    from penstock.runtime.collectives import Collectives
 
     sent: list[int] = []
-    send = Ranks.broadcast_alike
+    send = Collectives.broadcast_alike
 
-    def counted(ranks: Ranks, tensor: Tensor) -> None:
+    def counted(ranks: Collectives, tensor: Tensor) -> None:
         sent.append(tensor.nbytes)
         send(ranks, tensor)
 
-    Ranks.broadcast_alike = counted  # type: ignore[method-assign]
+    Collectives.broadcast_alike = counted  # type: ignore[method-assign]
     mesh = mesh_of(1, 2)
     model = nn.ModuleList(Wide(mesh["tp"], rank) for _ in range(9))
     optimizer = prepared(model, mesh, {}, options=Options(timeout_s=20))

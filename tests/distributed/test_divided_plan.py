@@ -15,10 +15,10 @@ from penstock.blueprint import request_for
 from penstock.build import build
 from penstock.config import Placement
 from penstock.engine.unit.dtensor import divided_over, is_divided
-from penstock.forecast.program import OF_MODEL, Kind, Program
+from penstock.forecast.program import OF_MODEL, Program, WorkKind
 from penstock.planner import Plan, plan
 from penstock.rehearsal.rehearse import Scene, rehearse
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from tests.distributed.test_tensor_parallel import Model, parallelize
 from tests.planning import desktop
 from tests.support import run_ranks, separate, thorough
@@ -68,9 +68,9 @@ def of_program(program: Program, *, model: bool) -> tuple[Counts, Counts]:
     counts: Counter[Any] = Counter()
     nbytes: Counter[Any] = Counter()
     for item in program.items[program.steps[-2] : program.steps[-1]]:
-        job = program.jobs[item.index] if item.kind is Kind.SUBMIT else None
+        job = program.jobs[item.index] if item.kind is WorkKind.SUBMIT else None
         found = list(job.collectives) if job is not None and (job.stream == OF_MODEL) is model else []
-        if item.kind is Kind.MEET and not model:
+        if item.kind is WorkKind.MEET and not model:
             found.append(program.meetings[item.index])
         for each in found:
             counts[each.name] += 1
@@ -104,7 +104,7 @@ def each_rank(rank: int, tp: int, kind: str, placed: Mapping[str, Any], planned:
     expected, taken = formula(model, shards, 1), formula(model, shards, CELL_BYTES["cpu" if placed else "device"])
     placement = Placement(**placed)
     request = request_for(model, placement=placement, units=(type(model.blocks[0]),))
-    ranks = Ranks.from_mesh(mesh, sharded=True)
+    ranks = Collectives.from_mesh(mesh, sharded=True)
     optimizer = build(model, torch.optim.AdamW(model.parameters()), request, ranks, separate())
     state = state_of(optimizer)
     for _ in range(2):  # the first one learns the order

@@ -101,9 +101,9 @@ def test_torchs_clipping_is_that_of_averaged_gradients() -> None:
 
 def count_meetings(rank: int) -> list[int]:
     model, optimizer = prepared()
-    council = optimizer._engine.rig.ranks.council
-    meet, count = council._meet, []
-    council._meet = lambda *values: count.append(1) or meet(*values)
+    control_group = optimizer._engine.context.ranks.control_group
+    meet, count = control_group._meet, []
+    control_group._meet = lambda *values: count.append(1) or meet(*values)
     found = []
     for clip in (
         *list(CLIPS.values())[:2],

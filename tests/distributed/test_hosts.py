@@ -69,7 +69,7 @@ def talk(rank: int) -> dict[str, tuple[str, str]]:
         "difference": said_by(lambda: optimizer.clip_grad_norm_(1.0 + (rank == 2))),
         "methods": said_by(optimizer.step if rank != 1 else lambda: optimizer.full_grad(weight)),
     }
-    optimizer._engine.rig.ranks.sequel.note(f"the gather of {rank // 2}")
+    optimizer._engine.context.ranks.sequel.note(f"the gather of {rank // 2}")
     found["collectives"] = said_by(optimizer.step)
     optimizer.close()
     return found

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.blueprint import draw_blueprint
-from penstock.engine.forward_backward.gather import Packing
+from penstock.engine.forward_backward.gather import QuantizedGather
 from penstock.memory_budget import PACKED, budget_of
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from tests.distributed.test_packed import carried, watching
 from tests.parity.rows import Arithmetic, Movement, Net, batches, loss_of, make_model, prepared
 from tests.support import inline, prepare_on, run_ranks, separate
@@ -24,7 +24,7 @@ from tests.support import inline, prepare_on, run_ranks, separate
 PLAIN = Movement().but(tile_bytes=4096, gather_format="int8")
 
 
-def packing_of(optimizer: penstock.Optimizer) -> Packing:
+def packing_of(optimizer: penstock.Optimizer) -> QuantizedGather:
     return optimizer._engine.passes.gatherer._packing
 
 
@@ -58,7 +58,7 @@ def steps(rank: int, look: bool, persistent_bytes: int) -> list[Tensor]:
         optimizer.backward(loss)
         gatherer = optimizer._engine.passes.gatherer
         assert not gatherer._lingering
-        assert gatherer.live_bytes == sum(u.nbytes for u in optimizer._engine.rig.units if u.spec.persistent)
+        assert gatherer.live_bytes == sum(u.nbytes for u in optimizer._engine.context.units if u.spec.persistent)
         if look:
             check()
         seen.append(loss.detach())
@@ -246,15 +246,15 @@ def test_units_that_change_and_averages_keep_exact_values() -> None:
 def wire_bytes(rank: int, name: str) -> dict[str, int]:
     """Bytes of the buffers that all-gathers fill in one step."""
     found: Counter[str] = Counter()
-    issue = Ranks.all_gather
+    issue = Collectives.all_gather
 
-    def note(self: Ranks, full: Tensor, shard: Tensor, what: str = "", **rest: Any) -> Any:
+    def note(self: Collectives, full: Tensor, shard: Tensor, what: str = "", **rest: Any) -> Any:
         found[what] += full.nbytes
         return issue(self, full, shard, what, **rest)
 
     model, optimizer = prepared(Arithmetic(precision="bf16"), Movement().but(gather_format=name))
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
-        patch.setattr(Ranks, "all_gather", note)
+        patch.setattr(Collectives, "all_gather", note)
         with optimizer.trace(Path(folder, "trace.json")):
             optimizer.backward(loss_of(model, batches(2, 1)[0][0][rank]))
             optimizer.step()

@@ -15,7 +15,7 @@ from penstock.probe import measure as probing
 from penstock.probe.collectives import measure_collectives
 from penstock.probe.measure import measure
 from penstock.probe.sampling import Deadline, Measurement
-from penstock.runtime.control_group import Council
+from penstock.runtime.control_group import ControlGroup
 from tests.support import run_ranks
 
 CPU = torch.device("cpu")
@@ -40,9 +40,11 @@ def probed(rank: int, folder: str) -> dict[str, Any]:
         refused = str(error)
     patch.undo()
     pairs = [dist.new_group([0, 1]), dist.new_group([0]), dist.new_group([1])]
-    council = Council((0, 1), rank)
-    by_dimension = measure_collectives(CPU, {"shard": pairs[0], "replicate": pairs[1 + rank]}, council, Deadline(0.2))
-    council.close()
+    control_group = ControlGroup((0, 1), rank)
+    by_dimension = measure_collectives(
+        CPU, {"shard": pairs[0], "replicate": pairs[1 + rank]}, control_group, Deadline(0.2)
+    )
+    control_group.close()
     return {
         "by dimension": by_dimension,
         "alone": alone,
@@ -75,12 +77,12 @@ def on_two_hosts(rank: int) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     every, rows = dist.new_group(range(4)), init_device_mesh("cpu", (2, 2))
     columns = {"shards": rows.get_group(1), "copies": rows.get_group(0)}
-    council, found = Council(range(4), rank), {}
+    control_group, found = ControlGroup(range(4), rank), {}
     for name, groups in (("flat", {"shards": every}), ("hybrid", columns), ("apart", {"copies": columns["copies"]})):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "_measure_group", lambda watch, group, *_: measured(group))
-            found[name] = measure_collectives(CPU, groups, council, Deadline(1))
-    council.close()
+            found[name] = measure_collectives(CPU, groups, control_group, Deadline(1))
+    control_group.close()
     return {name: {key: figure.value for key, figure in figures.items()} for name, figures in found.items()}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.rehearsal.rehearse import Scene, loss_of
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
 from tests.parity.rows import Movement
 from tests.parity.test_rehearsal import MODELS, Row, optimizer_of
@@ -40,7 +40,7 @@ def each_rank(rank: int, rows: list[Row], hybrid: bool) -> list[tuple[bool, bool
         streams = {"inline": inline, "separate": separate}[row.streams]()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
         nodes = row.request(make()).options.nodes
-        ranks = Ranks.from_mesh(mesh, sharded=row.how.stage != 0, nodes=nodes)
+        ranks = Collectives.from_mesh(mesh, sharded=row.how.stage != 0, nodes=nodes)
         grid, model = ranks.grid, make()
         before = Counter(ranks.counts)
         real, prepared = run_really(

@@ -125,7 +125,7 @@ def traffic(rank: int) -> list[dict[Any, int]]:
             precision="fp32",
             options=penstock.Options(**dict(how.options)),
         )
-        full = {unit.name: unit.nbytes for unit in optimizer._engine.rig.units}
+        full = {unit.name: unit.nbytes for unit in optimizer._engine.context.units}
         blocks = sum(nbytes for name, nbytes in full.items() if "blocks" in name)
         for number in range(2):
             with listening() as heard:
@@ -176,7 +176,7 @@ def adapters(rank: int) -> list[int]:
         with listening() as heard:
             step_of(model, optimizer, rank, number)
         found.append(heard["all_gather", (0, 1, 2, 3)])
-    frozen = sum(unit.nbytes for unit in optimizer._engine.rig.units if not unit.spec.trainable)
+    frozen = sum(unit.nbytes for unit in optimizer._engine.context.units if not unit.spec.trainable)
     assert found[0] - found[1] == frozen > 0
     assert found[1] == found[2]
     optimizer.close()
@@ -221,7 +221,7 @@ def changes(rank: int) -> None:
     for each in (optimizer, other):
         each.reload_states(non_blocking=True)
     alike()
-    units = optimizer._engine.rig.units
+    units = optimizer._engine.context.units
     assert optimizer.locations().bytes(kind=SECONDARY, tier="device") == sum(u.nbytes for u in units) // NODE
     for each in (optimizer, other):
         each.close()

@@ -174,7 +174,7 @@ def traffic(rank: int) -> None:
                 stock = torch.optim.AdamW(model.parameters())
                 chosen = penstock.Options(reduce_format=name, update_threads=1, **options)
                 optimizer = penstock.prepare(model, stock, units=(Block,), precision="bf16", options=chosen)
-            exact = sum(unit.nbytes for unit in optimizer._engine.rig.units)
+            exact = sum(unit.nbytes for unit in optimizer._engine.context.units)
             with listening() as heard:
                 one_step(optimizer, model, batches(4, 1)[0][0][rank])
             sent = {ranks: nbytes for (what, ranks), nbytes in heard.items() if what == "all_to_all"}
@@ -197,7 +197,7 @@ def together(rank: int) -> None:
     options = penstock.Options(gather_format="int8", reduce_format="int4", secondary_shard=2, prefetch_bytes=0)
     stock = torch.optim.AdamW(model.parameters())
     optimizer = penstock.prepare(model, stock, units=(Block,), precision="bf16", options=options)
-    units = optimizer._engine.rig.units
+    units = optimizer._engine.context.units
     bf16 = 2 * sum(unit.layout.numel for unit in units)
     blocks = 2 * sum(unit.layout.numel for unit in units if "blocks" in unit.name)
     everyone = (0, 1, 2, 3)
@@ -218,7 +218,7 @@ def together(rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     memory = optimizer._engine.passes.reducer._sums._memory
-    assert memory.numel() == summing_bytes(units, "int4", optimizer._engine.rig.ranks.grid), (
+    assert memory.numel() == summing_bytes(units, "int4", optimizer._engine.context.ranks.grid), (
         "what is counted of two hops"
     )
     optimizer.close()

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.blueprint import request_for
 from penstock.build import build
-from penstock.forecast.program import Kind, Program
+from penstock.forecast.program import Program, WorkKind
 from penstock.rehearsal.rehearse import Scene, rehearse
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
 from tests.support import run_ranks, separate, thorough
 
@@ -69,8 +69,8 @@ def of_program(program: Program) -> Volume:
     counts: Counter[str] = Counter()
     nbytes: Counter[tuple[str, str]] = Counter()
     for item in program.items[program.steps[-2] : program.steps[-1]]:
-        of_job = program.jobs[item.index].collectives if item.kind is Kind.SUBMIT else ()
-        for each in (*of_job, *([program.meetings[item.index]] if item.kind is Kind.MEET else [])):
+        of_job = program.jobs[item.index].collectives if item.kind is WorkKind.SUBMIT else ()
+        for each in (*of_job, *([program.meetings[item.index]] if item.kind is WorkKind.MEET else [])):
             counts[each.name] += 1
             nbytes[each.name, each.dimension] += each.nbytes
     return {"counts": dict(counts), "bytes": dict(nbytes)}
@@ -81,7 +81,7 @@ def volumes(rank: int, shapes: list[tuple[int, int] | None]) -> list[tuple[int, 
     for shape in shapes:
         mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         for stage in STAGES:
-            model, ranks = net(), Ranks.from_mesh(mesh, sharded=stage != 0)
+            model, ranks = net(), Collectives.from_mesh(mesh, sharded=stage != 0)
             optimizer = build(model, torch.optim.AdamW(model.parameters()), request(model, stage), ranks, separate())
             for _ in range(2):  # the first one learns the order
                 ranks.counts.clear()

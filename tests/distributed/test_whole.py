@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.blueprint import request_for
 from penstock.build import build
-from penstock.engine.unit.partition import Owners
+from penstock.engine.unit.partition import OwnerAssignment
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.optim import MuonAdamW
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from tests.parity.rows import Movement
 from tests.parity.whole import different, furthest, plain, train
 from tests.support import run_ranks, separate, thorough
@@ -110,7 +110,7 @@ def volumes(rank: int, counts: list[int]) -> list[dict[str, Any]]:
             model = nn.Sequential(Layers(count))
             placement = how.placement
             request = request_for(model, units=(Layers,), placement=placement, max_grad_norm=1.0)
-            ranks = Ranks.from_mesh(None, sharded=True)
+            ranks = Collectives.from_mesh(None, sharded=True)
             optimizer = build(model, MuonAdamW(model, muon=["*"]), request, ranks, separate())
             for _ in range(2):  # the first one learns the order
                 ranks.counts.clear()
@@ -123,7 +123,7 @@ def volumes(rank: int, counts: list[int]) -> list[dict[str, Any]]:
 
 
 def formula(world_size: int, count: int) -> dict[str, Any]:
-    owned = Owners(world_size).choose([(16, 16)] * count)
+    owned = OwnerAssignment(world_size).choose([(16, 16)] * count)
     shards = [max(matrices * MATRIX, ALIGNMENT_NUMEL) for matrices in owned]
     nbytes = 2 * sum(shards)  # bf16
     agreed = 8 * (2 * count + 3)  # fp64: of each parameter its norm and whether it has one; three of the step
@@ -153,7 +153,7 @@ def test_ranks_get_alike_work_and_bytes(ranks: int, layers: int) -> None:
     No rule can promise less work before it knows all units: matrices are not cut. Wide ones have more work for their
     bytes, hence the bytes.
     """
-    owners = Owners(ranks)
+    owners = OwnerAssignment(ranks)
     work, nbytes = [0.0] * ranks, [0] * ranks
     for _ in range(layers):
         for shape in sorted(set(LLAMA), reverse=True):

@@ -69,7 +69,7 @@ def test_a_flipped_byte_is_refused_by_the_update(
     backward(model, optimizer)
     optimizer.synchronize()
     # Not of the unit whose records of this home were moved last: a buffer holds those still.
-    unit = next(u for u in optimizer._engine.rig.units if u.trained and u.name == ("1" if home == "grad" else "0"))
+    unit = next(u for u in optimizer._engine.context.units if u.trained and u.name == ("1" if home == "grad" else "0"))
     section, number, offset = place_of(unit, home, place)
     stored = section.stored(number)
     assert stored is not None

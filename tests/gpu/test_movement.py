@@ -31,7 +31,7 @@ def test_gathered_parameters_follow_the_formula(make_streams, device):
         placement=EVERYTHING_ON_CPU,
         options=penstock.Options(prefetch_bytes=int(block_bytes * 1.5)),
     )
-    units = {unit.name: unit for unit in optimizer._engine.rig.units}
+    units = {unit.name: unit for unit in optimizer._engine.context.units}
     root, block = units["root"].nbytes, units["blocks.0"].nbytes
     for x in batches(3, device):
         optimizer.backward(loss_of(model, x))
@@ -80,8 +80,8 @@ def test_peak_device_memory_is_the_formula(device):
     optimizer.synchronize()
     torch.accelerator.synchronize(device)
     peak = memory.max_memory_allocated(device) - empty
-    block = next(unit for unit in engine.rig.units if unit.name == "blocks.0")
-    root = next(unit for unit in engine.rig.units if unit.name == "root")
+    block = next(unit for unit in engine.context.units if unit.name == "blocks.0")
+    root = next(unit for unit in engine.context.units if unit.name == "root")
     largest_gradient = 4 * width * width * 2  # autograd's own, before it is collected
     formula = (
         engine.passes.gatherer.peak_live_bytes + engine.passes.reducer.buffers.nbytes + activations + largest_gradient
@@ -327,7 +327,7 @@ def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed
     late = taken()
     # A second buffer of a size is made when the first one is still in use: that may happen late. A leak of 2 KiB a step
     # would be more.
-    slack = 0 if device.type == "cpu" else 2 * max(unit.nbytes for unit in engine.rig.units)
+    slack = 0 if device.type == "cpu" else 2 * max(unit.nbytes for unit in engine.context.units)
     for before, after, what in zip(early, late, ("allocated", "buffers of gradients", "gathered at most"), strict=True):
         assert after <= before + slack, f"{what}: {before:,} bytes after half of the steps, {after:,} after all"
     optimizer.close()

@@ -90,14 +90,14 @@ def train(rank: int, row: Row, sent: Callable[[], int] = lambda: 0, **rest: Any)
         if step == 1:
             found["first_step"] = (settled(sent) - before, time.monotonic() - started)
             before = settled(sent)
-        optimizer._engine.rig.ranks.counts.clear()
+        optimizer._engine.context.ranks.counts.clear()
         x = torch.randn(2, row.width, generator=generator)
         loss = model(x).float().square().mean()
         optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        counts = dict(optimizer._engine.rig.ranks.counts)
+        counts = dict(optimizer._engine.context.ranks.counts)
     optimizer.synchronize()
     found |= {"losses": losses, "counts": counts, "sent": settled(sent) - before}
     found["states"] = [optimizer.full_param(p) for p in model.parameters()]

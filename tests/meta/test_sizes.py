@@ -38,21 +38,21 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 
 #: Code lines and modules of each package; `__init__.py` has lines and is no module.
 PACKAGES = {
-    "(top)": (3519, 21),
+    "(top)": (3535, 21),
     "checkpoint": (2197, 11),
     "cli": (8604, 105),
     "doctor": (265, 5),
-    "engine": (7760, 31),
-    "ext": (1541, 7),
-    "forecast": (2895, 24),
+    "engine": (7811, 31),
+    "ext": (1560, 7),
+    "forecast": (2899, 24),
     "integrations": (5901, 53),
-    "runtime": (2868, 15),
+    "runtime": (2870, 15),
     "optim": (459, 6),
     "planner": (922, 9),
     "probe": (1148, 11),
-    "rehearsal": (1958, 18),
-    "rules": (1680, 9),
-    "tiers": (1611, 7),
+    "rehearsal": (1960, 18),
+    "rules": (1709, 9),
+    "tiers": (1613, 7),
 }
 #: Lines of C++ and files of `csrc`.
 NATIVE = (2582, 23)

@@ -93,7 +93,7 @@ def test_only_adapters_have_gradients_masters_and_states(
     }
     expected = sum(padded([p]) * p.element_size() for p in model.parameters())
     assert report.bytes(kind="param", tier=tier) == report.bytes(kind="param") == expected
-    frozen = {unit.name for unit in optimizer._engine.rig.units if not unit.spec.trainable}
+    frozen = {unit.name for unit in optimizer._engine.context.units if not unit.spec.trainable}
     assert frozen
     assert {row.kind for row in report.rows if row.unit in frozen} == {"param"}
     optimizer.close()
@@ -102,8 +102,8 @@ def test_only_adapters_have_gradients_masters_and_states(
 def reductions(rank: int) -> tuple[int, int]:
     model, optimizer = prepared(LORA)
     squared(model(Batch(0, rank).floats(4, 8))).backward()
-    rig = optimizer._engine.rig
-    found = rig.ranks.counts["reduce_scatter"], sum(u.spec.trainable for u in rig.units)
+    context = optimizer._engine.context
+    found = context.ranks.counts["reduce_scatter"], sum(u.spec.trainable for u in context.units)
     optimizer.close()
     return found
 
@@ -282,7 +282,7 @@ def test_base_in_16_bits_adapters_with_masters(peft: Any) -> None:
     optimizer.step()
     with optimizer.gathered():
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    homes = {unit.trained is None: unit.params.plans[0].tier for unit in optimizer._engine.rig.units}
+    homes = {unit.trained is None: unit.params.plans[0].tier for unit in optimizer._engine.context.units}
     assert homes == {True: Tier.NVME, False: Tier.NVME}
     optimizer.close()
 

@@ -37,7 +37,7 @@ def run(
         chunk_loss(model, chunk_bytes=1)
     stock = torch.optim.AdamW(model.parameters(), foreach=False, **HYPER)
     optimizer = prepare_on(make_streams(), model, stock, stage=3, precision=precision, **rest)
-    counts = optimizer._engine.rig.ranks.counts
+    counts = optimizer._engine.context.ranks.counts
     losses, gradients = [], []
     for step in range(2):
         counts.clear()
@@ -101,7 +101,7 @@ def test_the_head_is_gathered_once_in_forward_and_once_in_backward() -> None:
     ids = batch(0, 0)
     loss = model(input_ids=ids, labels=ids).loss
     assert acquired.count("lm_head") == 1
-    head = next(unit for unit in optimizer._engine.rig.units if unit.name == "lm_head")
+    head = next(unit for unit in optimizer._engine.context.units if unit.name == "lm_head")
     released = head.holding.residency
     optimizer.backward(loss)
     assert acquired.count("lm_head") == 2

@@ -92,9 +92,9 @@ def generate_gathered(rank: int, name: str, stage: int) -> None:
     for step in range(3):
         with torch.no_grad(), optimizer.gathered():
             assert engine.passes.gatherer.live_bytes == sum(
-                unit.nbytes for unit in engine.rig.units if not unit.resident
+                unit.nbytes for unit in engine.context.units if not unit.resident
             )
-            before = dict(engine.rig.ranks.counts)
+            before = dict(engine.context.ranks.counts)
             plain.load_state_dict(model.state_dict())
             assert model.training
             for options in SAMPLING.values():
@@ -107,7 +107,7 @@ def generate_gathered(rank: int, name: str, stage: int) -> None:
                 assert outputs[0].shape[1] >= 2 + 5 * rank
             model.train()
             plain.train()
-            assert dict(engine.rig.ranks.counts) == before
+            assert dict(engine.context.ranks.counts) == before
         assert engine.passes.gatherer.live_bytes == 0
         for m, o in ((model, optimizer), (other, undisturbed)):
             torch.manual_seed(step)
@@ -132,7 +132,7 @@ def gathers_once(rank: int) -> None:
     optimizer = prepare_on(
         separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
     )
-    counts, units = optimizer._engine.rig.ranks.counts, len(optimizer._engine.rig.units)
+    counts, units = optimizer._engine.context.ranks.counts, len(optimizer._engine.context.units)
     generate = partial(model.generate, Batch(5).ids(30, 2, 4), max_new_tokens=4, min_new_tokens=4, do_sample=False)
     counts.clear()
     with optimizer.gathered():

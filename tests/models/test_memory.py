@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.unit.unit import Residency
+from penstock.engine.unit.unit import UnitState
 from tests.models.adapters_rows import ADAPTERS
 from tests.models.contract import HYPER, ON_CPU, STEPS, build, prepared
 from tests.models.family import Batch, Family
@@ -43,7 +43,7 @@ def least_live_bytes(family: Family) -> int:
 
 def assert_released(optimizer: penstock.Optimizer) -> None:
     engine = optimizer._engine
-    assert [unit.name for unit in engine.rig.units if unit.holding.residency is not Residency.RELEASED] == []
+    assert [unit.name for unit in engine.context.units if unit.holding.residency is not UnitState.RELEASED] == []
     assert engine.passes.gatherer.live_bytes == 0
     assert optimizer.locations().bytes(kind="gathered") == 0
 
@@ -82,7 +82,7 @@ def test_small_parameters_stay_gathered_and_nothing_else():
     engine = optimizer._engine
     for step in range(STEPS):
         optimizer.backward(squared(model(Batch(step).floats(4, 8))))
-        kept = [unit for unit in engine.rig.units if unit.holding.residency is Residency.GATHERED]
+        kept = [unit for unit in engine.context.units if unit.holding.residency is UnitState.GATHERED]
         assert [unit.name for unit in kept] == ["root.small"]
         assert engine.passes.gatherer.live_bytes == kept[0].nbytes
         optimizer.step()

@@ -204,7 +204,7 @@ def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) 
         assert_table_agrees(optimizer)
         model(torch.ones(1, 8))
     engine = optimizer._engine
-    assert engine.rig.pool.threads == 1
+    assert engine.context.pool.threads == 1
     assert engine.passes.reducer.buffers.nbytes == 0
     gc.collect()
     if tier != "device":  # placeholders, and nothing else

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.config import Tier
 from penstock.runtime.streams import Streams
-from penstock.tiers.storage import Records, SectionPlan, record_sizes
+from penstock.tiers.storage import Records, SegmentPlan, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
@@ -43,7 +43,7 @@ class Later:
 
 
 class DictionaryRecords(Records):
-    def __init__(self, plan: SectionPlan, records: dict[int, Tensor], late: ThreadPoolExecutor) -> None:
+    def __init__(self, plan: SegmentPlan, records: dict[int, Tensor], late: ThreadPoolExecutor) -> None:
         super().__init__(plan, [record.numel() for record in records.values()])
         self._records, self._late = records, late
 
@@ -53,7 +53,7 @@ class DictionaryRecords(Records):
     def store(self, number: int, source: Tensor) -> Later:
         return self._copy(self._records[number], source[: self.record_bytes(number)])
 
-    def cut(self, tile: int, start: int, plan: SectionPlan) -> "DictionaryRecords":
+    def cut(self, tile: int, start: int, plan: SegmentPlan) -> "DictionaryRecords":
         (nbytes,) = record_sizes(plan)
         return DictionaryRecords(plan, {0: self._records[tile][start : start + nbytes]}, self._late)
 
@@ -70,7 +70,7 @@ class DictionarySlab(Slab):
     def __init__(self, late: ThreadPoolExecutor) -> None:
         self._late = late
 
-    def make(self, plan: SectionPlan) -> DictionaryRecords:
+    def make(self, plan: SegmentPlan) -> DictionaryRecords:
         sizes = enumerate(record_sizes(plan))
         return DictionaryRecords(plan, {n: torch.zeros(size, dtype=torch.uint8) for n, size in sizes}, self._late)
 
@@ -84,7 +84,7 @@ class DictionaryTier(TierMemory):
     def __init__(self, *_: object, **__: object) -> None:
         self._late = ThreadPoolExecutor(4, "late")
 
-    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         return {home: DictionarySlab(self._late) for home in wanted}
 
     def close(self) -> None:

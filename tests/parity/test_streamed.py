@@ -145,7 +145,7 @@ def test_state_is_home_when_a_step_without_overlap_returns() -> None:
     model, optimizer = prepared(Arithmetic(), how, streams)
     optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
     optimizer.step()
-    homes = [unit.trained.optimizer for unit in optimizer._engine.rig.units]
+    homes = [unit.trained.optimizer for unit in optimizer._engine.context.units]
     state = [tensor for home in homes for section in home.sections for tensor in section.tensors]
     seen = [values.clone() for values in state]
     optimizer.synchronize()

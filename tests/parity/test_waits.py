@@ -241,7 +241,7 @@ def updated_when_step_returns(streams: Streams) -> Values:
     model, optimizer = prepared(Arithmetic(), how, streams)
     optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
     optimizer.step()
-    homes = [unit.trained.optimizer for unit in optimizer._engine.rig.units]
+    homes = [unit.trained.optimizer for unit in optimizer._engine.context.units]
     seen = [tensor.clone() for home in homes for section in home.sections for tensor in section.tensors]
     optimizer.close()
     return seen

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.ext.observe.timeline import Timeline, to_chrome
 from penstock.forecast.costs import machine_costs
-from penstock.forecast.program import Job, Kind, Program
+from penstock.forecast.program import Program, ProgramJob, WorkKind
 from penstock.forecast.retime import Timings, busiest, retime
 from penstock.forecast.sharing import fair_speeds
 from penstock.trace import Label
@@ -73,7 +73,7 @@ def critical_path(program: Program, costs: Rates) -> float:
     """The longest chain of jobs, each after what it names; independent of how runs are simulated."""
     over: dict[int, float] = {}
     for item in program.items:
-        if item.kind is Kind.SUBMIT:
+        if item.kind is WorkKind.SUBMIT:
             job = program.jobs[item.index]
             over[item.index] = max((over.get(n, 0.0) for n in job.after), default=0.0) + costs.job(job, program).seconds
     return max(over.values(), default=0.0)
@@ -92,7 +92,7 @@ def test_a_run_is_no_shorter_than_its_work(program: Program, costs: Rates) -> No
 @given(programs(), machines())
 def test_nothing_begins_before_what_it_follows(program: Program, costs: Rates) -> None:
     recording = retime(program, costs).recording
-    submitted = [item.index for item in program.items if item.kind is Kind.SUBMIT]
+    submitted = [item.index for item in program.items if item.kind is WorkKind.SUBMIT]
     rows = defaultdict[object, list[int]](list)
     for place, (number, span) in enumerate(zip(submitted, recording.spans, strict=True)):
         job = program.jobs[number]
@@ -109,7 +109,7 @@ def test_nothing_begins_before_what_it_follows(program: Program, costs: Rates) -
 def test_no_capacity_does_more_than_it_can(program: Program, costs: Rates) -> None:
     """Work is conserved: what lies between two moments fits between them, and takes what it takes."""
     recording = retime(program, costs).recording
-    submitted = [item.index for item in program.items if item.kind is Kind.SUBMIT]
+    submitted = [item.index for item in program.items if item.kind is WorkKind.SUBMIT]
     taken = [costs.job(program.jobs[number], program) for number in submitted]
     for start in (span.start for span in recording.spans):
         for stop in (span.stop for span in recording.spans):
@@ -194,7 +194,7 @@ def feasible(figures: Mapping[str, float], up: float, down: float) -> bool:
     costs, program = machine_costs(Machine(**figures)), Script("accelerator").program()
     used = defaultdict[str, float](float)
     for (way, stream), rate in zip(WAYS.items(), (up, down), strict=True):
-        taken = costs.job(Job(stream, Label(), 100), program)
+        taken = costs.job(ProgramJob(stream, Label(), 100), program)
         for name, share in taken.uses.items():
             used[name] += share * taken.seconds * rate / 100
         used[way] += rate / figures[way]

@@ -24,7 +24,7 @@ from penstock.forecast.plan import Plan, model_fingerprint
 from penstock.planner import here
 from penstock.planner.here import plan_here
 from penstock.probe.fingerprint import fingerprint
-from penstock.runtime.control_group import Council
+from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.topology import Grid
 from tests.plans import small
@@ -284,13 +284,13 @@ class TestWithABatch:
     @pytest.mark.parametrize(("timeout_s", "patience_s"), [(5.0, preparing.PATIENCE_S), (9000.0, 9000.0)])
     def test_ranks_wait_longer_for_a_plan_than_for_each_other(self, timeout_s, patience_s, monkeypatch):
         waits: list[float | None] = []
-        another = Council.another
+        another = ControlGroup.another
 
-        def noted(self: Council, *, timeout_s: float | None = None, **rest: Any) -> Council:
+        def noted(self: ControlGroup, *, timeout_s: float | None = None, **rest: Any) -> ControlGroup:
             waits.append(timeout_s)
             return another(self, timeout_s=timeout_s, **rest)
 
-        monkeypatch.setattr(Council, "another", noted)
+        monkeypatch.setattr(ControlGroup, "another", noted)
         prepare(plan=plan(), options=Options(timeout_s=timeout_s)).close()
         assert waits[0] == patience_s
 

@@ -32,7 +32,7 @@ _ENDED = "it ends before its tensors do"
 _PROBES = 3  # places of a file that are looked for in the page cache
 
 
-class Span(NamedTuple):
+class ReadSpan(NamedTuple):
     """Elements of a tensor that will be read, counted as if it were flat."""
 
     name: str
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class _Place:
+class _FilePlace:
     """Where a tensor lies: its file, and its first byte there."""
 
     files: WeightFiles
@@ -53,7 +53,7 @@ class _Place:
 class _Request:
     """Pages of a file from byte `first` on, in which bytes `begin` to `end` of the file are wanted."""
 
-    place: _Place
+    place: _FilePlace
     first: int
     begin: int
     end: int
@@ -70,7 +70,7 @@ class ReadAhead:
         most_bytes: what the ring may take; it takes less where this is plenty.
     """
 
-    def __init__(self, tensors: StoredTensors, spans: Sequence[Span], most_bytes: int) -> None:
+    def __init__(self, tensors: StoredTensors, spans: Sequence[ReadSpan], most_bytes: int) -> None:
         self._tensors = tensors
         self._dtypes = {name: dtype for name, (_, dtype) in tensors.forms().items()}
         self._places = self._find(spans)
@@ -117,7 +117,7 @@ class ReadAhead:
         self._close(list(self._opened))
         self._flying.clear()
 
-    def _find(self, spans: Sequence[Span]) -> dict[str, _Place]:
+    def _find(self, spans: Sequence[ReadSpan]) -> dict[str, _FilePlace]:
         """Find where tensors begin in files, of those that lie at whole elements."""
         headers: dict[Path, dict[str, int]] = {}
         places = {}
@@ -131,10 +131,10 @@ class ReadAhead:
                 headers[path] = _offsets(path)
             offset = headers[path].get(stored)
             if offset is not None and offset % self._dtypes[name].itemsize == 0:
-                places[name] = _Place(files, path, offset)
+                places[name] = _FilePlace(files, path, offset)
         return places
 
-    def _cut(self, spans: Sequence[Span], slot_bytes: int) -> Iterator[tuple[_Place, int, int, int]]:
+    def _cut(self, spans: Sequence[ReadSpan], slot_bytes: int) -> Iterator[tuple[_FilePlace, int, int, int]]:
         """Cut spans into what fits a slot: its place, its first page, and the bytes that are wanted of it."""
         for name, start, stop in spans:
             place, itemsize = self._places.get(name), self._dtypes[name].itemsize

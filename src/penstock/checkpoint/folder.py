@@ -183,7 +183,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
 # Who is in it
 
 
-class Hold:
+class FolderLock:
     """A folder that somebody is in: beside others (`share`), or alone. Until its block ends.
 
     Arguments:
@@ -212,7 +212,7 @@ class Hold:
         """
         return _lock(self._descriptor)
 
-    def __enter__(self) -> "Hold":
+    def __enter__(self) -> "FolderLock":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,7 +246,7 @@ def _is_being_written(file: Path) -> bool:
 # What goes
 
 
-def settle(folder: Path, hold: Hold) -> None:
+def settle(folder: Path, hold: FolderLock) -> None:
     """Have the name of a marker that was just put there on the disk, then remove what it replaces.
 
     Arguments:
@@ -275,7 +275,7 @@ def prune(folder: Path, keep: int) -> None:
         for other in folder.parent.iterdir():
             is_folder = other.is_dir() and not other.is_symlink()
             if is_folder and _inode(other) != own and not os.path.lexists(other / MARKER):
-                with contextlib.suppress(CheckpointError), Hold(other) as hold:
+                with contextlib.suppress(CheckpointError), FolderLock(other) as hold:
                     if hold.take_alone():
                         _clean(other)
 
@@ -289,7 +289,7 @@ def remove(folder: Path) -> None:
 def _remove(folder: Path, manifest: Manifest) -> None:
     """Remove a checkpoint, if it is still the one that was seen: another job may have saved there meanwhile."""
     marker = folder / MARKER
-    with contextlib.suppress(OSError, CheckpointError), Hold(folder) as hold:
+    with contextlib.suppress(OSError, CheckpointError), FolderLock(folder) as hold:
         if hold.take_alone() and not marker.is_symlink() and read_marker(folder).token == manifest.token:
             marker.unlink()  # from here on it is none
             with contextlib.suppress(CheckpointError):

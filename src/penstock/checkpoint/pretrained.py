@@ -210,9 +210,9 @@ def merged(values: Tensor, start: int, merge: Merge, held: Mapping[str, Tensor])
 # ----------------------------------------------------------------------------------------------------------------------
 # What a model is called in the files of transformers and peft: its tensors, and the configuration beside them.
 #
-# A model that transformers loads has `model*.safetensors`, `config.json` and `generation_config.json`. Adapters that peft
-# loads have `adapter_model.safetensors` and `adapter_config.json`; in the model, the name of each of its parameters has
-# the adapter's name in it:
+# A model that transformers loads has `model*.safetensors`, `config.json` and `generation_config.json`. Adapters that
+# peft loads have `adapter_model.safetensors` and `adapter_config.json`; in the model, the name of each of its
+# parameters has the adapter's name in it:
 #
 #     base_model.model.lm_head.base_layer.weight         base      lm_head.weight
 #     base_model.model.lm_head.lora_A.default.weight     adapter   base_model.model.lm_head.lora_A.weight

@@ -24,7 +24,7 @@ from penstock.checkpoint.format import (
     dtype_name,
     files_of,
 )
-from penstock.checkpoint.tables import Extent, RankTable, TileKey, UnitTable, why_not_whole
+from penstock.checkpoint.tables import BoxExtent, RankTable, TileKey, UnitTable, why_not_whole
 from penstock.checkpoint.tensorfiles import read_tensors
 from penstock.checkpoint.tiles import TileReader
 from penstock.config import MASTER, OPTIMIZER, PARAM, is_average
@@ -257,10 +257,10 @@ class Checkpoint:
         Raises:
             CheckpointError: names the file and the parameter.
         """
-        found: dict[str, dict[Extent, list[tuple[int, int]]]] = {name: {} for name in self.manifest.parameters}
+        found: dict[str, dict[BoxExtent, list[tuple[int, int]]]] = {name: {} for name in self.manifest.parameters}
         for files, table in zip(self.manifest.ranks, self.tables, strict=True):
             for slot in (slot for unit in table.units for slot in unit.slots if slot.name in found):
-                extent = Extent.of(slot)
+                extent = BoxExtent.of(slot)
                 shape = self.manifest.parameters[slot.name].shape
                 if slot.region is not None and extent.shape != shape:
                     file = str(self.folder / files.table.name)
@@ -274,14 +274,14 @@ class Checkpoint:
         for key in self.tiles():
             for part in key.unit.parts(key.number):
                 if part.slot.name in found:
-                    found[part.slot.name][Extent.of(part.slot)].append((part.start, part.stop))
+                    found[part.slot.name][BoxExtent.of(part.slot)].append((part.start, part.stop))
         for name, extents in found.items():
             self._check_parts(name, extents)
 
-    def _check_parts(self, name: str, extents: Mapping[Extent, list[tuple[int, int]]]) -> None:
+    def _check_parts(self, name: str, extents: Mapping[BoxExtent, list[tuple[int, int]]]) -> None:
         """Refuse a parameter whose parts are not all of it, or have no tiles."""
         saved = self.manifest.parameters[name]
-        whole = Extent(saved.shape, (0,) * len(saved.shape), saved.shape)
+        whole = BoxExtent(saved.shape, (0,) * len(saved.shape), saved.shape)
         if all(extent.sizes == extent.shape for extent in extents):  # wherever it is a whole
             ranges = [pair for of_extent in extents.values() for pair in of_extent]
             self.check_covered(name, ranges, 0, whole.numel)

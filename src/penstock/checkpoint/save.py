@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from penstock.checkpoint.folder import (
-    Hold,
+    FolderLock,
     commit,
     file_name,
     make_folder,
@@ -32,8 +32,8 @@ from penstock.checkpoint.tensorfiles import tensors_to_bytes
 from penstock.checkpoint.tiles import RingMemory, TileWriter, UnitSource
 from penstock.errors import CheckpointError, call_failed
 from penstock.files import Field, reader
-from penstock.runtime.control_group import Council, council_of_all
-from penstock.runtime.modes import crossing
+from penstock.runtime.control_group import ControlGroup, control_group_of_all
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import Streams
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ _PAUSE_S = 0.05
 _MOST_NAMED = 8
 
 
-@crossing
+@engine_entry
 def check_shared(folder: str | PathLike[str]) -> None:
     """Refuse a folder that is not one and the same for every rank. Collective over the default process group.
 
@@ -65,34 +65,34 @@ def check_shared(folder: str | PathLike[str]) -> None:
     Example:
         >>> check_shared("checkpoints")
     """
-    with contextlib.closing(council_of_all(timeout_s=TIMEOUT_S, error=CheckpointError)) as council:
-        check_seen(Path(folder), council)
+    with contextlib.closing(control_group_of_all(timeout_s=TIMEOUT_S, error=CheckpointError)) as control_group:
+        check_seen(Path(folder), control_group)
 
 
-def check_seen(folder: Path, council: Council) -> None:
+def check_seen(folder: Path, control_group: ControlGroup) -> None:
     """Refuse a folder that a rank of a council does not see as the first one does. Collective.
 
     Raises:
         CheckpointError: names the ranks; on every rank.
     """
-    if council.size == 1:
+    if control_group.size == 1:
         return
     name, failure = "", None
     with contextlib.ExitStack() as undo:
-        if council.is_first:
+        if control_group.is_first:
             try:
                 name = _leave(folder, undo)
             except Exception as error:
                 failure = error
-        council.agree(failure)
-        name = council.share(name)
-        said = council.collect([_sees(folder / name), socket.gethostname()])
-    blind = [f"{rank} ({host})" for rank, (sees, host) in zip(council.members, said, strict=True) if not sees]
+        control_group.agree(failure)
+        name = control_group.share(name)
+        said = control_group.collect([_sees(folder / name), socket.gethostname()])
+    blind = [f"{rank} ({host})" for rank, (sees, host) in zip(control_group.members, said, strict=True) if not sees]
     if blind:
         more = f" and {len(blind) - _MOST_NAMED} more" if len(blind) > _MOST_NAMED else ""
         raise CheckpointError(
-            f"{folder} is not one folder for all ranks: what rank {council.members[0]} ({said[0][1]}) writes there is "
-            f"not seen by rank {', '.join(blind[:_MOST_NAMED])}{more}. Name one that all hosts share.",
+            f"{folder} is not one folder for all ranks: what rank {control_group.members[0]} ({said[0][1]}) writes "
+            f"there is not seen by rank {', '.join(blind[:_MOST_NAMED])}{more}. Name one that all hosts share.",
             file=str(folder),
         )
 
@@ -102,7 +102,7 @@ def _leave(folder: Path, undo: contextlib.ExitStack) -> str:
     if not folder.is_dir():
         undo.callback(remove_folders, make_folder(folder))
     # While it is held nobody cleans the folder: what is left of a process that was killed here has a name of a save's.
-    undo.enter_context(Hold(folder)).share()
+    undo.enter_context(FolderLock(folder)).share()
     file = folder / f"{MARKER}.{secrets.token_hex(4)}"
     try:
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
@@ -132,7 +132,7 @@ def _sees(file: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Target:
+class SaveTarget:
     """Where a save goes.
 
     Attributes:
@@ -156,7 +156,7 @@ class Save:
     """A save that ranks have agreed on. Runs on any thread.
 
     Attributes:
-        council: the ranks.
+        control_group: the ranks.
         target: where it goes.
         sources: this rank's tiles.
         ring: the buffers that they pass.
@@ -166,8 +166,8 @@ class Save:
         tensors: those beside the marker; on another rank, those of its buffers that are not the first one's.
     """
 
-    council: Council
-    target: Target
+    control_group: ControlGroup
+    target: SaveTarget
     sources: Sequence[UnitSource]
     ring: RingMemory
     streams: Streams
@@ -193,21 +193,21 @@ class Save:
                 with named("Writing", self.target.folder):
                     if self.manifest is not None:
                         # Before the first file is there: whoever cleans the folder would take it for a dead save's.
-                        hold = closing.enter_context(Hold(self.target.folder))
+                        hold = closing.enter_context(FolderLock(self.target.folder))
                         hold.share()
                     written = self._write(closing, undo)
             except BaseException as error:  # an interrupt too: the other ranks wait for this one's word
                 failure = error
             # The barrier between data and marker: without it the marker could name what another rank has not written.
-            self.council.agree(failure)
-            everyone = self.council.collect(json.loads(to_bytes(written)))
+            self.control_group.agree(failure)
+            everyone = self.control_group.collect(json.loads(to_bytes(written)))
             done = undo.pop_all()  # the marker may name the files from now on
             # The others wait to hear what became of the marker: else they would say that there is a checkpoint.
-            refused = self.council.share(self._commit(everyone))
+            refused = self.control_group.share(self._commit(everyone))
             if refused is not None:
                 done.close()
                 raise CheckpointError(refused)
-            unsure = self.council.share(self._settle(hold))
+            unsure = self.control_group.share(self._settle(hold))
             if unsure is not None:
                 raise CheckpointError(unsure)
 
@@ -218,7 +218,7 @@ class Save:
             closing: gives up what is held until the marker is there.
             undo: removes the files again.
         """
-        rank, token = self.council.rank, self.target.token
+        rank, token = self.control_group.rank, self.target.token
         tables: Sequence[UnitTable] = []
         data: FileEntry | None = None
         if self.sources:
@@ -232,7 +232,7 @@ class Save:
         table = self._write_file(file_name(token, ".json", rank), content, undo)
         tensors = None
         if self.tensors:
-            name = file_name(token, ".safetensors", None if self.council.is_first else rank)
+            name = file_name(token, ".safetensors", None if self.control_group.is_first else rank)
             tensors = self._write_file(name, tensors_to_bytes(self.tensors), undo)
         sync_folder(self.target.folder)  # the names; what is in the files is on the disk already
         return RankFiles(data, table, tensors)
@@ -261,7 +261,7 @@ class Save:
             return str(error) or f"Writing the marker of {self.target.folder} failed: {type(error).__name__}."
         return None
 
-    def _settle(self, hold: Hold | None) -> str | None:
+    def _settle(self, hold: FolderLock | None) -> str | None:
         """Have the marker on the disk and remove what is not kept; returns what is unsure."""
         try:
             if hold is not None:

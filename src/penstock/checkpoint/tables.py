@@ -21,14 +21,15 @@ from penstock.tiers.storage import CellPlan, RecordLayout
 # ----------------------------------------------------------------------------------------------------------------------
 # Elements of a tensor of which a box is here, counted as if either were flat. Pure arithmetic.
 #
-# A box that is cut along the first dimension is one run of elements; one that is cut along others is a run for each row:
+# A box that is cut along the first dimension is one run of elements; one that is cut along others is a run for each
+# row:
 #
 #     a a a b b
 #     a a a b b      box a: runs 0 to 3, 5 to 8;  box b: runs 3 to 5, 8 to 10
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Extent(NamedTuple):
+class BoxExtent(NamedTuple):
     """Where a box lies in a tensor.
 
     Attributes:
@@ -42,7 +43,7 @@ class Extent(NamedTuple):
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, slot: Slot) -> "Extent":
+    def of(cls, slot: Slot) -> "BoxExtent":
         """Say where a slot lies in its parameter."""
         if slot.region is None:
             return cls(slot.shape, (0,) * len(slot.shape), slot.shape)
@@ -101,7 +102,7 @@ class Extent(NamedTuple):
         return begin
 
 
-def meet(source: Extent, start: int, stop: int, own: Extent) -> Iterator[tuple[int, int, int]]:
+def meet(source: BoxExtent, start: int, stop: int, own: BoxExtent) -> Iterator[tuple[int, int, int]]:
     """Find what elements `start` to `stop` of one box have of another box of the same tensor.
 
     Yields:
@@ -114,7 +115,7 @@ def meet(source: Extent, start: int, stop: int, own: Extent) -> Iterator[tuple[i
             yield inside, inside + end - begin, at + begin - first
 
 
-def why_not_whole(shape: tuple[int, ...], extents: Sequence[Extent]) -> str | None:
+def why_not_whole(shape: tuple[int, ...], extents: Sequence[BoxExtent]) -> str | None:
     """Say why boxes are not a tensor of this shape, each element once; `None` where they are."""
     # Along the dimension in which they begin at most places, few boxes are beside each other.
     along = max(range(len(shape)), key=lambda d: len({extent.offsets[d] for extent in extents}), default=0)
@@ -130,7 +131,7 @@ def why_not_whole(shape: tuple[int, ...], extents: Sequence[Extent]) -> str | No
     return None
 
 
-def _overlap(one: Extent, other: Extent) -> bool:
+def _overlap(one: BoxExtent, other: BoxExtent) -> bool:
     """Whether two boxes of a tensor have elements in common."""
     pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(a < b + m and b < a + n for a, n, b, m in pairs)
@@ -259,14 +260,14 @@ class UnitTable:
         first = number * self.tile_numel
         return first, min(first + self.tile_numel, self.shard_numel)
 
-    def records(self, number: int) -> list["Record"]:
+    def records(self, number: int) -> list["TileRecord"]:
         """List a tile's records, one after the other."""
         start, stop = self.tile_range(number)
         offset = self.offset + (number - self.first_tile) * sum(self._whole_tile_bytes)
         records = []
         checksums = self.checksums[number - self.first_tile]
         for home, nbytes, checksum in zip(self.homes, self._home_bytes(stop - start), checksums, strict=True):
-            records.append(Record(home, offset, nbytes, checksum))
+            records.append(TileRecord(home, offset, nbytes, checksum))
             offset += nbytes
         return records
 
@@ -286,23 +287,23 @@ class UnitTable:
         """Where slots begin, and where they stop: in order, so that a tile's are found without a look at all."""
         return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
-    def parts(self, number: int) -> Iterator["Part"]:
+    def parts(self, number: int) -> Iterator["SlotPart"]:
         """Go through what a tile holds of each slot, in order."""
         start, stop = (self.shard_start + element for element in self.tile_range(number))
         starts, stops = self._slot_ends
         for slot in self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]:
             first, last = max(slot.start, start), min(slot.stop, stop)
             if first < last:
-                yield Part(slot, first - slot.start, last - slot.start, first - start)
+                yield SlotPart(slot, first - slot.start, last - slot.start, first - start)
 
-    def pieces(self, number: int) -> Iterator["Piece"]:
+    def pieces(self, number: int) -> Iterator["ParameterPiece"]:
         """Go through what a tile holds of each whole parameter: of one that is cut in columns, a piece for each row."""
         for slot, start, stop, inside in self.parts(number):
             if slot.region is None:
-                yield Piece(slot.name, start, stop, inside)
+                yield ParameterPiece(slot.name, start, stop, inside)
                 continue
-            for first, last, at in Extent.of(slot).places(start, stop):
-                yield Piece(slot.name, first, last, inside + at - start)
+            for first, last, at in BoxExtent.of(slot).places(start, stop):
+                yield ParameterPiece(slot.name, first, last, inside + at - start)
 
     @property
     def largest_tile_bytes(self) -> int:
@@ -414,7 +415,7 @@ class TileKey(NamedTuple):
     number: int
 
 
-class Record(NamedTuple):
+class TileRecord(NamedTuple):
     """A tile's bytes of one home: where they are in the data file."""
 
     home: HomeTable
@@ -423,7 +424,7 @@ class Record(NamedTuple):
     checksum: int
 
 
-class Part(NamedTuple):
+class SlotPart(NamedTuple):
     """Elements `start` to `stop` of a slot that one tile holds, the first of them at element `inside` of it."""
 
     slot: Slot
@@ -432,7 +433,7 @@ class Part(NamedTuple):
     inside: int
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """Elements `start` to `stop` of a parameter that one tile holds, the first of them at element `inside` of it."""
 
     name: str

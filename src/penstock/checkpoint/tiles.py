@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.format import FileEntry
-from penstock.checkpoint.tables import Record, TileKey, UnitTable
+from penstock.checkpoint.tables import TileKey, TileRecord, UnitTable
 from penstock.checkpoint.tensorfiles import FILE_MODE
 from penstock.errors import OPEN_FILES, CheckpointError, NvmeError, call_failed
 from penstock.runtime.aio import File, Queue, Transfer
 from penstock.runtime.host_memory import Arena, page_aligned
 from penstock.runtime.streams import Event, HostEvent, Streams
-from penstock.tiers.storage import Home, Place, Section
+from penstock.tiers.storage import RecordPlace, Segment, Storage
 from penstock.tiers.transfer import take_tile
 from penstock.trace import Label
 
@@ -48,7 +48,7 @@ class UnitSource:
     """
 
     table: UnitTable
-    homes: tuple[Home, ...]
+    homes: tuple[Storage, ...]
     ready: Event
     copied: HostEvent
 
@@ -57,8 +57,8 @@ class UnitSource:
 class _Copied:
     """A record that the kernel copied from a swap file, where it has this checksum."""
 
-    record: Record
-    source: Place
+    record: TileRecord
+    source: RecordPlace
     what: str
     checksum: int
 
@@ -189,7 +189,7 @@ class TileWriter:
                 with contextlib.suppress(NvmeError):
                     transfer.wait()  # site checkpoint.copies_abandoned
 
-    def _copy_in_kernel(self, section: Section, index: int, record: Record, what: str) -> _Copied | None:
+    def _copy_in_kernel(self, section: Segment, index: int, record: TileRecord, what: str) -> _Copied | None:
         """Copy a record from its file; `None` where that is not possible, or the section has no records."""
         stored = section.stored(index)
         if stored is None or not stored.place.file.is_on_disk_of(self._path):
@@ -272,7 +272,7 @@ class TileReader:
             CheckpointError: a file cannot be read, or a tile is not what was written.
         """
         ring: deque[Tensor] = deque(page_aligned(0) for _ in range(RING_TILES))
-        ahead: deque[tuple[Tile, Tensor, list[tuple[Record, Transfer]]]] = deque()
+        ahead: deque[tuple[Tile, Tensor, list[tuple[TileRecord, Transfer]]]] = deque()
         waiting = iter(keys)
         try:
             while True:
@@ -298,7 +298,7 @@ class TileReader:
 
     def _start(
         self, key: TileKey, buffer: Tensor, homes: Container[str] | None
-    ) -> tuple[Tile, list[tuple[Record, Transfer]]]:
+    ) -> tuple[Tile, list[tuple[TileRecord, Transfer]]]:
         """Begin to read a tile into a buffer; what the tile says is there once the transfers are over."""
         file = self._open(key.file)
         start, stop = key.unit.tile_range(key.number)
@@ -339,7 +339,7 @@ class TileReader:
         self.close()
 
 
-def _finish(key: TileKey, record: Record, transfer: Transfer) -> None:
+def _finish(key: TileKey, record: TileRecord, transfer: Transfer) -> None:
     """Wait until a record was read and verified; name what is damaged."""
     try:
         transfer.wait()  # site checkpoint.tile_read

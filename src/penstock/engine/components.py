@@ -12,20 +12,20 @@ from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.hooks import Hooks
 from penstock.engine.gradients.proxy import is_handle_of
 from penstock.engine.gradients.reduce import Reducer
-from penstock.engine.state.access import Access
+from penstock.engine.state.access import StateAccess
 from penstock.engine.state.averages import Averages
-from penstock.engine.state.gathered import Blocks
-from penstock.engine.state.loading import Loader
-from penstock.engine.state.moving import Mover
-from penstock.engine.state.saving import Saver
-from penstock.engine.step.context import Rig, Skips
+from penstock.engine.state.gathered import GatheredBlocks
+from penstock.engine.state.loading import StateLoader
+from penstock.engine.state.moving import StateOffloader
+from penstock.engine.state.saving import StateSaver
+from penstock.engine.step.context import EngineContext, SkippedSteps
 from penstock.engine.step.owner_thread import in_backward
 from penstock.engine.step.step import Stepper, StepResult
 from penstock.engine.step.update import Updater
 from penstock.engine.unit.dtensor import is_divided
 from penstock.engine.unit.parameter import UnitParameter
 from penstock.errors import EngineError, no_gradient
-from penstock.runtime.modes import crossing
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.system import Growth
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -48,18 +48,18 @@ class Updates:
 
     updater: Updater
     stepper: Stepper
-    skips: Skips
+    skips: SkippedSteps
 
 
 @dataclass(frozen=True)
 class State:
     """What looks at the state of training, changes it, moves it, and keeps it in files."""
 
-    access: Access
-    blocks: Blocks
-    mover: Mover
-    saver: Saver
-    loader: Loader
+    access: StateAccess
+    blocks: GatheredBlocks
+    mover: StateOffloader
+    saver: StateSaver
+    loader: StateLoader
     averages: Averages
 
 
@@ -72,7 +72,7 @@ class StepPolicy:
     """What `backward` and `step` of the optimizer do, once nothing stands against it.
 
     Arguments:
-        rig: what every part of the engine works with.
+        context: what every part of the engine works with.
         passes: what gathers, reduces and runs backward.
         updates: what decides on steps and makes them.
         max_grad_norm: the norm that every step clips to; `None` for none.
@@ -81,15 +81,15 @@ class StepPolicy:
 
     def __init__(
         self,
-        rig: Rig,
+        context: EngineContext,
         passes: Passes,
         updates: Updates,
         *,
         max_grad_norm: float | None,
         waits: bool,
     ) -> None:
-        self._units = rig.units
-        self._scale = rig.gradient_scale
+        self._units = context.units
+        self._scale = context.gradient_scale
         self._gatherer = passes.gatherer
         self._backward = passes.hooks.backward
         self._stepper = updates.stepper
@@ -97,7 +97,7 @@ class StepPolicy:
         self._max_grad_norm = max_grad_norm
         self._waits = waits
         # A device has its own allocator, and the host of one makes nothing in forward and backward.
-        self._growth = Growth(rig.streams.return_free_memory) if rig.streams.computes_on_host else None
+        self._growth = Growth(context.streams.return_free_memory) if context.streams.computes_on_host else None
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Run the backward of a loss, which is scaled first where there is a loss scale (fp16).
@@ -154,8 +154,8 @@ class StepPolicy:
 # Gradients between backward and step: their norms, what they are multiplied with, what people set and drop.
 #
 # People reach them in two ways that mean the same: methods of the optimizer, and `.grad` with torch's own functions
-# (`passes/handles.py`). What is put into `.grad`, or taken out of it, tells nobody. It is found when somebody looks next:
-# a forward or backward of the model, and every method that needs gradients.
+# (`passes/handles.py`). What is put into `.grad`, or taken out of it, tells nobody. It is found when somebody looks
+# next: a forward or backward of the model, and every method that needs gradients.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -166,22 +166,22 @@ class Gradients:
     """What is done to the gradients of an engine after backward.
 
     Arguments:
-        rig: what every part of the engine works with.
+        context: what every part of the engine works with.
         passes: reduce gradients, and put handles on.
         updates: measure gradients.
         access: reads and writes those of single parameters.
 
     """
 
-    def __init__(self, rig: Rig, passes: Passes, updates: Updates, access: Access) -> None:
-        self._units = rig.units
-        self._ranks = rig.ranks
-        self._scale = rig.gradient_scale
+    def __init__(self, context: EngineContext, passes: Passes, updates: Updates, access: StateAccess) -> None:
+        self._units = context.units
+        self._ranks = context.ranks
+        self._scale = context.gradient_scale
         self._hooks = passes.hooks
         self._reducer = passes.reducer
         self._stepper = updates.stepper
         self._access = access
-        units = [unit for unit in rig.units if unit.trained]
+        units = [unit for unit in context.units if unit.trained]
         self._parameters = {parameter: unit for unit in units for parameter in unit.parameters}
         self._by_tensor = {parameter.tensor: parameter for parameter in self._parameters}
         self._norms: dict[float, Mapping[UnitParameter, float]] = {}
@@ -271,7 +271,7 @@ class Gradients:
             self._note(f"the gradient that was set for '{self._access.name(parameter)}'", digest)
         self._hooks.handles.show(self._by_tensor[parameter])
 
-    @crossing
+    @engine_entry
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
         """Forget the gradients of some parameters, as `zero_grad` does those of all."""
         self._check_not_begun("A gradient was dropped")
@@ -321,13 +321,13 @@ class Gradients:
             )
         self._factors[parameter] = self._factors.get(parameter, 1.0) * factor
 
-    @crossing
+    @engine_entry
     def _taken(self, norm_type: float) -> Mapping[UnitParameter, float]:
         """Take the norms of all gradients, without the clip: one collective for all of them. They are kept."""
         if self._known_changes != self._reducer.changes:
             self._norms.clear()
         with self._hooks.under_way.turn("clip_grad_norm_"):
-            with self._ranks.council.together(TOTAL_NORM) as facts:
+            with self._ranks.control_group.together(TOTAL_NORM) as facts:
                 self._check_not_begun("The norm of gradients was asked for")
                 # Without a look: a tensor that was set is clipped by torch, beside handles, and taken over afterwards.
                 self._check_complete("clip_grad_norm_")

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from penstock.config import GATHERED, KEPT, LEAVING, Tier
 from penstock.engine.components import Gradients, Passes, State, StepPolicy, Updates
-from penstock.engine.forward_backward.casts import Planted
-from penstock.engine.state.access import is_torn
-from penstock.engine.step.context import Rig
+from penstock.engine.forward_backward.casts import AttributePatches
+from penstock.engine.state.access import state_has_failed
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import in_backward
 from penstock.engine.unit.parameter import UnitParameter
 from penstock.errors import CheckpointError, EngineError, NvmeError, one_line
 from penstock.runtime.control_group import Facts
-from penstock.runtime.modes import crossing
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import FailedEvent
 from penstock.tiers.tier import Location, LocationReport, Store
 
@@ -62,7 +62,7 @@ class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
-        rig: units, ranks, streams, rule and scale: what every part is given.
+        context: units, ranks, streams, rule and scale: what every part is given.
         store: the table of every section, with its memory and files.
         passes: what happens in forward and backward.
         updates: what a step decides and does.
@@ -77,7 +77,7 @@ class Engine:
         begun_in: the id of the exception that the caller of `prepare` was handling.
     """
 
-    rig: Rig
+    context: EngineContext
     store: Store
     passes: Passes
     updates: Updates
@@ -85,7 +85,7 @@ class Engine:
     gradients: Gradients
     policy: StepPolicy
     restore_model: Callable[[], None]
-    planted: Planted = field(default_factory=Planted)
+    planted: AttributePatches = field(default_factory=AttributePatches)
     adopter: Adopter | None = None
     closed: bool = False
     elsewhere: EngineError | None = None
@@ -98,9 +98,9 @@ class Engine:
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
-        unit = next((unit for unit in self.rig.units if unit.name == unit_name), None)
+        unit = next((unit for unit in self.context.units if unit.name == unit_name), None)
         if unit is None:  # staging
-            return all(home.memory.written.done() for unit in self.rig.units for home in unit.updated_homes)
+            return all(home.memory.written.done() for unit in self.context.units for home in unit.updated_homes)
         homes = [home for home in unit.homes.values() if any(c.kind == kind for plan in home.plans for c in plan.cells)]
         return all(home.written.done() for home in homes)
 
@@ -109,7 +109,7 @@ class Engine:
         other.state.access.go_on_from(self.state.access)
         other.gradients.go_on_from(self.gradients)
         other.passes.hooks.backward.has_failed = self.passes.hooks.backward.has_failed
-        self.rig, self.passes, self.updates, self.state = other.rig, other.passes, other.updates, other.state
+        self.context, self.passes, self.updates, self.state = other.context, other.passes, other.updates, other.state
         self.gradients, self.policy, self.restore_model = other.gradients, other.policy, other.restore_model
 
     def close(self, *, keep_params: bool) -> None:
@@ -128,10 +128,10 @@ class Engine:
             return
         raised = sys.exception()  # asked first: inside an `except` below it is another one
         under_way = raised is not None and id(raised) != self.begun_in  # a loop may run in an `except` block as a whole
-        if self.rig.ranks.council.size > 1 and (under_way or _is_ending()):
+        if self.context.ranks.control_group.size > 1 and (under_way or _is_ending()):
             why = f"{type(raised).__name__}: {raised}" if under_way else "the end of the program or of an object"
-            self.rig.ranks.council.tell(f"was ended by {why}")
-            if keep_params and self.rig.ranks.shards > 1:
+            self.context.ranks.control_group.tell(f"was ended by {why}")
+            if keep_params and self.context.ranks.shards > 1:
                 keep_params = False
                 _logger.warning(f"close() leaves the model without parameters: {_LEFT_EMPTY} ({one_line(why, 200)})")
         # A save reads homes from a thread of its own, and ends before their memory goes.
@@ -147,12 +147,12 @@ class Engine:
                 self.updates.stepper.abandon()
                 self.state.access.finish()
             # A rank whose update failed does not come to gather the parameters: the others hear of it here.
-            if keep_params and self.rig.ranks.shards > 1:
-                with self.rig.ranks.council.together("close()"):
+            if keep_params and self.context.ranks.shards > 1:
+                with self.context.ranks.control_group.together("close()"):
                     pass
         except Exception as error:
             # Nothing collective from here on: other ranks are past their meeting, or find this one's council closed.
-            heard = is_torn(self.rig.units) or _is_among(error, raised)
+            heard = state_has_failed(self.context.units) or _is_among(error, raised)
             self.abandon()
             if keep_params or not heard:
                 raise
@@ -172,7 +172,7 @@ class Engine:
             self._give_back({})
 
     def _parameters(self) -> Iterator[UnitParameter]:
-        return (parameter for unit in self.rig.units for parameter in unit.parameters)
+        return (parameter for unit in self.context.units for parameter in unit.parameters)
 
     def _restored(self, parameter: UnitParameter) -> Tensor:
         return parameter.as_before(self.state.access.own_param(parameter.tensor))
@@ -193,17 +193,17 @@ class Engine:
                 *(partial(parameter.leave, values.get(parameter)) for parameter in self._parameters()),
                 # 2. What is under way, gathers too, ends before its memory goes: files are still being written from
                 # it, and others are handed it at once.
-                self.rig.streams.close,
+                self.context.streams.close,
                 self.passes.gatherer.rest,
                 self.passes.reducer.close,
                 self.passes.hooks.close,
                 # 3. After the streams, whose threads call the pool, and whose collectives end before their group.
                 self.store.close,
                 # Torch refuses graphs that are left: what they have saved goes.
-                *(unit.count_writes for unit in self.rig.units),
-                *(unit.drop for unit in self.rig.units),
-                self.rig.pool.close,
-                self.rig.ranks.close,
+                *(unit.count_writes for unit in self.context.units),
+                *(unit.drop for unit in self.context.units),
+                self.context.pool.close,
+                self.context.ranks.close,
             ]
         )
         self.closed = True  # what fails from here on is not tried again on half an engine
@@ -249,7 +249,7 @@ def _is_among(error: BaseException, raised: BaseException | None) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@crossing
+@engine_entry
 def leave_to_parent(engine: Engine) -> None:
     """Make the parameters placeholders in a child of a fork, and have every use of the engine raise an error.
 
@@ -264,7 +264,7 @@ def leave_to_parent(engine: Engine) -> None:
     )
     engine.elsewhere = error
     # The memory of homes reads as zeros here, which would be computed with in silence. NaN shows itself.
-    for unit in engine.rig.units:
+    for unit in engine.context.units:
         unit.hide()
         unit.event = FailedEvent(error)
         for home in unit.homes.values():
@@ -286,7 +286,7 @@ def locate(engine: Engine) -> LocationReport:
             kind = name or cell.kind
             flies = kind != KEPT and (kind == LEAVING or not engine.at_rest(cell.unit, kind))
             rows.append(Location(cell.unit, kind, cell.tier.value, cell.dtype, cell.numel, cell.nbytes, pinned, flies))
-    for unit in engine.rig.units:
+    for unit in engine.context.units:
         if unit.leased:
             flies, numel = not unit.event.done(), unit.layout.numel
             rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flies))
@@ -296,7 +296,7 @@ def locate(engine: Engine) -> LocationReport:
 def bytes_by_tier(engine: Engine) -> dict[str, int]:
     """Add up what `locate` lists, by tier, the fastest first."""
     found = {tier.value: 0 for tier in Tier}
-    found[Tier.DEVICE.value] = sum(unit.nbytes for unit in engine.rig.units if unit.leased)
+    found[Tier.DEVICE.value] = sum(unit.nbytes for unit in engine.context.units if unit.leased)
     for section, _, _ in engine.store.table():
         found[section.tier.value] += section.nbytes
     return {tier: nbytes for tier, nbytes in found.items() if nbytes}
@@ -318,14 +318,14 @@ def check_step(engine: Engine) -> None:
         EngineError: says what.
     """
     engine.gradients.check_whole("step")
-    if any(unit.holding.blocks for unit in engine.rig.units):
+    if any(unit.holding.blocks for unit in engine.context.units):
         raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
-    for unit in engine.rig.units:
+    for unit in engine.context.units:
         if unit.trained is None:
             for parameter in unit.parameters:
                 parameter.check_frozen()
     engine.passes.hooks.forward.membership.check()
-    for unit in engine.rig.units:
+    for unit in engine.context.units:
         unit.check_written()
 
 
@@ -346,7 +346,7 @@ def check_not_averaged(verb: str, engine: Engine, *, writes: bool) -> None:
 def check_at_rest(verb: str, engine: Engine) -> None:
     """Refuse a method inside a forward, a backward or a `gathered` block: the state is in use there."""
     check_outside(verb, engine)
-    if any(unit.holding.blocks for unit in engine.rig.units):
+    if any(unit.holding.blocks for unit in engine.context.units):
         raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
 
 

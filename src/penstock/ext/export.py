@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.beside import PARTS
-from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folder, write_file
+from penstock.checkpoint.folder import FolderLock, check_free, make_folder, sync_folder, write_file
 from penstock.checkpoint.format import dtype_name
 from penstock.checkpoint.pretrained import FileSet, Merge, codes_of, decoded, file_sets, merged, scales_of
 from penstock.checkpoint.reader import Checkpoint
-from penstock.checkpoint.tables import Piece
+from penstock.checkpoint.tables import ParameterPiece
 from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, WeightFiles, divide, failed, index_of
 from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.config import MASTER, PARAM, Precision, average_kind
 from penstock.errors import CheckpointError, ConfigError
 from penstock.rules.formats import COMPUTE_DTYPES, as_param, read_master
-from penstock.runtime.control_group import Council, council_of_all
-from penstock.runtime.modes import crossing
+from penstock.runtime.control_group import ControlGroup, control_group_of_all
+from penstock.runtime.modes import engine_entry
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The values of what a checkpoint leaves out: a frozen base, in the folder that it first came from.
@@ -115,7 +115,8 @@ class LeftOut:
 #
 # 1. Ranks read the marker and the tables and plan the files; everything that can be wrong is found here.
 # 2. The first one makes a hidden folder beside the one that is asked for.
-# 3. Each rank writes files of its own: it reads the tiles that hold something of them, and puts each piece in its place.
+# 3. Each rank writes files of its own: it reads the tiles that hold something of them, and puts each piece in its
+# place.
 # 4. All files are on the disk: the first rank adds index and configuration, and the folder takes its name.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ TIMEOUT_S = 1800.0  # for the slowest rank's files
 _MARK = ".penstock-export"
 
 
-class Source(NamedTuple):
+class ExportSource(NamedTuple):
     """What a tensor of an export is made of: a parameter, or one of the tensors beside the tiles."""
 
     spec: TensorSpec
@@ -135,10 +136,10 @@ class Source(NamedTuple):
 
 
 #: What each file of tensors holds, by its path inside the export.
-Files = Mapping[str, Sequence[Source]]
+Files = Mapping[str, Sequence[ExportSource]]
 
 
-@crossing
+@engine_entry
 def export(
     checkpoint: str | PathLike[str],
     out: str | PathLike[str],
@@ -183,41 +184,41 @@ def export(
         raise ConfigError(f"export(dtype={dtype!r}): use one of {', '.join(map(repr, COMPUTE_DTYPES))}.")
     if max_shard_bytes < 1:
         raise ConfigError(f"export(max_shard_bytes={max_shard_bytes!r}): use a whole number of bytes, 1 or more.")
-    council = council_of_all(timeout_s=TIMEOUT_S, error=CheckpointError)
+    control_group = control_group_of_all(timeout_s=TIMEOUT_S, error=CheckpointError)
     folder = Path(os.path.realpath(out))
-    with contextlib.closing(council), contextlib.ExitStack() as undo:
-        with _together(council):
+    with contextlib.closing(control_group), contextlib.ExitStack() as undo:
+        with _together(control_group):
             opened = Checkpoint.open(checkpoint)
             _check_whole(opened)
             kind = None if average is False else _kind_of(opened, "" if average is True else average)
             sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only, merge_adapters=merge_adapters)
             left_out = undo.enter_context(contextlib.closing(LeftOut(opened, sets, base)))
             files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
-            if council.is_first:
+            if control_group.is_first:
                 undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
         # Only now is the hidden folder there, for every rank.
-        with _together(council):
+        with _together(control_group):
             everything = [file for of_set in files for file in of_set.items()]
             merges = {name: merge for file_set in sets for name, merge in file_set.merges.items()}
-            own = dict(everything[council.rank :: council.size])
+            own = dict(everything[control_group.rank :: control_group.size])
             _write(opened, _hidden_name(folder), own, kind, merges, left_out)
         # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
-        with _together(council):
-            if council.is_first:
+        with _together(control_group):
+            if control_group.is_first:
                 for file_set, of_set in zip(sets, files, strict=True):
                     _finish(_hidden_name(folder), file_set, of_set)
                 _appear(folder)
 
 
 @contextlib.contextmanager
-def _together(council: Council) -> Iterator[None]:
+def _together(control_group: ControlGroup) -> Iterator[None]:
     """Wait until all ranks come to the end of a block; where one fails in it, all do."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    council.agree(failure)
+    control_group.agree(failure)
 
 
 # What there is to write
@@ -234,13 +235,13 @@ def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_b
     }
 
 
-def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> Iterator[Source]:
+def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> Iterator[ExportSource]:
     """Find what each tensor of a set is made of."""
     for name, out in file_set.names.items():
         saved = checkpoint.manifest.parameters.get(name)
         if saved is not None:
             converts = saved.dtype in COMPUTE_DTYPES.values() or name in file_set.merges
-            yield Source(TensorSpec(out, saved.shape, dtype if converts else saved.dtype), name, None)
+            yield ExportSource(TensorSpec(out, saved.shape, dtype if converts else saved.dtype), name, None)
             continue
         key = checkpoint.manifest.buffers[name]
         tensor = checkpoint.tensors.get(key)
@@ -250,7 +251,7 @@ def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> I
             raise checkpoint.fail(f"buffers.{name}", "is of a complex dtype that no safetensors file has.")
         if tensor.dtype not in DTYPES.values():
             raise checkpoint.fail(f"buffers.{name}", f"is {dtype_name(tensor.dtype)}, which no export has.")
-        yield Source(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
+        yield ExportSource(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
@@ -312,7 +313,9 @@ def _write(
             file.sync()  # before the other ranks hear that this one has written
 
 
-def _pieces(checkpoint: Checkpoint, names: Container[str], average: str | None) -> Iterator[tuple[Tile, Piece]]:
+def _pieces(
+    checkpoint: Checkpoint, names: Container[str], average: str | None
+) -> Iterator[tuple[Tile, ParameterPiece]]:
     """Read the tiles that hold something of these parameters, and give each piece of them."""
     keys = [key for key in checkpoint.tiles() if any(p.name in names for p in key.unit.pieces(key.number))]
     with TileReader() as reader:
@@ -330,7 +333,9 @@ def _held(checkpoint: Checkpoint, names: Set[str], average: str | None) -> dict[
     return held
 
 
-def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype, average: str | None) -> Tensor:
+def _values(
+    checkpoint: Checkpoint, tile: Tile, piece: ParameterPiece, dtype: torch.dtype, average: str | None
+) -> Tensor:
     """Make what is written of a piece: the average, or as trained where that is in `dtype`, else from the master."""
     param = tile.homes.get(PARAM, {}).get(PARAM)
     averaged = None if average is None else tile.homes.get(average, {}).get(average)
@@ -339,7 +344,7 @@ def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype
     return _converted(checkpoint, piece.name, _precise(tile, piece, average), dtype)
 
 
-def _precise(tile: Tile, piece: Piece, average: str | None) -> Tensor:
+def _precise(tile: Tile, piece: ParameterPiece, average: str | None) -> Tensor:
     """Take a piece as precise as it is there: the average, or the master; codes as they are."""
     inside = _inside(piece)
     param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
@@ -352,7 +357,7 @@ def _precise(tile: Tile, piece: Piece, average: str | None) -> Tensor:
     return read_master(param[inside], None if master is None else master[inside])
 
 
-def _inside(piece: Piece) -> slice:
+def _inside(piece: ParameterPiece) -> slice:
     return slice(piece.inside, piece.inside + piece.stop - piece.start)
 
 
@@ -403,7 +408,7 @@ def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
             if hidden.is_symlink():
                 raise _not_ours(hidden)
             hidden.mkdir(exist_ok=True)
-            if not closing.enter_context(Hold(hidden)).take_alone():
+            if not closing.enter_context(FolderLock(hidden)).take_alone():
                 raise CheckpointError(f"Another export to {folder} is running. Wait for it.", file=str(folder))
             if any(hidden.iterdir()) and not (hidden / _MARK).is_file():
                 raise _not_ours(hidden)

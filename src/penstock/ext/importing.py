@@ -17,17 +17,17 @@ from penstock.checkpoint.beside import to_tensors
 from penstock.checkpoint.folder import check_free, make_folder
 from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode
 from penstock.checkpoint.reader import next_serial
-from penstock.checkpoint.save import Save, Target
+from penstock.checkpoint.save import Save, SaveTarget
 from penstock.checkpoint.tables import HomeTable, UnitTable
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.config import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.errors import CheckpointError
 from penstock.layout import ALIGNMENT_NUMEL, Slot, round_up
 from penstock.rules.rule import StateSpec
-from penstock.runtime.control_group import Council
-from penstock.runtime.modes import crossing
+from penstock.runtime.control_group import ControlGroup
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import DONE, HostEvent, InlineStreams
-from penstock.tiers.storage import CellPlan, Home, MemorySection, SectionPlan, Views
+from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan, Storage, Views
 
 _CPU = torch.device("cpu")
 _TILE_NUMEL = 1 << 20
@@ -62,7 +62,7 @@ class Incoming:
         return prod(self.shape)
 
 
-@crossing
+@engine_entry
 def write_checkpoint(
     folder: Path,
     parameters: Sequence[Incoming],
@@ -119,8 +119,8 @@ def write_checkpoint(
     sources = list(_sources(parameters))
     with contextlib.closing(RingMemory(sources, _CPU)) as ring, contextlib.closing(InlineStreams(_CPU)) as streams:
         Save(
-            council=Council(),
-            target=Target(folder, make_folder(folder), manifest.token, keep=None),
+            control_group=ControlGroup(),
+            target=SaveTarget(folder, make_folder(folder), manifest.token, keep=None),
             sources=sources,
             ring=ring,
             streams=streams,
@@ -130,7 +130,7 @@ def write_checkpoint(
         ).run()
 
 
-class _ReadSection(MemorySection):
+class _ReadSection(MemorySegment):
     """Some kinds of one parameter, whose values are in memory only while they are copied.
 
     Arguments:
@@ -139,7 +139,7 @@ class _ReadSection(MemorySection):
         reads: give the values of each kind.
     """
 
-    def __init__(self, plan: SectionPlan, numel: int, reads: Sequence[Read]) -> None:
+    def __init__(self, plan: SegmentPlan, numel: int, reads: Sequence[Read]) -> None:
         super().__init__(plan, ())
         self._numel = numel
         self._reads = reads
@@ -168,9 +168,9 @@ def _sources(parameters: Sequence[Incoming]) -> Iterator[UnitSource]:
         tables, homes = [], []
         for home, of_home in kinds.items():
             cells = tuple(CellPlan(name, kind, Tier.CPU, dtype, numel) for kind, (dtype, _) in of_home.items())
-            plan = SectionPlan(home, Tier.CPU, cells, 0, numel, tile_numel)
+            plan = SegmentPlan(home, Tier.CPU, cells, 0, numel, tile_numel)
             tables.append(HomeTable(home, cells, ()))
-            homes.append(Home([_ReadSection(plan, parameter.numel, [read for _, read in of_home.values()])]))
+            homes.append(Storage([_ReadSection(plan, parameter.numel, [read for _, read in of_home.values()])]))
         table = UnitTable(
             name=name,
             slots=(Slot(name, parameter.shape, parameter.numel, 0),),

@@ -14,18 +14,18 @@ from penstock.optim.matrix import MatrixRule, states_of
 from penstock.optim.muon import MuonRule, check_options, sizes_of
 from penstock.rules.formats import Rounding, StateFormat, read_master, read_state, step_key, write_param, write_state
 from penstock.rules.fused import unknown_options
-from penstock.rules.generic import GenericHyper, Ran, Running, options_of, same, tried_group
-from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment, StateSpec, fp32
-from penstock.rules.select import Several
-from penstock.rules.standard import Adam
+from penstock.rules.generic import GenericScalars, OptimizerTrial, TrialResult, options_of, same, tried_group
+from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars, StateSpec, StepScalars, UpdateSlice, fp32
+from penstock.rules.select import CombinedRule
+from penstock.rules.standard import AdamRule
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Rules that look at whole parameters: a `MatrixRule` on the memory of a tile that is one.
 #
-# The rule sees fp32 tensors in the parameter's shape. Where memory holds fp32 values, they are these: the parameter, its
-# full master, states. Else they are decoded before and written back afterwards, in pieces, so that what decoding needs
-# beside them stays small. States of the parameter's shape are stored in the format that was asked for; others, such as
-# sums of rows, are fp32.
+# The rule sees fp32 tensors in the parameter's shape. Where memory holds fp32 values, they are these: the parameter,
+# its full master, states. Else they are decoded before and written back afterwards, in pieces, so that what decoding
+# needs beside them stays small. States of the parameter's shape are stored in the format that was asked for; others,
+# such as sums of rows, are fp32.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -42,7 +42,7 @@ _BYTES_PER_ELEMENT_OF_A_PIECE = 96
 _UNSTATED_TENSORS = 4
 
 
-class Whole:
+class WholeParameterRule:
     """The rule that is a `MatrixRule`.
 
     Arguments:
@@ -124,7 +124,7 @@ class Whole:
         values = 4 * (2 * numel + decoded)
         return values + max(self._temporaries(shape), _BYTES_PER_ELEMENT_OF_A_PIECE * min(numel, PIECE_NUMEL))
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericHyper:  # noqa: B006
+    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericScalars:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`. Tensors in it are copied to the host."""
         del scalars
         if self._check:
@@ -137,9 +137,9 @@ class Whole:
                     "of its group were changed. Prepare again with them."
                 )
         read = {n: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for n, v in options.items()}
-        return GenericHyper(read, step, {})
+        return GenericScalars(read, step, {})
 
-    def advance(self, hyper: Hyper) -> Scalars:
+    def advance(self, hyper: StepScalars) -> Scalars:
         """Return the parameter's own scalars after the update: none."""
         del hyper
         return {}
@@ -148,14 +148,14 @@ class Whole:
         """Return what the class writes into its group in a step; see `Rule.advance_group`."""
         return self._written(options_of(group)) if self._written else {}
 
-    def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
+    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to one whole parameter; see `Rule.update`. On the host torch uses its own threads.
 
         Raises:
             EngineError: the segment is no whole parameter, or the arithmetic of a user failed.
         """
         del pool
-        assert isinstance(hyper, GenericHyper)
+        assert isinstance(hyper, GenericScalars)
         shape = segment.shape
         if not shape and segment.param.numel() != 1:
             raise EngineError(f"{self._title} looks at whole parameters, and was given a piece of one.")
@@ -178,18 +178,20 @@ class Whole:
         # 3. Back to where they rest, piece by piece.
         self._write(segment, value, states, hyper.step)
 
-    def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
+    def update_many(
+        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
+    ) -> None:
         """Apply the rule to whole parameters; see `Rule.update_many`."""
         for segment, hyper in segments:
             self.update(segment, hyper, grad_scale, pool)
 
-    def _stored(self, segment: Segment, shapes: Shapes) -> Iterator[tuple[StateSpec, Tensor, Tensor | None]]:
+    def _stored(self, segment: UpdateSlice, shapes: Shapes) -> Iterator[tuple[StateSpec, Tensor, Tensor | None]]:
         """Give the states that the parameter has, each as it is stored, without padding."""
         for k, spec in enumerate(self.states):
             if spec.name in shapes:
                 yield spec, segment.states[k][: math.prod(shapes[spec.name])], segment.scale(k)
 
-    def _write(self, segment: Segment, value: Tensor, states: Mapping[str, Tensor], step: int) -> None:
+    def _write(self, segment: UpdateSlice, value: Tensor, states: Mapping[str, Tensor], step: int) -> None:
         """Write fp32 values back to where memory holds something else."""
         numel = segment.param.numel()
         encoded = [
@@ -240,7 +242,7 @@ def _specs_of(known: Mapping[Shape, Shapes], format_: StateFormat) -> Iterator[S
         yield (format_ if alike else StateFormat()).spec(name, signed=True)
 
 
-def _value_of(segment: Segment) -> Tensor:
+def _value_of(segment: UpdateSlice) -> Tensor:
     """Return the fp32 values behind a parameter, flat: the very memory where it holds them, else a copy."""
     param, master = segment.param, segment.master
     values = param if master is None else master
@@ -286,7 +288,7 @@ _KNOWN = frozenset(("lr", "weight_decay", "momentum", "nesterov", "ns_coefficien
 _OURS = frozenset(("split", "ns_dtype"))
 
 
-def muon(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Whole:
+def muon(optimizer: torch.optim.Optimizer, format_: StateFormat) -> WholeParameterRule:
     """Make the rule of `torch.optim.Muon`.
 
     Raises:
@@ -296,17 +298,17 @@ def muon(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Whole:
     return _muon("muon", "torch.optim.Muon", optimizer.param_groups, format_, unknown)
 
 
-def muon_adamw(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Several:
+def muon_adamw(optimizer: torch.optim.Optimizer, format_: StateFormat) -> CombinedRule:
     """Make the rule of `penstock.optim.MuonAdamW`, whose parts are Muon's and AdamW's.
 
     Raises:
         ConfigError: a group has options that its part does not know.
     """
     groups = {rule: [g for g in optimizer.param_groups if g.get("rule") == rule] for rule in ("muon", "adamw")}
-    adamw = Adam("adamw", format_, amsgrad=any(group["amsgrad"] for group in groups["adamw"]))
+    adamw = AdamRule("adamw", format_, amsgrad=any(group["amsgrad"] for group in groups["adamw"]))
     stock = torch.optim.AdamW
     options = stock([torch.zeros(1)]).defaults
-    return Several(
+    return CombinedRule(
         "muon_adamw",
         "rule",
         {
@@ -316,7 +318,9 @@ def muon_adamw(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Severa
     )
 
 
-def _muon(name: str, title: str, groups: Iterable[Mapping[str, Any]], format_: StateFormat, unknown: set[str]) -> Whole:
+def _muon(
+    name: str, title: str, groups: Iterable[Mapping[str, Any]], format_: StateFormat, unknown: set[str]
+) -> WholeParameterRule:
     """Make Muon's rule over some groups, and refuse parameters that it cannot cut."""
     stock = not title.startswith("penstock")
 
@@ -342,7 +346,7 @@ def _muon(name: str, title: str, groups: Iterable[Mapping[str, Any]], format_: S
             shapes.append(tuple(parameter.shape))
             sizes_of(shapes[-1], group.get("split"))
     # Without a parameter there are states all the same: a group that is added later may have some.
-    return Whole(name, title, MuonRule(), format_, shapes or [(1, 1)], check=check)
+    return WholeParameterRule(name, title, MuonRule(), format_, shapes or [(1, 1)], check=check)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -402,7 +406,7 @@ def _mean_square(grad: Tensor, dim: int) -> Tensor:
     return norm.square_().div_(grad.size(dim))
 
 
-def adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Whole:
+def adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> WholeParameterRule:
     """Make the rule of `torch.optim.Adafactor`.
 
     Raises:
@@ -423,7 +427,7 @@ def adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Whole:
                 )
 
     shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
-    return Whole("adafactor", "torch.optim.Adafactor", AdafactorRule(), format_, shapes, check=check)
+    return WholeParameterRule("adafactor", "torch.optim.Adafactor", AdafactorRule(), format_, shapes, check=check)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -439,7 +443,7 @@ _RTOL, _ATOL = 1e-4, 1e-6
 Signature = Callable[[Mapping[str, Any]], str]
 
 
-class _ByStates(Several):
+class _ByStates(CombinedRule):
     """The rule of groups whose options call for other states of the same parameters.
 
     Arguments:
@@ -478,7 +482,7 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
     Raises:
         ConfigError: the rule ends elsewhere than the class; by how much.
     """
-    running, name, title = Running(optimizer), type(optimizer).__name__.lower(), type(optimizer).__qualname__
+    running, name, title = OptimizerTrial(optimizer), type(optimizer).__name__.lower(), type(optimizer).__qualname__
     shapes = dict.fromkeys(tuple(p.shape) for group in optimizer.param_groups for p in group["params"])
 
     def signature(group: Mapping[str, Any]) -> str:
@@ -487,7 +491,7 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
         for shape in shapes:
             try:
                 named.append((shape, sorted(states_of(rule, shape, group).items())))
-            except Exception:  # whoever has such a parameter hears of it from `Whole`
+            except Exception:  # whoever has such a parameter hears of it from `WholeParameterRule`
                 continue
         return str(named)
 
@@ -503,11 +507,15 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
         options.setdefault(key := signature(given), given)
         own.setdefault(key, []).extend(tuple(p.shape) for p in group["params"])
     written = (lambda group: running.written(group, writes[0])) if writes else None
-    parts = {key: Whole(name, title, rule, format_, own[key], options[key], written=written) for key in own}
+    parts = {
+        key: WholeParameterRule(name, title, rule, format_, own[key], options[key], written=written) for key in own
+    }
     return next(iter(parts.values())) if len(parts) == 1 else _ByStates(name, signature, parts)
 
 
-def _try_out(title: str, running: Running, rule: MatrixRule, group: dict[str, Any], shapes: Sequence[Shape]) -> bool:
+def _try_out(
+    title: str, running: OptimizerTrial, rule: MatrixRule, group: dict[str, Any], shapes: Sequence[Shape]
+) -> bool:
     """Take the same steps by the class, on all shapes together, and by the rule; refuse a difference.
 
     Returns:
@@ -537,7 +545,12 @@ def _try_out(title: str, running: Running, rule: MatrixRule, group: dict[str, An
 
 
 def _by_rule(
-    title: str, running: Running, rule: MatrixRule, group: Mapping[str, Any], value: Tensor, grads: Sequence[Tensor]
+    title: str,
+    running: OptimizerTrial,
+    rule: MatrixRule,
+    group: Mapping[str, Any],
+    value: Tensor,
+    grads: Sequence[Tensor],
 ) -> dict[str, Tensor]:
     """Update a parameter in place by the rule, and return its states.
 
@@ -559,7 +572,7 @@ def _by_rule(
     return states
 
 
-def _compare(title: str, ran: Ran, k: int, value: Tensor, states: Mapping[str, Tensor]) -> None:
+def _compare(title: str, ran: TrialResult, k: int, value: Tensor, states: Mapping[str, Tensor]) -> None:
     """Refuse a rule whose parameter, or a state that the class keeps in the same form, differs from the class's."""
     kept = ran.states[k]
     pairs = {"the parameter": (ran.values[k], value)}

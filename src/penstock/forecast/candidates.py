@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidatePlacement:
     """A placement to be tried.
 
     Attributes:
@@ -98,14 +98,14 @@ class Candidates:
         ordered = sorted(loads, key=lambda choice: choice.order)
         solved = {choice: self._least(loads[choice], limits) for choice in ordered}
         self.bounds: Mapping[Choice, Bound] = {choice: b for choice, b in solved.items() if b is not None}
-        self.in_order: Sequence[Candidate] = self._propose_all()
+        self.in_order: Sequence[CandidatePlacement] = self._propose_all()
 
     @property
     def lower_bound_s(self) -> float:
         """No step with any of the choices is shorter."""
         return min(bound.step_s for bound in self.bounds.values())
 
-    def at(self, choice: Choice, fractions: Fractions, streamed: float | None = None) -> Candidate | None:
+    def at(self, choice: Choice, fractions: Fractions, streamed: float | None = None) -> CandidatePlacement | None:
         """Make the candidate of given fractions; `None` where they do not fit.
 
         Arguments:
@@ -118,7 +118,7 @@ class Candidates:
         if found is None:
             return None
         share = found.streamed if streamed is None else streamed
-        return Candidate(choice, fractions, share, found.step_s, found.work_s)
+        return CandidatePlacement(choice, fractions, share, found.step_s, found.work_s)
 
     def at_rest(self, choice: Choice, fractions: Fractions) -> dict[TierName, float]:
         """Count the bytes on each tier that the bound knows of: what is there anyway, state, and shadows of it."""
@@ -135,7 +135,7 @@ class Candidates:
             there["device"] += load.own_params_bytes * max(0.0, min(far, up) - near)
         return there
 
-    def tighter(self, choice: Choice, nbytes: Mapping[TierName, float]) -> list[Candidate]:
+    def tighter(self, choice: Choice, nbytes: Mapping[TierName, float]) -> list[CandidatePlacement]:
         """Give placements for a choice that leave so many bytes more of each tier free."""
         less = self.limits.less({tier: ceil(more) for tier, more in nbytes.items()})
         return list(self._proposals(choice, less))
@@ -153,10 +153,10 @@ class Candidates:
             haste=haste,
         )
 
-    def _propose_all(self) -> list[Candidate]:
+    def _propose_all(self) -> list[CandidatePlacement]:
         """List some placements for each choice, and sort them."""
         by_bound = sorted(self.bounds, key=lambda choice: self.bounds[choice].step_s)
-        found: list[Candidate] = []
+        found: list[CandidatePlacement] = []
         for number, choice in enumerate(by_bound):
             load = self.loads[choice]
             roomy = self.limits.less(load.passing_bytes)
@@ -167,10 +167,10 @@ class Candidates:
             found += sorted(unlike, key=order_among(unlike))[:MOST_OF_A_CHOICE]
         return sorted(found, key=order_among(found))
 
-    def _proposals(self, choice: Choice, limits: Limits) -> list[Candidate]:
+    def _proposals(self, choice: Choice, limits: Limits) -> list[CandidatePlacement]:
         """Give the placements at the bound, on the grid where they fit there; none where nothing fits the limits."""
         load = self.loads[choice]
-        proposed: list[Candidate] = []
+        proposed: list[CandidatePlacement] = []
         for haste in HASTES:
             found = self._least(load, limits, haste=haste)
             if found is None:
@@ -180,7 +180,7 @@ class Candidates:
             proposed += _first(self.at(choice, fractions, streamed) for fractions in rounded)
         return proposed
 
-    def _corners(self, choice: Choice) -> Iterator[Candidate]:
+    def _corners(self, choice: Choice) -> Iterator[CandidatePlacement]:
         """Yield the placements of one tier for each kind."""
         for tiers in product(self.limits.tiers, repeat=len(KINDS)):
             fractions: Fractions = {kind: {tier: 1.0} for kind, tier in zip(KINDS, tiers, strict=True)}
@@ -234,18 +234,18 @@ def cut(fractions: Fractions, tiers: Sequence[TierName], slack: float | None) ->
 _Place = tuple[int, float, tuple[int, bool, float], str]
 
 
-def order_among(among: Iterable[Candidate]) -> Callable[[Candidate], _Place]:
+def order_among(among: Iterable[CandidatePlacement]) -> Callable[[CandidatePlacement], _Place]:
     """Make what sorts candidates: by bound, and those that are alike in it by their work."""
     least = min((candidate.bound_s for candidate in among), default=1.0) or 1.0
 
-    def place(candidate: Candidate) -> _Place:
+    def place(candidate: CandidatePlacement) -> _Place:
         alike = floor((candidate.bound_s / least - 1) / ALIKE + 1e-6)
         return alike, candidate.work_s, candidate.choice.order, str(candidate.fractions)
 
     return place
 
 
-def _first(found: Iterable[Candidate | None]) -> Iterator[Candidate]:
+def _first(found: Iterable[CandidatePlacement | None]) -> Iterator[CandidatePlacement]:
     """Yield the first one that fits."""
     for candidate in found:
         if candidate is not None:

@@ -9,7 +9,7 @@ from itertools import chain
 from math import inf
 
 from penstock.forecast.figures import FIGURES
-from penstock.forecast.program import OF_MODEL, Collective, Job, Op, Program
+from penstock.forecast.program import OF_MODEL, Collective, Op, Program, ProgramJob
 from penstock.forecast.rings import ring
 from penstock.forecast.running import Costs
 from penstock.forecast.sharing import Demand, Figures, demand
@@ -113,7 +113,7 @@ class MachineCosts:
         """Give what a collective takes that the host issues and waits for."""
         return ring(meeting, self.figures, self.by_host(program))
 
-    def job(self, job: Job, program: Program) -> Demand:
+    def job(self, job: ProgramJob, program: Program) -> Demand:
         """Give what a job takes."""
         self._know(program)
         key = (job.stream, job.label.verb, job.nbytes, job.collectives, job.segment, job.pageable, job.folder)
@@ -192,7 +192,7 @@ class MachineCosts:
 
     # Jobs
 
-    def _job(self, job: Job, program: Program) -> Demand:
+    def _job(self, job: ProgramJob, program: Program) -> Demand:
         if job.folder >= 0:
             return self._transfer(job, program)
         if job.stream in ("collective", OF_MODEL):
@@ -206,7 +206,7 @@ class MachineCosts:
             return self._link(job, program)
         return self._host_pass(job.nbytes, _COPIED, program)
 
-    def _host_update(self, job: Job, program: Program) -> Demand:
+    def _host_update(self, job: ProgramJob, program: Program) -> Demand:
         if job.label.verb != "update":
             return self._host_pass(job.nbytes, _TOUCHED, program)
         name = f"update_{program.rule}"
@@ -219,7 +219,7 @@ class MachineCosts:
         seconds = nbytes * touched * self.by_host(program) / self.figures.value("host_bandwidth")
         return demand(seconds, {HOST_MEMORY: seconds})
 
-    def _link(self, job: Job, program: Program) -> Demand:
+    def _link(self, job: ProgramJob, program: Program) -> Demand:
         pageable = "_pageable" if job.pageable else ""
         up, down = (self.figures.value(f"{way}{pageable}") for way in ("h2d", "d2h"))
         if self.figures.has("duplex"):
@@ -228,7 +228,7 @@ class MachineCosts:
             loads = {"link up": job.nbytes / up} if job.stream == "upload" else {"link down": job.nbytes / down}
         return demand(0.0, loads | self._memory(job.nbytes * (_PAGEABLE if job.pageable else _PINNED), program))
 
-    def _transfer(self, job: Job, program: Program) -> Demand:
+    def _transfer(self, job: ProgramJob, program: Program) -> Demand:
         read, write = self.figures.value("disk_read"), self.figures.value("disk_write")
         nbytes, reads = job.nbytes * self.by_host(program), job.stream != "write"
         mixed = self.figures.value("disk_mixed") if self.figures.has("disk_mixed") else 0.0
@@ -238,7 +238,7 @@ class MachineCosts:
         seconds = self.figures.value("disk_seconds") + max(loads.values())
         return demand(seconds, loads | self._memory(job.nbytes, program))
 
-    def _collective(self, job: Job, program: Program) -> Demand:
+    def _collective(self, job: ProgramJob, program: Program) -> Demand:
         by_host = self.by_host(program)
         parts = [ring(each, self.figures, by_host) for each in job.collectives]
         parts.append(self._compute(program, job.segment))

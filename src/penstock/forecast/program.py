@@ -63,7 +63,7 @@ class Collective(NamedTuple):
 Segment = tuple[tuple[int, int], ...]
 
 
-class Job(NamedTuple):
+class ProgramJob(NamedTuple):
     """A piece of work that was submitted to a stream.
 
     Attributes:
@@ -87,7 +87,7 @@ class Job(NamedTuple):
     folder: int = -1
 
 
-class Kind(Enum):
+class WorkKind(Enum):
     """What the program does next."""
 
     COMPUTE = "compute"  # index: a segment
@@ -104,11 +104,11 @@ class Item:
 
     Attributes:
         kind: what it is.
-        index: of what: see `Kind`.
+        index: of what: see `WorkKind`.
         label: of computing, what it is for; empty where nothing in particular.
     """
 
-    kind: Kind
+    kind: WorkKind
     index: int = 0
     label: Label = NO_LABEL
 
@@ -135,7 +135,7 @@ class Program:
     back_end: BackEnd
     ops: Sequence[Op]
     segments: Sequence[Segment]
-    jobs: Sequence[Job]
+    jobs: Sequence[ProgramJob]
     meetings: Sequence[Collective]
     items: Sequence[Item]
     steps: Sequence[int]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import inf
 from typing import Generic, TypeVar
 
-from penstock.forecast.program import Kind, Program
+from penstock.forecast.program import Program, WorkKind
 from penstock.forecast.running import Costs, Run
 from penstock.forecast.sharing import Demand, total_loads
 from penstock.forecast.timing import Timing
@@ -102,12 +102,12 @@ def busiest(program: Program, costs: Costs, step: int) -> float:
     demands: list[Demand] = []
     for item in program.items[program.steps[step] : program.steps[step + 1]]:
         row: object = "compute"
-        if item.kind is Kind.COMPUTE:
+        if item.kind is WorkKind.COMPUTE:
             taken = costs.segment(program, item.index)
-        elif item.kind is Kind.SUBMIT:
+        elif item.kind is WorkKind.SUBMIT:
             job = program.jobs[item.index]
             taken, row = costs.job(job, program), (job.stream, job.folder)
-        elif item.kind is Kind.MEET:
+        elif item.kind is WorkKind.MEET:
             taken, row = costs.meeting(program.meetings[item.index], program), "host"
         else:
             continue

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol, Self
 
 from penstock.ext.observe.timeline import Recording, Span, Wait
-from penstock.forecast.program import OF_MODEL, Collective, Item, Job, Kind, Program
+from penstock.forecast.program import OF_MODEL, Collective, Item, Program, ProgramJob, WorkKind
 from penstock.forecast.sharing import Demand, Fluid
 from penstock.trace import NO_LABEL, Label
 
@@ -35,7 +35,7 @@ class Costs(Protocol):
     def wake_seconds(self, program: Program) -> float:
         """Give the time from the end of what a thread of the host sleeps for until the thread goes on."""
 
-    def job(self, job: Job, program: Program) -> Demand:
+    def job(self, job: ProgramJob, program: Program) -> Demand:
         """Give what a job takes."""
 
     def segment(self, program: Program, number: int) -> Demand:
@@ -138,7 +138,7 @@ class Run:
         self._fluid = Fluid()
         self._compute = _Queue()
         # Jobs that were submitted before the program begins are over.
-        self._states = {item.index: _State() for item in program.items if item.kind is Kind.SUBMIT}
+        self._states = {item.index: _State() for item in program.items if item.kind is WorkKind.SUBMIT}
         self._next = 0
         self._blocked = False
         self._last: dict[str, int] = {}  # job by stream
@@ -192,15 +192,15 @@ class Run:
         self._compute.then(through)
 
     def _do(self, item: Item) -> None:
-        if item.kind is Kind.COMPUTE:
+        if item.kind is WorkKind.COMPUTE:
             self._give(item)
-        elif item.kind is Kind.SUBMIT:
+        elif item.kind is WorkKind.SUBMIT:
             self._stand(Demand(self._submit_seconds), partial(self._submit, item.index))
-        elif item.kind is Kind.WAIT and self._is_of_device(item.index):
+        elif item.kind is WorkKind.WAIT and self._is_of_device(item.index):
             self._until_queued(item.index, partial(self._compute.put, partial(self._hold, item.index)))
-        elif item.kind in (Kind.WAIT, Kind.HOST_WAIT):
+        elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
             self._wait(item.index, _nothing)
-        elif item.kind is Kind.MEET:
+        elif item.kind is WorkKind.MEET:
             self._stand(self._costs.meeting(self._program.meetings[item.index], self._program), _nothing)
         else:
             self._blocked = True
@@ -403,7 +403,7 @@ class Run:
         else:
             ready()
 
-    def _before(self, job: Job, number: int) -> list[list[Callable[[], None]]]:
+    def _before(self, job: ProgramJob, number: int) -> list[list[Callable[[], None]]]:
         """Find what a job follows on its stream, and make it the last one there."""
         found = []
         before = self._last.get(job.stream)

@@ -12,12 +12,12 @@ from itertools import pairwise, permutations
 from math import ceil
 
 from penstock.config import TierName
-from penstock.forecast.candidates import Candidate, Candidates, Choice, candidates, order_among
+from penstock.forecast.candidates import CandidatePlacement, Candidates, Choice, candidates, order_among
 from penstock.forecast.lacks import Change, Infeasible, lacks
 from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
 
 __all__ = [
-    "Candidate",
+    "CandidatePlacement",
     "Candidates",
     "Change",
     "Choice",
@@ -74,15 +74,15 @@ class Found:
         tried: every candidate that was rehearsed, in order.
     """
 
-    best: Candidate
+    best: CandidatePlacement
     evaluation: Evaluation
     lower_bound_s: float
     gap: float
-    tried: tuple[tuple[Candidate, Evaluation], ...]
+    tried: tuple[tuple[CandidatePlacement, Evaluation], ...]
 
 
 def search(
-    among: Candidates, evaluate: Callable[[Candidate], Evaluation], *, rehearsals: int = REHEARSALS
+    among: Candidates, evaluate: Callable[[CandidatePlacement], Evaluation], *, rehearsals: int = REHEARSALS
 ) -> Found | Infeasible:
     """Find the fastest placement. Deterministic, if `evaluate` is.
 
@@ -133,10 +133,10 @@ class _Search:
     """
 
     among: Candidates
-    evaluate: Callable[[Candidate], Evaluation]
+    evaluate: Callable[[CandidatePlacement], Evaluation]
     left: int
-    best: tuple[Candidate, Evaluation] | None = None
-    tried: list[tuple[Candidate, Evaluation]] = field(default_factory=list)
+    best: tuple[CandidatePlacement, Evaluation] | None = None
+    tried: list[tuple[CandidatePlacement, Evaluation]] = field(default_factory=list)
     unknown: dict[Choice, Mapping[TierName, int]] = field(default_factory=dict)
 
     def sweep(self) -> None:
@@ -179,7 +179,7 @@ class _Search:
                 self._try(candidate)
         return self.best[0] is not was
 
-    def _neighbours(self, candidate: Candidate, shift: float) -> Iterator[Candidate]:
+    def _neighbours(self, candidate: CandidatePlacement, shift: float) -> Iterator[CandidatePlacement]:
         """Yield what is one shift away: of a cut, of two kinds that change places, or of the device's share."""
         choice, nbytes = candidate.choice, self.among.loads[candidate.choice].kind_bytes
         tiers = [pair for near in pairwise(self.among.limits.tiers) for pair in (near, near[::-1])]
@@ -198,8 +198,8 @@ class _Search:
             shares = (max(0.0, candidate.streamed - shift), min(choice.streamed, candidate.streamed + shift))
             yield from filter(None, (self.among.at(choice, candidate.fractions, share) for share in shares))
 
-    def _try_until_it_fits(self, candidate: Candidate) -> None:
-        current: Candidate | None = candidate
+    def _try_until_it_fits(self, candidate: CandidatePlacement) -> None:
+        current: CandidatePlacement | None = candidate
         peak = self._peak(candidate.choice, candidate.fractions)
         if self.among.limits.excess(peak):  # as far as other rehearsals have shown
             current = self._instead(candidate, peak)
@@ -211,7 +211,9 @@ class _Search:
                 return
             current = self._instead(current, evaluation.peak_bytes)
 
-    def _instead(self, candidate: Candidate, peak_bytes: Mapping[TierName, float]) -> Candidate | None:
+    def _instead(
+        self, candidate: CandidatePlacement, peak_bytes: Mapping[TierName, float]
+    ) -> CandidatePlacement | None:
         """Find what may fit in place of a candidate that does not: what is used least moves, or all is solved again."""
         choice, excess = candidate.choice, self.among.limits.excess(peak_bytes)
         unknown = self._unknown_of(choice)
@@ -226,10 +228,10 @@ class _Search:
         assert self.best is not None
         return self.best[1].step_s * (1 - WORTHWHILE)
 
-    def _is_known(self, candidate: Candidate) -> bool:
+    def _is_known(self, candidate: CandidatePlacement) -> bool:
         return candidate.key in {tried.key for tried, _ in self.tried}
 
-    def _try(self, candidate: Candidate) -> Evaluation:
+    def _try(self, candidate: CandidatePlacement) -> Evaluation:
         evaluation = self.evaluate(candidate)
         self.left -= 1
         self.tried.append((candidate, evaluation))
@@ -257,7 +259,9 @@ class _Search:
     def _has_room(self, choice: Choice, fractions: Fractions) -> bool:
         return not self.among.limits.excess(self._peak(choice, fractions))
 
-    def _repaired(self, candidate: Candidate, peak_bytes: Mapping[TierName, float]) -> Candidate | None:
+    def _repaired(
+        self, candidate: CandidatePlacement, peak_bytes: Mapping[TierName, float]
+    ) -> CandidatePlacement | None:
         """Move what is used least off tiers that have too little room, by what is missing; `None` if nothing helps."""
         limits, kind_bytes = self.among.limits, self.among.loads[candidate.choice].kind_bytes
         fractions, carried = dict(candidate.fractions), 0.0

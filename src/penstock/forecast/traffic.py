@@ -28,7 +28,7 @@ Window = Literal["forward", "backward", "any"]
 Flow = Literal["h2d", "d2h", "read", "write", "update", "device update", "in place"]
 
 
-class Cell(NamedTuple):
+class TrafficCell(NamedTuple):
     """How a tile is placed: the tiers of its kinds, and whether the device updates it though its state is elsewhere."""
 
     params: TierName
@@ -150,11 +150,11 @@ class Traffic:
             if cell.optimizer == tier and cell.params != tier and {cell.params, tier} == memory
         }
 
-    def _cells(self) -> Iterator[Cell]:
+    def _cells(self) -> Iterator[TrafficCell]:
         for params, grads, optimizer in product(self._tiers, repeat=3):
-            yield Cell(params, grads, optimizer)
+            yield TrafficCell(params, grads, optimizer)
             if self._load.streamed > 0 and optimizer != "device" and not self._shared:
-                yield Cell(params, grads, optimizer, streamed=True)
+                yield TrafficCell(params, grads, optimizer, streamed=True)
 
     def _hold(self) -> None:
         """Hold that shares sum to all, and that the device updates no more of what rests elsewhere than it may."""
@@ -167,10 +167,10 @@ class Traffic:
             terms = {cell.variable: (1.0 if cell.streamed else 0.0) - share for cell in elsewhere}
             self._linear.at_most("streamed", terms)
 
-    def _move(self, flow: Flow, window: Window, cell: Cell, nbytes: int) -> None:
+    def _move(self, flow: Flow, window: Window, cell: TrafficCell, nbytes: int) -> None:
         self.flows.setdefault(flow, Spread()).add(window, {cell.variable: float(nbytes)})
 
-    def _update(self, cell: Cell) -> None:
+    def _update(self, cell: TrafficCell) -> None:
         """Count the update of a cell: what comes to it, and what of it goes back.
 
         What forward waits for is in its window: what the update reads, and parameters on their way to where forward
@@ -212,7 +212,7 @@ class Traffic:
             self._move("h2d", window, cell, 2 * params)
             self._move("d2h", window, cell, params)
 
-    def _update_in_one_memory(self, cell: Cell) -> None:
+    def _update_in_one_memory(self, cell: TrafficCell) -> None:
         """Count an update where the device's memory is the host's: by compute itself, or on the stream of updates."""
         window: Window = "any" if self._in_backward and cell.optimizer != "device" else "forward"
         flow: Flow = "update"
@@ -221,7 +221,7 @@ class Traffic:
         self._move(flow, window, cell, self._load.update_bytes)
         self._from_file(cell, window)
 
-    def _from_file(self, cell: Cell, window: Window) -> None:
+    def _from_file(self, cell: TrafficCell, window: Window) -> None:
         """Count what an update reads of files and writes there. A write may end long after forward has."""
         for tier, nbytes, written in (
             (cell.optimizer, self._load.optimizer_bytes, True),

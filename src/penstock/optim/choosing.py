@@ -21,7 +21,7 @@ _EMBEDDINGS = frozenset(("wte", "wpe", "emb", "shared"))
 
 
 @dataclass(frozen=True)
-class Choice:
+class MuonChoice:
     """One parameter, who updates it, and why.
 
     Arguments:
@@ -58,7 +58,7 @@ class Wishes:
     split: Mapping[str, Split] | None = None
 
 
-def choose(model: nn.Module | None, named: Iterable[tuple[str, nn.Parameter]], wishes: Wishes) -> list[Choice]:
+def choose(model: nn.Module | None, named: Iterable[tuple[str, nn.Parameter]], wishes: Wishes) -> list[MuonChoice]:
     """Choose who updates each trainable parameter.
 
     Arguments:
@@ -85,7 +85,7 @@ def choose(model: nn.Module | None, named: Iterable[tuple[str, nn.Parameter]], w
                 sizes_of(shape, split)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
-        choices.append(Choice(name, shape, parameter, rule, reason, wanted is not None, split))
+        choices.append(MuonChoice(name, shape, parameter, rule, reason, wanted is not None, split))
     for option, patterns in (("muon", wishes.muon), ("adamw", wishes.adamw), ("split", wishes.split or ())):
         for pattern in patterns:
             if not any(fnmatchcase(c.name, pattern) and (option != "split" or c.rule == "muon") for c in choices):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.optim.choosing import Choice, Wishes, choose, not_hidden
+from penstock.optim.choosing import MuonChoice, Wishes, choose, not_hidden
 from penstock.optim.matrix import run_closure
 from penstock.optim.muon import MuonRule, Split, check_options, sizes_of
 
@@ -130,7 +130,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 "MuonAdamW([{'params': matrices, 'rule': 'muon'}, {'params': others, 'rule': 'adamw'}])."
             )
         choices = choose(model, given, wishes)
-        groups: dict[Any, list[Choice]] = {}
+        groups: dict[Any, list[MuonChoice]] = {}
         for choice in sorted(choices, key=lambda choice: choice.rule != "muon"):
             groups.setdefault((choice.rule, choice.split), []).append(choice)
         if not any(rule == "muon" for rule, _ in groups):

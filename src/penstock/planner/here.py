@@ -23,9 +23,9 @@ from penstock.probe.collectives import measure_collectives
 from penstock.probe.fingerprint import fingerprint
 from penstock.probe.measure import measure
 from penstock.probe.sampling import Deadline
-from penstock.runtime.control_group import Council, council_of_all
+from penstock.runtime.control_group import ControlGroup, control_group_of_all
 from penstock.runtime.hardware import device_for, free_device_memory, shares_host_memory
-from penstock.runtime.modes import theirs
+from penstock.runtime.modes import user_mode
 from penstock.runtime.system import hosts_of
 from penstock.runtime.topology import Grid
 
@@ -45,15 +45,15 @@ def machine_of_ranks(folders: Sequence[str | os.PathLike[str]] = ()) -> Machine 
     Raises:
         ConfigError, EngineError: measuring failed on the first rank.
     """
-    with contextlib.closing(council_of_all(timeout_s=PATIENCE_S, error=EngineError)) as council:
-        world = dist.group.WORLD if council.size > 1 else None
+    with contextlib.closing(control_group_of_all(timeout_s=PATIENCE_S, error=EngineError)) as control_group:
+        world = dist.group.WORLD if control_group.size > 1 else None
         every = {} if world is None else {"ranks": world}
-        return machine_here(device_for((), None).device, council, every, folders=folders)
+        return machine_here(device_for((), None).device, control_group, every, folders=folders)
 
 
 def machine_here(
     device: torch.device,
-    council: Council,
+    control_group: ControlGroup,
     groups: Mapping[str, dist.ProcessGroup],
     *,
     folders: Sequence[str | os.PathLike[str]] = (),
@@ -65,7 +65,7 @@ def machine_here(
 
     Arguments:
         device: the one that computes.
-        council: the ranks, patient enough to wait for the first one.
+        control_group: the ranks, patient enough to wait for the first one.
         groups: the process groups that this rank is in, one for each dimension of the mesh, by name.
         folders: the folders of the nvme tier.
         seconds: how long the first rank may measure.
@@ -74,20 +74,20 @@ def machine_here(
         The machine, on the first rank; `None` on the others.
 
     Raises:
-        ConfigError, EngineError: measuring failed on the first rank, as `Council.together` says.
+        ConfigError, EngineError: measuring failed on the first rank, as `ControlGroup.together` says.
     """
     found: Machine | None = None
     is_new = False
-    with council.together("probe"):
-        if council.is_first:
+    with control_group.together("probe"):
+        if control_group.is_first:
             found = recall(fingerprint(device, folders), Machine.read)
-            is_new = found is None or (council.size > 1 and not _knows_links(found))
+            is_new = found is None or (control_group.size > 1 and not _knows_links(found))
             if is_new:
                 found = _probed(device, seconds, folders)
-    if not council.share(is_new):
+    if not control_group.share(is_new):
         return found
-    if council.size > 1:
-        links = measure_collectives(device, groups, council, Deadline(SECONDS_OF_LINKS))
+    if control_group.size > 1:
+        links = measure_collectives(device, groups, control_group, Deadline(SECONDS_OF_LINKS))
         if found is not None:
             figures = {**found.figures, **{name: Figure(*values) for name, values in links.items()}}
             found = replace(found, figures=figures)
@@ -125,7 +125,7 @@ def plan_here(
     device_bytes, host_bytes = _free_bytes(model, arguments, device, world_size // hosts)
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type  # of no devices: torch wants to know it all the same
-    with theirs(), torch.random.fork_rng(devices, device_type=kind):
+    with user_mode(), torch.random.fork_rng(devices, device_type=kind):
         return plan(
             model,
             optimizer,

@@ -11,7 +11,7 @@ from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.load import Load
 from penstock.forecast.machine import Machine
-from penstock.forecast.program import OF_MODEL, Collective, Kind, Program
+from penstock.forecast.program import OF_MODEL, Collective, Program, WorkKind
 from penstock.memory_budget import gradient_bytes
 from penstock.rehearsal.rehearse import BACKWARD, FORWARD, Rehearsal
 from penstock.runtime.topology import Grid, Reach
@@ -128,11 +128,11 @@ def _seconds(program: Program, passes: Sequence[range], machine: Machine) -> flo
     total = 0.0
     for items in passes:
         for item in (program.items[number] for number in items):
-            if item.kind is Kind.COMPUTE:
+            if item.kind is WorkKind.COMPUTE:
                 if item.index not in known:
                     known[item.index] = costs.segment(program, item.index).seconds
                 total += known[item.index]
-            elif item.kind is Kind.SUBMIT and program.jobs[item.index].stream == OF_MODEL:
+            elif item.kind is WorkKind.SUBMIT and program.jobs[item.index].stream == OF_MODEL:
                 # Compute waits for it at once. On a host it takes none of the cores, which the bound counts too.
                 job = program.jobs[item.index]
                 total += costs.job(job, program).seconds if program.back_end == "accelerator" else 0.0
@@ -145,7 +145,7 @@ def _collectives(program: Program, passes: Sequence[range]) -> tuple[Collective,
         collective
         for items in passes
         for item in (program.items[number] for number in items)
-        if item.kind is Kind.SUBMIT and program.jobs[item.index].stream != OF_MODEL
+        if item.kind is WorkKind.SUBMIT and program.jobs[item.index].stream != OF_MODEL
         for collective in program.jobs[item.index].collectives
         if collective.ranks > 1
     )

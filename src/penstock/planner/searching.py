@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, EngineError
-from penstock.forecast.candidates import Candidate, Choice
+from penstock.forecast.candidates import CandidatePlacement, Choice
 from penstock.forecast.lacks import Change, fits
 from penstock.forecast.load import Load
 from penstock.forecast.solve import Evaluation, Found, Infeasible, candidates, infeasible, search
@@ -34,7 +34,7 @@ class Best:
     trial: Trial
     lower_bound_s: float
     gap: float
-    tried: tuple[tuple[Candidate, Evaluation], ...] = ()
+    tried: tuple[tuple[CandidatePlacement, Evaluation], ...] = ()
     lacking: Infeasible | None = None
 
 
@@ -129,14 +129,14 @@ def _search(question: Question, trials: Trials, loads: Mapping[Choice, Load]) ->
     if not among.bounds:
         return infeasible(loads, limits)
 
-    def evaluate(candidate: Candidate) -> Evaluation:
+    def evaluate(candidate: CandidatePlacement) -> Evaluation:
         trial = trials.run(placement_of(candidate.fractions, candidate.choice, question), _fixed(candidate, question))
         return Evaluation(trial.timing.step_s, trial.peak_bytes, not limits.excess(trial.peak_bytes))
 
     return search(among, evaluate, rehearsals=REHEARSALS)
 
 
-def _fixed(candidate: Candidate, question: Question) -> Choice:
+def _fixed(candidate: CandidatePlacement, question: Question) -> Choice:
     """Give the choice with the share of updates that is to be streamed, in place of the most that may be."""
     is_free = question.options.streamed_updates == "auto"
     return candidate.choice._replace(streamed=round(candidate.streamed, 3) if is_free else _stated(question))

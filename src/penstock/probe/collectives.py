@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from penstock.probe.arithmetic import Stopwatch
 from penstock.probe.sampling import LEAST_ROUNDS, Deadline, Measurement, quartiles
-from penstock.runtime.control_group import Council, all_gather_flat, give_back, own_group
+from penstock.runtime.control_group import ControlGroup, all_gather_flat, give_back, own_group
 from penstock.runtime.system import hosts_of, ranks_of_host
 
 SIZES = (1 << 10, 1 << 20, 1 << 26)  # bytes of the whole buffer
@@ -19,7 +19,7 @@ MOST_ROUNDS = 15
 
 
 def measure_collectives(
-    device: torch.device, groups: Mapping[str, dist.ProcessGroup], council: Council, deadline: Deadline
+    device: torch.device, groups: Mapping[str, dist.ProcessGroup], control_group: ControlGroup, deadline: Deadline
 ) -> dict[str, Measurement]:
     """Measure all-gathers. Collective.
 
@@ -28,7 +28,7 @@ def measure_collectives(
     Arguments:
         device: where the buffers are; the groups have a backend for it.
         groups: the dimensions of the mesh by name, or all ranks as one; those of one rank are passed over.
-        council: of all ranks.
+        control_group: of all ranks.
         deadline: when to be done, the first rank's.
 
     Returns:
@@ -39,13 +39,13 @@ def measure_collectives(
     if not groups:
         return {}
     with contextlib.ExitStack() as closing:
-        groups |= _within_hosts(groups, council, closing)
+        groups |= _within_hosts(groups, control_group, closing)
         watch = Stopwatch(device)
-        found = {name: _measure_group(watch, group, council, deadline) for name, group in groups.items()}
-        spreads = {name: _spread(group, council.size) for name, group in groups.items()}
+        found = {name: _measure_group(watch, group, control_group, deadline) for name, group in groups.items()}
+        spreads = {name: _spread(group, control_group.size) for name, group in groups.items()}
     kinds: dict[str, dict[str, tuple[Measurement, Measurement]]] = {}
     for name, (bandwidth, latency) in found.items():
-        hosts, rings = council.share(spreads[name])  # the first rank's, as what it has measured
+        hosts, rings = control_group.share(spreads[name])  # the first rank's, as what it has measured
         if hosts > 1:  # rings of the host's other ranks went through its network at the same time
             value, low, high = (each * rings for each in bandwidth[:3])
             bandwidth = bandwidth._replace(value=value, low=low, high=high)
@@ -69,17 +69,17 @@ def _slowest(kind: str, found: Mapping[str, tuple[Measurement, Measurement]]) ->
 
 
 def _within_hosts(
-    groups: Mapping[str, dist.ProcessGroup], council: Council, closing: contextlib.ExitStack
+    groups: Mapping[str, dist.ProcessGroup], control_group: ControlGroup, closing: contextlib.ExitStack
 ) -> dict[str, dist.ProcessGroup]:
     """Make a group of the ranks of each host, where there are several hosts and no dimension lies within one."""
-    spreads = council.share([_spread(group, council.size)[0] for group in groups.values()])
+    spreads = control_group.share([_spread(group, control_group.size)[0] for group in groups.values()])
     here = ranks_of_host()
     if min(spreads) == 1 or here == 1:
         return {}
-    name = council.share(f"penstock probe {secrets.token_hex(8)}")
+    name = control_group.share(f"penstock probe {secrets.token_hex(8)}")
     first = dist.get_rank() // here * here
-    members = [rank for rank in council.members if first <= rank < first + here]
-    group = own_group(members, next(iter(groups.values())), name, timeout_s=council.timeout_s)
+    members = [rank for rank in control_group.members if first <= rank < first + here]
+    group = own_group(members, next(iter(groups.values())), name, timeout_s=control_group.timeout_s)
     closing.callback(give_back, [group])
     return {"ranks of a host": group}
 
@@ -92,7 +92,7 @@ def _spread(group: dist.ProcessGroup, ranks: int) -> tuple[int, int]:
 
 
 def _measure_group(
-    watch: Stopwatch, group: dist.ProcessGroup, council: Council, deadline: Deadline
+    watch: Stopwatch, group: dist.ProcessGroup, control_group: ControlGroup, deadline: Deadline
 ) -> tuple[Measurement, Measurement]:
     """Measure one group: its bandwidth, and its latency."""
     count = dist.get_world_size(group)
@@ -108,14 +108,14 @@ def _measure_group(
         longest = time.perf_counter() - start
         rounds += 1
         # One rank's clock decides for all: a rank that went on alone would wait for the others in vain.
-        left, of_first = council.share([deadline.left(), longest])
+        left, of_first = control_group.share([deadline.left(), longest])
         if rounds > LEAST_ROUNDS and left < of_first:
             break
         if rounds == 1 and left < 2 * of_first and len(sizes) == len(SIZES):
             sizes = sizes[:-1]  # the largest one is too much for this link in this time
     used = [nbytes for nbytes in SIZES if runs[nbytes]]
     # What every rank has seen is one figure on all of them: the first rank's.
-    medians = [council.share([median(runs[nbytes]), *quartiles(runs[nbytes])]) for nbytes in used]
+    medians = [control_group.share([median(runs[nbytes]), *quartiles(runs[nbytes])]) for nbytes in used]
     latency, largest = medians[0], medians[-1]
     moved = used[-1] * (count - 1) / count
     rates = [moved / max(seconds - latency[0], seconds / 10) for seconds in largest]

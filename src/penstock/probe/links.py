@@ -17,7 +17,7 @@ from penstock.runtime.host_memory import Arena, page_aligned
 from penstock.runtime.streams import DONE, DOWNLOAD, FETCH, UPDATE, UPLOAD, Event, Streams, across, all_of
 from penstock.runtime.system import update_cores
 from penstock.tiers.host import HostTier
-from penstock.tiers.transfer import Copies, Way
+from penstock.tiers.transfer import CopyRoute, CopyRoutes
 from penstock.trace import NO_LABEL
 
 MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20  # of a copy
@@ -74,7 +74,7 @@ class Link:
             tier = HostTier(device)
             self._closing.callback(tier.close)
             self._bounce = tier.bounce()
-            self._copies = Copies(self._streams, self._bounce[FETCH], FETCH)
+            self._copies = CopyRoutes(self._streams, self._bounce[FETCH], FETCH)
             cores = update_cores(device)
             self._pool = Pool(cores.count, sorted(cores.cores or ()))
             self._closing.callback(self._pool.close)
@@ -122,7 +122,7 @@ class Link:
         """Copy between the device and pageable memory, by the bounce buffers."""
         ends = (self._device[0], self._pageable)
         target, source = ends if to is Tier.DEVICE else ends[::-1]
-        way = Way(to, crosses=True, bounce=self._bounce)
+        way = CopyRoute(to, crosses=True, bounce=self._bounce)
         return [self._copies.copy(way, target, source, DONE, NO_LABEL)]
 
     def _during(self, submit: Callable[[], Sequence[Event]]) -> float:

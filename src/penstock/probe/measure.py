@@ -19,9 +19,9 @@ from penstock.probe.links import measure_links
 from penstock.probe.memory import free_memory, measure_host, measure_jobs, measure_room
 from penstock.probe.sampling import Deadline, Measurement
 from penstock.probe.updates import measure_device_update
-from penstock.runtime.control_group import Council
+from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.hardware import Hardware, device_for, visible_devices
-from penstock.runtime.modes import ours
+from penstock.runtime.modes import engine_mode
 
 LEAST_SECONDS = 1.0
 #: Of the stated time: what begins before it is over ends after it.
@@ -91,28 +91,28 @@ def measure(
         raise ConfigError(f"seconds={seconds:g} is too short to measure a machine. Use {LEAST_SECONDS:g} or more.")
     device = device_for((), None).device if device is None else device
     say = progress or _say_nothing
-    with _council(groups) as council, ours():
+    with _control_group(groups) as control_group, engine_mode():
         deadline = Deadline(seconds * (1 - RESERVED))
-        alone = deadline.share(0.85 if council.size > 1 else 1.0)
-        with council.together("probe"):
-            if council.is_first:
+        alone = deadline.share(0.85 if control_group.size > 1 else 1.0)
+        with control_group.together("probe"):
+            if control_group.is_first:
                 check_folders(folders)
         # Of several ranks one measures: two at once would each find half of the memory and of the disks.
         failure: Exception | None = None
         said: list[Any] = []
         try:
-            if council.is_first:
+            if control_group.is_first:
                 found = _measure_alone(device, folders, alone, say)
                 said = [fingerprint(device, folders), found]
         except Exception as error:
             failure = error
-        council.agree(failure, "probe")
-        known, shared = council.share(said)
+        control_group.agree(failure, "probe")
+        known, shared = control_group.share(said)
         figures = {name: Measurement(*figure) for name, figure in shared.items()}
-        if council.size > 1 and (world := dist.group.WORLD) is not None:
+        if control_group.size > 1 and (world := dist.group.WORLD) is not None:
             say("collectives")
             named = groups or {"all ranks": world}
-            figures |= measure_collectives(device, named, council, deadline)
+            figures |= measure_collectives(device, named, control_group, deadline)
     return Measured(machine_name(known), device.type, dict(sorted(figures.items())), known)
 
 
@@ -165,18 +165,18 @@ def _device_update(device: torch.device, whole: Deadline, own: Deadline) -> Figu
 
 
 @contextmanager
-def _council(groups: Mapping[str, dist.ProcessGroup] | None) -> Iterator[Council]:
+def _control_group(groups: Mapping[str, dist.ProcessGroup] | None) -> Iterator[ControlGroup]:
     """Meet the other ranks, where there are some and they are to take part."""
     alone = groups is not None and not groups
     members: tuple[int, ...] = (0,)
     number = 0
     if not alone and dist.is_available() and dist.is_initialized():
         members, number = tuple(range(dist.get_world_size())), dist.get_rank()
-    council = Council(members, number)
+    control_group = ControlGroup(members, number)
     try:
-        yield council
+        yield control_group
     finally:
-        council.close()
+        control_group.close()
 
 
 def _is_number(value: object) -> bool:

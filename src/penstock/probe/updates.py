@@ -12,23 +12,23 @@ from penstock.layout import round_up
 from penstock.probe.arithmetic import Stopwatch
 from penstock.probe.block import normal
 from penstock.probe.sampling import Deadline, Measurement, take_turns
-from penstock.rules import Pool, Rule, Segment
+from penstock.rules import Pool, Rule, UpdateSlice
 from penstock.rules.device import has_compiler
-from penstock.rules.standard import Adam, Lion, Sgd
+from penstock.rules.standard import AdamRule, LionUpdateRule, SgdRule
 from penstock.runtime.host_memory import PAGE_BYTES
 
 #: Each rule, and a group of its parameters, by the rule's name. Not of torch's optimizers, whose first one imports for
 #: seconds what is not used here.
 RULES: Mapping[str, tuple[Callable[[], Rule], Mapping[str, Any]]] = {
     "adamw": (
-        partial(Adam, "adamw"),
+        partial(AdamRule, "adamw"),
         {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True, "weight_decay": 0.01},
     ),
     "sgd": (
-        partial(Sgd, "sgd", momentum=True),
+        partial(SgdRule, "sgd", momentum=True),
         {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
     ),
-    "lion": (partial(Lion, "lion"), {"betas": (0.9, 0.99), "weight_decay": 0.0}),
+    "lion": (partial(LionUpdateRule, "lion"), {"betas": (0.9, 0.99), "weight_decay": 0.0}),
 }
 #: Bytes of a parameter, a gradient and a master: bf16 with the low half of the fp32 value, and plain fp32.
 BF16, FP32 = "bf16 with remainders", "fp32"
@@ -65,12 +65,12 @@ class Update:
         dtype, master = _DTYPES[precision]
         changed = [dtype, *([] if master is None else [master]), *(spec.dtype for spec in self._rule.states)]
         cuts = _Cuts(memory)
-        self._segments: list[Segment] = []
+        self._segments: list[UpdateSlice] = []
         while cuts.left >= tile_numel * sum(each.itemsize for each in (dtype, *changed)) + PAGE_BYTES * len(changed):
             param, grad = cuts.take(tile_numel, dtype), cuts.take(tile_numel, dtype)
             held = None if master is None else cuts.take(tile_numel, master)
             states = tuple(cuts.take(tile_numel, spec.dtype) for spec in self._rule.states)
-            self._segments.append(Segment(param=param, grad=grad, master=held, states=states))
+            self._segments.append(UpdateSlice(param=param, grad=grad, master=held, states=states))
         self.tiles = len(self._segments)
         self.numel = self.tiles * tile_numel
         # All is read, and all but the gradient is written.

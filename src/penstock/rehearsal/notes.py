@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from penstock.config import Tier
-from penstock.forecast.program import OF_MODEL, BackEnd, Collective, Item, Job, Kind, Op, Program, Segment
+from penstock.forecast.program import OF_MODEL, BackEnd, Collective, Item, Op, Program, ProgramJob, Segment, WorkKind
 from penstock.rehearsal.memory import Memory
 from penstock.rehearsal.order import Order
 from penstock.trace import NO_LABEL, Label
@@ -25,7 +25,7 @@ class Notes:
 
     def __init__(self, back_end: BackEnd) -> None:
         self.back_end = back_end
-        self.jobs: list[Job] = []
+        self.jobs: list[ProgramJob] = []
         self.step = 0
         self.order = Order()
         self._ops: dict[Op, int] = {}
@@ -64,7 +64,7 @@ class Notes:
     def _end_segment(self) -> None:
         if self._counted:
             segment = self._segments.setdefault(self._take_segment(), len(self._segments))
-            self._items.append(Item(Kind.COMPUTE, segment, self._label))
+            self._items.append(Item(WorkKind.COMPUTE, segment, self._label))
 
     def _take_segment(self) -> Segment:
         counted, self._counted = self._counted, {}
@@ -84,23 +84,23 @@ class Notes:
         finally:
             self._counted, self._issued = outside, issued
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: ProgramJob) -> int:
         """Note a job; return its number."""
         self._end_segment()
         self.jobs.append(job)
-        self._items.append(Item(Kind.SUBMIT, len(self.jobs) - 1, self._label))
+        self._items.append(Item(WorkKind.SUBMIT, len(self.jobs) - 1, self._label))
         return len(self.jobs) - 1
 
     def wait(self, job: int, *, by_host: bool) -> None:
         """Note that compute, or the host, goes on after a job."""
         self._end_segment()
-        self._items.append(Item(Kind.HOST_WAIT if by_host else Kind.WAIT, job, self._label))
+        self._items.append(Item(WorkKind.HOST_WAIT if by_host else WorkKind.WAIT, job, self._label))
 
     def synchronize(self) -> None:
         """Note that the host waits for all that compute was given."""
         self._end_segment()
         self.order.synchronize()
-        self._items.append(Item(Kind.SYNCHRONIZE, 0, self._label))
+        self._items.append(Item(WorkKind.SYNCHRONIZE, 0, self._label))
 
     # Ranks
 
@@ -110,13 +110,15 @@ class Notes:
 
     def communicate(self, collective: Collective) -> None:
         """Note a collective that the model issues, for which compute waits at once."""
-        self.wait(self.submit(Job(OF_MODEL, self._label, collective.nbytes, collectives=(collective,))), by_host=False)
+        self.wait(
+            self.submit(ProgramJob(OF_MODEL, self._label, collective.nbytes, collectives=(collective,))), by_host=False
+        )
 
     def meet(self, collective: Collective) -> None:
         """Note a collective that the host issues and waits for."""
         self._end_segment()
         self._meetings.append(collective)
-        self._items.append(Item(Kind.MEET, len(self._meetings) - 1, self._label))
+        self._items.append(Item(WorkKind.MEET, len(self._meetings) - 1, self._label))
 
     # Memory
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from penstock.forecast.program import Collective
 from penstock.rehearsal.notes import Notes
-from penstock.runtime.collectives import Hop, Ranks
+from penstock.runtime.collectives import Collectives, Hop
 from penstock.runtime.topology import Grid
 
 
-class VirtualRanks(Ranks):
+class VirtualRanks(Collectives):
     """One rank of a grid.
 
     Arguments:

@@ -29,7 +29,7 @@ from penstock.rehearsal.rehearsed import Recipe, Rehearsed
 from penstock.rehearsal.streams import VirtualStreams
 from penstock.rehearsal.supply import Imagined
 from penstock.rules.rule import noting
-from penstock.runtime.modes import theirs
+from penstock.runtime.modes import user_mode
 from penstock.runtime.topology import Grid
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -116,7 +116,7 @@ def _rehearse(scene: Scene, request: Request, steps: int) -> Rehearsal:
     ranks = VirtualRanks(scene.grid, notes)
     supply = Imagined(notes, scene.pinnable_bytes, fill)
     # People's code runs on their side, with gradients, wherever this is called.
-    sides = theirs(), torch.inference_mode(False), torch.enable_grad()
+    sides = user_mode(), torch.inference_mode(False), torch.enable_grad()
     with contextlib.ExitStack() as closing:
         for side in sides:
             closing.enter_context(side)

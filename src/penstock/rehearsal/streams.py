@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.config import Tier
-from penstock.forecast.program import BackEnd, Job
+from penstock.forecast.program import BackEnd, ProgramJob
 from penstock.rehearsal.hollow import mark
 from penstock.rehearsal.notes import Notes
 from penstock.rehearsal.supply import HollowRecords
@@ -65,7 +65,7 @@ class VirtualStreams(Streams):
         del writes
         self._let_go()
         follows = tuple(sorted(self._last_of_each(after).values()))
-        job = Job(stream, label, nbytes, follows, folder=_folder(work))
+        job = ProgramJob(stream, label, nbytes, follows, folder=_folder(work))
         if stream == COLLECTIVE:
             parts = [part for event in after for part in event.parts() if isinstance(part, VirtualEvent)]
             for event in parts:  # issued by the caller, who waits for what the host does first

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from penstock.blueprint import Blueprint, Request
 from penstock.config import PARAM, Tier
-from penstock.engine.unit.first_values import Flat, Source
+from penstock.engine.unit.first_values import FirstValues, FlatValues
 from penstock.engine.unit.partition import UnitSpec
 from penstock.memory_budget import Supply
 from penstock.rehearsal.hollow import hollow
 from penstock.rehearsal.notes import Notes
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.host_memory import Arena, HostMemory
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import Striping
-from penstock.tiers.storage import MemorySection, Records, Section, SectionPlan, record_sizes
+from penstock.tiers.storage import MemorySegment, Records, Segment, SegmentPlan, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
 
 _ROUNDED_BYTES = 512  # what torch's allocator of a device gives at least
@@ -67,8 +67,8 @@ class Imagined(Supply):
         ]
 
     def source(
-        self, model: nn.Module, request: Request, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
-    ) -> Source:
+        self, model: nn.Module, request: Request, ranks: Collectives, device: torch.device, undo: contextlib.ExitStack
+    ) -> FirstValues:
         """Give parameters no values."""
         return _NoValues()
 
@@ -80,10 +80,10 @@ class _HollowHost(HostTier):
         """Say nothing: what copies of it cost is in the program."""
 
 
-class _NoValues(Source):
+class _NoValues(FirstValues):
     """Nobody has values."""
 
-    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield the units in order."""
         for number, _ in enumerate(specs):
             yield number, None
@@ -139,18 +139,18 @@ class _HollowDevice(TierMemory):
         self._notes = notes
         self._fill = fill
 
-    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Take nothing yet: a section is counted when it is made."""
         del pin
         return {home: _HollowSlab(self._make, self._notes, Tier.DEVICE) for home in wanted}
 
-    def _make(self, plan: SectionPlan) -> tuple[Section, int]:
+    def _make(self, plan: SegmentPlan) -> tuple[Segment, int]:
         tensors = [hollow(cell.numel, cell.dtype) for cell in plan.cells]
         if self._fill is not None and plan.home == PARAM:
             tensors = [torch.empty(cell.numel, dtype=cell.dtype, device="cpu") for cell in plan.cells]
             for tensor in tensors:
                 self._fill(tensor)
-        return MemorySection(plan, tensors), sum(-(-t.nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES for t in tensors)
+        return MemorySegment(plan, tensors), sum(-(-t.nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES for t in tensors)
 
 
 class _HollowFiles(TierMemory):
@@ -162,14 +162,14 @@ class _HollowFiles(TierMemory):
         self._notes = notes
         self._folders = max(folders, 1)
 
-    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Lay records out over the folders, as the files would have them."""
         del pin
         slabs: dict[str, Slab] = {}
         for home in wanted:
             striping = Striping(self._folders)
 
-            def make(plan: SectionPlan, striping: Striping = striping) -> tuple[Section, int]:
+            def make(plan: SegmentPlan, striping: Striping = striping) -> tuple[Segment, int]:
                 places = striping.place(record_sizes(plan))
                 return HollowRecords(plan, places), sum(nbytes for *_, nbytes in places)
 
@@ -186,11 +186,11 @@ class _HollowSlab(Slab):
         tier: where they would be.
     """
 
-    def __init__(self, make: Callable[[SectionPlan], tuple[Section, int]], notes: Notes, tier: Tier) -> None:
+    def __init__(self, make: Callable[[SegmentPlan], tuple[Segment, int]], notes: Notes, tier: Tier) -> None:
         self._make, self._notes, self._tier = make, notes, tier
         self._nbytes = 0
 
-    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
+    def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
         """Make the next section."""
         del unset
         section, nbytes = self._make(plan)
@@ -211,7 +211,7 @@ class HollowRecords(Records):
         places: the folder, offset and bytes of each tile's record.
     """
 
-    def __init__(self, plan: SectionPlan, places: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, plan: SegmentPlan, places: Sequence[tuple[int, int, int]]) -> None:
         super().__init__(plan, [nbytes for *_, nbytes in places])
         self._places = places
 
@@ -227,7 +227,7 @@ class HollowRecords(Records):
         """Refuse; streams of a rehearsal run nothing."""
         raise AssertionError("nothing is stored in a rehearsal")
 
-    def cut(self, tile: int, start: int, plan: SectionPlan) -> "HollowRecords":
+    def cut(self, tile: int, start: int, plan: SegmentPlan) -> "HollowRecords":
         """Make a section with records of its own from a byte of a tile's record on."""
         folder, offset, _ = self._places[tile]
         places = []

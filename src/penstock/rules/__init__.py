@@ -2,16 +2,16 @@
 
 from penstock._native import Pool
 from penstock.rules.formats import StateFormat, deposit, join_master, split_master, squared_norm
-from penstock.rules.rule import Hyper, Rule, Segment, StateSpec
+from penstock.rules.rule import Rule, StateSpec, StepScalars, UpdateSlice
 from penstock.rules.select import rule_for
 
 __all__ = [
-    "Hyper",
     "Pool",
     "Rule",
-    "Segment",
     "StateFormat",
     "StateSpec",
+    "StepScalars",
+    "UpdateSlice",
     "deposit",
     "join_master",
     "rule_for",

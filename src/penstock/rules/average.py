@@ -18,10 +18,10 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.rules.formats import join_master, read_master, split_master, write_master
-from penstock.rules.rule import PIECE_NUMEL, Segment
-from penstock.rules.standard import Sgd
+from penstock.rules.rule import PIECE_NUMEL, UpdateSlice
+from penstock.rules.standard import SgdRule
 
-_SGD = Sgd("average")
+_SGD = SgdRule("average")
 
 
 def begin(average: Tensor, param: Tensor, master: Tensor | None) -> None:
@@ -52,7 +52,7 @@ def follow(average: Tensor, param: Tensor, master: Tensor | None, decay: float, 
     group = {"lr": 1 - decay, "weight_decay": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
     hyper = _SGD.hyper({**group, "maximize": False}, step=1)
     for part in _pieces(average):
-        _SGD.update(Segment(average[part], _values(param, master, part), None, ()), hyper, -1.0, pool)
+        _SGD.update(UpdateSlice(average[part], _values(param, master, part), None, ()), hyper, -1.0, pool)
 
 
 def show(average: Tensor, param: Tensor, master: Tensor | None) -> None:

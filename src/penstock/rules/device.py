@@ -12,7 +12,7 @@ import torch.fx.experimental._config as _shape_config
 from torch import Tensor
 
 from penstock.rules.formats import Rounding, read_master, read_state, step_key, write_param, write_state
-from penstock.rules.rule import BLOCK_NUMEL, Segment, StateSpec, fp32
+from penstock.rules.rule import BLOCK_NUMEL, StateSpec, UpdateSlice, fp32
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which devices torch compiles kernels for, and how to have these kernels round as the host's do.
@@ -131,7 +131,7 @@ def one_pass(
         make_scalars: the rule's NamedTuple of scalars.
         flags: the rule's flags, a NamedTuple.
         stochastic: whether bf16 is rounded by random bits.
-        tensors: param, grad, master, states and their scales, as a `Segment` has them.
+        tensors: param, grad, master, states and their scales, as a `UpdateSlice` has them.
         blocks: how many blocks of 256 elements the segment has.
         numbers: the factor on the gradient, then the scalars: fp32, [1 + scalars].
         key_and_first: the key of the step's random bits, and the number of the first element: int64, [2].
@@ -163,7 +163,7 @@ class DeviceUpdate:
         self._decided = compiled is not None
 
     def __call__(
-        self, rule: Any, segments: Sequence[tuple[Segment, Any]], grad_scale: float, otherwise: Callable[..., None]
+        self, rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, otherwise: Callable[..., None]
     ) -> None:
         """Update segments.
 
@@ -196,7 +196,7 @@ class DeviceUpdate:
                 target.copy_(source[: target.numel()])
 
     def _update(
-        self, rule: Any, segments: Sequence[tuple[Segment, Any]], grad_scale: float, otherwise: Callable[..., None]
+        self, rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, otherwise: Callable[..., None]
     ) -> None:
         """Update segments of whole blocks, two or more each; see `__call__`."""
         assert self._compiled is not None
@@ -241,14 +241,14 @@ class DeviceUpdate:
 
 
 def _in_blocks(
-    segments: Iterable[tuple[Segment, Any]],
-) -> tuple[list[tuple[Segment, Any]], list[tuple[Segment, Segment]]]:
+    segments: Iterable[tuple[UpdateSlice, Any]],
+) -> tuple[list[tuple[UpdateSlice, Any]], list[tuple[UpdateSlice, UpdateSlice]]]:
     """Cut segments into what has whole blocks, two or more, and the rest, which is copied and filled up with zeros.
 
     Returns:
         What to update, with its scalars; and each rest with its copy, from which it has to be copied back.
     """
-    whole: list[tuple[Segment, Any]] = []
+    whole: list[tuple[UpdateSlice, Any]] = []
     filled = []
     for segment, hyper in segments:
         if _is_whole(segment):
@@ -259,7 +259,7 @@ def _in_blocks(
             if _is_whole(piece):
                 whole.append((piece, hyper))
             else:
-                copy = Segment(
+                copy = UpdateSlice(
                     _filled(piece.param),
                     _filled(piece.grad),
                     None if piece.master is None else _filled(piece.master),
@@ -272,7 +272,7 @@ def _in_blocks(
     return whole, filled
 
 
-def _is_whole(segment: Segment) -> bool:
+def _is_whole(segment: UpdateSlice) -> bool:
     """Return True if a segment has whole blocks, and two or more."""
     numel = segment.param.numel()
     return numel % BLOCK_NUMEL == 0 and numel >= _LEAST_NUMEL
@@ -284,7 +284,7 @@ def _filled(values: Tensor, *, blocks: bool = False) -> Tensor:
     return torch.nn.functional.pad(values, (0, numel - values.numel()))
 
 
-def _written(segment: Segment) -> list[Tensor]:
+def _written(segment: UpdateSlice) -> list[Tensor]:
     """List the tensors that an update writes."""
     tensors = segment.param, segment.master, *segment.states, *segment.scales
     return [tensor for tensor in tensors if tensor is not None]
@@ -303,7 +303,7 @@ def _reason(error: Exception) -> str:
 
 
 def _numbers_of(
-    rule: Any, segments: Sequence[tuple[Segment, Any]], grad_scale: float, device: torch.device
+    rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Give what `one_pass` calls `numbers` and `key_and_first`, for each segment, on the device.
 
@@ -341,7 +341,7 @@ def _on_device(rows: list[list[Any]], dtype: torch.dtype, device: torch.device) 
     return values.to(device, non_blocking=True)
 
 
-def rounds_by_its_place(rule: Any, segment: Segment, hyper: Any) -> bool:
+def rounds_by_its_place(rule: Any, segment: UpdateSlice, hyper: Any) -> bool:
     """Whether some of a segment is rounded by random bits, which depend on the number of each element."""
     rounded = [spec.dtype for spec in rule.states[: rule.used(hyper)]]
     rounded += [segment.param.dtype] if segment.master is None else []

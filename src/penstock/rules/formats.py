@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock._native import Pool
-from penstock.rules.rule import BLOCK_NUMEL, Segment, StateSpec, dtype_of, fma, fp32, is_imagined
+from penstock.rules.rule import BLOCK_NUMEL, StateSpec, UpdateSlice, dtype_of, fma, fp32, is_imagined
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The dtypes that a precision stands for.
@@ -184,9 +184,9 @@ def _squared_norms_in_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 # a quiet NaN with remainder 0: rounding 0x7FFFFFFF up would make it -0.
 #
 # Ties away from zero are the one rule for parameters, whatever their master is (`as_param`): the form of the master and
-# the way of a value (prepare, update, load, set, export, average) change no bit of a parameter. To nearest even, as torch
-# rounds, a value and its 16 bits would not fit: an even bf16 stands for 65,537 values then. The two rules differ on half
-# of the ties, one value in 131,072. Gradients, optimizer states and activations are rounded to nearest even.
+# the way of a value (prepare, update, load, set, export, average) change no bit of a parameter. To nearest even, as
+# torch rounds, a value and its 16 bits would not fit: an even bf16 stands for 65,537 values then. The two rules differ
+# on half of the ties, one value in 131,072. Gradients, optimizer states and activations are rounded to nearest even.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -396,14 +396,14 @@ def _signed(x: int) -> int:
 # How states are stored in 8 bits: as codes of a dynamic map, with one fp32 scale for each block of 256 elements.
 #
 # The bits of a positive fp32 number, read as an integer, are 2^23 times its logarithm to base 2, up to a constant and
-# taken as linear between powers of two; call them L(x). A code of magnitude m > 0 stands for the value whose logarithm is
-# D times that of m + 1/2, counted from the largest code, which stands for the block's largest magnitude, the scale:
+# taken as linear between powers of two; call them L(x). A code of magnitude m > 0 stands for the value whose logarithm
+# is D times that of m + 1/2, counted from the largest code, which stands for the block's largest magnitude, the scale:
 #
 #     L(value) = L(scale) - D * (L(M + 1/2) - L(m + 1/2))
 #
-# with M = 255 and D = 4 without sign, M = 127 and D = 3 with it; m = 0 is zero. So each of 8 (7 with sign) decades of 2^D
-# has half as many codes as the one above it: small values get few bits but keep their size, down to 1e-9 of the scale
-# (1e-6 with sign). A negative value has the code 255 - m.
+# with M = 255 and D = 4 without sign, M = 127 and D = 3 with it; m = 0 is zero. So each of 8 (7 with sign) decades of
+# 2^D has half as many codes as the one above it: small values get few bits but keep their size, down to 1e-9 of the
+# scale (1e-6 with sign). A negative value has the code 255 - m.
 #
 # The scale comes back as it went in, and what was decoded is encoded to the same codes. Encoding takes the m that the
 # logarithm, divided by D, is truncated to. What lies below all of them becomes zero in the signed map; without sign it
@@ -540,7 +540,7 @@ class Rounding:
         return round_up_by(value, self._words[draw], what)
 
 
-def rounding_of(segment: Segment, format_: StateFormat, step: int) -> Rounding | None:
+def rounding_of(segment: UpdateSlice, format_: StateFormat, step: int) -> Rounding | None:
     """Return how a segment is rounded to bf16 at a step; `None` to nearest even.
 
     Arguments:

@@ -18,11 +18,11 @@ from penstock.rules.rule import (
     BLOCK_NUMEL,
     PIECE_NUMEL,
     Elementwise,
-    Hyper,
     Rule,
     Scalars,
-    Segment,
     StateSpec,
+    StepScalars,
+    UpdateSlice,
     dtype_of,
     fp32,
     master_kind_of,
@@ -34,7 +34,7 @@ from penstock.rules.rule import (
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+class _SummedPart(NamedTuple):
     """Bytes that a pass has summed: where they are, and their CRC-32C as they were and as they are."""
 
     start: int
@@ -43,7 +43,7 @@ class _Part(NamedTuple):
     after: int
 
 
-class Sums:
+class RecordChecksums:
     """The CRC-32C of some memory, as it was before an update and as it is after it.
 
     Arguments:
@@ -52,7 +52,7 @@ class Sums:
 
     def __init__(self, memory: Iterable[Tensor]) -> None:
         self._ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in memory]
-        self._parts: list[_Part] = []
+        self._parts: list[_SummedPart] = []
 
     def __bool__(self) -> bool:
         """Whether anything is to be known."""
@@ -69,7 +69,7 @@ class Sums:
     def note(self, tensors: Sequence[Tensor], sums: Sequence[tuple[int, int]]) -> None:
         """Note what a pass has found of tensors, before and after."""
         for tensor, (before, after) in zip(tensors, sums, strict=True):
-            self._parts.append(_Part(tensor.data_ptr(), tensor.nbytes, before, after))
+            self._parts.append(_SummedPart(tensor.data_ptr(), tensor.nbytes, before, after))
 
     def of(self, memory: Tensor) -> tuple[int, int]:
         """Compute the CRC-32C of some of the memory before the update and after it, in the order of its bytes.
@@ -79,7 +79,7 @@ class Sums:
         at, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         before = after = 0
         inside = sorted(part for part in self._parts if at <= part.start < stop)
-        for part in (*inside, _Part(stop, 0, 0, 0)):
+        for part in (*inside, _SummedPart(stop, 0, 0, 0)):
             nbytes = part.start - at
             between = _native.crc32c(at, nbytes)
             before = _native.crc32c_join(_native.crc32c_join(before, between, nbytes), part.before, part.nbytes)
@@ -93,13 +93,21 @@ class Summing(Protocol):
     """A rule whose pass over host memory can sum what it touches."""
 
     def update_summed(
-        self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None, sums: Sums
+        self,
+        segments: Iterable[tuple[UpdateSlice, StepScalars]],
+        grad_scale: float,
+        pool: Pool | None,
+        sums: RecordChecksums,
     ) -> None:
         """Do what `Rule.update_many` does to segments of host memory, and note what of them `sums` asks for."""
 
 
 def update_many(
-    rule: Rule, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None, sums: Sums
+    rule: Rule,
+    segments: Iterable[tuple[UpdateSlice, StepScalars]],
+    grad_scale: float,
+    pool: Pool | None,
+    sums: RecordChecksums,
 ) -> None:
     """Apply a rule to segments, as its `update_many` does, and sum what of them is asked for."""
     if sums:
@@ -115,7 +123,7 @@ def update_many(
 
 
 @dataclass(frozen=True)
-class FusedHyper(Hyper):
+class FusedScalars(StepScalars):
     """The scalars of one update, each a value that fp32 holds.
 
     Arguments:
@@ -139,7 +147,7 @@ class FusedHyper(Hyper):
 
 
 @dataclass(frozen=True)
-class Fused(Elementwise, ABC):
+class FusedRule(Elementwise, ABC):
     """A rule with native kernels.
 
     Arguments:
@@ -201,13 +209,13 @@ class Fused(Elementwise, ABC):
                     f"not know. Set {option}={nothing!r} in every parameter group."
                 )
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
+    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedScalars:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`."""
         del scalars
         self._check(group)
         kernel, values, flags = self.read_group(group, step)
         sign = -1.0 if group.get("maximize") else 1.0
-        return FusedHyper(kernel, sign, values, flags, step if self.format.stochastic else 0)
+        return FusedScalars(kernel, sign, values, flags, step if self.format.stochastic else 0)
 
     @abstractmethod
     def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, Any, Any]:
@@ -222,7 +230,7 @@ class Fused(Elementwise, ABC):
         """
 
     @abstractmethod
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
         """Return the updated parameter, and put the updated states in the list.
 
         Each operation rounds on its own, so the order and the grouping of operations decide the bits. A product that is
@@ -235,17 +243,17 @@ class Fused(Elementwise, ABC):
             hyper: the flags, and scalars that are Python numbers or 0-dim tensors.
         """
 
-    def used(self, hyper: FusedHyper) -> int:
+    def used(self, hyper: FusedScalars) -> int:
         """Return how many of the states, from the first, this update uses."""
         del hyper
         return len(self.states)
 
-    def advance(self, hyper: Hyper) -> Scalars:
+    def advance(self, hyper: StepScalars) -> Scalars:
         """Return nothing: there are no scalars beside the step count."""
         del hyper
         return {}
 
-    def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
+    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to one segment, in one pass, in place; see `Rule.update`.
 
         Raises:
@@ -253,11 +261,13 @@ class Fused(Elementwise, ABC):
         """
         self.update_many([(segment, hyper)], grad_scale, pool)
 
-    def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
+    def update_many(
+        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
+    ) -> None:
         """Apply the rule to segments of one device; see `Rule.update_many`."""
-        elsewhere: list[tuple[Segment, FusedHyper]] = []
+        elsewhere: list[tuple[UpdateSlice, FusedScalars]] = []
         for segment, hyper in segments:
-            assert isinstance(hyper, FusedHyper)
+            assert isinstance(hyper, FusedScalars)
             if segment.param.device.type == "cpu":
                 self._update_native(segment, hyper, grad_scale, pool)
             else:
@@ -266,16 +276,25 @@ class Fused(Elementwise, ABC):
             self.on_device(self, elsewhere, grad_scale, update_in_torch)
 
     def update_summed(
-        self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None, sums: Sums
+        self,
+        segments: Iterable[tuple[UpdateSlice, StepScalars]],
+        grad_scale: float,
+        pool: Pool | None,
+        sums: RecordChecksums,
     ) -> None:
         """Apply the rule to segments of host memory; see `Summing.update_summed`."""
         for segment, hyper in segments:
-            assert isinstance(hyper, FusedHyper)
+            assert isinstance(hyper, FusedScalars)
             assert segment.param.device.type == "cpu"
             self._update_native(segment, hyper, grad_scale, pool, sums)
 
     def _update_native(
-        self, segment: Segment, hyper: FusedHyper, grad_scale: float, pool: Pool | None, sums: Sums | None = None
+        self,
+        segment: UpdateSlice,
+        hyper: FusedScalars,
+        grad_scale: float,
+        pool: Pool | None,
+        sums: RecordChecksums | None = None,
     ) -> None:
         """Update a segment of host memory by the native kernel."""
         param, stochastic = segment.param, self.format.stochastic
@@ -289,7 +308,7 @@ class Fused(Elementwise, ABC):
         ]
         used = segment.states[: len(states)], segment.scales[: len(states)]
         summed = [] if sums is None else sums.among((param, segment.grad, segment.master, *used[0], *used[1]))
-        # Addresses alone: a `Segment` has checked lengths and devices, and the functions around them the dtypes.
+        # Addresses alone: a `UpdateSlice` has checked lengths and devices, and the functions around them the dtypes.
         found = _native.update(
             pool,
             hyper.kernel,
@@ -311,7 +330,7 @@ class Fused(Elementwise, ABC):
             sums.note(summed, found)
 
 
-def update_reference(rule: Fused, segment: Segment, hyper: FusedHyper, grad_scale: float) -> None:
+def update_reference(rule: FusedRule, segment: UpdateSlice, hyper: FusedScalars, grad_scale: float) -> None:
     """Update a segment in plain torch operations, on any device: what every other back end is compared with."""
     specs = rule.states[: rule.used(hyper)]
     factor = fp32(grad_scale * hyper.sign)
@@ -330,7 +349,7 @@ def update_reference(rule: Fused, segment: Segment, hyper: FusedHyper, grad_scal
         write_param(piece.param, piece.master, p, rounding)
 
 
-def update_in_torch(rule: Fused, segments: Sequence[tuple[Segment, FusedHyper]], grad_scale: float) -> None:
+def update_in_torch(rule: FusedRule, segments: Sequence[tuple[UpdateSlice, FusedScalars]], grad_scale: float) -> None:
     """Update segments of one device as `update_reference` does, the small ones of equal scalars together.
 
     An operation of a device costs the host the same for few elements as for many.
@@ -340,7 +359,7 @@ def update_in_torch(rule: Fused, segments: Sequence[tuple[Segment, FusedHyper]],
         segments: the segments, each with its scalars.
         grad_scale: the factor on the gradient.
     """
-    alike: dict[tuple[Any, ...], list[Segment]] = {}
+    alike: dict[tuple[Any, ...], list[UpdateSlice]] = {}
     for segment, hyper in segments:
         # Alone: in a batch an element has another number, and other neighbours in its block of 256.
         if segment.param.numel() >= PIECE_NUMEL or _minds_its_place(rule, segment, hyper):
@@ -356,15 +375,15 @@ def update_in_torch(rule: Fused, segments: Sequence[tuple[Segment, FusedHyper]],
                 update_reference(rule, batch[0], hyper, grad_scale)
 
 
-def _minds_its_place(rule: Fused, segment: Segment, hyper: FusedHyper) -> bool:
+def _minds_its_place(rule: FusedRule, segment: UpdateSlice, hyper: FusedScalars) -> bool:
     """Whether what happens to an element depends on its number, or on its neighbours in a block."""
     in_blocks = any(spec.scale_name for spec in rule.states[: rule.used(hyper)])
     return in_blocks or rounds_by_its_place(rule, segment, hyper)
 
 
-def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+def _batches(segments: Iterable[UpdateSlice]) -> Iterator[list[UpdateSlice]]:
     """Divide segments among batches of at most `PIECE_NUMEL` elements, in order."""
-    batch: list[Segment] = []
+    batch: list[UpdateSlice] = []
     numel = 0
     for segment in segments:
         if batch and numel + segment.param.numel() > PIECE_NUMEL:
@@ -376,12 +395,12 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
         yield batch
 
 
-def _update_together(rule: Fused, segments: Sequence[Segment], hyper: FusedHyper, grad_scale: float) -> None:
+def _update_together(rule: FusedRule, segments: Sequence[UpdateSlice], hyper: FusedScalars, grad_scale: float) -> None:
     """Update a batch as one segment: copy its segments one after the other, update, and copy back what was written."""
     masters = [segment.master for segment in segments if segment.master is not None]
     states = [[segment.states[k] for segment in segments] for k in range(rule.used(hyper))]
     params = [segment.param for segment in segments]
-    batch = Segment(
+    batch = UpdateSlice(
         torch.cat(params),
         torch.cat([segment.grad for segment in segments]),
         torch.cat(masters) if masters else None,
@@ -410,7 +429,7 @@ def _address(tensor: Tensor | None) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def unknown_options(rule: Fused, options: Iterable[str], cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
+def unknown_options(rule: FusedRule, options: Iterable[str], cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
     """Find options of the user's class that the rule does not know, such as those of a newer torch.
 
     Arguments:

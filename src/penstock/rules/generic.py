@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock._native import Pool
 from penstock.errors import ConfigError, one_line
 from penstock.rules.formats import StateFormat, read_master, read_state, rounding_of, write_param, write_state
-from penstock.rules.rule import BLOCK_NUMEL, Elementwise, Hyper, Scalars, Segment, StateSpec, fp32
+from penstock.rules.rule import BLOCK_NUMEL, Elementwise, Scalars, StateSpec, StepScalars, UpdateSlice, fp32
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A user's own optimizer class, run on tensors of nobody else.
@@ -30,7 +30,7 @@ _LEAST_LR, _LEAST_DECAY = 1e-2, 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class GenericHyper(Hyper):
+class GenericScalars(StepScalars):
     """A group's options at one step, and the scalars of the parameters that share them.
 
     Arguments:
@@ -50,7 +50,7 @@ class GenericHyper(Hyper):
 
     def __eq__(self, other: object) -> bool:
         """Whether the update is the same: a step asks it of what began in backward."""
-        if not isinstance(other, GenericHyper):
+        if not isinstance(other, GenericScalars):
             return NotImplemented
         return self.step == other.step and _alike(self.group, other.group) and _alike(self.scalars, other.scalars)
 
@@ -73,7 +73,7 @@ def same(one: Any, other: Any) -> bool:
         return False
 
 
-class Ran(NamedTuple):
+class TrialResult(NamedTuple):
     """Result of some steps of a class.
 
     Attributes:
@@ -87,7 +87,7 @@ class Ran(NamedTuple):
     written: dict[str, Any]
 
 
-class Running:
+class OptimizerTrial:
     """An optimizer class without its constructor, whose arguments nobody knows.
 
     Arguments:
@@ -108,7 +108,7 @@ class Running:
         values: Sequence[Tensor],
         grads: Sequence[Sequence[Tensor]],
         state: State | None = None,
-    ) -> Ran:
+    ) -> TrialResult:
         """Run the class on parameters of one group.
 
         Arguments:
@@ -122,7 +122,9 @@ class Running:
             optimizer.state |= {parameter: dict(state) for parameter in parameters}
         return _run(optimizer, parameters, group, grads)
 
-    def trial(self, group: Mapping[str, Any], values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> Ran:
+    def trial(
+        self, group: Mapping[str, Any], values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+    ) -> TrialResult:
         """Run the class as `steps` does, and refuse a class that keeps values where the next piece cannot find them.
 
         Raises:
@@ -166,7 +168,9 @@ class Running:
                 f"into the parameter group: {one_line(error)}"
             ) from error
 
-    def check_written(self, group: Mapping[str, Any], ran: Ran, steps: int, shape: tuple[int, ...] = (1,)) -> None:
+    def check_written(
+        self, group: Mapping[str, Any], ran: TrialResult, steps: int, shape: tuple[int, ...] = (1,)
+    ) -> None:
         """Refuse values in the group that some steps on data left otherwise than as many steps on zeros.
 
         Raises:
@@ -201,7 +205,7 @@ def _run(
     parameters: Sequence[nn.Parameter],
     group: Mapping[str, Any],
     grads: Sequence[Sequence[Tensor]],
-) -> Ran:
+) -> TrialResult:
     """Take a step for each row of gradients."""
     with torch.no_grad():
         for step in grads:
@@ -210,7 +214,7 @@ def _run(
             optimizer.step()
     after = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     written = {name: v for name, v in after.items() if name not in group or not same(group[name], v)}
-    return Ran([p.detach() for p in parameters], [dict(optimizer.state[p]) for p in parameters], written)
+    return TrialResult([p.detach() for p in parameters], [dict(optimizer.state[p]) for p in parameters], written)
 
 
 def _copied(value: Any, how: Callable[[Any], Any]) -> Any:
@@ -317,7 +321,7 @@ def is_declared(cls: type) -> bool:
     return bool(vars(cls).get(_MARK))
 
 
-class Generic(Elementwise):
+class GenericRule(Elementwise):
     """The rule that is the user's own class.
 
     Arguments:
@@ -337,7 +341,7 @@ class Generic(Elementwise):
                 f"Options(state_dtype='int8') is not for {self.name}, whose states may have any range. Use 'fp32' or "
                 "'bf16', or one of AdamW, Adam, SGD, Adagrad, Lion."
             )
-        self._running = Running(optimizer)
+        self._running = OptimizerTrial(optimizer)
         self._scalars: dict[str, Any] = {}  # how each scalar is made of a number
         self._written: set[str] = set()  # what the class writes into its groups
         groups = [tried_group(group) for group in optimizer.param_groups]
@@ -351,17 +355,17 @@ class Generic(Elementwise):
         self._format = format_
         self.scalar_names = tuple(self._scalars)
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericHyper:  # noqa: B006
+    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericScalars:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`."""
         options = options_of(group)
         scalars = {name: value for name, value in scalars.items() if name in self._scalars}
         if step > 1 and "step" in self._scalars:  # which is not kept twice
             scalars.setdefault("step", step - 1)
-        return GenericHyper(options, step, scalars)
+        return GenericScalars(options, step, scalars)
 
-    def advance(self, hyper: Hyper) -> Scalars:
+    def advance(self, hyper: StepScalars) -> Scalars:
         """Return the parameters' own scalars after an update, as one on a single zero leaves them."""
-        assert isinstance(hyper, GenericHyper)
+        assert isinstance(hyper, GenericScalars)
         if not self._scalars:
             return {}
 
@@ -377,9 +381,9 @@ class Generic(Elementwise):
         self._check_written(written)
         return written
 
-    def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
+    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
         """Run the class on a segment, piece by piece; see `Rule.update`. With a pool torch uses its own threads."""
-        assert isinstance(hyper, GenericHyper)
+        assert isinstance(hyper, GenericScalars)
         for piece in _pieces(segment, pool):
             numel = piece.param.numel()
             value = _padded(read_master(piece.param, piece.master))
@@ -406,12 +410,14 @@ class Generic(Elementwise):
                     write_state(spec, piece.states[k], None, after[spec.name][:numel], rounding, k % 3)
             write_param(piece.param, piece.master, value[:numel], rounding)
 
-    def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
+    def update_many(
+        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
+    ) -> None:
         """Run the class on segments; see `Rule.update_many`."""
         for segment, hyper in segments:
             self.update(segment, hyper, grad_scale, pool)
 
-    def _run(self, hyper: GenericHyper, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]) -> Ran:
+    def _run(self, hyper: GenericScalars, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]) -> TrialResult:
         """Run one step of the class on fp32 tensors of its own, [n] each."""
         if hyper.step == 1:  # the class makes its state itself
             return self._running.steps(hyper.group, [value], [[grad]])
@@ -431,7 +437,7 @@ class Generic(Elementwise):
                 "it."
             )
 
-    def _try_out(self, group: Mapping[str, Any]) -> tuple[Ran, tuple[str, ...]]:
+    def _try_out(self, group: Mapping[str, Any]) -> tuple[TrialResult, tuple[str, ...]]:
         """Take three steps of the class on small parameters together, and see what it keeps.
 
         Arguments:
@@ -470,7 +476,7 @@ class Generic(Elementwise):
         self._written |= longer.written.keys()
         return ran, tuple(names)
 
-    def _compare(self, group: Mapping[str, Any], ran: Ran) -> None:
+    def _compare(self, group: Mapping[str, Any], ran: TrialResult) -> None:
         """Update flat halves of the same parameters as a step does, and refuse a class for which a bit differs.
 
         Arguments:
@@ -490,7 +496,7 @@ class Generic(Elementwise):
                 made = tuple(torch.zeros_like(param) for _ in self.states)
                 for step, row in enumerate(grads, 1):
                     hyper = self.hyper(options, step, scalars)
-                    self.update(Segment(param, row[k].flatten()[part], None, made), hyper, 1.0, None)
+                    self.update(UpdateSlice(param, row[k].flatten()[part], None, made), hyper, 1.0, None)
                     scalars = self.advance(hyper)
                     options |= self.advance_group(options)
                 named = dict(zip((spec.name for spec in self.states), made, strict=True))
@@ -520,7 +526,7 @@ def _trial_data() -> list[list[Tensor]]:
     return data
 
 
-def _pieces(segment: Segment, pool: Pool | None) -> Iterator[Segment]:
+def _pieces(segment: UpdateSlice, pool: Pool | None) -> Iterator[UpdateSlice]:
     """Cut a segment so that torch takes each piece with one thread, or shares it among all of them in whole blocks.
 
     Elsewhere a thread's part could begin in the middle of a vector, where other instructions compute the element, and

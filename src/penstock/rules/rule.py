@@ -67,7 +67,7 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
-class Segment:
+class UpdateSlice:
     """A piece of a tile whose elements share a parameter group and a step count. It is updated in place.
 
     All tensors are one-dimensional, contiguous, on one device and, the scales apart, of one length, [n].
@@ -117,12 +117,12 @@ class Segment:
         """Return the scales of a state by its index; `None` where it has none."""
         return self.scales[index] if self.scales else None
 
-    def pieces(self, numel: int = PIECE_NUMEL) -> Iterator[Segment]:
+    def pieces(self, numel: int = PIECE_NUMEL) -> Iterator[UpdateSlice]:
         """Cut the segment into views of at most `numel` elements, whole blocks, in order."""
         for start in range(0, self.param.numel(), numel):
             part = slice(start, start + numel)
             blocks = slice(start // BLOCK_NUMEL, (start + numel) // BLOCK_NUMEL)
-            yield Segment(
+            yield UpdateSlice(
                 self.param[part],
                 self.grad[part],
                 None if self.master is None else self.master[part],
@@ -142,7 +142,7 @@ def _require_alike(tensor: Tensor, wanted: int, numel: int, device: torch.device
 
 
 @dataclass(frozen=True, eq=False)  # without fields all would be equal, also of subclasses that do not compare theirs
-class Hyper:
+class StepScalars:
     """The scalars of one update, ready for use: they are read from a parameter group once and do not change."""
 
     @property
@@ -196,7 +196,7 @@ class Rule(Protocol):
         0 where the rule is element-wise: its temporaries are of pieces.
         """
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> Hyper:  # noqa: B006 - never changed
+    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> StepScalars:  # noqa: B006 - never changed
         """Read the scalars of an update from a parameter group.
 
         Arguments:
@@ -208,7 +208,7 @@ class Rule(Protocol):
             ConfigError: the group asks for an option that this rule does not honour.
         """
 
-    def advance(self, hyper: Hyper) -> Scalars:
+    def advance(self, hyper: StepScalars) -> Scalars:
         """Return the parameter's own scalars after the update."""
 
     def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -218,7 +218,7 @@ class Rule(Protocol):
             ConfigError: the class writes something that it did not write when it was tried out.
         """
 
-    def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
+    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to one segment, in one pass, in place.
 
         Arguments:
@@ -228,15 +228,17 @@ class Rule(Protocol):
             pool: the threads to use on host memory; `None` for the calling thread alone.
         """
 
-    def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
+    def update_many(
+        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
+    ) -> None:
         """Apply the rule to segments of one device, each with its scalars, as `update` does to each of them."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Arithmetic that plain torch does not offer with a known rounding.
 #
-# Run by torch, `sqrt` and `fma` go by way of fp64. Under `torch.compile` each is the one instruction that it stands for:
-# `rules.compiler` has the compiler round it as the host does.
+# Run by torch, `sqrt` and `fma` go by way of fp64. Under `torch.compile` each is the one instruction that it stands
+# for: `rules.compiler` has the compiler round it as the host does.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -334,11 +336,11 @@ class Elementwise:
 Note = Callable[[str, int], None]
 
 
-class _Thread(threading.local):
+class _ThreadContext(threading.local):
     note: Note | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadContext()
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from penstock._native import Pool
 from penstock.errors import ConfigError
 from penstock.optim.matrix import rule_of
 from penstock.rules.formats import StateFormat
-from penstock.rules.fused import Fused, unknown_options
-from penstock.rules.generic import Generic, is_declared
-from penstock.rules.rule import Hyper, Rule, Scalars, Segment, StateSpec
-from penstock.rules.standard import Adagrad, Adam, Lion, Sgd
+from penstock.rules.fused import FusedRule, unknown_options
+from penstock.rules.generic import GenericRule, is_declared
+from penstock.rules.rule import Rule, Scalars, StateSpec, StepScalars, UpdateSlice
+from penstock.rules.standard import AdagradRule, AdamRule, LionUpdateRule, SgdRule
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A rule of several parts: an optimizer whose parameter groups have arithmetic of their own.
@@ -25,7 +25,7 @@ from penstock.rules.standard import Adagrad, Adam, Lion, Sgd
 Answer = TypeVar("Answer")
 
 
-class Several:
+class CombinedRule:
     """The rule of groups that each say which part is theirs. Updates are asked of the parts.
 
     Arguments:
@@ -83,11 +83,11 @@ class Several:
             with suppress(ConfigError):
                 yield ask(part)
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> Hyper:  # noqa: B006
+    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> StepScalars:  # noqa: B006
         """Read a parameter group by its part; see `Rule.hyper`."""
         return self.part(group).hyper(group, step, scalars)
 
-    def advance(self, hyper: Hyper) -> Scalars:
+    def advance(self, hyper: StepScalars) -> Scalars:
         """Return nothing: no part has scalars of a parameter's own."""
         del hyper
         return {}
@@ -96,11 +96,13 @@ class Several:
         """Return what the group's part writes into it; see `Rule.advance_group`."""
         return self.part(group).advance_group(group)
 
-    def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
+    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
         """Refuse this: a segment has the states of a part."""
         raise NotImplementedError(f"{self.name} has several parts: update by part(group)")
 
-    def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
+    def update_many(
+        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
+    ) -> None:
         """Refuse this: segments have the states of a part."""
         raise NotImplementedError(f"{self.name} has several parts: update by part(group)")
 
@@ -110,7 +112,7 @@ class Several:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-Make = Callable[[torch.optim.Optimizer, StateFormat], Fused]
+Make = Callable[[torch.optim.Optimizer, StateFormat], FusedRule]
 
 
 def _uses(optimizer: torch.optim.Optimizer, option: str) -> bool:
@@ -118,21 +120,21 @@ def _uses(optimizer: torch.optim.Optimizer, option: str) -> bool:
     return any(group[option] for group in optimizer.param_groups)
 
 
-def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Fused:
+def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat) -> FusedRule:
     """Make the rule of `lion_pytorch.Lion`; refuse an option of the class that no parameter group shows."""
     if getattr(optimizer, "decoupled_wd", False):
         raise ConfigError("lion_pytorch.Lion(decoupled_weight_decay=True) is not supported. Use penstock.optim.Lion.")
-    return Lion("lion", format_)
+    return LionUpdateRule("lion", format_)
 
 
 #: How a rule with native kernels is made, by the full name of the exact class: a subclass may compute anything, and the
 #: package of the class need not be imported.
 FUSED: Mapping[str, Make] = {
-    "torch.optim.adamw.AdamW": lambda o, f: Adam("adamw", f, amsgrad=_uses(o, "amsgrad")),
-    "torch.optim.adam.Adam": lambda o, f: Adam("adam", f, amsgrad=_uses(o, "amsgrad")),
-    "torch.optim.sgd.SGD": lambda o, f: Sgd("sgd", f, momentum=_uses(o, "momentum")),
-    "torch.optim.adagrad.Adagrad": lambda _, f: Adagrad("adagrad", f),
-    "penstock.optim.lion.Lion": lambda _, f: Lion("lion", f),
+    "torch.optim.adamw.AdamW": lambda o, f: AdamRule("adamw", f, amsgrad=_uses(o, "amsgrad")),
+    "torch.optim.adam.Adam": lambda o, f: AdamRule("adam", f, amsgrad=_uses(o, "amsgrad")),
+    "torch.optim.sgd.SGD": lambda o, f: SgdRule("sgd", f, momentum=_uses(o, "momentum")),
+    "torch.optim.adagrad.Adagrad": lambda _, f: AdagradRule("adagrad", f),
+    "penstock.optim.lion.Lion": lambda _, f: LionUpdateRule("lion", f),
     "lion_pytorch.lion_pytorch.Lion": _lion_of_lion_pytorch,
 }
 
@@ -163,7 +165,7 @@ def _of_matrices(name: str) -> Callable[..., Rule]:
 
 
 #: The rule of a model that nothing trains: it has no states, and is never applied.
-NO_RULE: Rule = Sgd("none")
+NO_RULE: Rule = SgdRule("none")
 
 
 def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateFormat()) -> Rule:  # noqa: B008
@@ -193,7 +195,7 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
     elif registered := rule_of(cls):
         rule = _of_matrices("believed")(optimizer, registered, format_)
     elif name in ELEMENTWISE or is_declared(cls):
-        rule = Generic(optimizer, format_)
+        rule = GenericRule(optimizer, format_)
     elif name in UNFIT:
         raise ConfigError(f"{name} is not supported: {UNFIT[name]}.")
     else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock import _native
 from penstock.errors import ConfigError
 from penstock.rules.device import Traced
-from penstock.rules.fused import Fused, FusedHyper
+from penstock.rules.fused import FusedRule, FusedScalars
 from penstock.rules.rule import StateSpec, fma, fp32, sqrt
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -27,10 +27,10 @@ from penstock.rules.rule import StateSpec, fma, fp32, sqrt
 #     p = p - lr / (1 - beta1^t) * m / (sqrt(u) / sqrt(1 - beta2^t) + eps)
 #
 # The scalars are worked out in fp64, as in torch, and each is rounded to fp32 once. The sums for g, m and v take a
-# product in without rounding it first (fused multiply-add), as torch's own CPU kernels do on processors that can; square
-# root and division are rounded correctly. So the bits do not depend on the processor, and from the same gradients AdamW's
-# moments are those of `torch.optim` with `foreach=False`, bit for bit. Its parameters may differ in the last bit, because
-# torch's square root on a CPU is not always the nearest value.
+# product in without rounding it first (fused multiply-add), as torch's own CPU kernels do on processors that can;
+# square root and division are rounded correctly. So the bits do not depend on the processor, and from the same
+# gradients AdamW's moments are those of `torch.optim` with `foreach=False`, bit for bit. Its parameters may differ in
+# the last bit, because torch's square root on a CPU is not always the nearest value.
 #
 # Where the moments are not kept in fp32, nobody can tell that last bit: there one division is saved by the equal
 #
@@ -76,7 +76,7 @@ class AdamFlags(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adam(Fused):
+class AdamRule(FusedRule):
     """The rule of `torch.optim.Adam` and `torch.optim.AdamW`; a group's `decoupled_weight_decay` tells them apart.
 
     Arguments:
@@ -99,7 +99,7 @@ class Adam(Fused):
         return (self.format.spec("exp_avg", signed=True), *(self.format.spec(name, signed=False) for name in squares))
 
     def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, AdamScalars, AdamFlags]:
-        """Read the kernel, the scalars and the flags of an update; see `Fused.read_group`."""
+        """Read the kernel, the scalars and the flags of an update; see `FusedRule.read_group`."""
         if group["amsgrad"] and not self.amsgrad:
             raise ConfigError("amsgrad was turned on after prepare(), which made no memory for it. Prepare again.")
         beta1, beta2 = group["betas"]
@@ -128,12 +128,12 @@ class Adam(Fused):
         kernel = _native.Rule.AMSGRAD if group["amsgrad"] else _native.Rule.ADAM
         return kernel, scalars, AdamFlags(l2=l2 != 0, lerp_from_grad=lerp_from_grad)
 
-    def used(self, hyper: FusedHyper) -> int:
+    def used(self, hyper: FusedScalars) -> int:
         """Return how many states this update uses: two, three with amsgrad."""
         return 3 if hyper.kernel == _native.Rule.AMSGRAD else 2
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
-        """Compute one update; see `Fused.arithmetic`."""
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
+        """Compute one update; see `FusedRule.arithmetic`."""
         c, flags = hyper.scalars, hyper.flags
         exp_avg, exp_avg_sq = states[:2]
         if flags.l2:
@@ -179,7 +179,7 @@ class AdagradFlags(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adagrad(Fused):
+class AdagradRule(FusedRule):
     """The rule of `torch.optim.Adagrad`."""
 
     # The initial value is in the state by now.
@@ -191,13 +191,13 @@ class Adagrad(Fused):
         return (self.format.spec("sum", signed=False),)
 
     def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, AdagradScalars, AdagradFlags]:
-        """Read the kernel, the scalars and the flags of an update; see `Fused.read_group`."""
+        """Read the kernel, the scalars and the flags of an update; see `FusedRule.read_group`."""
         l2 = fp32(group["weight_decay"])
         neg_lr = fp32(-(group["lr"] / (1 + (step - 1) * group["lr_decay"])))
         return _native.Rule.ADAGRAD, AdagradScalars(l2, fp32(group["eps"]), neg_lr), AdagradFlags(l2 != 0)
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
-        """Compute one update; see `Fused.arithmetic`."""
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
+        """Compute one update; see `FusedRule.arithmetic`."""
         c = hyper.scalars
         if hyper.flags.l2:
             g = fma(c.l2, p, g)
@@ -235,7 +235,7 @@ class LionFlags(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lion(Fused):
+class LionUpdateRule(FusedRule):
     """The rule of `penstock.optim.Lion` and `lion_pytorch.Lion`."""
 
     honoured: ClassVar = ("lr", "betas", "weight_decay", "maximize")
@@ -247,7 +247,7 @@ class Lion(Fused):
         return (self.format.spec("exp_avg", signed=True),)
 
     def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, LionScalars, LionFlags]:
-        """Read the kernel, the scalars and the flags of an update; see `Fused.read_group`."""
+        """Read the kernel, the scalars and the flags of an update; see `FusedRule.read_group`."""
         del step
         if group.get("cautious_factor", 1) != 1:
             raise ConfigError(f"cautious_factor={group['cautious_factor']!r} is not supported by Penstock's Lion.")
@@ -263,8 +263,8 @@ class Lion(Fused):
         )
         return _native.Rule.LION, scalars, LionFlags()
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
-        """Compute one update; see `Fused.arithmetic`."""
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
+        """Compute one update; see `FusedRule.arithmetic`."""
         c = hyper.scalars
         u = fma(c.grad_weight1, g, states[0] * c.beta1)
         states[0] = fma(c.grad_weight2, g, states[0] * c.beta2)
@@ -317,7 +317,7 @@ class MomentumFlags(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sgd(Fused):
+class SgdRule(FusedRule):
     """The rule of `torch.optim.SGD`.
 
     Arguments:
@@ -334,7 +334,7 @@ class Sgd(Fused):
         return (self.format.spec("momentum_buffer", signed=True, begins_with_update=True),) if self.momentum else ()
 
     def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, Any, Any]:
-        """Read the kernel, the scalars and the flags of an update; see `Fused.read_group`."""
+        """Read the kernel, the scalars and the flags of an update; see `FusedRule.read_group`."""
         l2, neg_lr = fp32(group["weight_decay"]), fp32(-group["lr"])
         if group["momentum"] == 0:
             return _native.Rule.SGD, PlainScalars(l2, neg_lr), PlainFlags(l2 != 0)
@@ -344,12 +344,12 @@ class Sgd(Fused):
         flags = MomentumFlags(l2 != 0, first=step == 1, nesterov=bool(group["nesterov"]))
         return _native.Rule.SGD_MOMENTUM, scalars, flags
 
-    def used(self, hyper: FusedHyper) -> int:
+    def used(self, hyper: FusedScalars) -> int:
         """Return how many states this update uses: none without momentum."""
         return int(hyper.kernel == _native.Rule.SGD_MOMENTUM)
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced) -> Tensor:
-        """Compute one update; see `Fused.arithmetic`."""
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
+        """Compute one update; see `FusedRule.arithmetic`."""
         c, flags = hyper.scalars, hyper.flags
         if flags.l2:
             g = fma(c.l2, p, g)

@@ -38,7 +38,7 @@ _SCALE_BYTES = 4
 _FP8_BIAS, _FP8_LEAST, _FP8_DENORMAL = 120 << 23, 121 << 23, 0x46800000
 
 
-class _Kind(NamedTuple):
+class _FormatTraits(NamedTuple):
     """What is fixed about a format.
 
     Attributes:
@@ -55,9 +55,9 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "int8": _Kind(Wire.INT8, 127.0, 0x1020406 * 2.0**97, BLOCK_NUMEL),
-    "fp8": _Kind(Wire.FP8, 448.0, 0x1249248 * 2.0**95, BLOCK_NUMEL),
-    "int4": _Kind(Wire.INT4, 7.0, 0x1249248 * 2.0**101, BLOCK_NUMEL // 2),
+    "int8": _FormatTraits(Wire.INT8, 127.0, 0x1020406 * 2.0**97, BLOCK_NUMEL),
+    "fp8": _FormatTraits(Wire.FP8, 448.0, 0x1249248 * 2.0**95, BLOCK_NUMEL),
+    "int4": _FormatTraits(Wire.INT4, 7.0, 0x1249248 * 2.0**101, BLOCK_NUMEL // 2),
 }
 
 

@@ -21,7 +21,7 @@ from penstock.errors import EngineError
 from penstock.runtime.control_group import (
     DEFAULT_TIMEOUT_S,
     FORWARDS,
-    Council,
+    ControlGroup,
     all_gather_flat,
     form,
     give_back,
@@ -39,7 +39,8 @@ from penstock.runtime.topology import Grid, Nodes
 # ----------------------------------------------------------------------------------------------------------------------
 # Collectives of flat buffers whose shards are of any sizes: one for each shard, together as long as each of them.
 #
-# A gather is a broadcast of each shard by the rank that has it, a reduction one of each part to the rank that it belongs
+# A gather is a broadcast of each shard by the rank that has it, a reduction one of each part to the rank that it
+# belongs
 # to: over a link goes as much as of equal shards, and nothing for a rank that has none.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Tally(Counter[str]):
         self.nbytes.clear()
 
 
-class UnderWay:
+class InFlightCollectives:
     """A collective that was issued and goes on, on the threads of its process group.
 
     Arguments:
@@ -179,8 +180,8 @@ class UnderWay:
 # ----------------------------------------------------------------------------------------------------------------------
 # What one rank has issued since the last step, in order: ranks compare it before anything is updated.
 #
-# Collectives of equal size match on the wire whatever they are of, so ranks that run different units would exchange their
-# values and notice nothing.
+# Collectives of equal size match on the wire whatever they are of, so ranks that run different units would exchange
+# their values and notice nothing.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -191,15 +192,15 @@ SAME = (
 _MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a step
 
 
-class Sequel:
+class CollectiveFingerprint:
     """The names of what was issued since ranks last compared it.
 
     Arguments:
-        council: the ranks that issue the same.
+        control_group: the ranks that issue the same.
     """
 
-    def __init__(self, council: Council) -> None:
-        self._council = council
+    def __init__(self, control_group: ControlGroup) -> None:
+        self._control_group = control_group
         self._names: list[str] = []
 
     def note(self, what: str) -> int:
@@ -227,13 +228,13 @@ class Sequel:
         """
         issued, self._names = self._names, []
         total, squares = summed
-        if total * total == squares * self._council.size:
+        if total * total == squares * self._control_group.size:
             return
-        everyone = self._council.collect(issued)
+        everyone = self._control_group.collect(issued)
         for number, names in enumerate(zip_longest(*everyone), start=1):
             if len(set(names)) > 1:
-                of_ranks = zip(self._council.members, names, strict=True)
-                by_rank = "; ".join(f"{self._council.named(rank)}: {name or 'none'}" for rank, name in of_ranks)
+                of_ranks = zip(self._control_group.members, names, strict=True)
+                by_rank = "; ".join(f"{self._control_group.named(rank)}: {name or 'none'}" for rank, name in of_ranks)
                 raise EngineError(
                     f"Ranks are out of step: collective {number} since the last step was not the same on all of them "
                     f"({by_rank}). Nothing was updated. {SAME}"
@@ -244,9 +245,9 @@ class Sequel:
 # ----------------------------------------------------------------------------------------------------------------------
 # The collectives of one engine: issued in the order of the program, counted, and compared between ranks.
 #
-# Ranks form a grid: the shards of one copy of the training state, the replicas of that copy, and the ranks over which the
-# parameters themselves are divided (tensor parallel), each with a state of its own. ZeRO stages 1 to 3 shard over all
-# ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`runtime/topology.py`).
+# Ranks form a grid: the shards of one copy of the training state, the replicas of that copy, and the ranks over which
+# the parameters themselves are divided (tensor parallel), each with a state of its own. ZeRO stages 1 to 3 shard over
+# all ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`runtime/topology.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +259,7 @@ Hop = Literal["inside", "across"]
 ALONE = Grid()
 
 
-class Ranks:
+class Collectives:
     """The process groups of one engine, and every collective that it issues.
 
     Collectives are issued in the order of the program, by the thread that runs it: ranks that run the same program
@@ -271,7 +272,7 @@ class Ranks:
             and of those that train other parts of the parameters; of the shard ranks of this rank's node, and of those
             of its place in each node. `None` where this rank is alone, and where the shard ranks are one node. They end
             with this object.
-        council: the council of all ranks, for the user's thread.
+        control_group: the council of all ranks, for the user's thread.
         divided: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
 
     Attributes:
@@ -286,10 +287,10 @@ class Ranks:
         self,
         grid: Grid = ALONE,
         groups: Groups = (None,) * 5,
-        council: Council | None = None,
+        control_group: ControlGroup | None = None,
         divided: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.council = council or Council()
+        self.control_group = control_group or ControlGroup()
         self.grid = grid
         self.divided = divided
         self.mesh: DeviceMesh | None = None
@@ -303,12 +304,12 @@ class Ranks:
         self._last: Event = DONE  # of the collectives that were submitted to a stream
         self.rank = dist.get_rank() if self._groups else 0
         self.counts = Tally()
-        self.sequel = Sequel(self.council)
+        self.sequel = CollectiveFingerprint(self.control_group)
 
     @classmethod
     def from_mesh(
         cls, mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float = DEFAULT_TIMEOUT_S, nodes: Nodes = None
-    ) -> "Ranks":
+    ) -> "Collectives":
         """Make groups of our own of the ranks of a mesh, by what its dimensions do (`runtime/topology.py`). Collective.
 
         Arguments:
@@ -323,14 +324,14 @@ class Ranks:
             EngineError: another rank does not take part.
         """
         formed = form(mesh, sharded=sharded, timeout_s=timeout_s, nodes=nodes)
-        ranks = cls(formed.grid, formed.groups, formed.council, formed.divided)
+        ranks = cls(formed.grid, formed.groups, formed.control_group, formed.divided)
         ranks.mesh = mesh
         return ranks
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
         self._end_groups()
-        self.council.close()
+        self.control_group.close()
 
     @property
     def world_size(self) -> int:
@@ -469,7 +470,7 @@ class Ranks:
         what: str,
         group: dist.ProcessGroup | None,
         collective: Callable[[], dist.Work | Together | None],
-    ) -> UnderWay | None:
+    ) -> InFlightCollectives | None:
         """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
         self._check_alive(group)
         failed = partial(self._could_not_finish, what, self.sequel.note(what))
@@ -477,13 +478,13 @@ class Ranks:
             work = collective()
         except RuntimeError as error:
             raise failed(error) from error
-        return None if work is None else UnderWay(work, failed)
+        return None if work is None else InFlightCollectives(work, failed)
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with what the other ranks say."""
         return EngineError(
-            f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish {what}, collective {number} since the "
-            f"last step; {self.council.others_say(what)} {SAME} ({error})"
+            f"Rank {self.rank}{self.control_group.host_of(self.rank)} could not finish {what}, collective {number} "
+            f"since the last step; {self.control_group.others_say(what)} {SAME} ({error})"
         )
 
     def _count(
@@ -496,10 +497,10 @@ class Ranks:
         try:
             collective()
         except RuntimeError as error:
-            others = self.council.others_say(f"the {name} of all ranks")
+            others = self.control_group.others_say(f"the {name} of all ranks")
             raise EngineError(
-                f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish the {name} that another one takes "
-                f"part in, which has ended or does something else; {others} ({error})"
+                f"Rank {self.rank}{self.control_group.host_of(self.rank)} could not finish the {name} that another one "
+                f"takes part in, which has ended or does something else; {others} ({error})"
             ) from error
 
     def _check_alive(self, group: dist.ProcessGroup | None) -> None:
@@ -519,8 +520,8 @@ class Ranks:
         Arguments:
             recorded: whether autograd records it.
         """
-        if self.council.size == self.shards:
-            with self.council.together(FORWARDS[recorded]):
+        if self.control_group.size == self.shards:
+            with self.control_group.together(FORWARDS[recorded]):
                 pass
 
     def report(self, failure: Exception | None) -> list[float]:
@@ -530,7 +531,7 @@ class Ranks:
     def check_reports(self, summed: Sequence[float], failure: Exception | None) -> None:
         """Stop every rank where one has failed: raise `failure` there, and on the others an error that quotes it."""
         if any(summed):
-            self.council.agree(failure)
+            self.control_group.agree(failure)
 
     # Collectives that the caller issues at once.
 
@@ -631,7 +632,7 @@ class LocalRanks:
         self.device = device
 
     @classmethod
-    def that_read(cls, what: str, ranks: Ranks, device: torch.device, *, whole: bool) -> "LocalRanks | None":
+    def that_read(cls, what: str, ranks: Collectives, device: torch.device, *, whole: bool) -> "LocalRanks | None":
         """Find the ranks of this host that read the same. Collective over all ranks.
 
         Arguments:
@@ -645,16 +646,16 @@ class LocalRanks:
         """
         if ranks.world_size == 1:
             return None
-        council, grid = ranks.council, ranks.grid
-        said = council.collect([what, *_place(ranks.rank), grid.tp_rank, grid.shard_rank])
-        name = council.share(f"penstock readers {secrets.token_hex(8)}")
-        own = said[council.members.index(ranks.rank)]
-        line = [rank for rank, each in zip(council.members, said, strict=True) if each[:-1] == own[:-1]]
+        control_group, grid = ranks.control_group, ranks.grid
+        said = control_group.collect([what, *_place(ranks.rank), grid.tp_rank, grid.shard_rank])
+        name = control_group.share(f"penstock readers {secrets.token_hex(8)}")
+        own = said[control_group.members.index(ranks.rank)]
+        line = [rank for rank, each in zip(control_group.members, said, strict=True) if each[:-1] == own[:-1]]
         shards = {each[-1] for each in said if each[:-1] == own[:-1]}
         if not what or len(line) < 2 or (not whole and len(shards) == len(line)):
             return None
         like = next(iter(ranks.groups.values()))
-        group = own_group(line, like, name, timeout_s=council.timeout_s)
+        group = own_group(line, like, name, timeout_s=control_group.timeout_s)
         return cls(group, len(line), line.index(ranks.rank), device)
 
     def any(self, value: bool) -> bool:

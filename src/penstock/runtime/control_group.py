@@ -29,15 +29,16 @@ from penstock.runtime.topology import Grid, Nodes, node_size, nodes_of, peers_of
 # Ranks match the collectives of a group by their order on it. On a group of our own nobody else's stand between ours:
 # neither those of a user's forward, nor those of another engine.
 #
-# `torch.distributed.new_group` would not do, in torch 2.8 to 2.13. All ranks of the job have to call it, also those that
-# have no engine. With `use_local_synchronization=True` its members alone do, and then
+# `torch.distributed.new_group` would not do, in torch 2.8 to 2.13. All ranks of the job have to call it, also those
+# that have no engine. With `use_local_synchronization=True` its members alone do, and then
 #
-# - the name is made of the ranks and of how many groups the process has. Ranks that have different numbers of others look
-#   for each other under different names, and wait for ever (`test_two_ranks_of_four_with_other_groups_beside_...`);
-# - a group that is made after another one was destroyed gets that one's name, and looks for its ranks where the ranks of
-#   that one were (`test_engines_in_turn_and_at_once_...`);
-# - where the default group is bound to a device, NCCL splits its communicator, in which every rank of the job takes part:
-#   the members wait for ever. This one needs several GPUs to be seen.
+# - the name is made of the ranks and of how many groups the process has. Ranks that have different numbers of others
+# look   for each other under different names, and wait for ever
+# (`test_two_ranks_of_four_with_other_groups_beside_...`);
+# - a group that is made after another one was destroyed gets that one's name, and looks for its ranks where the ranks
+# of   that one were (`test_engines_in_turn_and_at_once_...`);
+# - where the default group is bound to a device, NCCL splits its communicator, in which every rank of the job takes
+# part:   the members wait for ever. This one needs several GPUs to be seen.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -112,9 +113,9 @@ def limit_of(timeout_s: float) -> timedelta:
 # ----------------------------------------------------------------------------------------------------------------------
 # The council of the ranks: a process group of our own, on the host, in which they compare what they are about to do.
 #
-# Every collective method begins with a meeting. Each rank says what it is about to do, and whether it refuses. Only when
-# all are about to do the same, and none refuses, does anything begin in which one rank waits for another: a rank that
-# refused on its own would leave the others waiting until their timeout.
+# Every collective method begins with a meeting. Each rank says what it is about to do, and whether it refuses. Only
+# when all are about to do the same, and none refuses, does anything begin in which one rank waits for another: a rank
+# that refused on its own would leave the others waiting until their timeout.
 #
 # A rank says it in 16 bytes, a digest and a flag. Only where those differ do the ranks exchange texts, as JSON whose
 # length is checked before it is believed. Nothing that another rank sends is ever run.
@@ -144,7 +145,7 @@ _INTERFACE = (
 )
 
 
-class Council:
+class ControlGroup:
     """A group of ranks that can agree, from any thread of theirs, while other collectives run.
 
     The group is made by gloo itself and is unknown to `torch.distributed`. That one names a group by its ranks: a group
@@ -183,7 +184,7 @@ class Council:
         self.timeout_s = timeout_s
         self._error = error
         self._advice = advice
-        self._others: list[Council] = []  # councils of the same ranks, which end with this one
+        self._others: list[ControlGroup] = []  # councils of the same ranks, which end with this one
         self._name = name
         self._hosts = hosts
         self._group: Any = None  # torch does not type what a backend does
@@ -269,7 +270,9 @@ class Council:
         """Say in brackets which host a rank of the job is on; nothing where all are on one, or it is no member."""
         return f" (host {self._hosts[self.members.index(rank)]})" if self._hosts and rank in self.members else ""
 
-    def another(self, *, error: type[PenstockError], advice: str = "", timeout_s: float | None = None) -> "Council":
+    def another(
+        self, *, error: type[PenstockError], advice: str = "", timeout_s: float | None = None
+    ) -> "ControlGroup":
         """Make a second council of the same ranks, for use by another thread, or with more patience. Collective.
 
         Two threads must not share a council: their messages would meet in an order of their own on each rank.
@@ -281,11 +284,11 @@ class Council:
         """
         name = f"{self._name}, {len(self._others) + 1}"
         patience = self.timeout_s if timeout_s is None else timeout_s
-        council = Council(
+        control_group = ControlGroup(
             self.members, self.rank, timeout_s=patience, error=error, advice=advice, name=name, hosts=self._hosts
         )
-        self._others.append(council)
-        return council
+        self._others.append(control_group)
+        return control_group
 
     @contextmanager
     def together(self, verb: str, error: type[PenstockError] = EngineError) -> Iterator[Facts]:
@@ -466,8 +469,8 @@ class Council:
 
     def close(self) -> None:
         """Give back the group, and those of the councils that `another` made."""
-        for council in self._others:
-            council.close()
+        for control_group in self._others:
+            control_group.close()
         self._group = None
 
 
@@ -526,10 +529,10 @@ def _first_difference(first: Mapping[str, Any], own: Facts) -> tuple[str, str, s
     return None
 
 
-def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
+def control_group_of_all(*, timeout_s: float, error: type[PenstockError]) -> ControlGroup:
     """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
     peers = peers_of(None, sharded=True)
-    return Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s, error=error)
+    return ControlGroup(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s, error=error)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -546,7 +549,7 @@ class Formed(NamedTuple):
 
     grid: Grid
     groups: Sequence[dist.ProcessGroup | None]
-    council: Council
+    control_group: ControlGroup
     divided: Sequence[Sequence[int]]
 
 
@@ -558,14 +561,14 @@ def form(mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float, nodes: Nod
         EngineError: another rank does not take part.
     """
     peers = peers_of(mesh, sharded=sharded)
-    council = Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s)
+    control_group = ControlGroup(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s)
     own: list[dist.ProcessGroup | None] = []
     try:
         # One name on all ranks, which no group had before: by it the members find each other in the job's store.
         # One stage as well: ranks that ask for others are told so later, and till then must not miss each other.
         # One size of nodes, too.
         facts = [f"penstock {secrets.token_hex(8)}", sharded, nodes, ranks_of_host(default=0)]
-        name, sharded, nodes, of_host = council.share(facts)
+        name, sharded, nodes, of_host = control_group.share(facts)
         peers = peers_of(mesh, sharded=sharded)
         grid = peers.grid.in_nodes(node_size(peers.shards, nodes, of_host))
         # In one order on all ranks: the members of a group make it together, and ranks that began with different
@@ -575,11 +578,11 @@ def form(mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float, nodes: Nod
             own.append(own_group(line, like, name, timeout_s=timeout_s) if len(line) > 1 and like is not None else None)
     except BaseException as error:
         give_back(group for group in own if group is not None)
-        council.close()
+        control_group.close()
         if isinstance(error, RuntimeError):  # torch's
             raise EngineError(
                 f"Rank {dist.get_rank()} could not make a process group of the same ranks as the one it was given: "
                 f"another one has ended, or does something else. ({error})"
             ) from error
         raise
-    return Formed(grid, own, council, peers.divided)
+    return Formed(grid, own, control_group, peers.divided)

@@ -23,10 +23,10 @@ from penstock.runtime.system import BOOT_ID, boot_id
 # ----------------------------------------------------------------------------------------------------------------------
 # What streams and clocks ask of an accelerator: streams, events, and which of its streams a thread is on.
 #
-# torch's own classes do it, whichever device it is. A device's module may have events of its own which let the host sleep
-# while it waits; then that module's events and streams are used, both of them, since torch takes the one module's for the
-# other's without a word. A thread's current device and current stream are its own: a new thread is on the first device,
-# on its default stream.
+# torch's own classes do it, whichever device it is. A device's module may have events of its own which let the host
+# sleep while it waits; then that module's events and streams are used, both of them, since torch takes the one
+# module's for the other's without a word. A thread's current device and current stream are its own: a new thread is on
+# the first device, on its default stream.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -215,8 +215,8 @@ class DeviceClock(Clock):
 # ----------------------------------------------------------------------------------------------------------------------
 # Which device a rank computes on, and whether another rank has taken the same one: for every accelerator of torch.
 #
-# A launcher starts a process for each device and says its number in `LOCAL_RANK`; torch's current device is the first one
-# until somebody says otherwise. What was said comes before that number.
+# A launcher starts a process for each device and says its number in `LOCAL_RANK`; torch's current device is the first
+# one until somebody says otherwise. What was said comes before that number.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +238,7 @@ class Visible:
     current: int
 
 
-class Choice(NamedTuple):
+class DeviceChoice(NamedTuple):
     """A device, and why it was taken: for messages."""
 
     device: torch.device
@@ -265,7 +265,7 @@ def choose_device(
     model: torch.device | None = None,
     bound: torch.device | None = None,
     local_rank: str | None = None,
-) -> Choice:
+) -> DeviceChoice:
     """Choose the device of this rank, of what is known about it.
 
     What the user has said comes first: where the model lies, what the process group is bound to, a current device that
@@ -281,7 +281,7 @@ def choose_device(
         ConfigError: the model lies on another device than the one that the process group is bound to.
     """
     if visible is None:
-        return Choice(CPU)
+        return DeviceChoice(CPU)
     model = _indexed(model, visible)
     bound = _indexed(bound, visible)
     if model is not None and bound is not None and model != bound:
@@ -290,20 +290,20 @@ def choose_device(
             f"the cpu, or call init_process_group(device_id={model!r})."
         )
     if model is not None:
-        return Choice(model, "the model lies there")
+        return DeviceChoice(model, "the model lies there")
     if bound is not None:
-        return Choice(bound, "the process group is bound to it")
+        return DeviceChoice(bound, "the process group is bound to it")
     if visible.current != 0:  # nobody but a user makes another than the first one current
-        return Choice(torch.device(visible.type, visible.current), "it is the current device")
+        return DeviceChoice(torch.device(visible.type, visible.current), "it is the current device")
     # A launcher that shows each rank its own device alone counts ranks all the same: that one is number 0.
     if local_rank is not None and local_rank.strip().isdigit() and int(local_rank) < visible.count:
-        return Choice(torch.device(visible.type, int(local_rank)), f"LOCAL_RANK={local_rank.strip()}")
-    return Choice(torch.device(visible.type, 0), "it is the current device")
+        return DeviceChoice(torch.device(visible.type, int(local_rank)), f"LOCAL_RANK={local_rank.strip()}")
+    return DeviceChoice(torch.device(visible.type, 0), "it is the current device")
 
 
 def device_for(
     parameters: Iterable[Tensor], mesh: DeviceMesh | None, environment: Mapping[str, str] = os.environ
-) -> Choice:
+) -> DeviceChoice:
     """Choose the device of this rank, by what model, mesh, process group, torch and the launcher say.
 
     Arguments:
@@ -315,7 +315,7 @@ def device_for(
         ConfigError: model and process group contradict each other; see `choose_device`.
     """
     if mesh is not None and mesh.device_type == "cpu":
-        return Choice(CPU)
+        return DeviceChoice(CPU)
     # Parameters on several devices, or on none that is an accelerator's, say nothing of the rank's device.
     lies_on = {parameter.device for parameter in parameters}
     return choose_device(
@@ -386,7 +386,7 @@ def _indexed(device: torch.device | None, visible: Visible) -> torch.device | No
     return torch.device(device.type, visible.current) if device == torch.device(device.type) else device
 
 
-class Place(NamedTuple):
+class HardwarePlace(NamedTuple):
     """What tells one device from those of other ranks, in strings that JSON can carry.
 
     Attributes:
@@ -405,7 +405,7 @@ class Place(NamedTuple):
     view: str
     why: str
 
-    def is_that_of(self, other: "Place") -> bool:
+    def is_that_of(self, other: "HardwarePlace") -> bool:
         """Whether two ranks have taken one device."""
         seen_alike = (self.host, self.machine, self.view) == (other.host, other.machine, other.view)
         # First by name: parts of one piece of hardware that are counted as devices have one identity.
@@ -417,9 +417,9 @@ class Place(NamedTuple):
 
 
 def place_of(
-    choice: Choice, environment: Mapping[str, str] = os.environ, boot_file: Path = BOOT_ID
+    choice: DeviceChoice, environment: Mapping[str, str] = os.environ, boot_file: Path = BOOT_ID
 ) -> tuple[str, ...] | None:
-    """Describe a device to the other ranks, as the values of a `Place`; `None` for a cpu, which ranks share."""
+    """Describe a device to the other ranks, as the values of a `HardwarePlace`; `None` for a cpu, which ranks share."""
     device = choice.device
     if device.type == "cpu":
         return None
@@ -429,7 +429,7 @@ def place_of(
         unique = str(torch.get_device_module(device).get_device_properties(device).uuid)
     words = ("_VISIBLE_DEVICES", "_VISIBLE_MODULES", "_AFFINITY_MASK")
     view = [f"{name}={value}" for name, value in sorted(environment.items()) if name.endswith(words)]
-    return Place(str(device), platform.node(), machine, unique, " ".join(view), choice.why)
+    return HardwarePlace(str(device), platform.node(), machine, unique, " ".join(view), choice.why)
 
 
 def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) -> None:
@@ -443,10 +443,10 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
         ConfigError: two ranks or more have one device; the message names all of them.
     """
     # Compared pair by pair: whether two places are one device is no matter of equal values.
-    taken: list[list[tuple[int, Place]]] = []  # for each device, the ranks that have it
+    taken: list[list[tuple[int, HardwarePlace]]] = []  # for each device, the ranks that have it
     for rank, said in zip(members, places, strict=True):
         if said is not None:
-            place = Place(*said)
+            place = HardwarePlace(*said)
             found = next((others for others in taken if others[0][1].is_that_of(place)), None)
             if found is None:
                 taken.append([(rank, place)])
@@ -461,7 +461,7 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
         )
 
 
-def _describe(sharing: Sequence[tuple[int, Place]]) -> str:
+def _describe(sharing: Sequence[tuple[int, HardwarePlace]]) -> str:
     """Put into words which ranks have one device, and which device that is."""
     first = sharing[0][1]
     ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing)

@@ -116,9 +116,9 @@ def _module(device: torch.device) -> Any:
 # Host memory in exact sizes, allocated once and handed out in leases.
 #
 # `tensor.pin_memory()` rounds up to a power of two and needs a second copy while it pins. An arena maps its slab
-# anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where there is an accelerator,
-# the slab lies on the device's NUMA node; what the device copies from is faulted in by several threads, and page-locked
-# once. Leases are cut from the slab. Pages that are never touched cost nothing.
+# anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where there is an
+# accelerator, the slab lies on the device's NUMA node; what the device copies from is faulted in by several threads,
+# and page-locked once. Leases are cut from the slab. Pages that are never touched cost nothing.
 #
 # The child of a fork finds zeros in a slab. Parent and child do not see what the other writes there, and no page is
 # copied when the parent writes to it while children live.

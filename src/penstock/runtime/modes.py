@@ -2,7 +2,7 @@
 
     ours       gradients, inference mode, autocast, functorch levels, dispatch and function modes (a default device is
                one) are off, whatever they are on the user's side
-    theirs     inside of `ours`: all of these are as on the user's side, for what is run on behalf of the user
+    theirs     inside of `engine_mode`: all of these are as on the user's side, for what is run on behalf of the user
 
 Whatever torch or the user calls crosses the border: public methods, hooks, threads. The state is the thread's own, so
 other threads do not notice. The default dtype is the process's, and cannot be changed for one side: on our side every
@@ -31,16 +31,16 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class _Thread(threading.local):
+class _ThreadModes(threading.local):
     """What is known of the calling thread: its innermost stay on our side; `None` on the user's."""
 
-    stay: "ours | None" = None
+    stay: "engine_mode | None" = None
 
 
-_thread = _Thread()
+_thread = _ThreadModes()
 
 
-class ours:  # noqa: N801 - used as torch's own context managers are
+class engine_mode:  # noqa: N801 - used as torch's own context managers are
     """A stay on our side, as long as a `with` block. Stays may lie inside one another.
 
     Attributes:
@@ -51,7 +51,7 @@ class ours:  # noqa: N801 - used as torch's own context managers are
 
     records: bool
 
-    def __enter__(self) -> "ours":
+    def __enter__(self) -> "engine_mode":
         self._outer = outer = _thread.stay
         self._grad = grad = _grad_is_on()
         self.records = grad if outer is None else outer.records
@@ -111,13 +111,13 @@ class ours:  # noqa: N801 - used as torch's own context managers are
         _thread.stay = self._outer
 
 
-class theirs:  # noqa: N801
-    """The user's side again, inside of `ours`: for the user's own code, and for what is recorded for backward."""
+class user_mode:  # noqa: N801
+    """The user's side again, inside of `engine_mode`: for the user's own code, and what is recorded for backward."""
 
     __slots__ = ("_stays",)
 
     def __enter__(self) -> None:
-        self._stays: list[ours] = []
+        self._stays: list[engine_mode] = []
         while _thread.stay is not None:
             self._stays.append(_thread.stay)
             _thread.stay.__exit__(None, None, None)
@@ -133,12 +133,12 @@ def user_records() -> bool:
     return _grad_is_on() if stay is None else stay.records
 
 
-def innermost() -> ours | None:
+def innermost() -> engine_mode | None:
     """Return the calling thread's innermost stay on our side, if it is there."""
     return _thread.stay
 
 
-def go_back_to(stay: ours | None) -> None:
+def go_back_to(stay: engine_mode | None) -> None:
     """End the stays that were begun after another one, and which an interrupt kept from ending.
 
     It may come after a `with` block was entered and before the first line of `__exit__`.
@@ -147,7 +147,7 @@ def go_back_to(stay: ours | None) -> None:
         _thread.stay.end()
 
 
-def crossing(function: Callable[P, R]) -> Callable[P, R]:
+def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function run on our side: a public method, or one that torch calls."""
 
     @wraps(function)
@@ -156,7 +156,7 @@ def crossing(function: Callable[P, R]) -> Callable[P, R]:
         try:
             # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun:
             # then the thread would stay on our side, and the user's next forward would record nothing for backward.
-            with ours():
+            with engine_mode():
                 return function(*args, **kwargs)
         except BaseException:
             go_back_to(before)
@@ -165,7 +165,7 @@ def crossing(function: Callable[P, R]) -> Callable[P, R]:
     return crossed
 
 
-class Around(AbstractContextManager[T]):
+class EngineBlock(AbstractContextManager[T]):
     """A context manager of ours whose block is the user's.
 
     Arguments:
@@ -179,12 +179,12 @@ class Around(AbstractContextManager[T]):
         self._inside = inside
         self._turn = turn
 
-    @crossing
+    @engine_entry
     def __enter__(self) -> T:
         with self._turn():
             return self._inside.__enter__()
 
-    @crossing
+    @engine_entry
     def __exit__(self, *raised: Any) -> bool | None:
         with self._turn():
             return self._inside.__exit__(*raised)

@@ -74,10 +74,10 @@ def names_of_hosts(said: Sequence[bytes]) -> Sequence[str]:
 # ----------------------------------------------------------------------------------------------------------------------
 # What the control groups of a process leave it. A container or a job has less memory and fewer cores than its machine.
 #
-# A process is in a group of each hierarchy (`/proc/self/cgroup`), and what is set for a group holds for all below it. In
-# version 2 one hierarchy has every controller, in version 1 each controller has a folder; a hybrid machine has both, and
-# a controller is in one of them. In a container the path may be that of the machine, of which it sees the last part
-# alone, or nothing but its own group, at the root.
+# A process is in a group of each hierarchy (`/proc/self/cgroup`), and what is set for a group holds for all below it.
+# In version 2 one hierarchy has every controller, in version 1 each controller has a folder; a hybrid machine has
+# both, and a controller is in one of them. In a container the path may be that of the machine, of which it sees the
+# last part alone, or nothing but its own group, at the root.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -419,9 +419,9 @@ def _number(text: str | None, default: int) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory that the C library keeps for itself, given back when it has made the process grow.
 #
-# Activations of many lengths leave holes that the next length does not fit into: with glibc a process holds half as much
-# again after a hundred batches, all of it free. To give it back costs page faults in the steps that follow, so that is
-# done when the process has grown, and not each time.
+# Activations of many lengths leave holes that the next length does not fit into: with glibc a process holds half as
+# much again after a hundred batches, all of it free. To give it back costs page faults in the steps that follow, so
+# that is done when the process has grown, and not each time.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -470,7 +470,8 @@ class Growth:
 # The threads that torch computes with on a cpu: passes of ours between its operations use them; our threads have none.
 #
 # After an operation torch's OpenMP threads spin for a while. A pool of our own would want the cores that they spin on:
-# each pass would wait for them, or be alone on one core. They only spin while the process has no more of them than cores.
+# each pass would wait for them, or be alone on one core. They only spin while the process has no more of them than
+# cores.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import threading
 from penstock.errors import EngineError
 from penstock.runtime.events import HostEvent, Work
 from penstock.runtime.finalizers import Ending, Phase, at_end, exiting
-from penstock.runtime.modes import ours
+from penstock.runtime.modes import engine_mode
 from penstock.runtime.system import stay_alone
 
 # How long to wait, at most, for the end of a thread that nobody has closed. It may itself wait for a rank that is gone,
@@ -50,7 +50,7 @@ class _Inbox:
         """Run the work as it comes, in order, until the end; on the thread."""
         if self.alone:
             stay_alone()
-        with ours():
+        with engine_mode():
             while (item := self.queue.get()) is not None:
                 event, box = item
                 if self.dropped or exiting():

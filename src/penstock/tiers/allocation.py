@@ -32,7 +32,7 @@ from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.layout import round_up
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.streams import all_of
-from penstock.tiers.storage import CellPlan, Home, Section, SectionPlan
+from penstock.tiers.storage import CellPlan, Segment, SegmentPlan, Storage
 from penstock.tiers.tier import Store
 
 FIRST_BYTES = 16 << 20  # of the first slab, unless more is wanted at once
@@ -50,7 +50,7 @@ def step_bytes(present: int, missing: int) -> int:
     return max(missing, min(max(present, FIRST_BYTES), STEP_BYTES), present // 8)
 
 
-class Extent(NamedTuple):
+class SlabExtent(NamedTuple):
     """Whole pages of a block: taken, or a hole."""
 
     block: int
@@ -63,11 +63,11 @@ class Extent(NamedTuple):
         return self.stop - self.start
 
 
-class Cut(NamedTuple):
+class ActivationStorage(NamedTuple):
     """A home, and the bytes that it was cut from."""
 
-    home: Home
-    extents: list[Extent]
+    home: Storage
+    extents: list[SlabExtent]
 
 
 class _Block(NamedTuple):
@@ -79,12 +79,12 @@ class _Block(NamedTuple):
         space: blocks are taken from one space at a time: of files a folder's; of memory the pinned ones, then others.
     """
 
-    section: Section
+    section: Segment
     record: int
     space: int
 
 
-class Cuts:
+class ActivationPool:
     """Hands them out.
 
     Arguments:
@@ -103,9 +103,9 @@ class Cuts:
         self._folders = folders if self._in_files else 1
         self.tile_bytes = round_up(tile_bytes, PAGE_BYTES)
         self._blocks: dict[int, _Block] = {}  # by number
-        self._holes: list[Extent] = []  # sorted; neighbours are one
+        self._holes: list[SlabExtent] = []  # sorted; neighbours are one
         self._made = 0
-        self._dropped: deque[Cut] = deque()
+        self._dropped: deque[ActivationStorage] = deque()
 
     @property
     def capacity(self) -> int:
@@ -117,7 +117,7 @@ class Cuts:
         """Bytes of all holes."""
         return _bytes_of(self._holes)
 
-    def take(self, nbytes: int) -> Cut:
+    def take(self, nbytes: int) -> ActivationStorage:
         """Cut a home of some bytes.
 
         Raises:
@@ -127,8 +127,8 @@ class Cuts:
         self._sweep(wanted)
         while self.free < wanted:
             self._grow(wanted - self.free)
-        extents: list[Extent] = []
-        sections: list[Section] = []
+        extents: list[SlabExtent] = []
+        sections: list[Segment] = []
         start = 0
         while start < nbytes:
             extent = self._take_extent(wanted - start)
@@ -136,9 +136,9 @@ class Cuts:
             block, numel = self._blocks[extent.block], min(extent.nbytes, nbytes - start)
             sections.append(block.section.cut(block.record, extent.start, self._plan(start, numel, numel)))
             start += extent.nbytes
-        return Cut(Home(sections), extents)
+        return ActivationStorage(Storage(sections), extents)
 
-    def drop(self, cut: Cut) -> None:
+    def drop(self, cut: ActivationStorage) -> None:
         """Give a home back. On any thread, at any time: no lock is taken."""
         self._dropped.append(cut)
 
@@ -146,7 +146,9 @@ class Cuts:
         """Give slabs back of which no home is left, once what is under way on them is over."""
         self._sweep(math.inf)
         for section in {block.section for block in self._blocks.values()}:
-            whole = [Extent(n, 0, section.tile_numel) for n, block in self._blocks.items() if block.section is section]
+            whole = [
+                SlabExtent(n, 0, section.tile_numel) for n, block in self._blocks.items() if block.section is section
+            ]
             if set(whole) <= set(self._holes):
                 for hole in whole:
                     self._holes.remove(hole)
@@ -176,7 +178,7 @@ class Cuts:
             for extent in extents:
                 self._free(extent)
 
-    def _free(self, extent: Extent) -> None:
+    def _free(self, extent: SlabExtent) -> None:
         """Make a hole of an extent, and of the holes beside it."""
         number, start, stop = extent
         place = bisect_left(self._holes, extent)
@@ -185,12 +187,12 @@ class Cuts:
         if place and self._holes[place - 1].block == number and self._holes[place - 1].stop == start:
             place -= 1
             start = self._holes.pop(place).start
-        self._holes.insert(place, Extent(number, start, stop))
+        self._holes.insert(place, SlabExtent(number, start, stop))
 
-    def _take_extent(self, wanted: int) -> Extent:
+    def _take_extent(self, wanted: int) -> SlabExtent:
         """Take bytes that are free: of memory whole if possible, of files a tile at most."""
         wanted = min(wanted, self.tile_bytes) if self._in_files else wanted
-        spaces: dict[int, list[Extent]] = {}
+        spaces: dict[int, list[SlabExtent]] = {}
         for hole in self._holes:
             spaces.setdefault(self._blocks[hole.block].space, []).append(hole)
         holes = max(spaces.values(), key=_bytes_of)
@@ -224,13 +226,13 @@ class Cuts:
         for record in range(self._folders):
             space = record if self._in_files else int(section.bounce is not None)
             self._blocks[self._made] = _Block(section, record, space)
-            insort(self._holes, Extent(self._made, 0, each))
+            insort(self._holes, SlabExtent(self._made, 0, each))
             self._made += 1
 
-    def _plan(self, start: int, numel: int, tile_numel: int) -> SectionPlan:
+    def _plan(self, start: int, numel: int, tile_numel: int) -> SegmentPlan:
         cell = CellPlan(self._unit, self._kind, self._tier, torch.uint8, numel)
-        return SectionPlan(self._kind, self._tier, (cell,), start, numel, tile_numel)
+        return SegmentPlan(self._kind, self._tier, (cell,), start, numel, tile_numel)
 
 
-def _bytes_of(holes: list[Extent]) -> int:
+def _bytes_of(holes: list[SlabExtent]) -> int:
     return sum(hole.nbytes for hole in holes)

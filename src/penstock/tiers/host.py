@@ -11,7 +11,7 @@ from penstock.errors import MemoryBudgetError
 from penstock.runtime import host_memory
 from penstock.runtime.host_memory import Arena, ask_for_huge_pages
 from penstock.runtime.streams import FETCH, READ
-from penstock.tiers.storage import PASSING, CellPlan, MemorySection, Ring, RingSlot, Section, SectionPlan
+from penstock.tiers.storage import PASSING, CellPlan, MemorySegment, Ring, RingSlot, Segment, SegmentPlan
 from penstock.tiers.tier import Slab, TierMemory
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ class DeviceTier(TierMemory):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Take nothing yet: `prepare` moves a model that is on the device unit by unit, and frees what it moved."""
         del pin
         return {home: _DeviceSlab(self._device) for home in wanted}
@@ -37,14 +37,14 @@ class _DeviceSlab(Slab):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def make(self, plan: SectionPlan, *, unset: bool = False) -> MemorySection:
+    def make(self, plan: SegmentPlan, *, unset: bool = False) -> MemorySegment:
         tensors = [torch.empty(cell.numel, dtype=cell.dtype, device=self._device) for cell in plan.cells]
         for tensor in tensors:
             if self._device.type == "cpu":
                 ask_for_huge_pages(tensor)  # before the first touch
             if not unset:
                 tensor.zero_()
-        return MemorySection(plan, tensors)
+        return MemorySegment(plan, tensors)
 
     def close(self) -> None:
         pass
@@ -53,8 +53,8 @@ class _DeviceSlab(Slab):
 # ----------------------------------------------------------------------------------------------------------------------
 # The cpu tier: host memory in slabs of exact size, pinned where a device copies from it or to it.
 #
-# What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable. A device copies from
-# pageable memory only while the host waits for it, so copies between the two pass a few pinned bounce buffers.
+# What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable. A device copies
+# from pageable memory only while the host waits for it, so copies between the two pass a few pinned bounce buffers.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -97,11 +97,11 @@ class HostTier(TierMemory):
         self._arena = arena
         self._budget = pinned_bytes
         self._tile_bytes = tile_bytes
-        self._bounce: tuple[Section, Slab, Mapping[str, Ring]] | None = None
+        self._bounce: tuple[Segment, Slab, Mapping[str, Ring]] | None = None
         self._warned = False
         self.pinned_bytes = 0
 
-    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Map an arena for each home; pin of what a device copies as much as the budget and the system allow."""
         sizes = {home: sum(c.taken_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
         copied = [home for home, plans in wanted.items() if any(plan.copied for plan in plans)]
@@ -134,7 +134,7 @@ class HostTier(TierMemory):
             slab = _HostSlab(self, self._arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
             count = len(BOUNCE_READERS) * BOUNCE_SLOTS
             cells = [CellPlan(f"(bounce {n})", STAGING, Tier.CPU, torch.uint8, self._tile_bytes) for n in range(count)]
-            section = slab.make(SectionPlan(STAGING, Tier.CPU, tuple(cells), 0, self._tile_bytes, self._tile_bytes))
+            section = slab.make(SegmentPlan(STAGING, Tier.CPU, tuple(cells), 0, self._tile_bytes, self._tile_bytes))
             rings = {reader: Ring() for reader in BOUNCE_READERS}
             for number, buffer in enumerate(section.tensors):
                 near = {PASSING: buffer}
@@ -143,7 +143,7 @@ class HostTier(TierMemory):
         return self._bounce[2]
 
     @property
-    def own(self) -> Sequence[tuple[Section, Slab]]:
+    def own(self) -> Sequence[tuple[Segment, Slab]]:
         """The bounce buffers."""
         return [] if self._bounce is None else [self._bounce[:2]]
 
@@ -214,13 +214,13 @@ class _HostSlab(Slab):
         self._used_before = False
         tier.pinned_bytes += arena.capacity if self.pinned else 0
 
-    def make(self, plan: SectionPlan, *, unset: bool = False) -> MemorySection:
+    def make(self, plan: SegmentPlan, *, unset: bool = False) -> MemorySegment:
         bounce = self._tier.bounce if self.pageable and plan.home != STAGING else None
         tensors = [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells]
         if self._used_before and not unset:
             for tensor in tensors:
                 tensor.zero_()
-        return MemorySection(plan, tensors, bounce)
+        return MemorySegment(plan, tensors, bounce)
 
     def rewind(self) -> bool:
         self._arena.rewind()

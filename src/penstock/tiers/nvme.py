@@ -12,7 +12,7 @@ from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.runtime.aio import File, Queue, Transfer
 from penstock.runtime.swap import SwapFolder
-from penstock.tiers.storage import Place, Records, Section, SectionPlan, Stored, SummedRecord, record_sizes
+from penstock.tiers.storage import RecordPlace, Records, Segment, SegmentPlan, StoredRecord, SummedRecord, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
 
 
@@ -24,7 +24,7 @@ class FileRecords(Records):
         checksums: verify what is read.
     """
 
-    def __init__(self, plan: SectionPlan, places: Sequence[Place], *, checksums: bool) -> None:
+    def __init__(self, plan: SegmentPlan, places: Sequence[RecordPlace], *, checksums: bool) -> None:
         super().__init__(plan, [place.nbytes for place in places])
         self._places = places
         self._checksums = checksums
@@ -60,18 +60,18 @@ class FileRecords(Records):
             return None
         return SummedRecord(buffer, partial(self._read, number, sums=False), partial(self._write, number))
 
-    def stored(self, number: int) -> Stored | None:
+    def stored(self, number: int) -> StoredRecord | None:
         """Say where a tile's record is, and its checksum; `None` if none is known, or it was never written."""
         last = self._transfers[number]
         if last is None or not self._checksums:
             return None
-        return Stored(self._places[number], last.checksum)
+        return StoredRecord(self._places[number], last.checksum)
 
-    def cut(self, tile: int, start: int, plan: SectionPlan) -> "FileRecords":
+    def cut(self, tile: int, start: int, plan: SegmentPlan) -> "FileRecords":
         """Make a section with records of its own from a byte of a tile's record on; this one keeps nothing there."""
         places, place = [], self._places[tile]
         for nbytes in record_sizes(plan):
-            places.append(Place(place.file, place.offset + start, nbytes))
+            places.append(RecordPlace(place.file, place.offset + start, nbytes))
             start += nbytes
         return FileRecords(plan, places, checksums=self._checksums)
 
@@ -99,7 +99,7 @@ class Striping:
         return places
 
 
-def stripe(wanted: Mapping[str, Sequence[SectionPlan]], folders: int) -> dict[str, Striping]:
+def stripe(wanted: Mapping[str, Sequence[SegmentPlan]], folders: int) -> dict[str, Striping]:
     """Lay the records of sections out over folders, home by home."""
     planned = {home: Striping(folders) for home in wanted}
     for home, plans in wanted.items():
@@ -136,7 +136,7 @@ class NvmeTier(TierMemory):
         self._slabs: list[FileSlab] = []
         self._made = 0
 
-    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Make a file for each home in each folder, allocated in full."""
         del pin
         if not self._parents:
@@ -215,10 +215,10 @@ class FileSlab(Slab):
         self._report_closed = closed
         self._owner = os.getpid()
 
-    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
+    def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
         """Make the next of the planned sections."""
         del unset
-        places = [Place(self._files[file], *place) for file, *place in self._striping.place(record_sizes(plan))]
+        places = [RecordPlace(self._files[file], *place) for file, *place in self._striping.place(record_sizes(plan))]
         return FileRecords(plan, places, checksums=self._checksums)
 
     def rewind(self) -> bool:

@@ -25,8 +25,8 @@ from penstock.tiers.storage import (
     RecordLayout,
     Ring,
     RingSlot,
-    Section,
-    SectionPlan,
+    Segment,
+    SegmentPlan,
     record_sizes,
 )
 from penstock.tiers.tier import Reservation, Store
@@ -44,17 +44,17 @@ LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
 STRETCH_RING_BYTES, LEAST_STRETCHES = 768 << 20, 32
 
 #: The sections of one unit on this rank, by home.
-Sections = Mapping[str, Sequence[SectionPlan]]
+Sections = Mapping[str, Sequence[SegmentPlan]]
 
 
 @dataclass(frozen=True)
 class SlotPlan:
     """The buffers of one slot, by home: where a tile is used, and where its files are read and written."""
 
-    near: Mapping[str, SectionPlan]
-    host: Mapping[str, SectionPlan]
+    near: Mapping[str, SegmentPlan]
+    host: Mapping[str, SegmentPlan]
 
-    def sections(self) -> Iterator[SectionPlan]:
+    def sections(self) -> Iterator[SegmentPlan]:
         """List every buffer."""
         yield from (*self.near.values(), *self.host.values())
 
@@ -81,7 +81,7 @@ class StagingPlan:
         self.stretch = {beside: stretch for beside, (_, stretch) in rings.items()}
         self.transit = transit_slots(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ()))
 
-    def sections(self) -> Iterator[SectionPlan]:
+    def sections(self) -> Iterator[SegmentPlan]:
         """List every buffer."""
         for slots in (self.landing, *self.update.values(), self.transit):
             for slot in slots:
@@ -112,7 +112,7 @@ class StagingPlan:
 def plan_ring(
     name: str,
     beside: Tier,
-    sections: Iterable[tuple[str, SectionPlan]],
+    sections: Iterable[tuple[str, SegmentPlan]],
     reach: Reach,
     in_memory: int = MEMORY_SLOTS,
 ) -> tuple[list[SlotPlan], int]:
@@ -128,7 +128,7 @@ def plan_ring(
     Returns:
         The slots, none where all is in reach, and how many tiles each of them holds.
     """
-    passing: dict[str, list[SectionPlan]] = {}
+    passing: dict[str, list[SegmentPlan]] = {}
     for home, plan in sections:
         if plan.cells and not in_reach(plan.tier, beside, reach):
             passing.setdefault(home, []).append(plan)
@@ -153,7 +153,7 @@ def plan_ring(
     return slots, stretch
 
 
-def _tiles(plans: Iterable[SectionPlan]) -> int:
+def _tiles(plans: Iterable[SegmentPlan]) -> int:
     """Count the tiles of sections."""
     return sum(-(-plan.numel // plan.tile_numel) for plan in plans)
 
@@ -171,14 +171,14 @@ def _stretch(tile: int, tiles: int, ring_bytes: int) -> int:
     return max(1, min(STRETCH_NUMEL // tile, STRETCH_RING_BYTES // ring_bytes, tiles // LEAST_STRETCHES))
 
 
-def _sizes(passing: Mapping[str, Sequence[SectionPlan]], numel: int) -> dict[str, int]:
+def _sizes(passing: Mapping[str, Sequence[SegmentPlan]], numel: int) -> dict[str, int]:
     """Count the bytes of a slot's buffer for each home, for so many elements."""
     return {
         home: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans) for home, plans in passing.items()
     }
 
 
-def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
+def transit_slots(plans: Iterable[SegmentPlan]) -> list[SlotPlan]:
     """Plan the ring through which records pass."""
     nbytes = max((max(record_sizes(plan)) for plan in plans if not plan.tier.is_memory and plan.cells), default=0)
     count = _slots(nbytes) if nbytes else 0
@@ -190,9 +190,9 @@ class Buffers:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._sections: list[Section] = []
+        self._sections: list[Segment] = []
 
-    def make(self, plan: SectionPlan, reserved: Reservation) -> Tensor:
+    def make(self, plan: SegmentPlan, reserved: Reservation) -> Tensor:
         """Make one of them, in memory that was reserved."""
         section = reserved.make(plan)
         self._sections.append(section)
@@ -283,7 +283,7 @@ class Staging:
 
 def worked_on(
     beside: Tier, unit: Sections, at: str, homes: Sequence[str], *, streams: bool = False
-) -> Iterator[tuple[str, SectionPlan]]:
+) -> Iterator[tuple[str, SegmentPlan]]:
     """Find the sections of a unit that work beside one tier needs, by home.
 
     Arguments:
@@ -308,11 +308,11 @@ def worked_on(
                     yield home, plan
 
 
-def _overlap(one: SectionPlan, other: SectionPlan) -> bool:
+def _overlap(one: SegmentPlan, other: SegmentPlan) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-def _covers(shadow: SectionPlan, plan: SectionPlan, update: SectionPlan) -> bool:
+def _covers(shadow: SegmentPlan, plan: SegmentPlan, update: SegmentPlan) -> bool:
     """Whether the update of a part of a section needs its shadow alone."""
     return shadow.start <= max(plan.start, update.start) and min(plan.stop, update.stop) <= shadow.stop
 
@@ -321,6 +321,6 @@ def _slots(nbytes: int) -> int:
     return max(LEAST_FILE_SLOTS, min(MOST_FILE_SLOTS, RING_BYTES // max(nbytes, 1)))
 
 
-def _buffer(name: str, tier: Tier, nbytes: int) -> SectionPlan:
+def _buffer(name: str, tier: Tier, nbytes: int) -> SegmentPlan:
     cell = CellPlan(f"({name})", STAGING, tier, torch.uint8, nbytes)
-    return SectionPlan(STAGING, tier, (cell,), 0, nbytes, max(nbytes, 1))
+    return SegmentPlan(STAGING, tier, (cell,), 0, nbytes, max(nbytes, 1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.config import Tier
 from penstock.layout import round_up
-from penstock.rules.fused import Sums
+from penstock.rules.fused import RecordChecksums
 from penstock.runtime.aio import File, Transfer
 from penstock.runtime.host_memory import PAGE_BYTES, Arena, page_aligned
 from penstock.runtime.streams import DONE, Event, Pending, PendingEvent, all_of
@@ -32,7 +32,7 @@ STRETCH_NUMEL = 16 << 20
 PASSING = "passing"
 
 
-class Kept(NamedTuple):
+class KeptRecord(NamedTuple):
     """A buffer that still holds what a record says, once `ready`, until its slot is used for something else."""
 
     buffer: Tensor
@@ -40,14 +40,14 @@ class Kept(NamedTuple):
     slot: "RingSlot"
 
 
-class Keeper(Protocol):
+class RecordKeeper(Protocol):
     """Whoever has records.
 
     Attributes:
         kept: the buffers from which records can be had without loading, by tile.
     """
 
-    kept: dict[int, Kept]
+    kept: dict[int, KeptRecord]
 
 
 @dataclass(eq=False)
@@ -64,11 +64,11 @@ class RingSlot:
     near: Mapping[str, Tensor]
     host: Mapping[str, Tensor]
     free: Event = DONE
-    holds: dict[tuple[Keeper, int], None] = field(default_factory=dict)
+    holds: dict[tuple[RecordKeeper, int], None] = field(default_factory=dict)
 
-    def keep(self, section: Keeper, number: int, buffer: Tensor, ready: Event) -> None:
+    def keep(self, section: RecordKeeper, number: int, buffer: Tensor, ready: Event) -> None:
         """Let others take a record from the slot until it is used again."""
-        section.kept[number] = Kept(buffer, ready, self)
+        section.kept[number] = KeptRecord(buffer, ready, self)
         self.holds[section, number] = None
 
     def forget(self) -> None:
@@ -152,8 +152,8 @@ class Ring:
 # exchanged when it moves. Elements are counted from the start of this rank's shard, in a section from the start of the
 # section; sections are whole tiles.
 #
-# A home knows the events of its last write and of its last read. Whoever writes it or reads it beside compute notes that
-# here, and whoever needs it asks here: nobody else keeps an event of it. Sections whose tiles are records
+# A home knows the events of its last write and of its last read. Whoever writes it or reads it beside compute notes
+# that here, and whoever needs it asks here: nobody else keeps an event of it. Sections whose tiles are records
 # (`tiers/storage.py`) know each tile's last write by themselves.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class CellPlan:
 
 
 @dataclass(frozen=True)
-class SectionPlan:
+class SegmentPlan:
     """A section before its memory.
 
     Attributes:
@@ -236,12 +236,12 @@ class SectionPlan:
         kinds = " and ".join(dict.fromkeys(cell.kind for cell in self.cells))
         return f"{kinds} of unit '{self.cells[0].unit}'"
 
-    def on(self, tier: Tier) -> "SectionPlan":
+    def on(self, tier: Tier) -> "SegmentPlan":
         """Plan the same on another tier, where it is brought."""
         return replace(self, tier=tier, copied=True, cells=tuple(replace(cell, tier=tier) for cell in self.cells))
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a record lies."""
 
     file: File
@@ -249,14 +249,14 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Stored(NamedTuple):
+class StoredRecord(NamedTuple):
     """A record that was written."""
 
-    place: Place
+    place: RecordPlace
     checksum: int
 
 
-class Section(ABC):
+class Segment(ABC):
     """Some kinds of a part of a unit's shard, on one tier.
 
     Attributes:
@@ -268,7 +268,7 @@ class Section(ABC):
     tensors: tuple[Tensor, ...] = ()
     bounce: Callable[[], Mapping[str, Ring]] | None = None
 
-    def __init__(self, plan: SectionPlan) -> None:
+    def __init__(self, plan: SegmentPlan) -> None:
         self.plan = plan
         self.tier = plan.tier
         self.numel = plan.numel
@@ -295,10 +295,10 @@ class Section(ABC):
 
     @abstractmethod
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
-        """Look at elements `start` to `stop`, piece by piece, on the caller's time. See `Home.visit`."""
+        """Look at elements `start` to `stop`, piece by piece, on the caller's time. See `Storage.visit`."""
 
     @abstractmethod
-    def cut(self, tile: int, start: int, plan: SectionPlan) -> "Section":
+    def cut(self, tile: int, start: int, plan: SegmentPlan) -> "Segment":
         """Make a section of its own over a part of a section of bytes.
 
         Arguments:
@@ -311,23 +311,23 @@ class Section(ABC):
     def drop(self) -> None:
         """Let go of the values: they are elsewhere now."""
 
-    def stored(self, number: int) -> Stored | None:
+    def stored(self, number: int) -> StoredRecord | None:
         """Say where the record of a tile is in a file; `None` where it is in none."""
         del number
         return None
 
 
-class MemorySection(Section):
+class MemorySegment(Segment):
     """Kinds that are tensors: on the device or the cpu tier.
 
     Arguments:
         tensors: the values of each kind.
-        bounce: see `Section.bounce`.
+        bounce: see `Segment.bounce`.
     """
 
     def __init__(
         self,
-        plan: SectionPlan,
+        plan: SegmentPlan,
         tensors: Sequence[Tensor],
         bounce: Callable[[], Mapping[str, Ring]] | None = None,
     ) -> None:
@@ -351,11 +351,11 @@ class MemorySection(Section):
         del modify
         yield start, stop, self.views(start, stop)
 
-    def cut(self, tile: int, start: int, plan: SectionPlan) -> "MemorySection":
+    def cut(self, tile: int, start: int, plan: SegmentPlan) -> "MemorySegment":
         """Make a section over the same memory, of the only kind's values from `start` of the tile on."""
         (memory,) = self.tensors
         first = self.tile_range(tile)[0] + start
-        return MemorySection(plan, [memory[first : first + plan.numel]], self.bounce)
+        return MemorySegment(plan, [memory[first : first + plan.numel]], self.bounce)
 
     def drop(self) -> None:
         """Let go of the tensors."""
@@ -394,7 +394,7 @@ class MemoryEvents:
         return all_of([self.written, self.read])  # site storage.free_of_write, storage.free_of_reads
 
 
-class Home:
+class Storage:
     """Some kinds of one unit, in sections.
 
     Arguments:
@@ -405,7 +405,7 @@ class Home:
         memory: the events of what of it is memory.
     """
 
-    def __init__(self, sections: Sequence[Section], memory: MemoryEvents | None = None) -> None:
+    def __init__(self, sections: Sequence[Segment], memory: MemoryEvents | None = None) -> None:
         self.sections = tuple(sections)
         self.memory = memory or MemoryEvents(DONE)
         assert all(a.plan.stop == b.plan.start for a, b in pairwise(self.sections)), "sections follow each other"
@@ -420,13 +420,13 @@ class Home:
         """One past the last element."""
         return self.sections[-1].plan.stop
 
-    def section_at(self, element: int) -> Section:
+    def section_at(self, element: int) -> Segment:
         """Find the section that holds an element."""
         if len(self.sections) == 1:
             return self.sections[0]
         return next(section for section in self.sections if element < section.plan.stop)
 
-    def tile(self, number: int) -> tuple[Section, int]:
+    def tile(self, number: int) -> tuple[Segment, int]:
         """Find the section that a tile of the shard is in, and its number there."""
         section = self.section_at(number * self.sections[0].tile_numel)
         return section, number - section.plan.start // section.tile_numel
@@ -437,7 +437,7 @@ class Home:
         return any(not section.tier.is_memory and section.plan.cells for section in self.sections)
 
     @property
-    def plans(self) -> tuple[SectionPlan, ...]:
+    def plans(self) -> tuple[SegmentPlan, ...]:
         """Its sections as they are now."""
         return tuple(section.plan for section in self.sections)
 
@@ -474,7 +474,7 @@ class Home:
                 for begin, end, views in section.visit(inside[0] - first, inside[1] - first, modify=modify):
                     yield begin + first, end + first, views
 
-    def part(self, start: int, stop: int) -> "Home":
+    def part(self, start: int, stop: int) -> "Storage":
         """Make a home of the elements `start` to `stop` of one in memory, counted from there, over the same memory."""
         sections = []
         for section in self.sections:
@@ -483,22 +483,22 @@ class Home:
                 views = section.views(first - section.plan.start, last - section.plan.start)
                 cells = tuple(replace(c, numel=v.numel()) for c, v in zip(section.plan.cells, views, strict=True))
                 plan = replace(section.plan, cells=cells, start=first - start, numel=last - first)
-                sections.append(MemorySection(plan, views, section.bounce))
+                sections.append(MemorySegment(plan, views, section.bounce))
         # With its events: who writes through one home would not be seen by who reads through the other.
-        return Home(sections, self.memory)
+        return Storage(sections, self.memory)
 
 
-def buffer_home(values: Tensor, written: Event = DONE) -> Home:
+def buffer_home(values: Tensor, written: Event = DONE) -> Storage:
     """Make a home of a flat buffer in device memory, to copy from and to; `written` is its last write so far."""
     cell = CellPlan("", "", Tier.DEVICE, values.dtype, values.numel())
-    plan = SectionPlan("", Tier.DEVICE, (cell,), 0, values.numel(), values.numel())
-    return Home([MemorySection(plan, [values])], MemoryEvents(written))
+    plan = SegmentPlan("", Tier.DEVICE, (cell,), 0, values.numel(), values.numel())
+    return Storage([MemorySegment(plan, [values])], MemoryEvents(written))
 
 
 def visit_together(
-    homes: Sequence[Home], start: int, stop: int, *, modify: bool = False
+    homes: Sequence[Storage], start: int, stop: int, *, modify: bool = False
 ) -> Iterator[tuple[int, int, list[Views]]]:
-    """Visit several homes at once, as `Home.visit` does one: each piece lies in one piece of all of them."""
+    """Visit several homes at once, as `Storage.visit` does one: each piece lies in one piece of all of them."""
     if not homes:
         yield start, stop, []
         return
@@ -510,34 +510,35 @@ def visit_together(
             yield begin, end, [own, *rest]
 
 
-class Shared(NamedTuple):
+class SegmentOverlap(NamedTuple):
     """Elements `start` to `stop` that lie in one section of each of two homes."""
 
     start: int
     stop: int
-    one: Section
-    other: Section
+    one: Segment
+    other: Segment
 
 
-def shared_sections(one: Home, other: Home) -> Iterator[Shared]:
+def shared_sections(one: Storage, other: Storage) -> Iterator[SegmentOverlap]:
     """Find where the sections of two homes of equal extent overlap, in order."""
     for a in one.sections:
         for b in other.sections:
             start, stop = max(a.plan.start, b.plan.start), min(a.plan.stop, b.plan.stop)
             if start < stop:
-                yield Shared(start, stop, a, b)
+                yield SegmentOverlap(start, stop, a, b)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kinds of one unit on a tier that arithmetic cannot reach: a record for each tile.
 #
 # A record holds a tile's values of all the kinds of its home, one kind after the other, and fills whole pages: one load
-# brings everything that an update of the tile needs from there, one store takes it back. The optimizer's record of AdamW:
+# brings everything that an update of the tile needs from there, one store takes it back. The optimizer's record of
+# AdamW:
 #
 #     record of tile i    | exp_avg | exp_avg_sq | padding |
 #
-# A tier of records says how one is loaded into a buffer and stored from it (`Records.load`, `Records.store`); everything
-# else is here and in `tiers/transfer.py`.
+# A tier of records says how one is loaded into a buffer and stored from it (`Records.load`, `Records.store`);
+# everything else is here and in `tiers/transfer.py`.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -572,7 +573,7 @@ class RecordLayout:
         return tuple(views)
 
 
-def record_sizes(plan: SectionPlan) -> list[int]:
+def record_sizes(plan: SegmentPlan) -> list[int]:
     """Count the bytes of the record of each tile of a section."""
     layout = RecordLayout(plan.cells)
     whole, rest = divmod(plan.numel, plan.tile_numel)
@@ -604,7 +605,7 @@ class SummedRecord:
         self._loading = self._read(self.buffer)
         return self._loading
 
-    def check(self, sums: Sums) -> None:
+    def check(self, sums: RecordChecksums) -> None:
         """Take over what the update has summed of the record. Before this, nothing of it is stored.
 
         Raises:
@@ -621,7 +622,7 @@ class SummedRecord:
         return self._write(self.buffer, self._after)
 
 
-class Records(Section):
+class Records(Segment):
     """Kinds in records.
 
     Arguments:
@@ -632,12 +633,12 @@ class Records(Section):
         kept: the buffers from which records can be had without loading, by tile.
     """
 
-    def __init__(self, plan: SectionPlan, sizes: Sequence[int]) -> None:
+    def __init__(self, plan: SegmentPlan, sizes: Sequence[int]) -> None:
         super().__init__(plan)
         self._layout = RecordLayout(plan.cells)
         self._sizes = sizes
         self.last_stores: list[Event] = [DONE] * len(sizes)
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, KeptRecord] = {}
 
     @abstractmethod
     def load(self, number: int, into: Tensor) -> Pending | None:

@@ -24,7 +24,7 @@ from penstock.config import (
     parse_tier,
 )
 from penstock.errors import MemoryBudgetError, NvmeError, PenstockError
-from penstock.tiers.storage import MemorySection, Section, SectionPlan
+from penstock.tiers.storage import MemorySegment, Segment, SegmentPlan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a tier does: set memory or files aside for some sections, and make them there.
@@ -42,12 +42,12 @@ class Slab(ABC):
     """
 
     pinned = False
-    plans: tuple[SectionPlan, ...] = ()
+    plans: tuple[SegmentPlan, ...] = ()
     pin = True
     keep = False
 
     @abstractmethod
-    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
+    def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
         """Make the next of the sections that the slab was sized for.
 
         Arguments:
@@ -71,7 +71,7 @@ class TierMemory(ABC):
     name: Tier
 
     @abstractmethod
-    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Take a slab for each home's sections, by the home's name.
 
         Arguments:
@@ -84,7 +84,7 @@ class TierMemory(ABC):
         """
 
     @property
-    def own(self) -> Sequence[tuple[Section, Slab]]:
+    def own(self) -> Sequence[tuple[Segment, Slab]]:
         """Buffers that the tier keeps for itself, for the table to count."""
         return ()
 
@@ -115,12 +115,12 @@ class Reservation:
         slabs: what was taken, by tier and home; sections that are `apart` have slabs of their own.
     """
 
-    def __init__(self, store: "Store", slabs: Mapping[Place, Slab], apart: Collection[SectionPlan]) -> None:
+    def __init__(self, store: "Store", slabs: Mapping[Place, Slab], apart: Collection[SegmentPlan]) -> None:
         self._store = store
         self._slabs = slabs
         self._apart = apart
 
-    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
+    def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
         """Make one of the sections; those of one tier and home in the order in which they were reserved.
 
         Arguments:
@@ -128,7 +128,7 @@ class Reservation:
             unset: all of it will be written before anybody reads it. Else it is zeros.
         """
         if not plan.cells:
-            return MemorySection(plan, ())
+            return MemorySegment(plan, ())
         slab = self._slabs[plan.tier, _slab_name(plan, self._apart)]
         section = slab.make(plan, unset=unset)
         self._store.enter(section, slab)
@@ -144,18 +144,18 @@ class Store:
 
     def __init__(self, tiers: Collection[TierMemory]) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
-        self._sections: dict[Section, Slab | None] = {}
-        self._leaving: dict[Section, Slab | None] = {}  # their values are on the way to others
+        self._sections: dict[Segment, Slab | None] = {}
+        self._leaving: dict[Segment, Slab | None] = {}  # their values are on the way to others
         self._lock = threading.Lock()  # state that is in flight is freed by the thread that sees it arrive
         self._left: dict[Slab, int] = {}  # sections that it still holds, or will
         self._kept: dict[Place, Slab] = {}  # without values; one a home, so no more than one move takes
 
     def reserve(
         self,
-        plans: Sequence[SectionPlan],
+        plans: Sequence[SegmentPlan],
         *,
         pin: bool = True,
-        apart: Collection[SectionPlan] = frozenset(),
+        apart: Collection[SegmentPlan] = frozenset(),
         keep: bool = False,
     ) -> Reservation:
         """Take the memory and files for some sections. What one home has on one tier is given back together.
@@ -169,7 +169,7 @@ class Store:
         Raises:
             MemoryBudgetError, NvmeError: there is not enough; nothing was taken.
         """
-        wanted: dict[Tier, dict[str, list[SectionPlan]]] = {}
+        wanted: dict[Tier, dict[str, list[SegmentPlan]]] = {}
         for plan in plans:
             if plan.cells:
                 wanted.setdefault(plan.tier, {}).setdefault(_slab_name(plan, apart), []).append(plan)
@@ -185,7 +185,7 @@ class Store:
         self._left |= {slab: len(slab.plans) for slab in slabs.values()}
         return Reservation(self, slabs, apart)
 
-    def _take(self, wanted: Mapping[Tier, Mapping[str, Sequence[SectionPlan]]], pin: bool) -> dict[Place, Slab]:
+    def _take(self, wanted: Mapping[Tier, Mapping[str, Sequence[SegmentPlan]]], pin: bool) -> dict[Place, Slab]:
         """Take slabs, those that were kept for the same sections first."""
         slabs: dict[Place, Slab] = {}
         try:
@@ -214,18 +214,18 @@ class Store:
                 closing.callback(slab.close)
         return bool(slabs)
 
-    def enter(self, section: Section, slab: Slab | None) -> None:
+    def enter(self, section: Segment, slab: Slab | None) -> None:
         """Put a section in the table. `slab`: what it is made of; `None` for memory that somebody else owns."""
         with self._lock:
             self._sections[section] = slab
 
-    def leave(self, section: Section) -> None:
+    def leave(self, section: Segment) -> None:
         """Take a section out of the table, whose values go elsewhere. `free` gives its memory back."""
         with self._lock:
             if section in self._sections:  # one step: a report in between would miss its bytes, or count them twice
                 self._leaving[section] = self._sections.pop(section)
 
-    def free(self, section: Section, *, keep: bool = False) -> None:
+    def free(self, section: Segment, *, keep: bool = False) -> None:
         """Give back the memory of a section that has left, or its part of a slab that goes with the last one.
 
         Nothing works on it.
@@ -263,7 +263,7 @@ class Store:
                     del self._left[slab]
                     closing.callback(slab.close)
 
-    def table(self) -> list[tuple[SectionPlan, Slab | None, str | None]]:
+    def table(self) -> list[tuple[SegmentPlan, Slab | None, str | None]]:
         """List all that takes memory or space, in the order of allocation, and what the tiers keep for themselves.
 
         Returns:
@@ -300,11 +300,11 @@ class Store:
                 closing.callback(tier.close)
 
 
-def _slab_name(plan: SectionPlan, apart: Collection[SectionPlan]) -> str:
+def _slab_name(plan: SegmentPlan, apart: Collection[SegmentPlan]) -> str:
     return f"{plan.home}-apart" if plan in apart else plan.home
 
 
-def bytes_on(plans: Sequence[SectionPlan], tier: Tier) -> int:
+def bytes_on(plans: Sequence[SegmentPlan], tier: Tier) -> int:
     """Count the bytes that planned sections take on a tier."""
     return sum(cell.taken_bytes for plan in plans if plan.tier is tier for cell in plan.cells)
 

@@ -29,12 +29,12 @@ from penstock.runtime.topology import Reach
 from penstock.tiers.storage import (
     PASSING,
     STRETCH_NUMEL,
-    Home,
     RecordLayout,
     Records,
     Ring,
     RingSlot,
-    Section,
+    Segment,
+    Storage,
     SummedRecord,
     Views,
     shared_sections,
@@ -44,7 +44,8 @@ from penstock.trace import Label
 # ----------------------------------------------------------------------------------------------------------------------
 # Copies of flat values within memory: the device's, the host's, and between the two.
 #
-# Where the host's memory is pageable a device copies only while the host waits for it. So such values pass pinned bounce
+# Where the host's memory is pageable a device copies only while the host waits for it. So such values pass pinned
+# bounce
 # buffers: a thread of the host fills one while the device empties another, or the other way round.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -58,7 +59,7 @@ def in_reach(tier: Tier, of: Tier, reach: Reach) -> bool:
     return tier.is_memory and (tier is of or reach.aliases_host)
 
 
-class Way(NamedTuple):
+class CopyRoute(NamedTuple):
     """Where values in memory go.
 
     Attributes:
@@ -72,7 +73,7 @@ class Way(NamedTuple):
     bounce: Mapping[str, Ring] | None = None
 
 
-class Copies:
+class CopyRoutes:
     """Copies of flat values within memory.
 
     Arguments:
@@ -87,7 +88,7 @@ class Copies:
         self._landing = landing
         self._reader = reader
 
-    def copy(self, way: Way, target: Tensor, source: Tensor, after: Event, label: Label) -> Event:
+    def copy(self, way: CopyRoute, target: Tensor, source: Tensor, after: Event, label: Label) -> Event:
         """Copy values; those that go between the device and the host are cast on the host."""
         up = way.to is Tier.DEVICE
         put = partial(_put, target)
@@ -186,16 +187,16 @@ def _put(target: Tensor, start: int, values: Tensor) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Movement: values on their way between any two tiers, as whole homes (`Movement`) or tile by tile (`Pipeline`).
+# Movement: values on their way between any two tiers, as whole homes (`Transfers`) or tile by tile (`TileStreamer`).
 #
 #     memory to memory     a copy, on the stream of its direction; where the host's memory is pageable, through pinned
 #                          bounce buffers
 #     from and to records  loads into a buffer of a ring, stores from one
 #
-# Everything is submitted ahead and follows the events of the homes that it reads and writes. What bounds how far it runs
-# are the slots of rings: one is used again once the work that used it last is over, so no buffer is ever larger than a
-# tile, or than the stretch of tiles that a device takes at once. Until then, whoever wants the record that a slot still
-# holds takes it from there instead of loading it.
+# Everything is submitted ahead and follows the events of the homes that it reads and writes. What bounds how far it
+# runs are the slots of rings: one is used again once the work that used it last is over, so no buffer is ever larger
+# than a tile, or than the stretch of tiles that a device takes at once. Until then, whoever wants the record that a
+# slot still holds takes it from there instead of loading it.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +204,7 @@ def _put(target: Tensor, start: int, values: Tensor) -> None:
 Back = Callable[[Event], Event]
 
 
-class Movement:
+class Transfers:
     """Copies homes as a whole, through memory where one of them is records.
 
     A copy follows the last write of what it reads, and the last write and the reads of what it overwrites: the homes
@@ -218,9 +219,9 @@ class Movement:
     def __init__(self, streams: Streams, ring: Ring, landing: Ring | None = None) -> None:
         self._streams = streams
         self._ring = ring
-        self._copies = Copies(streams, landing or Ring(), READ)
+        self._copies = CopyRoutes(streams, landing or Ring(), READ)
 
-    def copy(self, source: Home, target: Home, label: Label) -> Event:
+    def copy(self, source: Storage, target: Storage, label: Label) -> Event:
         """Copy all values of a home to another one of the same extent, kinds and tiles.
 
         What one of them does not keep, and what they share, stays as it is. Returns the event after which the source is
@@ -240,7 +241,7 @@ class Movement:
             else:
                 crosses = here.tier is not there.tier
                 bounce = (here.bounce or there.bounce) if crosses else None
-                way = Way(there.tier, crosses, None if bounce is None else bounce())
+                way = CopyRoute(there.tier, crosses, None if bounce is None else bounce())
                 copied += self._copy_all(way, _at(there, start, stop), _at(here, start, stop), after, label)
         # What was copied came after it. Named beside that it would keep the events of all copies of a run: a target
         # that nothing but copies writes would wait for each of them.
@@ -254,9 +255,9 @@ class Movement:
         """Bring flat values of the device down, tile by tile and in order, and use them on the host."""
         return self._copies.land(source, use, after, label)
 
-    def _load(self, here: Records, there: Section, tiles: range, after: Event, label: Label) -> list[Event]:
+    def _load(self, here: Records, there: Segment, tiles: range, after: Event, label: Label) -> list[Event]:
         """Bring records to memory."""
-        way = Way(there.tier, there.tier is Tier.DEVICE)
+        way = CopyRoute(there.tier, there.tier is Tier.DEVICE)
         copied = []
         for number in tiles:
             first, last = (element + here.plan.start for element in here.tile_range(number))
@@ -286,9 +287,9 @@ class Movement:
             copied.append(arrived)
         return copied
 
-    def _store(self, here: Section, there: Records, tiles: range, after: Event, label: Label) -> list[Event]:
+    def _store(self, here: Segment, there: Records, tiles: range, after: Event, label: Label) -> list[Event]:
         """Put values in memory into records."""
-        way = Way(Tier.CPU, here.tier is Tier.DEVICE)
+        way = CopyRoute(Tier.CPU, here.tier is Tier.DEVICE)
         taken = []
         for number in tiles:
             slot = self._ring.take()
@@ -313,14 +314,14 @@ class Movement:
         return taken
 
     def _copy_all(
-        self, way: Way, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
+        self, way: CopyRoute, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
     ) -> list[Event]:
         """Copy the values of each kind."""
         return [self._copies.copy(way, t, s, after, label) for t, s in zip(targets, sources, strict=True)]
 
 
 @dataclass
-class BroughtTile:
+class StagedTile:
     """A tile, or a stretch, that is brought to where it is used, and put back.
 
     Attributes:
@@ -362,7 +363,7 @@ class BroughtTile:
         return home_again
 
 
-class Stretch(NamedTuple):
+class TileRange(NamedTuple):
     """Neighbouring tiles, each home's in one piece.
 
     Attributes:
@@ -374,7 +375,7 @@ class Stretch(NamedTuple):
     in_place: bool
 
 
-class Pipeline:
+class TileStreamer:
     """Brings tiles to where they are updated, and puts them back: one is used while others come and go.
 
         FETCH    | 0 | 1 | 2 | ...
@@ -391,31 +392,31 @@ class Pipeline:
         self._streams = streams
         self._ring = ring
         self._beside = beside
-        self._copies = Copies(streams, Ring(), FETCH)
+        self._copies = CopyRoutes(streams, Ring(), FETCH)
 
-    def stretch(self, number: int, homes: Mapping[str, Home]) -> Stretch:
+    def stretch(self, number: int, homes: Mapping[str, Storage]) -> TileRange:
         """Find out how many tiles from this one on are brought, or used where they rest, at once."""
         places = [home.tile(number) for home in homes.values()]
         count = min(section.tiles - local for section, local in places)
         far = [section for section, _ in places if not self._reaches(section)]
         if any(isinstance(section, Records) for section in far):
-            return Stretch(1, in_place=False)  # a record holds one tile
+            return TileRange(1, in_place=False)  # a record holds one tile
         if not far and self._beside is not Tier.DEVICE:
             # Its threads divide it among themselves: no more is won, and whoever waits for its end waits longer.
             count = min(count, max(1, STRETCH_NUMEL // places[0][0].tile_numel))
-        return Stretch(min(count, self._ring.tiles) if far else count, in_place=not far)
+        return TileRange(min(count, self._ring.tiles) if far else count, in_place=not far)
 
     def bring(
         self,
         number: int,
-        homes: Mapping[str, Home],
+        homes: Mapping[str, Storage],
         *,
         after: Event,
         label: Label,
         written: Sequence[str] = (),
         count: int = 1,
         sums: bool = False,
-    ) -> BroughtTile:
+    ) -> StagedTile:
         """Make a tile's values available where the update runs.
 
         Arguments:
@@ -429,7 +430,7 @@ class Pipeline:
         """
         places = {name: home.tile(number) for name, home in homes.items()}
         far = any(not self._reaches(section) for section, _ in places.values())
-        tile = BroughtTile(after, self._slot_for(places) if far else None, label)
+        tile = StagedTile(after, self._slot_for(places) if far else None, label)
         for name, (section, local) in places.items():
             if self._reaches(section):
                 tile.views[name] = section.views(*_stretch_range(section, local, count))
@@ -441,7 +442,7 @@ class Pipeline:
                 self._bring_memory(tile, name, section, extent, back=name in written)
         return tile
 
-    def _slot_for(self, places: Mapping[str, tuple[Section, int]]) -> RingSlot:
+    def _slot_for(self, places: Mapping[str, tuple[Segment, int]]) -> RingSlot:
         """Take the next slot, or the one that still holds the tile's optimizer state."""
         section, number = places.get(OPTIMIZER, (None, 0))
         kept = section.kept.get(number) if isinstance(section, Records) else None
@@ -450,16 +451,16 @@ class Pipeline:
             slot.forget()  # its records would be taken from buffers that this tile fills
         return slot
 
-    def _reaches(self, section: Section) -> bool:
+    def _reaches(self, section: Segment) -> bool:
         return not section.plan.cells or in_reach(section.tier, self._beside, self._streams.reach)
 
     def _bring_memory(
-        self, tile: BroughtTile, name: str, section: Section, extent: tuple[int, int], *, back: bool
+        self, tile: StagedTile, name: str, section: Segment, extent: tuple[int, int], *, back: bool
     ) -> None:
         """Copy values between host and device memory, each way."""
         assert tile.slot is not None
         bounce = None if section.bounce is None else section.bounce()
-        there, back_again = Way(self._beside, True, bounce), Way(section.tier, True, bounce)
+        there, back_again = CopyRoute(self._beside, True, bounce), CopyRoute(section.tier, True, bounce)
         sources = section.views(*extent)
         tile.views[name] = _views_like(sources, tile.slot.near[name])
         # site tile.copy_complete, tile.copy_slot_free
@@ -470,7 +471,7 @@ class Pipeline:
                 tile.to_memory.append(partial(self._copies.copy, back_again, source, target, label=tile.label))
 
     def _bring_record(
-        self, tile: BroughtTile, name: str, section: Records, number: int, *, back: bool, sums: bool
+        self, tile: StagedTile, name: str, section: Records, number: int, *, back: bool, sums: bool
     ) -> None:
         """Load a record, by way of the host where the tile is used on a device."""
         slot = tile.slot
@@ -478,7 +479,7 @@ class Pipeline:
         nbytes, kept = section.record_bytes(number), section.kept.get(number)
         near, host = slot.near[name][:nbytes], slot.host[name][:nbytes]
         passes = slot.near[name] is not slot.host[name]
-        up, down = Way(self._beside, True), Way(Tier.CPU, True)
+        up, down = CopyRoute(self._beside, True), CopyRoute(Tier.CPU, True)
         load: Work = partial(section.load, number, host)
         put: Work = partial(section.store, number, host)
         # What a buffer still holds was checked, or made by an update: without a way back nobody needs its checksum.
@@ -506,7 +507,7 @@ class Pipeline:
         if back:
             tile.to_records.append(store)
 
-    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: BroughtTile, load: Work) -> Event:
+    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: StagedTile, load: Work) -> Event:
         """Bring a record to a buffer: from the slot that still holds it, or from where it rests."""
         assert tile.slot is not None
         kept = section.kept.get(number)
@@ -535,7 +536,7 @@ class Pipeline:
         return event
 
 
-def take_tile(section: Section, number: int, buffer: Tensor, streams: Streams, label: Label) -> None:
+def take_tile(section: Segment, number: int, buffer: Tensor, streams: Streams, label: Label) -> None:
     """Copy a tile to a page-aligned buffer, as the record that it is or would be; returns when it is there."""
     if isinstance(section, Records):
         loading = section.load(number, buffer)
@@ -552,18 +553,18 @@ def take_tile(section: Section, number: int, buffer: Tensor, streams: Streams, l
         streams.submit(SAVE, across(target, values), writes=(target,), nbytes=nbytes, label=label).synchronize()
 
 
-def _range_of(section: Section, start: int, stop: int) -> range:
+def _range_of(section: Segment, start: int, stop: int) -> range:
     """Number a section's tiles in a range of its home."""
     first, last = start - section.plan.start, stop - section.plan.start
     return range(first // section.tile_numel, -(-last // section.tile_numel))
 
 
-def _at(section: Section, start: int, stop: int) -> Views:
+def _at(section: Segment, start: int, stop: int) -> Views:
     """View the values of a range of a section's home."""
     return section.views(start - section.plan.start, stop - section.plan.start)
 
 
-def _stretch_range(section: Section, number: int, count: int) -> tuple[int, int]:
+def _stretch_range(section: Segment, number: int, count: int) -> tuple[int, int]:
     """Give the first element of some neighbouring tiles of a section, and one past their last."""
     return section.tile_range(number)[0], section.tile_range(number + count - 1)[1]
 

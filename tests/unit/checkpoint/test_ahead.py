@@ -12,7 +12,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from penstock.checkpoint import ahead
-from penstock.checkpoint.ahead import ReadAhead, Span
+from penstock.checkpoint.ahead import ReadAhead, ReadSpan
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import CheckpointError
 
@@ -70,7 +70,7 @@ def test_the_values_are_those_of_the_files(
     files = WeightFiles(tmp_path)
     # From the last to the first, and each in three parts, of which nobody has foreseen the second.
     cuts = {name: [0, value.numel() // 3, value.numel() // 2, value.numel()] for name, value in given.items()}
-    foreseen = [Span(name, cuts[name][part], cuts[name][part + 1]) for name in reversed(given) for part in (0, 2)]
+    foreseen = [ReadSpan(name, cuts[name][part], cuts[name][part + 1]) for name in reversed(given) for part in (0, 2)]
     reader = ReadAhead(files, foreseen, most_bytes)
     for name, value in reversed(given.items()):
         for start, stop in zip(cuts[name], cuts[name][1:], strict=False):
@@ -83,7 +83,7 @@ def test_the_values_are_those_of_the_files(
 def test_values_may_be_asked_for_in_smaller_parts_or_another_order(tmp_path: Path) -> None:
     given = write(tmp_path)
     files = WeightFiles(tmp_path)
-    reader = ReadAhead(files, [Span(name, 0, value.numel()) for name, value in given.items()], 40_000)
+    reader = ReadAhead(files, [ReadSpan(name, 0, value.numel()) for name, value in given.items()], 40_000)
     for name in ("large", "last", "wide", "bytes"):
         flat = given[name].view(-1)
         for start in range(0, flat.numel(), 1000):
@@ -96,7 +96,7 @@ def test_values_may_be_asked_for_in_smaller_parts_or_another_order(tmp_path: Pat
 def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_they_may(tmp_path: Path) -> None:
     save_file({"one": torch.zeros(1 << 20, dtype=torch.uint8)}, tmp_path / "a.safetensors")
     files, most_bytes = WeightFiles(tmp_path), 10 * ahead.SLOTS * PAGE
-    reader = ReadAhead(files, [Span("one", 0, 1 << 20)], most_bytes)
+    reader = ReadAhead(files, [ReadSpan("one", 0, 1 << 20)], most_bytes)
     slots = {request.slot.data_ptr(): request.slot.nbytes for request in reader._flying}
     assert len(slots) == ahead.SLOTS
     assert sum(slots.values()) <= most_bytes
@@ -111,7 +111,7 @@ def test_of_many_files_few_are_open_at_once(tmp_path: Path) -> None:
     for name, value in given.items():
         save_file({name: value}, tmp_path / f"{name}.safetensors")
     files, before = WeightFiles(tmp_path), len(os.listdir("/proc/self/fd"))
-    reader = ReadAhead(files, [Span(name, 0, 100) for name in given], 1 << 20)
+    reader = ReadAhead(files, [ReadSpan(name, 0, 100) for name in given], 1 << 20)
     for name, value in given.items():
         assert torch.equal(collect(reader, name, 0, 100, torch.uint8), value)
         assert len(os.listdir("/proc/self/fd")) <= before + ahead.SLOTS + 1
@@ -127,7 +127,7 @@ def test_headers_that_say_more_than_where_tensors_are(tmp_path: Path) -> None:
     header += b" " * (-len(header) % 8)
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     files = WeightFiles(tmp_path)
-    reader = ReadAhead(files, [Span("large", 0, given["large"].numel())], 1 << 20)
+    reader = ReadAhead(files, [ReadSpan("large", 0, given["large"].numel())], 1 << 20)
     assert reader._flying
     assert torch.equal(collect(reader, "large", 0, given["large"].numel(), torch.bfloat16), given["large"].view(-1))
     reader.close()
@@ -145,7 +145,7 @@ def test_a_file_that_ends_before_its_tensors(tmp_path: Path, monkeypatch: pytest
         return file
 
     def read() -> None:
-        with contextlib.closing(ReadAhead(files, [Span("large", 0, 40_000)], 1 << 20)) as reader:
+        with contextlib.closing(ReadAhead(files, [ReadSpan("large", 0, 40_000)], 1 << 20)) as reader:
             list(reader.pieces("large", 0, 40_000))
 
     monkeypatch.setattr(ahead.File, "existing", shortened)

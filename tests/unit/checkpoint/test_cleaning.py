@@ -126,7 +126,7 @@ def interrupted(patch: pytest.MonkeyPatch, module: Any, name: str, meanwhile: An
 def test_two_jobs_that_save_into_one_folder(locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one saves, as a whole, between the marker of the first and what that cleans."""
     if not locks:  # of folders
-        monkeypatch.setattr(folders.Hold, "take_alone", lambda _: True)
+        monkeypatch.setattr(folders.FolderLock, "take_alone", lambda _: True)
     folder = tmp_path / "a"
     (_, one, _), (model, other, scheduler) = RUN.prepare(), RUN.prepare(seed=6)
     iterate(RUN, model, other, scheduler, 0, 0, 1)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint.format import parse, to_bytes
 from penstock.checkpoint.reader import Checkpoint
-from penstock.checkpoint.tables import Extent, Part, UnitTable, meet, own_slots, why_not_whole
+from penstock.checkpoint.tables import BoxExtent, SlotPart, UnitTable, meet, own_slots, why_not_whole
 from penstock.checkpoint.tiles import UnitSource
-from penstock.engine.state.load_plan import Scattered, _Place
+from penstock.engine.state.load_plan import Scattered, _SlotRange
 from penstock.errors import CheckpointError
 from penstock.ext import importing
 from penstock.ext.importing import Incoming, write_checkpoint
@@ -30,13 +30,13 @@ from penstock.runtime.topology import Grid
 Cuts = Sequence[Sequence[int]]  # where each dimension is cut, from 0 to its size
 
 
-def extents(cuts: Cuts) -> list[Extent]:
+def extents(cuts: Cuts) -> list[BoxExtent]:
     shape = tuple(of[-1] for of in cuts)
     pairs = [list(pairwise(of)) for of in cuts]
-    return [Extent(shape, tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*pairs)]
+    return [BoxExtent(shape, tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*pairs)]
 
 
-def part(whole: Tensor, extent: Extent) -> Tensor:
+def part(whole: Tensor, extent: BoxExtent) -> Tensor:
     inside = tuple(slice(a, a + n) for a, n in zip(extent.offsets, extent.sizes, strict=True))
     return whole[inside].contiguous().flatten()
 
@@ -195,10 +195,10 @@ def test_a_table_without_parts_has_the_fields_that_it_had(tmp_path: Path) -> Non
     assert unit.to_json()["slots"] == [["weight", (41, 37), 0], ["bias", (41,), 1536]]
 
 
-def scattered(there: Extent, here: Extent) -> Scattered:
+def scattered(there: BoxExtent, here: BoxExtent) -> Scattered:
     slots = [Slot("w", e.sizes, e.numel, 0, Region(e.shape, e.offsets)) for e in (there, here)]
     unit: Any = None  # runs are counted without one
-    return Scattered(_Place(unit, slots[1], 0, here.numel, 0), Part(slots[0], 0, there.numel, 0))
+    return Scattered(_SlotRange(unit, slots[1], 0, here.numel, 0), SlotPart(slots[0], 0, there.numel, 0))
 
 
 def test_blocks_of_8_bit_states_are_cut_or_not() -> None:
@@ -252,6 +252,6 @@ def test_ten_thousand_tiles_are_checked_within_a_second(tmp_path: Path, monkeypa
 def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = extents([[0, 1000], [0, 256, 512]])
     looks = []
-    monkeypatch.setattr(Extent, "runs", lambda *_: looks.append(1) or [])
+    monkeypatch.setattr(BoxExtent, "runs", lambda *_: looks.append(1) or [])
     assert list(meet(left, 0, left.numel, right)) == []
     assert not looks

@@ -403,7 +403,7 @@ def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     stock = torch.optim.SGD(model.parameters(), lr=0.1)
     placement = penstock.Placement(activations="cpu")  # nothing else goes up, which would be waited for
     optimizer = prepare_on(Noting(), model, stock, precision="fp32", placement=placement)
-    streams = optimizer._engine.rig.streams
+    streams = optimizer._engine.context.streams
 
     def fail(grad: Tensor) -> None:
         raise KeyError("no")

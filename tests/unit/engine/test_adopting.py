@@ -64,14 +64,14 @@ def test_what_is_there_stays_and_what_comes_is_accounted_for() -> None:
     last = model.last.weight
     before = {name: optimizer.full_state(last, name) for name in ("step", "exp_avg", "exp_avg_sq")}
     exact, base = optimizer.full_param(last), optimizer.full_param(model.blocks[1].up.weight)
-    units = {unit.name: unit for unit in optimizer._engine.rig.units}
+    units = {unit.name: unit for unit in optimizer._engine.context.units}
     optimizer.add_param_group({"params": unfreeze_a_block(model)})
     optimizer.add_param_group({"params": unfreeze_a_layer(model)})
     assert torch.equal(optimizer.full_param(last), exact)
     assert torch.equal(optimizer.full_param(model.blocks[1].up.weight), base)
     for name, value in before.items():
         assert torch.equal(optimizer.full_state(last, name), value)
-    after = {unit.name: unit for unit in optimizer._engine.rig.units}
+    after = {unit.name: unit for unit in optimizer._engine.context.units}
     assert list(after) == ["root.frozen", "root", "blocks.0", "blocks.0.frozen", "blocks.1"]
     assert after["root"] is units["root"]
     assert after["blocks.1"] is units["blocks.1.frozen"]

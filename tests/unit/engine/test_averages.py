@@ -227,7 +227,7 @@ def test_every_byte_is_accounted_for(tier: Any, make: Callable[[], Any]) -> None
     train(model, optimizer, 0)
     ema.update()
     report = optimizer.locations()
-    numel = sum(unit.shard_numel for unit in optimizer._engine.rig.units)
+    numel = sum(unit.shard_numel for unit in optimizer._engine.context.units)
     assert report.bytes(kind="ema") == 4 * numel
     report.assert_on("ema", tier)
     assert {row.kind for row in report.rows} == {row.kind for row in before.rows} | {"ema", "staging"}

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.runtime.modes import ours, theirs
+from penstock.runtime.modes import engine_mode, user_mode
 from tests.support import disks, prepare_on, separate, simulated, thorough
 
 WIDTH = 8
@@ -311,9 +311,9 @@ def test_a_mode_that_stays_sees_our_operations_too_and_those_above_it_do_not() -
     below.stays = True  # type: ignore[attr-defined]
     with below, above:
         torch.ones(2).neg()
-        with ours():
+        with engine_mode():
             torch.ones(2).exp()
-            with theirs():
+            with user_mode():
                 torch.ones(2).sin()
             torch.ones(2).cos()
         torch.ones(2).abs()

@@ -90,7 +90,7 @@ def test_bytes_on_each_tier_are_the_fraction_to_within_a_tile(what: str, tiers: 
 def test_all_kinds_of_an_optimizer_are_cut_in_one_place() -> None:
     home = {"device": 0.45, "cpu": 0.35, "nvme": 0.2}
     _, optimizer = prepared(inline(), params=home, grads=home, optimizer=home)
-    for unit in optimizer._engine.rig.units:
+    for unit in optimizer._engine.context.units:
         cuts = [
             [(plan.tier, plan.start, plan.stop) for plan in home.plans]
             for name, home in unit.homes.items()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import Order
-from penstock.engine.unit.unit import Residency, Unit
+from penstock.engine.forward_backward.order import UsageOrder
+from penstock.engine.unit.unit import Unit, UnitState
 from tests.support import is_released, prepare_on, separate
 
 WIDTH, BLOCKS = 64, 4
@@ -55,7 +55,7 @@ def gatherer_of(optimizer: penstock.Optimizer) -> Gatherer:
 
 
 def unit(optimizer: penstock.Optimizer, name: str) -> Unit:
-    return next(unit for unit in optimizer._engine.rig.units if unit.name == name)
+    return next(unit for unit in optimizer._engine.context.units if unit.name == name)
 
 
 def train(model: Chain, optimizer: penstock.Optimizer, steps: int = 2) -> None:
@@ -67,7 +67,7 @@ def train(model: Chain, optimizer: penstock.Optimizer, steps: int = 2) -> None:
 
 def test_sizes_are_what_this_file_says() -> None:
     _, optimizer = chain()
-    assert {u.name: u.nbytes for u in optimizer._engine.rig.units} == {
+    assert {u.name: u.nbytes for u in optimizer._engine.context.units} == {
         "root": ROOT_BYTES,
         **{f"blocks.{n}": BLOCK_BYTES for n in range(BLOCKS)},
     }
@@ -95,7 +95,7 @@ def test_prefetch_bytes_bound_what_is_gathered_ahead(blocks_ahead: int) -> None:
 
     def watch(number: int) -> None:
         units = [unit(optimizer, f"blocks.{n}") for n in range(BLOCKS)]
-        ahead.append(sum(u.holding.residency is not Residency.RELEASED for u in units))
+        ahead.append(sum(u.holding.residency is not UnitState.RELEASED for u in units))
 
     model.watch = watch
     train(model, optimizer, steps=1)
@@ -125,7 +125,7 @@ def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
     expected: list[tuple[int, bool]] = []
 
     def watch(number: int) -> None:
-        expected.append((number, unit(optimizer, f"blocks.{number}").holding.residency is not Residency.RELEASED))
+        expected.append((number, unit(optimizer, f"blocks.{number}").holding.residency is not UnitState.RELEASED))
 
     model.watch = watch
     train(model, optimizer, steps=1)
@@ -149,7 +149,7 @@ def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
     with torch.no_grad():
         model(torch.ones(1, WIDTH))
     assert gatherer_of(optimizer).live_bytes == 0
-    assert all(u.holding.residency is Residency.RELEASED for u in optimizer._engine.rig.units)
+    assert all(u.holding.residency is UnitState.RELEASED for u in optimizer._engine.context.units)
     assert is_released(model.blocks[3].weight)
     assert model.blocks[3].weight.shape == (WIDTH, WIDTH)
     optimizer.close()
@@ -160,13 +160,13 @@ class TestOrder:
 
     units: Mapping[str, Any] = {letter: SimpleNamespace(letter=letter) for letter in "abcx"}
 
-    def order(self, guess: str) -> Order:
-        return Order([self.units[letter] for letter in guess])
+    def order(self, guess: str) -> UsageOrder:
+        return UsageOrder([self.units[letter] for letter in guess])
 
-    def upcoming(self, order: Order) -> str:
+    def upcoming(self, order: UsageOrder) -> str:
         return "".join(unit.letter for unit in order.upcoming())  # type: ignore[attr-defined]
 
-    def run(self, order: Order, names: str) -> None:
+    def run(self, order: UsageOrder, names: str) -> None:
         order.start()
         for name in names:
             order.note(self.units[name])
@@ -224,12 +224,12 @@ def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahea
         placement=penstock.Placement(params={"device": 0.5, "cpu": 0.5}, optimizer="cpu"),
         options=penstock.Options(prefetch_bytes=2 * BLOCK_BYTES),
     )
-    gatherer, units = gatherer_of(optimizer), optimizer._engine.rig.units
+    gatherer, units = gatherer_of(optimizer), optimizer._engine.context.units
     in_place = next(u for u in units if u.resident)
     others = [u for u in units if not u.resident]
-    in_place.holding.become(Residency.OUTDATED)
+    in_place.holding.become(UnitState.OUTDATED)
     gatherer.prefetch(iter([in_place, others[0]]))
     gatherer.prefetch(iter([others[1]]))
-    assert [u.holding.residency for u in (in_place, *others[:2])] == [Residency.GATHERING] * 3
+    assert [u.holding.residency for u in (in_place, *others[:2])] == [UnitState.GATHERING] * 3
     gatherer.drop_unused()
     optimizer.close()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import penstock
-from penstock.engine.gradients.proxy import Handle
+from penstock.engine.gradients.proxy import GradientProxy
 from penstock.errors import EngineError
 from tests.support import inline, prepare_on, sampled_rows, separate
 
@@ -254,7 +254,7 @@ def test_handles_are_one_for_each_parameter_and_hold_no_memory() -> None:
     model, optimizer = prepared()
     loss_of(model).backward()
     first = [p.grad for p in model.parameters()]
-    assert all(type(grad) is Handle for grad in first)
+    assert all(type(grad) is GradientProxy for grad in first)
     for p, grad in zip(model.parameters(), first, strict=True):
         assert (grad.shape, grad.dtype, grad.device) == (p.shape, p.dtype, p.device)
         assert "0.weight" in repr(first[0])
@@ -317,7 +317,7 @@ def test_a_parameter_that_the_loss_reads_gets_each_gradient_once(create_graph: b
     for count in range(1, 4):
         (model.alone * torch.arange(WIDTH)).sum().backward(create_graph=create_graph)
         assert torch.equal(optimizer.full_grad(model.alone), count * torch.arange(WIDTH).float())
-        assert type(model.alone.grad) is Handle
+        assert type(model.alone.grad) is GradientProxy
     optimizer.close()
 
 
@@ -347,7 +347,7 @@ def test_they_go_with_a_backward_that_fails() -> None:
         optimizer.step()
     optimizer.zero_grad()
     loss_of(model).backward()
-    assert all(type(p.grad) is Handle for p in model.parameters())
+    assert all(type(p.grad) is GradientProxy for p in model.parameters())
     optimizer.close()
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.engine.unit.unit import Holder, Holding, Residency
+from penstock.engine.unit.unit import Holder, UnitHolders, UnitState
 
-R = Residency
+R = UnitState
 MAY_FOLLOW = {
     (R.RELEASED, R.GATHERING),
     (R.RELEASED, R.OUTDATED),
@@ -19,10 +19,10 @@ MAY_FOLLOW = {
 }
 
 
-@pytest.mark.parametrize("before", Residency)
-@pytest.mark.parametrize("after", Residency)
-def test_transitions_are_checked(before: Residency, after: Residency) -> None:
-    holding = Holding()
+@pytest.mark.parametrize("before", UnitState)
+@pytest.mark.parametrize("after", UnitState)
+def test_transitions_are_checked(before: UnitState, after: UnitState) -> None:
+    holding = UnitHolders()
     holding.residency = before
     if (before, after) in MAY_FOLLOW:
         holding.become(after)
@@ -34,7 +34,7 @@ def test_transitions_are_checked(before: Residency, after: Residency) -> None:
 
 @pytest.mark.parametrize("holder", Holder)
 def test_each_holder_counts_until_it_lets_go(holder: Holder) -> None:
-    holding = Holding()
+    holding = UnitHolders()
     assert not holding.is_held
     holding.take(holder)
     holding.take(holder)
@@ -50,7 +50,7 @@ def test_each_holder_counts_until_it_lets_go(holder: Holder) -> None:
 
 
 def test_one_holder_does_not_let_go_for_another() -> None:
-    holding = Holding()
+    holding = UnitHolders()
     for holder in Holder:
         holding.take(holder)
     for holder in Holder:
@@ -60,7 +60,7 @@ def test_one_holder_does_not_let_go_for_another() -> None:
 
 
 def test_a_block_shows_the_buffer() -> None:
-    holding = Holding()
+    holding = UnitHolders()
     holding.take(Holder.FORWARD)
     assert not holding.shown
     holding.take(Holder.BLOCK)

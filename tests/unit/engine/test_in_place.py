@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.rules import Segment
+from penstock.rules import UpdateSlice
 from penstock.runtime.streams import Streams
 from penstock.tiers import transfer
 from tests.support import inline, prepare_on, separate
@@ -46,7 +46,7 @@ class Calls:
         update_many = rule.update_many
 
         def note(segments: Any, *rest: Any) -> None:
-            found: Sequence[tuple[Segment, Any]] = list(segments)
+            found: Sequence[tuple[UpdateSlice, Any]] = list(segments)
             self.numels.append([segment.param.numel() for segment, _ in found])
             update_many(found, *rest)
 
@@ -70,7 +70,7 @@ def test_whole_units_are_one_segment_each_and_all_of_them_one_call(
     calls = Calls(monkeypatch, optimizer)
     step(model, optimizer)
     (numels,) = calls.numels
-    assert len(numels) == len(optimizer._engine.rig.units)
+    assert len(numels) == len(optimizer._engine.context.units)
     assert sum(numels) >= BLOCKS * (NUMEL + WIDTH), "with the gaps between parameters"
     optimizer.close()
 
@@ -103,7 +103,7 @@ def calls_across_a_cut(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple
     model, optimizer = prepared(separate(), optimizer=half, grads=half, **options)
     calls = Calls(monkeypatch, optimizer)
     step(model, optimizer)
-    units = len(optimizer._engine.rig.units)
+    units = len(optimizer._engine.context.units)
     optimizer.close()
     on_device = max(calls.numels, key=sum)  # half of the model, and no unit is more
     on_host = [numels for numels in calls.numels if numels is not on_device]

@@ -198,7 +198,7 @@ def test_an_update_that_ran_out_of_memory_is_told_in_words_where_it_is_met_again
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(optimizer._engine.rig.rule), "update_many", fails)
+        patch.setattr(type(optimizer._engine.context.rule), "update_many", fails)
         patch.setattr(update, "update_many", fails)
         with suppress(error, penstock.EngineError):
             iterate(run, *prepared, 1, 0, 1)
@@ -248,7 +248,7 @@ def test_a_close_that_is_interrupted_at_a_step_of_its_end(where: str, monkeypatc
     run, there = RUNS["nvme"], own_folders()
     _, optimizer, _ = after_a_step(run)
     engine = optimizer._engine
-    part = {"streams": engine.rig.streams, "store": engine.store, "hooks": engine.passes.hooks}[where]
+    part = {"streams": engine.context.streams, "store": engine.store, "hooks": engine.passes.hooks}[where]
     close, interrupts = part.close, [KeyboardInterrupt]
 
     def interrupted() -> None:

@@ -119,7 +119,7 @@ def test_kept_memory_has_no_values_of_before(tmp_path: Path) -> None:
         each[1].step()
         each[1].zero_grad()
     optimizer.offload_states(keep=True)
-    for name, home in ((n, h) for unit in optimizer._engine.rig.units for n, h in unit.homes.items()):
+    for name, home in ((n, h) for unit in optimizer._engine.context.units for n, h in unit.homes.items()):
         if name == "grad":
             assert not any(tensor.any() for section in home.sections for tensor in section.tensors)
     for each in ((model, optimizer), plain):

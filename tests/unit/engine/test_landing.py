@@ -14,7 +14,7 @@ from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
 from penstock.runtime.topology import Reach
 from penstock.tiers.staging import MEMORY_SLOTS, StagingPlan
-from penstock.tiers.storage import CellPlan, SectionPlan
+from penstock.tiers.storage import CellPlan, SegmentPlan
 from penstock.trace import NO_LABEL, Label
 from tests.parity.rows import shares
 from tests.support import disks, inline, pinning_on_cpu, prepare_on, separate, simulated
@@ -80,7 +80,7 @@ def test_the_next_tile_comes_down_while_one_is_added() -> None:
         backward(model, optimizer, 0)
         optimizer.synchronize()
         if isinstance(streams, InTurn):
-            homes = [unit.trained.gradient.home for unit in optimizer._engine.rig.units]
+            homes = [unit.trained.gradient.home for unit in optimizer._engine.context.units]
             streams.begin(sum(section.tiles for home in homes for section in home.sections))
         backward(model, optimizer, 1)
         found.append([optimizer.full_grad(p) for p in model.parameters()])
@@ -134,7 +134,7 @@ def test_gradients_summed_in_fp32_come_down_in_the_reduce_dtype(
             backward(model, optimizer, 0)
             optimizer.synchronize()
             if isinstance(streams, Counting):
-                homes = [unit.trained.gradient.home for unit in optimizer._engine.rig.units]
+                homes = [unit.trained.gradient.home for unit in optimizer._engine.context.units]
                 away = sum(s.numel for home in homes for s in home.sections if s.tier != "device")
                 assert streams.moved[DOWNLOAD] == 2 * away
             seen = [optimizer.full_grad(p) for p in model.parameters()]
@@ -162,6 +162,6 @@ def test_a_copy_between_host_and_device_that_casts_is_refused_where_it_is_submit
 def test_a_rank_without_elements_plans_buffers_of_no_size() -> None:
     """Of a few matrices that are updated as a whole, a rank may have none."""
     cell = CellPlan("unit", GRAD, Tier.CPU, torch.bfloat16, 0)
-    gradients = SectionPlan(GRAD, Tier.CPU, (cell,), 0, 0, 1024)
+    gradients = SegmentPlan(GRAD, Tier.CPU, (cell,), 0, 0, 1024)
     plan = StagingPlan([{GRAD: [gradients]}], reduce_dtype=torch.bfloat16, reach=Reach(False, True))
     assert sum(section.nbytes for section in plan.sections()) == 0

@@ -12,7 +12,7 @@ import penstock
 from penstock.checkpoint import reader
 from penstock.checkpoint.reader import read_marker
 from penstock.engine.state import access, loading
-from penstock.engine.unit.unit import Weights
+from penstock.engine.unit.unit import WeightRange
 from tests.parity.resuming import Other, Run, Values, different, go_on, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import run_ranks, separate
@@ -181,7 +181,7 @@ def test_what_fails_in_the_middle_of_a_change_tears(
     optimizer.save(tmp_path / "a")
     expected = values(model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(Weights, "write", fail)
+        patch.setattr(WeightRange, "write", fail)
         patch.setattr(access, "write_state", fail)
         with pytest.raises(penstock.EngineError, match="failed in the middle"):
             change(model, optimizer)

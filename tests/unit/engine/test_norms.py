@@ -179,13 +179,13 @@ def test_updates_that_begin_in_backward_know_whether_it_is_finite(
     optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
     optimizer.step()
     optimizer.zero_grad()
-    for unit in optimizer._engine.rig.units:
+    for unit in optimizer._engine.context.units:
         if unit.name == "blocks.0":
             unit.spec.parameters[0].register_hook(lambda grad: grad * math.nan)
     optimizer.backward(loss_of(model, batches(1, 1)[1][0][0]))
     with pytest.raises(EngineError, match="not finite"):
         optimizer.step()
-    homes = [unit.params for unit in optimizer._engine.rig.units]
+    homes = [unit.params for unit in optimizer._engine.context.units]
     assert all(values.isfinite().all() for home in homes for section in home.sections for values in section.tensors)
     with suppress(EngineError):
         optimizer.close(keep_params=False)

@@ -51,7 +51,7 @@ def backward(model: Net, optimizer: penstock.Optimizer) -> None:
 
 def updated(optimizer: penstock.Optimizer) -> list[bool]:
     """Of each unit in order, whether its update is over."""
-    return [unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.rig.units]
+    return [unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.context.units]
 
 
 class GatedStreams(SimulatedStreams):
@@ -118,7 +118,7 @@ def test_resident_parameters_show_their_update_as_the_mode_says(streams: Callabl
             torch.testing.assert_close(value, true, rtol=1e-2, atol=1e-2)
         for value, now in zip(shown, whole, strict=True):
             assert value is None or torch.equal(value, now), overlap
-        if overlap == "forward" and isinstance(optimizer._engine.rig.streams, SimulatedStreams):
+        if overlap == "forward" and isinstance(optimizer._engine.context.streams, SimulatedStreams):
             assert shown == [None] * len(shown)
         optimizer.close()
 

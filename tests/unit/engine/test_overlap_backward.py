@@ -115,7 +115,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def updated(optimizer: penstock.Optimizer) -> list[bool]:
-    return [unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.rig.units]
+    return [unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.context.units]
 
 
 class Noting(InlineStreams):
@@ -152,7 +152,7 @@ def test_tiles_of_the_device_wait_for_the_step() -> None:
     model, optimizer = prepared(separate(), tiers=SPLIT, options=penstock.Options(tile_bytes=4096))
     before = [optimizer.full_param(p) for p in model.parameters()]
     backward(model, optimizer)
-    units = optimizer._engine.rig.units
+    units = optimizer._engine.context.units
     tiers = [unit.trained.update_tier(n).value for unit in units for n in range(len(unit.trained.tiles))]
     assert set(tiers) == {"device", "cpu"}
     kept = [torch.equal(a, optimizer.full_param(p)) for a, p in zip(before, model.parameters(), strict=True)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.engine.unit.unit import Residency
+from penstock.engine.unit.unit import UnitState
 from tests.support import inline, is_released, prepare_on, released, run_ranks, separate, simulated
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -46,7 +46,7 @@ def assert_gradients(optimizer: penstock.Optimizer, model: nn.Module, plain: nn.
 def assert_released(optimizer: penstock.Optimizer) -> None:
     engine = optimizer._engine
     assert engine.passes.gatherer.live_bytes == 0
-    assert {unit.holding.residency for unit in engine.rig.units if not unit.resident} <= {Residency.RELEASED}
+    assert {unit.holding.residency for unit in engine.context.units if not unit.resident} <= {UnitState.RELEASED}
 
 
 # Backwards of backwards
@@ -140,16 +140,16 @@ def test_what_a_recorded_graph_needs_goes_with_the_graph() -> None:
     optimizer = prepared(model)
     x = torch.randn(4, WIDTH).requires_grad_()
     (of_input,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    first, *_ = optimizer._engine.rig.units
+    first, *_ = optimizer._engine.context.units
     with torch.no_grad():
         model(x)
-    assert all(unit.recorded.shown is not None for unit in optimizer._engine.rig.units)
+    assert all(unit.recorded.shown is not None for unit in optimizer._engine.context.units)
     del of_input
     with torch.no_grad():
         model(x)
-    assert all(unit.recorded.shown is None for unit in optimizer._engine.rig.units)
+    assert all(unit.recorded.shown is None for unit in optimizer._engine.context.units)
     assert is_released(next(model.parameters()))
-    assert first.holding.residency is Residency.RELEASED
+    assert first.holding.residency is UnitState.RELEASED
     optimizer.close()
 
 

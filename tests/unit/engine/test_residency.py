@@ -198,9 +198,9 @@ def test_what_autograd_saved_holds_no_copy(blocking: bool, tmp_path: Path) -> No
     train(model, optimizer)
     train(*expected)
     loss = loss_of(model, 1)
-    seen = [unit.full.untyped_storage() for unit in optimizer._engine.rig.units]
+    seen = [unit.full.untyped_storage() for unit in optimizer._engine.context.units]
     optimizer.offload_states(non_blocking=not blocking)
-    assert not any(unit.leased for unit in optimizer._engine.rig.units)
+    assert not any(unit.leased for unit in optimizer._engine.context.units)
     if blocking:
         assert [storage.nbytes() for storage in seen] == [0] * len(seen)
     optimizer.backward(loss)
@@ -590,7 +590,7 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     for kind in KINDS:
         optimizer.locations().assert_on(kind, "cpu")
     assert_table_agrees(optimizer)
-    units = optimizer._engine.rig.units
+    units = optimizer._engine.context.units
     assert not any(unit.resident or unit.full.untyped_storage().nbytes() for unit in units)
     assert_equal(state(model, optimizer), before)
     optimizer.reload_states()

@@ -112,7 +112,7 @@ def test_an_update_waits_until_its_tiles_are_copied(gate: Gate, tmp_path: Path) 
     optimizer.save(tmp_path / "a", blocking=False)
     iterate(run, model, optimizer, scheduler, 1, 0, 1)
     assert gate.reached.wait(60)
-    assert not any(unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.rig.units)
+    assert not any(unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.context.units)
     gate.opened.set()
     optimizer.synchronize()
     assert different(loaded(tmp_path / "a", run), before) == []
@@ -280,7 +280,7 @@ def test_however_a_save_beside_training_ends_nobody_waits_for_it(
         ENDS[where](patch, error)
         with pytest.raises((type(error), penstock.PenstockError)):
             save_and_wait(optimizer, tmp_path / "a", blocking=False)
-    assert all(unit.params.memory.free.done() for unit in optimizer._engine.rig.units)
+    assert all(unit.params.memory.free.done() for unit in optimizer._engine.context.units)
     optimizer.synchronize()
     iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
     optimizer.save(tmp_path / "a", blocking=False)
@@ -382,7 +382,7 @@ def test_a_damaged_record_that_the_kernel_copies_is_no_checkpoint(
     good = values(model, optimizer)
     record = next(
         stored
-        for unit in optimizer._engine.rig.units
+        for unit in optimizer._engine.context.units
         if unit.trained and (stored := unit.trained.optimizer.sections[0].stored(0)) is not None
     )
     with open(record.place.file.path, "r+b") as opened:

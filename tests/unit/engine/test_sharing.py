@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.config import STAGING, Tier
-from penstock.engine.step.update import MEASURED_STEPS, WARM_UP_STEPS, Run, Sharing, TileUpdate
+from penstock.engine.step.update import MEASURED_STEPS, WARM_UP_STEPS, TileUpdate, UpdateRun, UpdateSharing
 from penstock.errors import ConfigError
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Streams
@@ -21,13 +21,13 @@ STEPS = WARM_UP_STEPS + MEASURED_STEPS
 
 
 def tiles(count: int, beside: Tier = Tier.CPU) -> list[TileUpdate]:
-    run = Run(0, 1000, hyper=None)  # type: ignore[arg-type]
+    run = UpdateRun(0, 1000, hyper=None)  # type: ignore[arg-type]
     return [TileUpdate(None, number, beside, [run], 1.0, DONE) for number in range(count)]  # type: ignore[arg-type]
 
 
 def divided(share: float, count: int) -> str:
     mixed = tiles(count)
-    Sharing(share, separate()).divide(mixed)
+    UpdateSharing(share, separate()).divide(mixed)
     return "".join("d" if tile.streamed else "h" for tile in mixed)
 
 
@@ -41,7 +41,7 @@ def test_the_sides_are_mixed_evenly(share: float, expected: str) -> None:
 
 def test_tiles_of_the_device_itself_are_not_streamed() -> None:
     own = tiles(4, Tier.DEVICE)
-    Sharing(1.0, separate()).divide(own)
+    UpdateSharing(1.0, separate()).divide(own)
     assert not any(tile.streamed for tile in own)
 
 
@@ -58,7 +58,7 @@ def run(mixed: list[TileUpdate], host_seconds: float, device_seconds: float) -> 
 
 
 def test_the_measured_share_lets_both_sides_end_together() -> None:
-    sharing = Sharing("auto", separate())
+    sharing = UpdateSharing("auto", separate())
     for _ in range(STEPS + 1):
         mixed = tiles(40)
         sharing.divide(mixed)
@@ -73,7 +73,7 @@ def test_the_measured_share_lets_both_sides_end_together() -> None:
 
 
 def test_a_side_without_tiles_tells_nothing() -> None:
-    sharing = Sharing("auto", separate())
+    sharing = UpdateSharing("auto", separate())
     before = sharing.share
     for _ in range(STEPS):
         mixed = tiles(1)
@@ -177,7 +177,7 @@ def test_nothing_is_taken_where_the_device_is_a_cpu() -> None:
 
 
 def stretched(share: float, count: int, at_once: int, beside: Tier = Tier.CPU) -> str:
-    divided = Sharing(share, separate(), lambda _: at_once).divide(tiles(count, beside))
+    divided = UpdateSharing(share, separate(), lambda _: at_once).divide(tiles(count, beside))
     assert [tile.number for tile in divided] == [sum(t.count for t in divided[:k]) for k in range(len(divided))]
     return "".join(f"D{tile.count}" if tile.streamed else "h" * tile.count for tile in divided)
 
@@ -197,9 +197,9 @@ def test_a_stretch_ends_where_the_device_takes_no_more_and_a_rest_is_shorter() -
 
 
 def test_a_stretch_of_neighbours_has_their_runs_joined_where_they_meet() -> None:
-    (whole,) = Sharing(1.0, separate(), lambda _: 3).divide(
+    (whole,) = UpdateSharing(1.0, separate(), lambda _: 3).divide(
         [
-            TileUpdate(None, number, Tier.CPU, [Run(100 * number, 100 * number + 100, hyper)], 1.0, DONE)  # type: ignore[arg-type]
+            TileUpdate(None, number, Tier.CPU, [UpdateRun(100 * number, 100 * number + 100, hyper)], 1.0, DONE)  # type: ignore[arg-type]
             for number, hyper in enumerate("aab")
         ]
     )

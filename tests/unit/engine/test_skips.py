@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.step.context import LossScale, Skips
+from penstock.engine.step.context import LossScale, SkippedSteps
 from penstock.errors import EngineError
 from tests.support import inline, prepare_on, run_ranks, separate, simulated
 
@@ -76,7 +76,7 @@ def test_none_skips_for_ever() -> None:
 
 def test_a_scale_that_may_fall_is_no_reason_to_complain_and_one_that_may_not_is() -> None:
     scale = LossScale(4.0, dynamic=True)
-    skips = Skips(2, at_once=False, loss_scale=scale)
+    skips = SkippedSteps(2, at_once=False, loss_scale=scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for expected in (4.0, 2.0):

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.engine.forward_backward.forward import Forward
-from penstock.engine.forward_backward.order import Call
+from penstock.engine.forward_backward.order import ForwardCall
 from penstock.engine.unit.parameter import UnitParameter
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 from penstock.layout import Slot
-from penstock.rules.fused import Fused
+from penstock.rules.fused import FusedRule
 from tests.support import prepare_on, separate
 
 WIDTH = 8
@@ -83,7 +83,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     enter = Forward._enter
 
-    def noted(self: Forward, call: Call, units: Sequence[Unit]) -> None:
+    def noted(self: Forward, call: ForwardCall, units: Sequence[Unit]) -> None:
         found.append(type(call.module).__name__)
         enter(self, call, units)
 
@@ -94,7 +94,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def holders(optimizer: penstock.Optimizer) -> dict[str, int]:
     """How many forwards hold each unit."""
     assert optimizer._engine is not None
-    return {unit.name: unit.holding.forwards for unit in optimizer._engine.rig.units}
+    return {unit.name: unit.holding.forwards for unit in optimizer._engine.context.units}
 
 
 def test_the_engine_is_told_of_units_and_not_of_their_layers(told: list[str]) -> None:
@@ -181,13 +181,13 @@ def test_what_a_module_reads_of_its_parts_is_held_until_its_end_and_no_longer() 
 
 def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    hyper = Fused.hyper
+    hyper = FusedRule.hyper
 
-    def noted(self: Fused, *given: Any, **named: Any) -> Any:
+    def noted(self: FusedRule, *given: Any, **named: Any) -> Any:
         read.append(1)
         return hyper(self, *given, **named)
 
-    monkeypatch.setattr(Fused, "hyper", noted)
+    monkeypatch.setattr(FusedRule, "hyper", noted)
     counts = []
     for blocks in (1, 3):
         model, optimizer, x = prepared(blocks=blocks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.rules.fused import Sums
+from penstock.rules.fused import RecordChecksums
 from penstock.runtime.aio import File, Transfer, checksum
 from penstock.runtime.host_memory import page_aligned
 from penstock.runtime.streams import Streams
@@ -110,7 +110,7 @@ def iterate(model: nn.Module, optimizer: penstock.Optimizer, scale: float = 1.0)
 
 def stored(optimizer: penstock.Optimizer) -> Iterator[tuple[str, int, int]]:
     """Of every record that was written: its name, its checksum, and that of what is in the file."""
-    for unit in optimizer._engine.rig.units:
+    for unit in optimizer._engine.context.units:
         for home in unit.homes.values():
             for section in home.sections:
                 for number in range(section.tiles if isinstance(section, FileRecords) else 0):
@@ -187,7 +187,7 @@ def test_updates_in_backward_are_summed_too(transfers: list[Transfer]) -> None:
 
 @pytest.mark.parametrize("row", OTHERS, ids=lambda row: row.name)
 def test_other_updates_sum_as_they_did(row: Row, transfers: list[Transfer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sums, "of", lambda *_: pytest.fail("nothing is summed in passing"))
+    monkeypatch.setattr(RecordChecksums, "of", lambda *_: pytest.fail("nothing is summed in passing"))
     model, optimizer = row.prepare()
     for _ in range(2):
         iterate(model, optimizer)

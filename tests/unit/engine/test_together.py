@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.unit.first_values import broadcast_alike, broadcast_flat, groups_of
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ class FirstRank:
 
 def sent(values: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     ranks = FirstRank()
-    return broadcast_flat(values, cast(Ranks, ranks), CPU), ranks.sent
+    return broadcast_flat(values, cast(Collectives, ranks), CPU), ranks.sent
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_small_parameters_that_ranks_have_alike_travel_together_into_their_place
     places = [(0, 3), (8, 8), (16, 1016), (2000, 2000 + 2 * MIB), (2000 + 2 * MIB, 3000 + 2 * MIB)]
     tensors = [buffer[start:stop] for start, stop in places]
     alone, several = FirstRank(), FirstRank(tp=2)
-    broadcast_alike(tensors, cast(Ranks, alone))
+    broadcast_alike(tensors, cast(Collectives, alone))
     assert alone.sent == []  # nobody has other parts
-    broadcast_alike(tensors, cast(Ranks, several))
+    broadcast_alike(tensors, cast(Collectives, several))
     assert several.sent == [1003, 2 * MIB, 1000]
     expected = torch.zeros_like(buffer)
     for start, stop in places:

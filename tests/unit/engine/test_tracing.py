@@ -206,7 +206,7 @@ class TestFile:
     def test_bytes_of_a_step_are_its_traffic(self, path: Path) -> None:
         model, optimizer = prepared(simulated())
         train(model, optimizer)
-        sizes = {unit.name: unit.nbytes for unit in optimizer._engine.rig.units}
+        sizes = {unit.name: unit.nbytes for unit in optimizer._engine.context.units}
         with optimizer.trace(path):
             train(model, optimizer)
         optimizer.close()
@@ -370,7 +370,7 @@ class TestEnd:
         model, optimizer = prepared(simulated())
         with optimizer.trace(path):
             train(model, optimizer)
-        assert optimizer._engine.rig.streams.observer is None
+        assert optimizer._engine.context.streams.observer is None
         size = path.stat().st_size
         train(model, optimizer)
         optimizer.close()
@@ -406,7 +406,7 @@ class TestErrors:
         with pytest.raises(ConfigError, match="Is a directory"), optimizer.trace(tmp_path):
             ran.append(1)
         assert ran == []
-        assert optimizer._engine.rig.streams.observer is None
+        assert optimizer._engine.context.streams.observer is None
         optimizer.close()
 
     def test_a_disk_that_is_full_at_the_end(self) -> None:

@@ -273,7 +273,7 @@ def test_no_more_than_a_unit_is_asked_for_before_it_is_in_its_home(monkeypatch: 
     values = {name: value.clone() for name, value in llama().state_dict().items()}
     alive = peak = 0
 
-    class Counted(first_values.Whole):
+    class Counted(first_values.MemoryValues):
         def __init__(self, value: Tensor) -> None:
             nonlocal alive, peak
             super().__init__(value)

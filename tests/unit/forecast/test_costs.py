@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.forecast.costs import MachineCosts, machine_costs
 from penstock.forecast.machine import Machine as Shipped
-from penstock.forecast.program import Collective, Job, Op, Program
+from penstock.forecast.program import Collective, Op, Program, ProgramJob
 from penstock.forecast.sharing import Demand
 from penstock.trace import Label
 from tests.paper import Machine, Script
@@ -47,11 +47,11 @@ def without(*names: str, **more: float) -> Machine:
     return Machine(**{name: value for name, value in (FIGURES | more).items() if name not in names})
 
 
-def job(stream: str, nbytes: int = 80, verb: str = "do", **rest: Any) -> Job:
-    return Job(stream, Label(verb, "unit"), nbytes, **rest)
+def job(stream: str, nbytes: int = 80, verb: str = "do", **rest: Any) -> ProgramJob:
+    return ProgramJob(stream, Label(verb, "unit"), nbytes, **rest)
 
 
-def cost(what: Job, program: Program = DEVICE, machine: Machine = MACHINE) -> Demand:
+def cost(what: ProgramJob, program: Program = DEVICE, machine: Machine = MACHINE) -> Demand:
     return machine_costs(machine).job(what, program)
 
 
@@ -287,7 +287,7 @@ class TestOverheads:
         ("link_bandwidth", job("collective", collectives=(Collective("all_gather", 8, 2),))),
     ],
 )
-def test_a_figure_that_is_needed_is_missed(name: str, what: Job) -> None:
+def test_a_figure_that_is_needed_is_missed(name: str, what: ProgramJob) -> None:
     with pytest.raises(ConfigError, match=name):
         cost(what, replace(DEVICE, world_size=2), without(name))
     cost(job("update", verb="save"), machine=without(name))  # nothing else needs it

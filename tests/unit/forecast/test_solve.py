@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.config import Placement, TierName
-from penstock.forecast.candidates import GRID, Candidate, Candidates, Choice, candidates, cut
+from penstock.forecast.candidates import GRID, CandidatePlacement, Candidates, Choice, candidates, cut
 from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
 from penstock.forecast.solve import Evaluation, Found, Infeasible, infeasible, search
 from tests.property.pipelines import Machine
@@ -62,11 +62,11 @@ def among(loads: Mapping[Choice, Load] = LOADS, limits: Limits = LIMITS) -> Cand
 
 
 def rehearsal(
-    of: Candidates, *, hidden: Mapping[TierName, int] | None = None, seen: list[Candidate] | None = None
-) -> Callable[[Candidate], Evaluation]:
+    of: Candidates, *, hidden: Mapping[TierName, int] | None = None, seen: list[CandidatePlacement] | None = None
+) -> Callable[[CandidatePlacement], Evaluation]:
     """A step between the bound and all work in turn; buffers that no bound knows of."""
 
-    def evaluate(candidate: Candidate) -> Evaluation:
+    def evaluate(candidate: CandidatePlacement) -> Evaluation:
         if seen is not None:
             seen.append(candidate)
         at_rest = of.at_rest(candidate.choice, candidate.fractions)
@@ -77,7 +77,7 @@ def rehearsal(
     return evaluate
 
 
-def found_by(of: Candidates, evaluate: Callable[[Candidate], Evaluation], rehearsals: int = 9) -> Found:
+def found_by(of: Candidates, evaluate: Callable[[CandidatePlacement], Evaluation], rehearsals: int = 9) -> Found:
     found = search(of, evaluate, rehearsals=rehearsals)
     assert isinstance(found, Found), found
     return found
@@ -137,9 +137,9 @@ def test_proposals_leave_room_for_buffers_that_come_and_go() -> None:
 
 
 def test_a_search_stops_once_no_bound_is_below_the_best() -> None:
-    of, seen = among(limits=Limits(dict.fromkeys(TIERS, 1 << 40))), list[Candidate]()
+    of, seen = among(limits=Limits(dict.fromkeys(TIERS, 1 << 40))), list[CandidatePlacement]()
 
-    def exact(candidate: Candidate) -> Evaluation:
+    def exact(candidate: CandidatePlacement) -> Evaluation:
         seen.append(candidate)
         return Evaluation(candidate.bound_s, {}, fits=True)
 
@@ -151,7 +151,7 @@ def test_a_search_stops_once_no_bound_is_below_the_best() -> None:
 
 @pytest.mark.parametrize("rehearsals", [1, 2, 5, 12])
 def test_the_best_that_was_tried_is_found_in_as_many_rehearsals_as_may_be(of: Candidates, rehearsals: int) -> None:
-    seen: list[Candidate] = []
+    seen: list[CandidatePlacement] = []
     found = found_by(of, rehearsal(of, seen=seen), rehearsals)
     assert len(seen) == len(found.tried) <= rehearsals
     assert found.evaluation.step_s == min(evaluation.step_s for _, evaluation in found.tried)
@@ -171,9 +171,9 @@ def test_the_least_used_goes_first() -> None:
     """Only the state is moved, and by what is missing: half a GiB of 40, in parts of 1/256."""
     limits = Limits({"device": 100 * GIB, "cpu": 100 * GIB})
     of = among({Choice(): replace(LOAD, activation_peak_bytes={}, passing_bytes={})}, limits)
-    tried: list[Candidate] = []
+    tried: list[CandidatePlacement] = []
 
-    def evaluate(candidate: Candidate) -> Evaluation:
+    def evaluate(candidate: CandidatePlacement) -> Evaluation:
         tried.append(candidate)
         over = len(tried) == 1
         peak: Mapping[TierName, int] = {"device": 100 * GIB + (GIB // 2 if over else 0)}
@@ -191,7 +191,7 @@ def test_shifting_cuts_finds_what_no_bound_knows() -> None:
     limits = Limits(dict.fromkeys(("device", "cpu"), 1 << 40))
     of = among({Choice(): LOAD}, limits)
 
-    def evaluate(candidate: Candidate) -> Evaluation:
+    def evaluate(candidate: CandidatePlacement) -> Evaluation:
         share = candidate.fractions["optimizer"].get("device", 0.0)
         return Evaluation(10 + abs(share - 0.75), {}, fits=True)
 

@@ -4,14 +4,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
 from tests.support import run_ranks
 
 
 def test_a_single_process_is_a_grid_of_one() -> None:
     for sharded in (False, True):
-        ranks = Ranks.from_mesh(None, sharded=sharded)
+        ranks = Collectives.from_mesh(None, sharded=sharded)
         assert (ranks.shards, ranks.shard_rank, ranks.replicas, ranks.world_size) == (1, 0, 1, 1)
         values = torch.ones(3)
         ranks.all_reduce(values)
@@ -31,7 +31,7 @@ def grids(rank: int) -> dict[str, tuple[int, int, int]]:
     found = {}
     for name, mesh in meshes.items():
         for sharded in (False, True):
-            ranks = Ranks.from_mesh(mesh, sharded=sharded)
+            ranks = Collectives.from_mesh(mesh, sharded=sharded)
             found[f"{name}, {'shards' if sharded else 'copies'}"] = (ranks.shards, ranks.shard_rank, ranks.replicas)
     return found
 
@@ -60,7 +60,7 @@ def named_grids(rank: int) -> dict[str, Grid]:
     }
     found = {}
     for name, mesh in meshes.items():
-        ranks = Ranks.from_mesh(mesh, sharded=True)
+        ranks = Collectives.from_mesh(mesh, sharded=True)
         total = torch.ones(1)
         ranks.all_reduce(total)
         assert total.item() == 4, "of all ranks, whatever they do"
@@ -85,7 +85,7 @@ def test_names_say_what_the_dimensions_of_a_mesh_do() -> None:
 
 def talk(rank: int) -> dict[str, object]:
     """On a grid of two shards and two replicas."""
-    ranks = Ranks.from_mesh(init_device_mesh("cpu", (2, 2)), sharded=True)
+    ranks = Collectives.from_mesh(init_device_mesh("cpu", (2, 2)), sharded=True)
     mine = torch.tensor([float(rank)])
     found: dict[str, object] = {"grid": (ranks.shards, ranks.shard_rank, ranks.replicas)}
     full = torch.empty(2)

@@ -12,9 +12,9 @@ from penstock import preparing
 from penstock.errors import ConfigError
 from penstock.runtime import hardware
 from penstock.runtime.hardware import (
-    Choice,
+    DeviceChoice,
     Hardware,
-    Place,
+    HardwarePlace,
     Visible,
     check_apart,
     choose_device,
@@ -104,7 +104,7 @@ def test_model_mesh_and_process_group_say_a_device(monkeypatch: pytest.MonkeyPat
     assert device_for(lying_on(cuda(1)), on_cpu, third).device == CPU, "a mesh decides the type"
     groups = [SimpleNamespace(bound_device_id=cuda(2)), SimpleNamespace(bound_device_id=None)]
     mesh: Any = SimpleNamespace(device_type="cuda", get_all_groups=lambda: groups)
-    assert device_for(lying_on(CPU), mesh, third) == Choice(cuda(2), "the process group is bound to it")
+    assert device_for(lying_on(CPU), mesh, third) == DeviceChoice(cuda(2), "the process group is bound to it")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed.distributed_c10d._world, "default_pg", groups[0])
     assert device_for(lying_on(CPU), None, third).device == cuda(2)
@@ -121,20 +121,20 @@ def test_a_place_is_what_machine_device_and_variables_are(monkeypatch: pytest.Mo
     (tmp_path / "boot_id").write_text("b00t\n")
     properties(monkeypatch, uuid="GPU-1")
     environment = {"CUDA_VISIBLE_DEVICES": "2,3", "ZE_AFFINITY_MASK": "0", "PATH": "/bin"}
-    found = place_of(Choice(cuda(1), "LOCAL_RANK=1"), environment, tmp_path / "boot_id")
+    found = place_of(DeviceChoice(cuda(1), "LOCAL_RANK=1"), environment, tmp_path / "boot_id")
     assert found is not None
-    place = Place(*found)
+    place = HardwarePlace(*found)
     assert place[2:] == ("b00t", "GPU-1", "CUDA_VISIBLE_DEVICES=2,3 ZE_AFFINITY_MASK=0", "LOCAL_RANK=1")
     properties(monkeypatch)
-    unknown = place_of(Choice(cuda(1)), {}, tmp_path / "none")
+    unknown = place_of(DeviceChoice(cuda(1)), {}, tmp_path / "none")
     assert unknown is not None
-    assert Place(*unknown).unique == ""
-    assert Place(*unknown).machine == place.host
-    assert place_of(Choice(CPU), {}, tmp_path / "boot_id") is None
+    assert HardwarePlace(*unknown).unique == ""
+    assert HardwarePlace(*unknown).machine == place.host
+    assert place_of(DeviceChoice(CPU), {}, tmp_path / "boot_id") is None
 
 
-def place(name: str, host: str = "a", machine: str = "b00t", unique: str = "", view: str = "") -> Place:
-    return Place(name, host, machine, unique, view, "it is the current device")
+def place(name: str, host: str = "a", machine: str = "b00t", unique: str = "", view: str = "") -> HardwarePlace:
+    return HardwarePlace(name, host, machine, unique, view, "it is the current device")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def place(name: str, host: str = "a", machine: str = "b00t", unique: str = "", v
         (place("npu:0"), place("npu:0", host="c"), False),
     ],
 )
-def test_whether_two_ranks_have_one_device(one: Place, other: Place, same: bool) -> None:
+def test_whether_two_ranks_have_one_device(one: HardwarePlace, other: HardwarePlace, same: bool) -> None:
     assert one.is_that_of(other) is other.is_that_of(one) is same
 
 

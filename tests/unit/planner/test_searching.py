@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.config import Options, Placement
-from penstock.forecast.candidates import Candidate, Choice
+from penstock.forecast.candidates import CandidatePlacement, Choice
 from penstock.forecast.machine import Machine
 from penstock.planner.searching import _choices, _fixed, find_best, given
 from penstock.planner.trials import Trials
@@ -41,7 +41,7 @@ class TestChoices:
 
 
 def test_a_share_that_is_said_is_what_is_rehearsed_whatever_the_bound_likes() -> None:
-    candidate = Candidate(Choice(streamed=0.25), {}, 0.1, 1.0)
+    candidate = CandidatePlacement(Choice(streamed=0.25), {}, 0.1, 1.0)
     said = asked(arguments={"options": Options(streamed_updates=0.25)})
     assert _fixed(candidate, said).streamed == 0.25
     assert _fixed(candidate, asked(arguments={"options": Options(streamed_updates="auto")})).streamed == 0.1

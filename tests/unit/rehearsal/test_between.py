@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.blueprint import request_for
 from penstock.errors import ConfigError
-from penstock.forecast.program import OF_MODEL, Collective, Kind
+from penstock.forecast.program import OF_MODEL, Collective, WorkKind
 from penstock.parallel import ulysses_attention
 from penstock.rehearsal.hollow import hollow, is_hollow
 from penstock.rehearsal.imagined import imagined_mesh
@@ -140,7 +140,7 @@ def test_attention_over_ranks_is_rehearsed_with_its_exchanges() -> None:
     noted = Counter(
         program.jobs[item.index].collectives
         for item in program.items[program.steps[-2] : program.steps[-1]]
-        if item.kind is Kind.SUBMIT and program.jobs[item.index].stream == OF_MODEL
+        if item.kind is WorkKind.SUBMIT and program.jobs[item.index].stream == OF_MODEL
     )
     # Queries, keys, values and the result, of 2 x 16 tokens in bf16 each, there and back.
     assert noted == {(Collective("all_to_all", 2 * 16 * 32 * 2, RANKS, "cp", 1),): 8}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.optim import Lion
-from penstock.rules import Segment, StateFormat, rule_for, split_master
+from penstock.rules import StateFormat, UpdateSlice, rule_for, split_master
 from penstock.rules.formats import write_state
-from penstock.rules.fused import Fused, FusedHyper
+from penstock.rules.fused import FusedRule, FusedScalars
 from penstock.rules.rule import BLOCK_NUMEL
 
 # dtype of the parameter, dtype of the master
@@ -72,17 +72,17 @@ def telling_first() -> Iterator[tuple[tuple[str, tuple[Any, Any], StateFormat], 
     yield from ((row, False) for row in product(RULES, STORAGES, FORMATS) if row not in TELLING)
 
 
-def rule_and_hyper(name: str, format_: StateFormat = FORMATS[0], step: int = 3) -> tuple[Fused, FusedHyper]:
+def rule_and_hyper(name: str, format_: StateFormat = FORMATS[0], step: int = 3) -> tuple[FusedRule, FusedScalars]:
     cls, options = RULES[name]
     optimizer = cls([torch.zeros(1)], lr=1e-2, **options)
     rule = rule_for(optimizer, format_)
-    assert isinstance(rule, Fused)
+    assert isinstance(rule, FusedRule)
     return rule, rule.hyper(optimizer.param_groups[0], step)
 
 
 def make(
-    rule: Fused, value: Tensor, grad: Tensor, moments: tuple[Tensor, ...], storage: tuple[Any, Any], grad_dtype: Any
-) -> Segment:
+    rule: FusedRule, value: Tensor, grad: Tensor, moments: tuple[Tensor, ...], storage: tuple[Any, Any], grad_dtype: Any
+) -> UpdateSlice:
     """Build a segment that holds `value`, as nearly as its storage can."""
     param_dtype, master_dtype = storage
     if master_dtype is torch.int16:
@@ -94,10 +94,10 @@ def make(
         states.append(torch.empty(value.numel(), dtype=spec.dtype))
         scales.append(torch.empty(-(-value.numel() // BLOCK_NUMEL)) if spec.scale_name else None)
         write_state(spec, states[-1], scales[-1], moment if spec.signed else moment.abs())
-    return Segment(param, grad.to(grad_dtype), master, tuple(states), tuple(scales), first=3 * BLOCK_NUMEL)
+    return UpdateSlice(param, grad.to(grad_dtype), master, tuple(states), tuple(scales), first=3 * BLOCK_NUMEL)
 
 
-def copy_of(segment: Segment) -> Segment:
+def copy_of(segment: UpdateSlice) -> UpdateSlice:
     def clone(tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.clone()
 
@@ -110,7 +110,7 @@ def copy_of(segment: Segment) -> Segment:
     )
 
 
-def copy_to(segment: Segment, device: torch.device) -> Segment:
+def copy_to(segment: UpdateSlice, device: torch.device) -> UpdateSlice:
     """The same in the memory of a device, the gradient as well."""
     return replace(
         segment,
@@ -122,7 +122,7 @@ def copy_to(segment: Segment, device: torch.device) -> Segment:
     )
 
 
-def parts(segment: Segment) -> Iterator[tuple[str, Tensor]]:
+def parts(segment: UpdateSlice) -> Iterator[tuple[str, Tensor]]:
     yield "param", segment.param
     if segment.master is not None:
         yield "master", segment.master
@@ -167,7 +167,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> Tensor:
     return same | (actual.isnan() & expected.isnan()) if actual.is_floating_point() else same
 
 
-def differences(actual: Segment, expected: Segment) -> list[str]:
+def differences(actual: UpdateSlice, expected: UpdateSlice) -> list[str]:
     """What differs, part by part: how many elements, and the first of them."""
     found = []
     for (name, a), (_, b) in zip(parts(actual), parts(expected), strict=True):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.optim import Lion
-from penstock.rules import Pool, Rule, Segment, StateFormat, rule_for, split_master
+from penstock.rules import Pool, Rule, StateFormat, UpdateSlice, rule_for, split_master
 from penstock.rules.formats import read_master
-from penstock.rules.fused import Fused, FusedHyper, update_reference
+from penstock.rules.fused import FusedRule, FusedScalars, update_reference
 from tests.unit.rules.segments import FORMATS, make, rule_and_hyper
 
 NUMEL = 2000
@@ -58,15 +58,15 @@ def stock(cls: Any, parameter: Tensor, options: dict[str, Any]) -> torch.optim.O
     return optimizer
 
 
-def start(optimizer: torch.optim.Optimizer, rule: Rule, parameter: Tensor) -> Segment:
+def start(optimizer: torch.optim.Optimizer, rule: Rule, parameter: Tensor) -> UpdateSlice:
     """What `prepare` begins with: the optimizer's own state where it has some."""
     state = optimizer.state[parameter]
     states = tuple(state[s.name].clone() if s.name in state else torch.zeros_like(parameter) for s in rule.states)
-    return Segment(parameter.detach().clone(), torch.empty_like(parameter), None, states)
+    return UpdateSlice(parameter.detach().clone(), torch.empty_like(parameter), None, states)
 
 
-def apply(rule: Rule, segment: Segment, group: dict[str, Any], step: int, back_end: str) -> None:
-    assert isinstance(rule, Fused)
+def apply(rule: Rule, segment: UpdateSlice, group: dict[str, Any], step: int, back_end: str) -> None:
+    assert isinstance(rule, FusedRule)
     hyper = rule.hyper(group, step)
     if back_end == "native":
         rule.update(segment, hyper, 1.0, None)
@@ -161,7 +161,7 @@ def test_the_form_of_the_master_never_changes_the_result() -> None:
     results: dict[str, list[Tensor]] = {}
     with_pool = Pool(2)
     for name, (param, master) in forms.items():
-        segment = Segment(param, torch.empty(NUMEL), master, (torch.zeros(NUMEL), torch.zeros(NUMEL)))
+        segment = UpdateSlice(param, torch.empty(NUMEL), master, (torch.zeros(NUMEL), torch.zeros(NUMEL)))
         for step, grad in enumerate(gradients(10), start=1):
             segment.grad.copy_(grad)
             rule.update(segment, rule.hyper(optimizer.param_groups[0], step), 0.5, with_pool)
@@ -184,7 +184,7 @@ def test_grad_scale_is_one_factor_on_the_gradient() -> None:
     assert torch.equal(scaled.states[0], plain.states[0])
 
 
-Make = Callable[[StateFormat], Segment]
+Make = Callable[[StateFormat], UpdateSlice]
 
 
 @pytest.mark.parametrize("format_", FORMATS[2:], ids=lambda f: f"{f.dtype}-{f.rounding}")
@@ -195,7 +195,7 @@ def test_states_in_fewer_bits_train_as_well(format_: StateFormat) -> None:
         generator = torch.Generator().manual_seed(1)
         optimizer = torch.optim.AdamW([torch.zeros(1)], lr=3e-3, weight_decay=0.0)
         rule = rule_for(optimizer, format_)
-        assert isinstance(rule, Fused)
+        assert isinstance(rule, FusedRule)
         target = torch.randn(NUMEL, generator=generator)
         zeros = torch.zeros(NUMEL)
         storage = (torch.bfloat16, torch.int16 if master else None)
@@ -218,5 +218,5 @@ def test_equal_updates_compare_equal() -> None:
     first, second = (rule_and_hyper("adamw")[1] for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)
-    assert isinstance(first, FusedHyper)
+    assert isinstance(first, FusedScalars)
     assert dataclasses.replace(first, sign=-1.0) != first

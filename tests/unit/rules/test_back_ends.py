@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock import _native
-from penstock.rules import Pool, Segment, StateFormat
+from penstock.rules import Pool, StateFormat, UpdateSlice
 from penstock.rules.fused import update_reference
 from tests.unit.rules.segments import (
     FORMATS,
@@ -27,7 +27,7 @@ from tests.unit.rules.segments import (
 Check = Callable[[Tensor, Tensor], None]
 
 
-def check_all(actual: Segment, expected: Segment, check: Check, what: object) -> None:
+def check_all(actual: UpdateSlice, expected: UpdateSlice, check: Check, what: object) -> None:
     for (name, result), (_, reference) in zip(parts(actual), parts(expected), strict=True):
         try:
             check(result, reference)
@@ -94,7 +94,7 @@ def test_any_cut_on_blocks_and_any_number_of_threads(name: str, format_: StateFo
             actual = copy_of(whole)
             for start in range(0, 100_001, cut):
                 part, blocks = slice(start, start + cut), slice(start // 256, -(-(start + cut) // 256))
-                segment = Segment(
+                segment = UpdateSlice(
                     actual.param[part],
                     actual.grad[part],
                     actual.master[part],
@@ -132,7 +132,7 @@ def test_an_update_that_flushes_no_denormal(name: str, isa: str) -> None:
     rule, hyper = rule_and_hyper(name)
     tiny = 1e-40
     states = tuple(torch.full((50,), tiny) for _ in rule.states)
-    segment = Segment(torch.full((50,), tiny), torch.zeros(50), None, states)
+    segment = UpdateSlice(torch.full((50,), tiny), torch.zeros(50), None, states)
     expected = copy_of(segment)
     update_reference(rule, expected, hyper, 1.0)
     torch.set_flush_denormal(True)
@@ -155,12 +155,12 @@ def test_dtypes_without_a_kernel_are_refused() -> None:
         (torch.zeros(n), torch.zeros(n), None, (moments[0].bfloat16(), moments[1]), "exp_avg is torch.bfloat16"),
     ):
         with pytest.raises(TypeError, match=message):
-            rule.update(Segment(param, grad, master, states), hyper, 1.0, None)
-    half_alone = Segment(torch.zeros(n, dtype=torch.float16), torch.zeros(n), None, moments)
+            rule.update(UpdateSlice(param, grad, master, states), hyper, 1.0, None)
+    half_alone = UpdateSlice(torch.zeros(n, dtype=torch.float16), torch.zeros(n), None, moments)
     with pytest.raises(ValueError, match="no kernel for this dtype of the parameter"):
         rule.update(half_alone, hyper, 1.0, None)
 
 
 def test_a_segment_begins_on_a_block() -> None:
     with pytest.raises(ValueError, match="begins on a block of 256 elements, not at element 64"):
-        Segment(torch.zeros(4), torch.zeros(4), None, (), first=64)
+        UpdateSlice(torch.zeros(4), torch.zeros(4), None, (), first=64)

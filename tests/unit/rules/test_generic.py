@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.rules import Pool, Segment, StateFormat, rule_for
-from penstock.rules.generic import Generic, GenericHyper
+from penstock.rules import Pool, StateFormat, UpdateSlice, rule_for
+from penstock.rules.generic import GenericRule, GenericScalars
 
 NUMEL = 40_000
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
@@ -57,7 +57,7 @@ def gradients(steps: int) -> list[Tensor]:
 def run(optimizer: Any, value: Tensor, format_: StateFormat, *, cut: int, steps: int) -> tuple[Tensor, Any, Any]:
     """Several steps of the rule on a parameter cut into segments. Returns value, states and scalars."""
     rule = rule_for(optimizer, format_)
-    assert isinstance(rule, Generic)
+    assert isinstance(rule, GenericRule)
     param = value.clone()
     states = tuple(torch.zeros(NUMEL, dtype=spec.dtype) for spec in rule.states)
     scalars: Any = {}
@@ -65,7 +65,7 @@ def run(optimizer: Any, value: Tensor, format_: StateFormat, *, cut: int, steps:
         hyper = rule.hyper(optimizer.param_groups[0], step, scalars)
         for start in range(0, NUMEL, cut):
             part = slice(start, start + cut)
-            segment = Segment(param[part], grad[part], None, tuple(s[part] for s in states), first=start)
+            segment = UpdateSlice(param[part], grad[part], None, tuple(s[part] for s in states), first=start)
             rule.update(segment, hyper, 1.0, None)
         scalars = rule.advance(hyper)
     return param, dict(zip((spec.name for spec in rule.states), states, strict=True)), scalars
@@ -104,7 +104,7 @@ def test_threads_change_no_bit(cls: Any, options: dict[str, Any]) -> None:
     hyper = rule.hyper(optimizer.param_groups[0], 2, scalars)
 
     def updated(threads: int, pool: Pool | None) -> list[Tensor]:
-        segment = Segment(value.clone(), grad, None, tuple(state.clone() for state in states))
+        segment = UpdateSlice(value.clone(), grad, None, tuple(state.clone() for state in states))
         torch.set_num_threads(threads)
         rule.update(segment, hyper, 1.0, pool)
         return [segment.param, *segment.states]
@@ -187,7 +187,7 @@ def test_a_state_that_begins_after_prepare_is_refused() -> None:
     optimizer = torch.optim.RMSprop(parameters())
     rule = rule_for(optimizer)
     optimizer.param_groups[0]["momentum"] = 0.9
-    segment = Segment(torch.zeros(4), torch.ones(4), None, (torch.zeros(4),))
+    segment = UpdateSlice(torch.zeros(4), torch.ones(4), None, (torch.zeros(4),))
     with pytest.raises(ConfigError, match="began to keep 'momentum_buffer' after prepare"):
         rule.update(segment, rule.hyper(optimizer.param_groups[0], 1), 1.0, None)
 
@@ -200,7 +200,7 @@ def test_options_that_change_the_machinery_are_refused() -> None:
 def test_equal_groups_are_not_compared() -> None:
     rule = rule_for(torch.optim.RMSprop(parameters()))
     hyper = rule.hyper(torch.optim.RMSprop(parameters()).param_groups[0], 1)
-    assert isinstance(hyper, GenericHyper)
+    assert isinstance(hyper, GenericScalars)
     assert not hyper.keeps_zeros
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock import _native
-from penstock.rules import Segment, StateFormat, join_master, rule_for
+from penstock.rules import StateFormat, UpdateSlice, join_master, rule_for
 from penstock.rules.fused import update_reference
 from tests.support import sampled
 from tests.unit.rules.segments import FORMATS, GRADS, RULES, STORAGES, copy_of, make, parts, rule_and_hyper
@@ -87,7 +87,7 @@ def test_a_hundred_steps_are_torchs_where_torch_is_exact(
     optimizer = stock(cls, theirs, {**options, "lr": 1e-2})
     rule = rule_for(optimizer)
     states = tuple(torch.zeros(numel) for _ in rule.states)
-    ours = Segment(theirs.detach().clone(), torch.zeros(numel, dtype=grad_dtype), None, states)
+    ours = UpdateSlice(theirs.detach().clone(), torch.zeros(numel, dtype=grad_dtype), None, states)
     for step in range(1, 101):
         grad = (benign if step < 80 else hard)(10 + step, numel).to(grad_dtype)
         theirs.grad = grad.float()

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.construct import number_elements
-from penstock.engine.step.update import Run, merge
+from penstock.engine.step.update import UpdateRun, merge
 from penstock.layout import FlatLayout, Piece
-from penstock.rules import Pool, Segment, StateFormat, deposit, squared_norm
+from penstock.rules import Pool, StateFormat, UpdateSlice, deposit, squared_norm
 from penstock.rules.formats import random_words, step_key
 from penstock.rules.fused import update_reference
-from penstock.rules.rule import BLOCK_NUMEL, Hyper
+from penstock.rules.rule import BLOCK_NUMEL, StepScalars
 from tests.support import thorough
 from tests.unit.rules.segments import FORMATS, copy_of, make, parts, random_inputs, rule_and_hyper
 
@@ -114,7 +114,7 @@ def test_an_update_of_more_than_two_to_the_31(
     beyond = make(rule, *random_inputs(BEYOND), (torch.bfloat16, master), torch.bfloat16)
     grad = mappings.zeros(BORDER + BEYOND, torch.bfloat16)
     grad[BORDER:] = beyond.grad
-    whole = Segment(
+    whole = UpdateSlice(
         mappings.ring(beyond.param),
         grad,
         None if beyond.master is None else mappings.ring(beyond.master),
@@ -165,7 +165,7 @@ def test_segments_are_cut_into_pieces_past_the_border() -> None:
     param = torch.empty(numel, dtype=torch.bfloat16, device="meta")
     codes = torch.empty(numel, dtype=torch.uint8, device="meta")
     scale = torch.empty(-(-numel // BLOCK_NUMEL), device="meta")
-    pieces = list(Segment(param, param, None, (codes,), (scale,), first=1 << 40).pieces(1 << 31))
+    pieces = list(UpdateSlice(param, param, None, (codes,), (scale,), first=1 << 40).pieces(1 << 31))
     assert [piece.param.numel() for piece in pieces] == [1 << 31] * 4 + [1000]
     assert [piece.first - (1 << 40) for piece in pieces] == [k << 31 for k in range(5)]
     assert [piece.scale(0).storage_offset() for piece in pieces] == [k << 23 for k in range(5)]
@@ -195,10 +195,10 @@ def test_units_of_any_size_are_laid_out_and_numbered() -> None:
 
 
 def test_runs_join_past_the_border() -> None:
-    hyper, end = Hyper(), (1 << 33) + 40
+    hyper, end = StepScalars(), (1 << 33) + 40
     tile = (Piece(0, 0, end), Piece(1, (1 << 33) + 256, 3 << 33), Piece(2, 3 << 33, 4 << 33))
     bases = {0: 1 << 40, 1: 1 << 40, 2: (1 << 40) + BLOCK_NUMEL}
     assert merge(tile, dict.fromkeys(range(3), hyper), bases) == [
-        Run(0, 3 << 33, hyper, 1 << 40),
-        Run(3 << 33, 4 << 33, hyper, (1 << 40) + BLOCK_NUMEL),
+        UpdateRun(0, 3 << 33, hyper, 1 << 40),
+        UpdateRun(3 << 33, 4 << 33, hyper, (1 << 40) + BLOCK_NUMEL),
     ]

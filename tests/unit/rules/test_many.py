@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.rules import Segment, StateFormat, device
+from penstock.rules import StateFormat, UpdateSlice, device
 from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
-from penstock.rules.fused import Fused, FusedHyper, update_in_torch, update_reference
+from penstock.rules.fused import FusedRule, FusedScalars, update_in_torch, update_reference
 from penstock.rules.rule import BLOCK_NUMEL
 from tests.unit.rules.segments import FORMATS, RULES, STORAGES, copy_of, make, parts, random_inputs, rule_and_hyper
 
@@ -46,7 +46,7 @@ def launches(work: Callable[[], Any]) -> int:
 
 def several(
     name: str, storage: tuple[Any, Any], format_: StateFormat = FORMATS[0], steps: tuple[int, ...] = (3,)
-) -> tuple[Fused, list[tuple[Segment, FusedHyper]]]:
+) -> tuple[FusedRule, list[tuple[UpdateSlice, FusedScalars]]]:
     """Segments of some sizes, each of the next step in turn, numbered one after the other."""
     segments = []
     for index, numel in enumerate(SIZES):
@@ -75,7 +75,7 @@ def test_batches_hold_no_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> N
     """Temporaries are bounded by the piece, however many segments there are."""
     seen = []
 
-    def note(rule: Fused, segment: Segment, *rest: Any) -> None:
+    def note(rule: FusedRule, segment: UpdateSlice, *rest: Any) -> None:
         seen.append(segment.param.numel())
         update_reference(rule, segment, *rest)
 

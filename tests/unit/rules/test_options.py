@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.optim import Lion
-from penstock.rules import Segment, StateFormat, rule_for
-from penstock.rules.fused import Fused
-from penstock.rules.generic import Generic
+from penstock.rules import StateFormat, UpdateSlice, rule_for
+from penstock.rules.fused import FusedRule
+from penstock.rules.generic import GenericRule
 from penstock.rules.select import ELEMENTWISE, FUSED, UNFIT, WHOLE
 from tests.unit.rules import test_against_torch, test_generic
 
@@ -100,7 +100,7 @@ def of_rule(cls: Any, shared: dict[str, Any], group: dict[str, Any]) -> tuple[Te
     for parameter, options in zip(parameters, optimizer.param_groups, strict=True):
         state = optimizer.state[parameter]
         states = tuple(state.get(s.name, torch.zeros(512)).clone() for s in rule.states)
-        segment = Segment(parameter.detach().clone(), torch.empty(512), None, states)
+        segment = UpdateSlice(parameter.detach().clone(), torch.empty(512), None, states)
         for step in range(STEPS):
             segment.grad.copy_(values(step))
             rule.update(segment, rule.hyper(options, step + 1), 1.0, None)
@@ -114,7 +114,7 @@ def test_every_option_is_honoured_or_refused_by_name(cls: Any) -> None:
     known = set(HONOURED[cls]) | WITHOUT_EFFECT | REFUSED
     assert options_of(cls) <= known, f"{cls.__name__} has options that nobody decided about"
     rule = rule_for(cls([torch.zeros(1)], lr=0.1))
-    assert isinstance(rule, Fused)
+    assert isinstance(rule, FusedRule)
     assert set(HONOURED[cls]) == set(rule.honoured)
     assert rule.unknown == {}
 
@@ -216,4 +216,4 @@ def test_every_class_of_torch_is_run_like_torch_or_refused_with_the_reason() -> 
         else:
             assert name in ELEMENTWISE, f"{name} is neither run nor refused with a reason"
             assert cls in compared_generic, name
-            assert isinstance(rule_for(cls([matrix]), StateFormat()), Generic)
+            assert isinstance(rule_for(cls([matrix]), StateFormat()), GenericRule)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.rules import Pool, Segment, deposit, rule_for, squared_norm
-from penstock.rules.standard import Adam
+from penstock.rules import Pool, UpdateSlice, deposit, rule_for, squared_norm
+from penstock.rules.standard import AdamRule
 
 
 def thread_count() -> int:
@@ -101,9 +101,9 @@ def test_many_python_threads_share_a_pool() -> None:
     value, grad = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
 
     def updates(pool: Pool | None) -> tuple[torch.Tensor, float]:
-        segment = Segment(value.clone(), grad.clone(), None, (torch.zeros(numel), torch.zeros(numel)))
+        segment = UpdateSlice(value.clone(), grad.clone(), None, (torch.zeros(numel), torch.zeros(numel)))
         for _ in range(rounds):
-            Adam("adamw").update(segment, hyper, 1.0, pool)
+            AdamRule("adamw").update(segment, hyper, 1.0, pool)
         return segment.param, float(deposit(torch.zeros(numel), segment.param, add=True, pool=pool))
 
     expected, expected_norm = updates(None)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock import _native
-from penstock.rules import Pool, Segment, StateFormat, rule_for
-from penstock.rules.fused import Fused, FusedHyper, Summing, Sums, update_many
-from penstock.rules.rule import Hyper
+from penstock.rules import Pool, StateFormat, UpdateSlice, rule_for
+from penstock.rules.fused import FusedRule, FusedScalars, RecordChecksums, Summing, update_many
+from penstock.rules.rule import StepScalars
 from penstock.runtime.aio import checksum
 from penstock.runtime.host_memory import page_aligned
 from tests.support import memory
@@ -30,16 +30,18 @@ from tests.unit.rules.segments import (
 Check = Callable[[Tensor, Tensor], None]
 
 
-def touched(segment: Segment) -> list[Tensor]:
+def touched(segment: UpdateSlice) -> list[Tensor]:
     return [segment.grad, *(tensor for _, tensor in parts(segment))]
 
 
-def check(rule: Fused, hyper: FusedHyper, segment: Segment, pool: Pool | None, assert_same_bits: Check) -> None:
+def check(
+    rule: FusedRule, hyper: FusedScalars, segment: UpdateSlice, pool: Pool | None, assert_same_bits: Check
+) -> None:
     """Update a segment with sums of everything, hold them against those of the bytes, and the values against those of
     an update without."""
     plain, before = copy_of(segment), [checksum(tensor) for tensor in touched(segment)]
     rule.update(plain, hyper, 0.7, pool)
-    sums = Sums(touched(segment))
+    sums = RecordChecksums(touched(segment))
     rule.update_summed([(segment, hyper)], 0.7, pool, sums)
     found = [sums.of(tensor) for tensor in touched(segment)]
     assert found == [(b, checksum(tensor)) for b, tensor in zip(before, touched(segment), strict=True)]
@@ -66,10 +68,10 @@ def test_pieces_are_joined(format_: StateFormat, threads: int, numel: int, asser
 
 
 def test_native_code_sums_all_that_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else everything would be right, and summed from memory by `Sums.of`."""
+    """Else everything would be right, and summed from memory by `RecordChecksums.of`."""
     rule, hyper = rule_and_hyper("adamw", FORMATS[4])
     segment = make(rule, *random_inputs(1000), STORAGES[2], GRADS[1])
-    sums = Sums(touched(segment))
+    sums = RecordChecksums(touched(segment))
     rule.update_summed([(segment, hyper)], 0.7, None, sums)
     lengths: list[int] = []
     crc32c = _native.crc32c
@@ -102,10 +104,10 @@ def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
         offset += tensor.nbytes
     master, *states = views
 
-    def run(start: int, stop: int) -> tuple[Segment, Hyper]:
+    def run(start: int, stop: int) -> tuple[UpdateSlice, StepScalars]:
         part, blocks = slice(start, stop), slice(start // 256, -(-stop // 256))
         values, scales = states[::2], states[1::2]
-        segment = Segment(
+        segment = UpdateSlice(
             whole.param[part],
             whole.grad[part],
             master[part],
@@ -116,7 +118,7 @@ def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
         return segment, hyper
 
     before, param = checksum(record), whole.param.clone()
-    sums = Sums([record])
+    sums = RecordChecksums([record])
     assert sums.among([whole.param, None, master, record]) == [master, record]
     update_many(rule, [run(0, 300), run(512, 1200)], 0.7, None, sums)
     assert sums.of(record) == (before, checksum(record))
@@ -126,9 +128,9 @@ def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
 
 def test_memory_that_nothing_passed_is_summed_as_it_is() -> None:
     record = memory(4096, seed=1)
-    assert Sums([record]).of(record) == (checksum(record), checksum(record))
-    assert bool(Sums([record]))
-    assert not Sums([])
+    assert RecordChecksums([record]).of(record) == (checksum(record), checksum(record))
+    assert bool(RecordChecksums([record]))
+    assert not RecordChecksums([])
 
 
 def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +143,7 @@ def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) ->
         return update(*args, **kwargs)
 
     monkeypatch.setattr(_native, "update", note)
-    update_many(rule, [(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), hyper)], 1.0, None, Sums([]))
+    update_many(rule, [(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), hyper)], 1.0, None, RecordChecksums([]))
     assert asked == [[]]
 
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 import penstock.optim
 from penstock.errors import ConfigError, EngineError
 from penstock.optim import Lamb, MuonAdamW
-from penstock.rules import Segment, StateFormat, rule_for, split_master
+from penstock.rules import StateFormat, UpdateSlice, rule_for, split_master
 from penstock.rules.formats import read_state
 from penstock.rules.rule import BLOCK_NUMEL, Rule
 
@@ -31,7 +31,7 @@ def numel_of(rule: Rule, name: str, shape: tuple[int, ...]) -> int:
 
 def segment_of(
     rule: Rule, value: Tensor, storage: tuple[Any, Any] = (torch.float32, None), padding: int = 5
-) -> Segment:
+) -> UpdateSlice:
     """A whole parameter as it is stored, with states of zeros."""
     dtype, master_dtype = storage
     flat = value.flatten().clone()
@@ -47,7 +47,7 @@ def segment_of(
         zeros = torch.zeros(numel if is_alike else numel + padding, dtype=spec.dtype)
         states.append(zeros)
         scales.append(torch.zeros(-(-numel // BLOCK_NUMEL)) if spec.scale_name else None)
-    return Segment(param, torch.zeros_like(flat), master, tuple(states), tuple(scales), 0, tuple(value.shape))
+    return UpdateSlice(param, torch.zeros_like(flat), master, tuple(states), tuple(scales), 0, tuple(value.shape))
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
     format_: StateFormat = StateFormat(),  # noqa: B008
     storage: tuple[Any, Any] = (torch.float32, None),
     scale: float = 1.0,
-) -> tuple[Rule, Segment]:
+) -> tuple[Rule, UpdateSlice]:
     """Update one parameter by the rule of an optimizer, with its first group's options."""
     group = optimizer.param_groups[0]
     rule = rule_for(optimizer, format_).part(group)
@@ -83,7 +83,7 @@ def by_class(
     return parameter.detach(), dict(optimizer.state[parameter])
 
 
-def state(rule: Rule, segment: Segment, name: str, numel: int) -> Tensor:
+def state(rule: Rule, segment: UpdateSlice, name: str, numel: int) -> Tensor:
     k = [spec.name for spec in rule.states].index(name)
     stored = segment.states[k]
     return read_state(rule.states[k], stored[:numel], segment.scale(k))
@@ -138,7 +138,7 @@ def test_a_gradient_in_bf16_is_scaled_and_stays(scale: float) -> None:
     optimizer = torch.optim.Muon([nn.Parameter(value.clone())], lr=0.02)
     rule = rule_for(optimizer)
     given = segment_of(rule, value)
-    segment = Segment(given.param, grad.flatten().clone(), None, given.states, given.scales, 0, shape)
+    segment = UpdateSlice(given.param, grad.flatten().clone(), None, given.states, given.scales, 0, shape)
     rule.update(segment, rule.hyper(optimizer.param_groups[0], 1), scale, None)
     theirs, kept = by_class(lambda p: torch.optim.Muon(p, lr=0.02), value, [grad.float() * scale])
     assert torch.equal(segment.param.view(shape), theirs)
@@ -317,9 +317,9 @@ def test_elementwise_rules_have_a_value_for_each_element() -> None:
 
 def test_segments_of_whole_parameters_are_checked() -> None:
     with pytest.raises(ValueError, match=r"6 elements is no parameter of shape \(2, 4\)"):
-        Segment(torch.zeros(6), torch.zeros(6), None, (), (), 0, (2, 4))
+        UpdateSlice(torch.zeros(6), torch.zeros(6), None, (), (), 0, (2, 4))
     rule = rule_for(Lamb([nn.Parameter(torch.zeros(2, 3))]))
-    piece = Segment(torch.zeros(6), torch.zeros(6), None, (torch.zeros(6), torch.zeros(6)))
+    piece = UpdateSlice(torch.zeros(6), torch.zeros(6), None, (torch.zeros(6), torch.zeros(6)))
     with pytest.raises(EngineError, match="Lamb looks at whole parameters"):
         rule.update(piece, rule.hyper(Lamb([nn.Parameter(torch.zeros(2, 3))]).param_groups[0], 1), 1.0, None)
 

@@ -14,7 +14,7 @@ from penstock.runtime.streams import DONE, FETCH, READ, UPDATE, UPLOAD, Event, H
 from penstock.tiers import transfer as module
 from penstock.tiers.host import BOUNCE_READERS, BOUNCE_SLOTS
 from penstock.tiers.storage import PASSING, Ring, RingSlot
-from penstock.tiers.transfer import Copies, Way
+from penstock.tiers.transfer import CopyRoute, CopyRoutes
 from penstock.trace import NO_LABEL
 from tests.support import BreakingStreams, BrokenError, separate, simulated
 from tests.unit.machine.test_streams import FakeAccelerator
@@ -32,12 +32,12 @@ class Bounce:
             ring.fill([RingSlot(buffer, buffer) for buffer in buffers])
 
     def upload(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
-        way = Way(Tier.DEVICE, True, self.rings)
-        return Copies(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
+        way = CopyRoute(Tier.DEVICE, True, self.rings)
+        return CopyRoutes(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
 
     def download(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
-        way = Way(Tier.CPU, True, self.rings)
-        return Copies(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
+        way = CopyRoute(Tier.CPU, True, self.rings)
+        return CopyRoutes(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
 
 
 def numbers(numel: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from penstock.layout import round_up
 from penstock.runtime.host_memory import PAGE_BYTES, HostMemory
 from penstock.runtime.streams import HostEvent
 from penstock.tiers import allocation as module
-from penstock.tiers.allocation import Cut, Cuts, step_bytes
+from penstock.tiers.allocation import ActivationPool, ActivationStorage, step_bytes
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.storage import Records
@@ -33,8 +33,8 @@ def store_with(folders: list[Path] | None = None) -> Store:
     return Store([DeviceTier(CPU), HostTier(CPU), nvme])
 
 
-def cuts_of(store: Store, tier: Tier = Tier.CPU, folders: int = 0) -> Cuts:
-    return Cuts(store, tier, unit="(some)", kind="activation", tile_bytes=2 * PAGE_BYTES, folders=folders)
+def cuts_of(store: Store, tier: Tier = Tier.CPU, folders: int = 0) -> ActivationPool:
+    return ActivationPool(store, tier, unit="(some)", kind="activation", tile_bytes=2 * PAGE_BYTES, folders=folders)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_steps_are_few_and_what_they_add_is_bounded() -> None:
     assert step_bytes(1 << 30, 5 << 30) == 5 << 30, "what is wanted at once is taken at once"
 
 
-def payload(cut: Cut, number: int) -> Iterator[tuple[torch.Tensor, int]]:
+def payload(cut: ActivationStorage, number: int) -> Iterator[tuple[torch.Tensor, int]]:
     for section in cut.home.sections:
         (tensor,) = section.tensors  # type: ignore[attr-defined]
         yield tensor, (number + section.plan.start) % 251
@@ -70,7 +70,7 @@ def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[
         patch.setattr(module, "STEP_BYTES", 0)
         store = store_with()
         cuts = cuts_of(store)
-        live: list[tuple[int, Cut]] = []
+        live: list[tuple[int, ActivationStorage]] = []
         wanted = most = 0
         for number, (nbytes, which) in enumerate(asked):
             if nbytes:
@@ -169,7 +169,7 @@ def test_a_home_is_dropped_on_any_thread_while_others_are_taken() -> None:
         for tensor, value in payload(cut, number):
             tensor.fill_(value)
 
-        def check_and_drop(cut: Cut = cut, number: int = number) -> None:
+        def check_and_drop(cut: ActivationStorage = cut, number: int = number) -> None:
             assert all(bool((tensor == value).all()) for tensor, value in payload(cut, number))
             cuts.drop(cut)
 
@@ -189,7 +189,7 @@ def test_in_files_tiles_go_to_all_folders_and_come_back(tmp_path: Path) -> None:
         folder.mkdir()
     store = store_with(folders)
     cuts = cuts_of(store, Tier.NVME, len(folders))
-    live: list[tuple[Cut, int]] = []
+    live: list[tuple[ActivationStorage, int]] = []
     draw = random.Random(4)
     most = 0
     for number in range(60):

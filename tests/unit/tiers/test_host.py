@@ -9,7 +9,7 @@ import torch
 from penstock.config import Tier
 from penstock.runtime import host_memory
 from penstock.tiers.host import HostTier, bounce_bytes
-from penstock.tiers.storage import CellPlan, MemorySection, SectionPlan
+from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
 from penstock.tiers.tier import Store
 from tests.accounts import cells
 from tests.support import pinning_on_cpu
@@ -19,19 +19,19 @@ PAGE = 4096
 RING = bounce_bytes(PAGE)
 
 
-def plan(home: str, pages: int) -> SectionPlan:
+def plan(home: str, pages: int) -> SegmentPlan:
     cell = CellPlan("a", home, Tier.CPU, torch.uint8, pages * PAGE)
-    return SectionPlan(home, Tier.CPU, (cell,), 0, pages * PAGE, PAGE)
+    return SegmentPlan(home, Tier.CPU, (cell,), 0, pages * PAGE, PAGE)
 
 
 #: In the order in which an engine plans them.
 PLANS = [plan("param", 100), plan("grad", 100), plan("optimizer", 400), plan("shadow", 100), plan("staging", 10)]
 
 
-def take(tier: HostTier, *plans: SectionPlan, pin: bool = True) -> dict[str, MemorySection]:
+def take(tier: HostTier, *plans: SegmentPlan, pin: bool = True) -> dict[str, MemorySegment]:
     reserved = Store([tier]).reserve(plans, pin=pin)
     made = {plan.home: reserved.make(plan) for plan in plans}
-    assert all(isinstance(section, MemorySection) for section in made.values())
+    assert all(isinstance(section, MemorySegment) for section in made.values())
     return made  # type: ignore[return-value]
 
 

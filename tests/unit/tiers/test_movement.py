@@ -5,26 +5,26 @@ import torch
 
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import HostEvent
-from penstock.tiers.storage import Home, Ring, buffer_home
-from penstock.tiers.transfer import Movement
+from penstock.tiers.storage import Ring, Storage, buffer_home
+from penstock.tiers.transfer import Transfers
 from penstock.trace import NO_LABEL
 
 
-def home(value: float) -> Home:
+def home(value: float) -> Storage:
     return buffer_home(torch.full((256,), value))
 
 
-def values(of: Home) -> list[float]:
+def values(of: Storage) -> list[float]:
     return of.sections[0].tensors[0].unique().tolist()
 
 
 @pytest.fixture
-def movement() -> Movement:
-    return Movement(SimulatedStreams(lambda stream, nbytes: 0.0), Ring())
+def movement() -> Transfers:
+    return Transfers(SimulatedStreams(lambda stream, nbytes: 0.0), Ring())
 
 
 @pytest.mark.parametrize("what", ["the last write of the source", "the last write of the target", "its reads"])
-def test_a_copy_waits_for(what: str, movement: Movement) -> None:
+def test_a_copy_waits_for(what: str, movement: Transfers) -> None:
     source, target, over = home(1.0), home(2.0), HostEvent()
     if what == "its reads":
         target.note_read(HostEvent())
@@ -40,7 +40,7 @@ def test_a_copy_waits_for(what: str, movement: Movement) -> None:
     assert values(target) == [1.0]
 
 
-def test_both_homes_know_of_a_copy(movement: Movement) -> None:
+def test_both_homes_know_of_a_copy(movement: Transfers) -> None:
     source, target, begin = home(1.0), home(2.0), HostEvent()
     source.note_write(begin)
     copied = movement.copy(source, target, NO_LABEL)
@@ -52,7 +52,7 @@ def test_both_homes_know_of_a_copy(movement: Movement) -> None:
     assert target.written.done()
 
 
-def test_a_write_is_after_all_reads_before_it(movement: Movement) -> None:
+def test_a_write_is_after_all_reads_before_it(movement: Transfers) -> None:
     """Nobody waits for those again: a device that is always behind would make a chain of them."""
     one, read = home(1.0), HostEvent()
     one.note_read(read)
@@ -60,14 +60,14 @@ def test_a_write_is_after_all_reads_before_it(movement: Movement) -> None:
     assert one.read.done()
 
 
-def test_parts_of_a_home_and_the_whole_know_the_same(movement: Movement) -> None:
+def test_parts_of_a_home_and_the_whole_know_the_same(movement: Transfers) -> None:
     whole = home(1.0)
     part, written = whole.part(0, 128), HostEvent()
     part.note_write(written)
     assert whole.written is written
 
 
-def test_copies_that_repeat_make_no_chain(movement: Movement) -> None:
+def test_copies_that_repeat_make_no_chain(movement: Transfers) -> None:
     """A part that every step's gather writes, and nothing else does, kept the events of all steps."""
     source, target = home(1.0), home(2.0)
     begin = HostEvent()
@@ -81,7 +81,7 @@ def test_copies_that_repeat_make_no_chain(movement: Movement) -> None:
     assert source.read.done()
 
 
-def test_a_copy_of_nothing_comes_after_what_it_would_have_followed(movement: Movement) -> None:
+def test_a_copy_of_nothing_comes_after_what_it_would_have_followed(movement: Transfers) -> None:
     same, written = home(1.0), HostEvent()
     same.note_write(written)
     copied = movement.copy(same, same, NO_LABEL)

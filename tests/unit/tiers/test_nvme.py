@@ -9,19 +9,19 @@ import torch
 from penstock.config import Tier
 from penstock.errors import NvmeError
 from penstock.tiers.nvme import FileSlab, NvmeTier, Striping
-from penstock.tiers.storage import CellPlan, SectionPlan, record_sizes
+from penstock.tiers.storage import CellPlan, SegmentPlan, record_sizes
 from penstock.tiers.tier import Slab
 
 PAGE = 4096
 
 
-def section(tiles: int, record_pages: int = 1, last_pages: int | None = None, home: str = "optimizer") -> SectionPlan:
+def section(tiles: int, record_pages: int = 1, last_pages: int | None = None, home: str = "optimizer") -> SegmentPlan:
     """`tiles` records of some pages, the last one of fewer."""
     tile_numel = record_pages * PAGE // 4
     last = (last_pages or record_pages) * PAGE // 4
     numel = (tiles - 1) * tile_numel + last
     cell = CellPlan("u", "exp_avg", Tier.NVME, torch.float32, numel)
-    return SectionPlan(home, Tier.NVME, (cell,), 0, numel, tile_numel)
+    return SegmentPlan(home, Tier.NVME, (cell,), 0, numel, tile_numel)
 
 
 def sizes(tiles: int, record_pages: int = 1, last_pages: int | None = None) -> list[int]:
@@ -74,7 +74,7 @@ def folders(path: Path, count: int) -> list[Path]:
     return parents
 
 
-def slab_of(made: NvmeTier, *plans: SectionPlan) -> Slab:
+def slab_of(made: NvmeTier, *plans: SegmentPlan) -> Slab:
     (slab,) = made.reserve({"optimizer": plans}).values()
     return slab
 

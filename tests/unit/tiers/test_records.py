@@ -13,7 +13,7 @@ from penstock.runtime.aio import File, Queue
 from penstock.runtime.host_memory import page_aligned
 from penstock.runtime.streams import DONE
 from penstock.tiers.nvme import FileRecords
-from penstock.tiers.storage import CellPlan, Place, RecordLayout, SectionPlan, record_sizes
+from penstock.tiers.storage import CellPlan, RecordLayout, RecordPlace, SegmentPlan, record_sizes
 
 PAGE = 4096
 TILE = 1024
@@ -32,8 +32,8 @@ PLANS = [
 ]
 
 
-def section(plans: list[CellPlan] = PLANS, numel: int = NUMEL) -> SectionPlan:
-    return SectionPlan("optimizer", Tier.NVME, tuple(plans), 0, numel, TILE)
+def section(plans: list[CellPlan] = PLANS, numel: int = NUMEL) -> SegmentPlan:
+    return SegmentPlan("optimizer", Tier.NVME, tuple(plans), 0, numel, TILE)
 
 
 class TestRecordLayout:
@@ -67,7 +67,7 @@ def file(tmp_path: Path) -> Iterator[File]:
 def records(file: File, *, checksums: bool = True) -> FileRecords:
     places, offset = [], 0
     for nbytes in record_sizes(section()):
-        places.append(Place(file, offset, nbytes))
+        places.append(RecordPlace(file, offset, nbytes))
         offset += nbytes
     return FileRecords(section(), places, checksums=checksums)
 

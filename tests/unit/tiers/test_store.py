@@ -11,17 +11,17 @@ from penstock.config import Tier
 from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
-from penstock.tiers.storage import CellPlan, MemorySection, SectionPlan
+from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
 from penstock.tiers.tier import Slab, Store, TierMemory, bytes_on
 from tests.accounts import cells
 
 CPU = torch.device("cpu")
 
 
-def section(home: str, tier: Tier, *kinds: tuple[str, torch.dtype, int], numel: int = 2048) -> SectionPlan:
+def section(home: str, tier: Tier, *kinds: tuple[str, torch.dtype, int], numel: int = 2048) -> SegmentPlan:
     """`kinds`: name, dtype, and elements that one value belongs to."""
     cells = tuple(CellPlan("a", name, tier, dtype, numel // grain, grain) for name, dtype, grain in kinds)
-    return SectionPlan(home, tier, cells, 0, numel, 512)
+    return SegmentPlan(home, tier, cells, 0, numel, 512)
 
 
 PLANS = [
@@ -49,7 +49,7 @@ def test_every_plan_becomes_cells_of_zeros_on_its_tier_in_order() -> None:
     sections = [reserved.make(plan) for plan in PLANS]
     assert cells(store) == [cell for plan in PLANS for cell in plan.cells]
     for made, plan in zip(sections, PLANS, strict=True):
-        assert isinstance(made, MemorySection)
+        assert isinstance(made, MemorySegment)
         assert made.tier is plan.tier
         for value, cell in zip(made.tensors, plan.cells, strict=True):
             assert (value.numel(), value.dtype, value.device) == (cell.numel, cell.dtype, CPU)
@@ -84,7 +84,7 @@ class Watched(TierMemory):
         self._refuses = refuses
         self.log: list[str] = []
 
-    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         if self._refuses:
             raise MemoryBudgetError("no room")
         self.log += [f"{home} reserved" for home in wanted]

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import Orders, Turns, Use, Uses
-from penstock.engine.gradients.proxy import Handles
+from penstock.engine.forward_backward.order import ActivePasses, BackwardOrder, PendingBackward, PrefetchOrder
+from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import UnderWay, in_backward
 from penstock.engine.unit.unit import Holder, Unit
 from penstock.errors import EngineError
-from penstock.runtime.modes import crossing, theirs, user_records
+from penstock.runtime.modes import engine_entry, user_mode, user_records
 
 
 class BackwardUpdates(Protocol):
@@ -59,17 +59,17 @@ class Backward:
 
     def __init__(
         self,
-        rig: Rig,
+        context: EngineContext,
         gatherer: Gatherer,
         reducer: Reducer,
-        orders: Orders,
-        turns: Turns,
+        orders: PrefetchOrder,
+        turns: ActivePasses,
         under_way: UnderWay,
-        handles: Handles,
+        handles: GradientProxies,
         updates: BackwardUpdates | None,
     ) -> None:
-        self._units = rig.units
-        self._gradient_scale = rig.gradient_scale
+        self._units = context.units
+        self._gradient_scale = context.gradient_scale
         self._gatherer = gatherer
         self._reducer = reducer
         self._orders = orders
@@ -77,13 +77,13 @@ class Backward:
         self._under_way = under_way
         self.handles = handles
         self._updates = updates
-        self.uses = Uses()
+        self.uses = BackwardOrder()
         self.is_open = self.has_failed = self.loss_is_scaled = self.closed = False
         self.refusal: str | None = None
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
         self._run_again: set[Unit] = set()  # active units that no gradient has reached: their forward ran again
 
-    def reach(self, use: Use, grad: Tensor) -> Tensor:
+    def reach(self, use: PendingBackward, grad: Tensor) -> Tensor:
         """Enter the units of a forward whose output a gradient has reached; return the gradient to go on with."""
         if self.closed:
             raise EngineError(
@@ -96,7 +96,7 @@ class Backward:
             self.enter(unit)
             self._expect(unit)
             if user_records():  # create_graph
-                with theirs():
+                with user_mode():
                     grad = unit.recorded.mark(grad)
         return grad
 
@@ -193,7 +193,7 @@ class Backward:
         self.is_open = True
         self._orders.backward.start()
         # Runs once every node of this backward has: what no later unit ends is reduced and released there.
-        Variable._execution_engine.queue_callback(crossing(self._end))
+        Variable._execution_engine.queue_callback(engine_entry(self._end))
 
     def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:
         """Gather and reduce units that backward comes to now on other ranks: their collectives need every rank."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 _MISSING = object()
 
 
-class _Placed(NamedTuple):
+class _AttributePatch(NamedTuple):
     owner: Any
     name: str
     value: object
@@ -36,16 +36,16 @@ class _Placed(NamedTuple):
             own[self.name] = self.before
 
 
-class Planted:
+class AttributePatches:
     """What was set on objects of the user's, and what was there before."""
 
     def __init__(self) -> None:
-        self._placed: dict[int, list[_Placed]] = {}  # by the identity of the object, which it keeps
+        self._placed: dict[int, list[_AttributePatch]] = {}  # by the identity of the object, which it keeps
 
     def plant(self, owner: object, name: str, value: object) -> None:
         """Set an attribute of one object."""
         own = vars(owner)
-        placed = _Placed(owner, name, value, own.get(name, _MISSING))
+        placed = _AttributePatch(owner, name, value, own.get(name, _MISSING))
         self._placed.setdefault(id(owner), []).append(placed)
         own[name] = value
 
@@ -66,10 +66,10 @@ class Planted:
 # The compute dtype at the borders of modules: whose floating-point inputs are cast to it.
 #
 # model   the outermost call, whatever it is given.
-# units   each block as well, as FSDP2's `cast_forward_inputs` does: an fp32 buffer that took part before goes no further.
-# layers  torch's own layers that refuse to mix dtypes, wherever they stand: nothing that worked works otherwise. So are
-#         products in modules with fp32 buffers: an attention's table of decays makes its scores fp32, and torch refuses
-#         the product of scores and values.
+# units   each block as well, as FSDP2's `cast_forward_inputs` does: an fp32 buffer that took part before goes no
+# further. layers  torch's own layers that refuse to mix dtypes, wherever they stand: nothing that worked works
+# otherwise. So are         products in modules with fp32 buffers: an attention's table of decays makes its scores
+# fp32, and torch refuses         the product of scores and values.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +183,7 @@ class InputCasts:
             return None
         return LayerCast(self._dtype, self._device_type, masks=forward is nn.MultiheadAttention.forward)
 
-    def let_products_mix(self, model: nn.Module, planted: Planted) -> None:
+    def let_products_mix(self, model: nn.Module, planted: AttributePatches) -> None:
         """Let modules below the model multiply what their fp32 buffers made with values in the compute dtype."""
         for module in model.modules():
             if self._of_layers and module is not model and has_fp32_buffers(module):

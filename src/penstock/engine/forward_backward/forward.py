@@ -13,21 +13,28 @@ from torch.utils.hooks import RemovableHandle
 from penstock.engine.forward_backward.backward import Backward, inside_a_node
 from penstock.engine.forward_backward.casts import InputCasts, Inputs, LayerCast, all_fit, fits, is_fit
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import Call, Orders, Turns, Use, tensors_of, watch_first
-from penstock.engine.forward_backward.saved_tensors import Activations, SavedTensors
-from penstock.engine.step.context import Rig
+from penstock.engine.forward_backward.order import (
+    ActivePasses,
+    ForwardCall,
+    PendingBackward,
+    PrefetchOrder,
+    tensors_of,
+    watch_first,
+)
+from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import UnderWay, in_backward
 from penstock.engine.unit.dtensor import own_elements
 from penstock.engine.unit.unit import Holder, Membership, Unit
 from penstock.errors import EngineError
-from penstock.runtime.modes import crossing, theirs, user_records
+from penstock.runtime.modes import engine_entry, user_mode, user_records
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A module that the engine is told of, whether Python runs it or a compiler has traced it.
 #
-# `torch.compile` traces hooks into the graph of the code that calls a module. The border of a unit breaks the graph: the
-# engine runs there, between two graphs, at every call. Inside of a unit that is gathered it has nothing to do, so modules
-# there leave no trace and a unit is one graph. The compiler guards what that was decided by.
+# `torch.compile` traces hooks into the graph of the code that calls a module. The border of a unit breaks the graph:
+# the engine runs there, between two graphs, at every call. Inside of a unit that is gathered it has nothing to do, so
+# modules there leave no trace and a unit is one graph. The compiler guards what that was decided by.
 #
 # What Python runs there is spared the way to the engine as well: most of a model's modules are layers inside of a unit.
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,7 +59,7 @@ def never_compile(*functions: Callable[..., Any]) -> None:
         torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
-class Anchor:
+class ModuleHooks:
     """The forward hooks of one module.
 
     Arguments:
@@ -86,7 +93,7 @@ class Anchor:
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks: before those that there are, and behind them."""
-        never_compile(Anchor.before, Anchor.after, LayerCast.__call__, all_fit, fits, is_fit)
+        never_compile(ModuleHooks.before, ModuleHooks.after, LayerCast.__call__, all_fit, fits, is_fit)
         before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         after = module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
         for handle in (before, after):
@@ -198,18 +205,18 @@ class Forward:
 
     def __init__(
         self,
-        rig: Rig,
+        context: EngineContext,
         gatherer: Gatherer,
         backward: Backward,
-        orders: Orders,
-        turns: Turns,
+        orders: PrefetchOrder,
+        turns: ActivePasses,
         under_way: UnderWay,
         casts: InputCasts,
-        activations: Activations | None,
+        activations: ActivationOffload | None,
     ) -> None:
-        self._model = rig.model
-        self._ranks = rig.ranks
-        self._units = rig.units
+        self._model = context.model
+        self._ranks = context.ranks
+        self._units = context.units
         self._gatherer = gatherer
         self._backward = backward
         self._orders = orders
@@ -219,10 +226,10 @@ class Forward:
         self._casts = casts
         self._activations = activations
         self._releases = True  # some units are released after their use
-        self._reach = crossing(backward.reach)
-        self.membership = Membership(rig.model, rig.units)
-        self.anchors: dict[nn.Module, Anchor] = {}
-        owners = {parameter.tensor: unit for unit in rig.units for parameter in unit.parameters}
+        self._reach = engine_entry(backward.reach)
+        self.membership = Membership(context.model, context.units)
+        self.anchors: dict[nn.Module, ModuleHooks] = {}
+        owners = {parameter.tensor: unit for unit in context.units for parameter in unit.parameters}
         self._saved = SavedTensors(gatherer.owner_of, owners, backward.bring, activations)
 
     def watch_saved(self) -> AbstractContextManager[Any]:
@@ -257,16 +264,16 @@ class Forward:
             if (anchor := self.anchors.get(module)) is not None:
                 anchor.entered = anchor.entered or 1
         if self._calls and all(unit.holding.forwards for unit in units) and module is not self._model:
-            self._enter(Call(module), units)  # a layer of a block that is under way: nothing to do
+            self._enter(ForwardCall(module), units)  # a layer of a block that is under way: nothing to do
             return None
         outermost = not recomputing and (not self._calls or module is self._model)
         if outermost:
             self._begin()
         cast = None
         if self._casts.concern(module, (args, kwargs), outermost=outermost):
-            with theirs():  # gradients pass it
+            with user_mode():  # gradients pass it
                 cast = self._casts.of((args, kwargs), outermost=outermost)
-        call = Call(module)
+        call = ForwardCall(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
         run_last(module)  # hooks that were registered meanwhile read parameters, which ours releases
@@ -368,12 +375,12 @@ class Forward:
             self._orders.end_forward()
         self._gatherer.drop_unused()  # gathered ahead for a unit that did not come
 
-    def _enter(self, call: Call, units: Sequence[Unit]) -> None:
+    def _enter(self, call: ForwardCall, units: Sequence[Unit]) -> None:
         self._calls.append(call)
         for unit in units:
             unit.holding.take(Holder.FORWARD)
 
-    def _watch_saved(self, call: Call, units: Sequence[Unit]) -> None:
+    def _watch_saved(self, call: ForwardCall, units: Sequence[Unit]) -> None:
         """Have what autograd saves of the parameters in this forward not keep their memory."""
         if any(other.saved_hooks for other in self._calls):
             return
@@ -386,7 +393,7 @@ class Forward:
                 unit.holding.note_unseen_saves()
 
     def _watch_outputs(
-        self, call: Call, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: ForwardCall, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Have units gathered again when a gradient reaches what their forward made; return whether to keep them."""
         if not user_records():
@@ -394,7 +401,7 @@ class Forward:
         made, complete = call.made(output, args, kwargs)
         for_saved = in_backward() and inside_a_node()  # its first run was noted
         if made:
-            use = Use(units) if for_saved else self._backward.uses.note(units)
+            use = PendingBackward(units) if for_saved else self._backward.uses.note(units)
             for tensor in made:
                 # Runs before the node that made the tensor, whose backward reads the weights: later, they would be NaN.
                 watch_first(tensor, partial(self._reach, use))
@@ -420,7 +427,7 @@ class Forward:
                 if user_records():
                     unit.holding.take(Holder.UNANNOUNCED)
 
-    def _hold_for(self, call: Call, unit: Unit) -> None:
+    def _hold_for(self, call: ForwardCall, unit: Unit) -> None:
         """Keep a unit gathered until a forward is over that is not one of its own."""
         call.reads.append(unit)
         unit.holding.take(Holder.FORWARD)

@@ -9,23 +9,23 @@ from torch import Tensor, nn
 
 from penstock.config import PARAM, SECONDARY, GatherFormat, Tier
 from penstock.engine.gradients.reduce import BUFFERS_OF_A_SIZE
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.partition import UnitSpec
 from penstock.engine.unit.plan import UnitPlan
-from penstock.engine.unit.unit import Residency, Unit, views_elsewhere
+from penstock.engine.unit.unit import Unit, UnitState, views_elsewhere
 from penstock.rules.wire import WireFormat
 from penstock.runtime.modes import user_records
 from penstock.runtime.streams import COLLECTIVE, DONE, READ, UPLOAD, Event, Pending
-from penstock.tiers.storage import Home, buffer_home
-from penstock.tiers.transfer import Movement
+from penstock.tiers.storage import Storage, buffer_home
+from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Gathers that carry parameters in a wire format: fewer bytes between ranks, for values that are rounded on the way.
 #
 # Each rank packs its own shard, the packed shards go round, and each rank unpacks all of them, its own included: what
-# compute reads is the same on every rank. Homes and masters keep their values, and so do looks at them: only forward and
-# backward compute with what was carried.
+# compute reads is the same on every rank. Homes and masters keep their values, and so do looks at them: only forward
+# and backward compute with what was carried.
 #
 # Source: G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023 (qwZ).
 # ----------------------------------------------------------------------------------------------------------------------
@@ -34,17 +34,17 @@ from penstock.trace import Label
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Packing:
+class QuantizedGather:
     """All-gathers in a wire format.
 
     Arguments:
         name: of the format; `"exact"` for none.
     """
 
-    def __init__(self, rig: Rig, name: GatherFormat) -> None:
-        self._ranks = rig.ranks
-        self._streams = rig.streams
-        self._pool = rig.pool
+    def __init__(self, context: EngineContext, name: GatherFormat) -> None:
+        self._ranks = context.ranks
+        self._streams = context.streams
+        self._pool = context.pool
         self._format = None if name == "exact" else WireFormat(name)
         self._free: dict[int, deque[tuple[Tensor, Event]]] = {}  # buffers by size, each with what still uses it
 
@@ -139,15 +139,15 @@ def packed_bytes(plans: Iterable[UnitPlan], name: GatherFormat) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 # Parts of gathered units that are kept until the next update, so that later gathers stay inside a node.
 #
-# After a gather in training each rank keeps one of k parts of the whole unit, k being the ranks of a node: together they
-# have all of it, as it was gathered, and backward's gather is one among them. An evaluation keeps nothing; it takes what
-# is kept.
+# After a gather in training each rank keeps one of k parts of the whole unit, k being the ranks of a node: together
+# they have all of it, as it was gathered, and backward's gather is one among them. An evaluation keeps nothing; it
+# takes what is kept.
 #
 # Source: G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023 (hpZ).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class SecondaryParts:
+class SecondaryShards:
     """What is kept of units. Every rank keeps and takes the same ones: it decides which ranks a gather is among.
 
     Arguments:
@@ -155,7 +155,7 @@ class SecondaryParts:
         movement: brings parts to their homes.
     """
 
-    def __init__(self, model: nn.Module, movement: Movement) -> None:
+    def __init__(self, model: nn.Module, movement: Transfers) -> None:
         self._model = model
         self._movement = movement
 
@@ -168,7 +168,7 @@ class SecondaryParts:
         """
         return unit.secondary is not None and not unit.stale and not exact
 
-    def source(self, unit: Unit, *, exact: bool) -> tuple[Home, tuple[int, int]]:
+    def source(self, unit: Unit, *, exact: bool) -> tuple[Storage, tuple[int, int]]:
         """Say what of this rank's a gather begins with, and where in the flat buffer that is."""
         if self.has(unit, exact=exact):
             assert unit.secondary is not None
@@ -187,7 +187,7 @@ class SecondaryParts:
         unit.event = self._movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
 
 
-def _range_of(unit: Unit, secondary: Home) -> tuple[int, int]:
+def _range_of(unit: Unit, secondary: Storage) -> tuple[int, int]:
     """Say which part of the flat buffer is kept on this rank: that of its place in its node."""
     place = unit.rank % (unit.layout.numel // secondary.stop)
     return place * secondary.stop, (place + 1) * secondary.stop
@@ -204,15 +204,15 @@ def _range_of(unit: Unit, secondary: Home) -> tuple[int, int]:
 # the same on every rank:
 #
 #     at once                             where nothing of the host's goes before it
-#     when the unit before it is needed   where files are read for it, or an update on the host goes on: that was started
-#                                         earlier, and who issues the collective waits for it
+#     when the unit before it is needed   where files are read for it, or an update on the host goes on: that was
+# started                                         earlier, and who issues the collective waits for it
 #     when the unit is needed             at the latest
 #
 # Nothing that differs between ranks decides where: not whether an event is done, not whose memory is still in use.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_EMPTY = (Residency.RELEASED, Residency.OUTDATED)  # of values that count
+_EMPTY = (UnitState.RELEASED, UnitState.OUTDATED)  # of values that count
 
 
 class Gatherer:
@@ -231,12 +231,20 @@ class Gatherer:
             nothing to call. It may raise: nothing of the gather has begun then.
     """
 
-    def __init__(self, rig: Rig, movement: Movement, packing: Packing, *, live_bytes: int, prefetch_bytes: int) -> None:
-        self._ranks = rig.ranks
-        self._streams = rig.streams
+    def __init__(
+        self,
+        context: EngineContext,
+        movement: Transfers,
+        packing: QuantizedGather,
+        *,
+        live_bytes: int,
+        prefetch_bytes: int,
+    ) -> None:
+        self._ranks = context.ranks
+        self._streams = context.streams
         self._movement = movement
         self._packing = packing
-        self._secondary = SecondaryParts(rig.model, movement)
+        self._secondary = SecondaryShards(context.model, movement)
         self.live_budget = live_bytes
         self.announce: Callable[[], None] | None = None
         self._prefetch_budget = prefetch_bytes
@@ -265,12 +273,12 @@ class Gatherer:
         if unit.holding.residency in _EMPTY:
             self._make_room(unit)
             self._start(unit)
-        if unit.holding.residency is Residency.GATHERING:
+        if unit.holding.residency is UnitState.GATHERING:
             if unit in self._in_part:
                 self._gather_rest(unit)  # at the latest here: every rank comes to its units in this order
             unit.event.wait()  # site gather.over: else compute reads what an upload or a collective has not filled yet
             unit.expose()
-            unit.holding.become(Residency.GATHERED)
+            unit.holding.become(UnitState.GATHERED)
             self._ahead_bytes -= self._ahead.pop(unit, 0)
             self._updated.discard(unit)
         unit.params.written.check()  # what stays gathered must not outlive a step that failed
@@ -280,7 +288,7 @@ class Gatherer:
         if self._packing.carries(unit) and unit not in self._exact:
             if unit.holding.residency not in _EMPTY and unit not in self._in_part:
                 self.acquire(unit)  # what fills the memory now comes before what fills it next
-                unit.holding.become(Residency.OUTDATED)
+                unit.holding.become(UnitState.OUTDATED)
             self._exact.add(unit)
         self.acquire(unit)
 
@@ -312,7 +320,7 @@ class Gatherer:
         elif unit in self._exact and not unit.holding.blocks:
             # It stays gathered: what computes with it next gets what a gather would have carried.
             self._exact.discard(unit)
-            if unit.holding.residency is Residency.GATHERED:
+            if unit.holding.residency is UnitState.GATHERED:
                 self._packing.round(unit)
 
     def drop_unused(self) -> None:
@@ -329,8 +337,8 @@ class Gatherer:
         if unit.trained and any(section.tier is not Tier.DEVICE for section in unit.trained.optimizer.sections):
             self._updated.add(unit)  # the host may still be at it when the unit is gathered ahead
         if unit.resident or unit.spec.persistent:
-            if unit.holding.residency is Residency.GATHERED:
-                unit.holding.become(Residency.OUTDATED)
+            if unit.holding.residency is UnitState.GATHERED:
+                unit.holding.become(UnitState.OUTDATED)
         else:
             self._retire(unit)
 
@@ -346,7 +354,7 @@ class Gatherer:
                 # Not what other ranks' parts have to be gathered for: ranks would do so in different orders.
                 if wait or (unit.params.written.done() and not unit.stale):
                     self.acquire(unit)
-                elif unit.holding.residency is not Residency.GATHERED:  # else it is in use
+                elif unit.holding.residency is not UnitState.GATHERED:  # else it is in use
                     unit.hide()
 
     def forget(self, unit: Unit) -> None:
@@ -362,17 +370,17 @@ class Gatherer:
         """Give the full buffer, with memory, to become the home of the parameters."""
         if not (unit.resident or unit.leased):
             self._lease(unit)
-            unit.holding.become(Residency.OUTDATED)
+            unit.holding.become(UnitState.OUTDATED)
         return unit.full
 
     def take_back(self, unit: Unit) -> None:
         """Take back the memory of a full buffer that was lent and did not become a home."""
-        if unit.is_released_after_use and unit.holding.residency is Residency.OUTDATED:
+        if unit.is_released_after_use and unit.holding.residency is UnitState.OUTDATED:
             self._retire(unit)
 
     def become_home(self, unit: Unit) -> None:
         """Make the full buffer, which now holds the parameters, their home: the unit is resident."""
-        assert unit.holding.residency is not Residency.GATHERING
+        assert unit.holding.residency is not UnitState.GATHERING
         assert unit.leased, f"unit '{unit.name}' has no memory to become a home"
         self.live_bytes -= unit.nbytes
         unit.resident = True
@@ -428,7 +436,7 @@ class Gatherer:
 
     def _lingers(self, unit: Unit) -> bool:
         """Whether its buffer is there for views of others alone."""
-        return unit in self._lingering and not unit.resident and unit.holding.residency is Residency.OUTDATED
+        return unit in self._lingering and not unit.resident and unit.holding.residency is UnitState.OUTDATED
 
     def _follows_host(self, unit: Unit) -> bool:
         """Whether work of the host may go before the collective of its gather.
@@ -470,7 +478,7 @@ class Gatherer:
                     part.synchronize()  # site release.failed_gather_over
             holding.note_failed_fill()
         if recorded.is_alive:
-            if recorded.is_new and holding.residency is Residency.GATHERED:
+            if recorded.is_new and holding.residency is UnitState.GATHERED:
                 recorded.keep(unit.full)
                 self._replace_full(unit)
             assert recorded.shown is not None
@@ -483,7 +491,7 @@ class Gatherer:
         holding.note_emptied()
         if views_elsewhere(unit.full) and not holding.empties_views:
             self._streams.spoil(unit.full)
-            holding.become(Residency.OUTDATED)
+            holding.become(UnitState.OUTDATED)
             self._lingering[unit] = None
         else:
             self._free(unit)
@@ -491,7 +499,7 @@ class Gatherer:
     def _sweep(self) -> None:
         """Free what others had views of when it was released, and have no longer."""
         for unit in list(self._lingering):
-            if unit.resident or unit.holding.residency is not Residency.OUTDATED:
+            if unit.resident or unit.holding.residency is not UnitState.OUTDATED:
                 del self._lingering[unit]
             elif not views_elsewhere(unit.full):
                 del self._lingering[unit]
@@ -504,7 +512,7 @@ class Gatherer:
 
     def _free(self, unit: Unit) -> None:
         self._streams.retire(unit.full)
-        unit.holding.become(Residency.RELEASED)
+        unit.holding.become(UnitState.RELEASED)
         self.live_bytes -= unit.nbytes
 
     def _replace_full(self, unit: Unit) -> None:
@@ -525,7 +533,7 @@ class Gatherer:
         try:
             # A resident unit is read where it rests: compute has to follow the last write of that memory alone.
             unit.event = unit.params.written if unit.resident else self._fill(unit)
-            unit.holding.become(Residency.GATHERING)
+            unit.holding.become(UnitState.GATHERING)
         except BaseException:
             # An interrupt may come when a copy is under way and its event is not noted: the next one to have this
             # memory would wait for nothing, and meet it.

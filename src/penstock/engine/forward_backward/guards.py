@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.forward_backward.casts import Planted
+from penstock.engine.forward_backward.casts import AttributePatches
 from penstock.engine.forward_backward.forward import HOOK_ID
 from penstock.engine.forward_backward.hooks import Hooks
-from penstock.engine.unit.parameter import OWNER, Owner, UnitParameter
+from penstock.engine.unit.parameter import OWNER, ParameterOwner, UnitParameter
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 
@@ -42,7 +42,7 @@ _STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 Places = Mapping[nn.Parameter, tuple[Unit, UnitParameter]]
 
 
-class Copies:
+class ModelCopies:
     """Copies modules of a model.
 
     Arguments:
@@ -50,12 +50,12 @@ class Copies:
         attached: what is set on modules.
     """
 
-    def __init__(self, places: Places, attached: Sequence[Planted]) -> None:
+    def __init__(self, places: Places, attached: Sequence[AttributePatches]) -> None:
         self._places = places
         self._attached = attached
         self.state_hooks: set[int] = set()  # identities of our hooks on state dicts
 
-    def plant(self, planted: Planted, modules: Iterable[nn.Module]) -> None:
+    def plant(self, planted: AttributePatches, modules: Iterable[nn.Module]) -> None:
         """Have modules be copied here. A parameter alone is copied by its class, or refuses to be read."""
         for module in modules:
             planted.plant(module, "__reduce_ex__", partial(self.reduce_module, module))
@@ -115,7 +115,7 @@ def is_owned(parameter: nn.Parameter) -> bool:
     return owner is not None and owner.is_alive()
 
 
-class Idioms:
+class ModelGuards:
     """The hooks and the methods of a model that stand before torch's own.
 
     Arguments:
@@ -127,12 +127,17 @@ class Idioms:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], hooks: Hooks, planted: Planted, replaced: Planted
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        hooks: Hooks,
+        planted: AttributePatches,
+        replaced: AttributePatches,
     ) -> None:
         self._hooks = hooks
         self._places = {p.tensor: (unit, p) for unit in units for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        self._copies = Copies(self._places, [replaced, planted])
+        self._copies = ModelCopies(self._places, [replaced, planted])
         modules = list(model.modules())
         for module in modules:
             if next(module.parameters(recurse=False), None) is not None:
@@ -140,12 +145,12 @@ class Idioms:
                 loads = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 self._handles += [saves, loads]
             planted.plant(module, "_apply", partial(self._apply, module))
-            planted.plant(module, "_ddp_params_and_buffers_to_ignore", Unwrappable(module))
+            planted.plant(module, "_ddp_params_and_buffers_to_ignore", DdpRefusal(module))
             planted.plant(module, "_replicate_for_data_parallel", partial(refuse_wrapper, module, "DataParallel"))
         self._copies.state_hooks = {handle.id for handle in self._handles}
         self._copies.plant(planted, modules)
         for parameter, (_, own) in self._places.items():
-            planted.plant(parameter, OWNER, Owner(self, own.name))
+            planted.plant(parameter, OWNER, ParameterOwner(self, own.name))
 
     def remove(self) -> None:
         """Remove the hooks, so that torch's own are left."""
@@ -240,7 +245,7 @@ def _leaves_alone(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: to
     return is_shared == was_shared and torch.equal(made.view(torch.uint8), probe.view(torch.uint8))
 
 
-class Unwrappable:
+class DdpRefusal:
     """What `DistributedDataParallel` asks a module for, first of all: which of its parameters it is to leave alone.
 
     Arguments:
@@ -267,8 +272,8 @@ def refuse_wrapper(module: nn.Module | str, wrapper: str) -> NoReturn:
 # ----------------------------------------------------------------------------------------------------------------------
 # The optimizer that was given to `prepare`: it has neither gradients nor state any more, and would do nothing.
 #
-# Schedulers over it work, made before `prepare` or after it: they read and write its param groups, which are shared, and
-# look at `step` alone for whether it was called.
+# Schedulers over it work, made before `prepare` or after it: they read and write its param groups, which are shared,
+# and look at `step` alone for whether it was called.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +283,7 @@ METHODS = (
 )
 
 
-def retire(optimizer: torch.optim.Optimizer, planted: Planted) -> None:
+def retire(optimizer: torch.optim.Optimizer, planted: AttributePatches) -> None:
     """Have the methods of an optimizer refuse, because another one stands for it."""
     for name in METHODS:
         planted.plant(optimizer, name, _refusing(type(optimizer).__name__, name))

@@ -9,18 +9,18 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.forward_backward.backward import Backward, BackwardUpdates
 from penstock.engine.forward_backward.casts import InputCasts
-from penstock.engine.forward_backward.forward import Anchor, Forward, never_compile
+from penstock.engine.forward_backward.forward import Forward, ModuleHooks, never_compile
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import Orders, Turns
-from penstock.engine.forward_backward.saved_tensors import Activations, SavedTensors, SavedView
-from penstock.engine.gradients.proxy import Handles
+from penstock.engine.forward_backward.order import ActivePasses, PrefetchOrder
+from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors, SavedView
+from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import UnderWay, in_backward
 from penstock.engine.unit.dtensor import is_divided
-from penstock.engine.unit.parameter import Kept, watch_reads, weakly
+from penstock.engine.unit.parameter import KeptSavedTensor, watch_reads, weakly
 from penstock.engine.unit.unit import Unit
-from penstock.runtime.modes import crossing
+from penstock.runtime.modes import engine_entry
 
 
 class Hooks:
@@ -42,48 +42,48 @@ class Hooks:
 
     def __init__(
         self,
-        rig: Rig,
+        context: EngineContext,
         gatherer: Gatherer,
         reducer: Reducer,
         casts: InputCasts,
         updates: BackwardUpdates | None,
-        activations: Activations | None,
+        activations: ActivationOffload | None,
     ) -> None:
-        self._model = rig.model
-        self._units = rig.units
+        self._model = context.model
+        self._units = context.units
         self._activations = activations
         if activations is not None:
             activations.interrupted = self._clean_up
         self.under_way = UnderWay(self._clean_up)
         anchors: dict[nn.Module, tuple[Unit, ...]] = {}
-        for unit in rig.units:
+        for unit in context.units:
             for anchor in unit.spec.anchors:
                 anchors[anchor] = (*anchors.get(anchor, ()), unit)
-        self._turns = Turns(anchors, rig.streams)
-        self.orders = Orders(rig.units, gatherer)
+        self._turns = ActivePasses(anchors, context.streams)
+        self.orders = PrefetchOrder(context.units, gatherer)
         shared = self.orders, self._turns, self.under_way
-        self.handles = Handles(rig)
-        self.backward = Backward(rig, gatherer, reducer, *shared, self.handles, updates)
-        self.forward = Forward(rig, gatherer, self.backward, *shared, casts, activations)
+        self.handles = GradientProxies(context)
+        self.backward = Backward(context, gatherer, reducer, *shared, self.handles, updates)
+        self.forward = Forward(context, gatherer, self.backward, *shared, casts, activations)
         self._handles: list[RemovableHandle] = []
         self._attach_to_modules(casts)
         self._attach_to_parameters()
 
     def _attach_to_modules(self, casts: InputCasts) -> None:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
-        before, after = untraced(crossing(self.forward.before)), untraced(crossing(self.forward.after))
+        before, after = untraced(engine_entry(self.forward.before)), untraced(engine_entry(self.forward.after))
         never_compile(Forward.passes, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
         # Torch before 2.13 calls these beside compiled code, too.
-        never_compile(SavedTensors._pack, SavedTensors._view, Gatherer.owner_of, is_divided, Kept.__init__)
-        never_compile(SavedTensors._unpack, Kept.take, SavedView.__init__)
+        never_compile(SavedTensors._pack, SavedTensors._view, Gatherer.owner_of, is_divided, KeptSavedTensor.__init__)
+        never_compile(SavedTensors._unpack, KeptSavedTensor.take, SavedView.__init__)
         owners = {parameter.tensor: unit for unit in self._units for parameter in unit.parameters}
-        self.read = untraced(crossing(self.forward.gather_for_read))
+        self.read = untraced(engine_entry(self.forward.gather_for_read))
         for unit, watches in watch_reads(self._model, owners, self.read).items():
             unit.watch_reads(watches)
         for module in {self._model: (), **self._turns.anchors}:
             units, cast = self._turns.anchors.get(module, ()), casts.of_layer(module)
             always, passes = module is self._model, self.forward.passes
-            anchor = Anchor(units, always=always, before=before, after=after, passes=passes, cast=cast)
+            anchor = ModuleHooks(units, always=always, before=before, after=after, passes=passes, cast=cast)
             self._handles += anchor.attach(module)
             self.forward.anchors[module] = anchor
 
@@ -92,9 +92,9 @@ class Hooks:
             for parameter in unit.parameters:
                 take: Callable[[nn.Parameter], None]
                 if unit.trained:
-                    take = crossing(weakly(self.backward.take_gradient, unit, parameter.index))
+                    take = engine_entry(weakly(self.backward.take_gradient, unit, parameter.index))
                 elif parameter.tensor.requires_grad:
-                    take = crossing(_drop_gradient)
+                    take = engine_entry(_drop_gradient)
                 else:
                     continue
                 handle = parameter.tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]

@@ -19,14 +19,14 @@ from penstock.trace import NO_LABEL, Label
 # ----------------------------------------------------------------------------------------------------------------------
 # The forwards that backward comes back to, on this rank or on others.
 #
-# All ranks run the same units in the same order, and each goes its own way inside of them: other experts, or no parameter
-# at all. The backward of a forward that made nothing here is not announced here, while on another rank it may be. It is
-# due where that rank comes to it: after what ran later, before what ran earlier.
+# All ranks run the same units in the same order, and each goes its own way inside of them: other experts, or no
+# parameter at all. The backward of a forward that made nothing here is not announced here, while on another rank it
+# may be. It is due where that rank comes to it: after what ran later, before what ran earlier.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Use:
+class PendingBackward:
     """A forward whose backward will be announced.
 
     Attributes:
@@ -38,17 +38,17 @@ class Use:
     silent: list[Sequence[Unit]] = field(default_factory=list)
 
 
-class Uses:
+class BackwardOrder:
     """Notes forwards as they end, and says where the silent ones have their turn in backward."""
 
     def __init__(self) -> None:
-        self._first = self._last = Use(())
-        self._reached: set[Use] = set()  # in this backward
+        self._first = self._last = PendingBackward(())
+        self._reached: set[PendingBackward] = set()  # in this backward
         self._open: Counter[Unit] = Counter()  # forwards since the last backward that it has not come back to
 
-    def note(self, units: Sequence[Unit]) -> Use:
+    def note(self, units: Sequence[Unit]) -> PendingBackward:
         """Note that a forward has ended whose backward will be announced; return what it is announced by."""
-        self._last = Use(units)
+        self._last = PendingBackward(units)
         self._add(units, 1)
         return self._last
 
@@ -57,7 +57,7 @@ class Uses:
         self._last.silent.append(units)
         self._add(units, 1)
 
-    def reach(self, use: Use) -> list[Sequence[Unit]]:
+    def reach(self, use: PendingBackward) -> list[Sequence[Unit]]:
         """Note that a backward is announced; return the units of silent forwards whose turn is before it, in order."""
         if use in self._reached:
             return []
@@ -75,7 +75,7 @@ class Uses:
 
     def clear(self) -> None:
         """Forget every forward: backward is over."""
-        self._first = self._last = Use(())
+        self._first = self._last = PendingBackward(())
         self._reached.clear()
         self._open.clear()
 
@@ -83,7 +83,7 @@ class Uses:
         for unit in units:  # by hand: a counter's own methods look first at what they are given, and mostly it is one
             self._open[unit] += count
 
-    def _take_turns(self, use: Use) -> list[Sequence[Unit]]:
+    def _take_turns(self, use: PendingBackward) -> list[Sequence[Unit]]:
         for units in use.silent:
             self._add(units, -1)
         return use.silent[::-1]
@@ -93,7 +93,8 @@ class Uses:
 # Where the backward of a forward begins: the tensors that it made, wherever it put them.
 #
 # A gradient that reaches one of them announces the backward of the module. What the module only hands through must not
-# be watched: its gradient comes before or long after, and would announce one module in the middle of another's backward.
+# be watched: its gradient comes before or long after, and would announce one module in the middle of another's
+# backward.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +104,7 @@ _CLOSED = (FunctionType, MethodType, BuiltinFunctionType, GeneratorType)  # may 
 _MOST_OBJECTS = 1000  # looked into per output
 
 
-class Call:
+class ForwardCall:
     """A forward that is under way: its module, and its inputs as they came.
 
     Attributes:
@@ -231,7 +232,7 @@ def _version(tensor: Tensor) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Turns:
+class ActivePasses:
     """The forwards and backwards that are under way, for whoever has to know the innermost one.
 
     Arguments:
@@ -246,7 +247,7 @@ class Turns:
     def __init__(self, anchors: Mapping[nn.Module, Sequence[Unit]], streams: Streams) -> None:
         self.anchors = anchors
         self._streams = streams
-        self.calls: list[Call] = []
+        self.calls: list[ForwardCall] = []
         self.active: list[Unit] = []
 
     def note(self) -> None:
@@ -259,7 +260,7 @@ class Turns:
         observer.turn_to(Label(verb, units[0].name) if units else NO_LABEL)
 
 
-class Order:
+class UsageOrder:
     """The sequence in which units were last used, and how far the present use has come."""
 
     def __init__(self, guess: Sequence[Unit]) -> None:
@@ -303,7 +304,7 @@ class Order:
         self.start()
 
 
-class Orders:
+class PrefetchOrder:
     """Gathers each unit when it is used, and those that are expected after it.
 
     Attributes:
@@ -314,8 +315,8 @@ class Orders:
         self._units = units
         self._gatherer = gatherer
         outermost = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
-        self.forward = Order(outermost)
-        self.backward = Order(outermost[::-1])
+        self.forward = UsageOrder(outermost)
+        self.backward = UsageOrder(outermost[::-1])
         self._gathers = True  # some units are not resident, or are on other ranks too
 
     def begin_forward(self) -> None:
@@ -329,7 +330,7 @@ class Orders:
         if not self.backward.was_observed:
             self.backward.replace(self.forward.learned[::-1])
 
-    def use(self, unit: Unit, order: Order) -> None:
+    def use(self, unit: Unit, order: UsageOrder) -> None:
         """Make a unit usable now, and start to gather those that come next in this order."""
         order.note(unit)
         self._gatherer.acquire(unit)

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from penstock.config import ACTIVATION, Tier
 from penstock.engine.unit.dtensor import is_divided, own_elements, spec_of, wrapped
-from penstock.engine.unit.parameter import Kept, Version, check_version
+from penstock.engine.unit.parameter import KeptSavedTensor, TensorVersion, check_version
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
-from penstock.runtime.modes import crossing, ours
+from penstock.runtime.modes import engine_entry, engine_mode
 from penstock.runtime.streams import DONE, Event, Streams, all_of
-from penstock.tiers.allocation import Cut, Cuts
+from penstock.tiers.allocation import ActivationPool, ActivationStorage
 from penstock.tiers.staging import Buffers, transit_slots
-from penstock.tiers.storage import CellPlan, Ring, SectionPlan, buffer_home
+from penstock.tiers.storage import CellPlan, Ring, SegmentPlan, buffer_home
 from penstock.tiers.tier import Store
-from penstock.tiers.transfer import Movement
+from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -31,9 +31,9 @@ from penstock.trace import Label
 #     forward     compute saves a tensor -> a copy goes to its tier -> its device memory goes
 #     backward    before a tensor is wanted it comes back, the ones that were saved before it after it
 #
-# With activation checkpointing these are the inputs of the checkpointed blocks, and what lies outside of them. Only what
-# autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they are. Their
-# memory is cut from a few slabs (`tiers/allocation.py`), whatever sizes come.
+# With activation checkpointing these are the inputs of the checkpointed blocks, and what lies outside of them. Only
+# what autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they
+# are. Their memory is cut from a few slabs (`tiers/allocation.py`), whatever sizes come.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -50,7 +50,7 @@ class _Bytes:
 
 
 @dataclass(eq=False)
-class Saved:
+class SavedActivation:
     """One saved tensor.
 
     Attributes:
@@ -62,12 +62,12 @@ class Saved:
         key: what tells it apart from other tensors while its bytes leave.
     """
 
-    cut: Cut
-    before: "weakref.ref[Saved] | None"
+    cut: ActivationStorage
+    before: "weakref.ref[SavedActivation] | None"
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    version: Version
+    version: TensorVersion
     here: _Bytes
     key: tuple[object, ...]
     arrived: Event = DONE
@@ -77,12 +77,12 @@ class Saved:
         """Bytes of the tensor."""
         return self.cut.home.stop
 
-    def saved_before(self) -> "Saved | None":
+    def saved_before(self) -> "SavedActivation | None":
         """Give the tensor that was saved before it, if that is still wanted."""
         return None if self.before is None else self.before()
 
 
-class Activations:
+class ActivationOffload:
     """Takes saved tensors to a tier and brings them back.
 
     Arguments:
@@ -109,14 +109,16 @@ class Activations:
         self._streams = streams
         self._store = store
         self._tier = tier
-        self._cuts = Cuts(store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders)
+        self._cuts = ActivationPool(store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders)
         self.kept: Callable[[], Iterable[Tensor]] = list
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
-        self._movement = Movement(streams, self._ring)
-        self._leaving: deque[Saved] = deque()
-        self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
-        self._last: weakref.ref[Saved] | None = None
+        self._movement = Transfers(streams, self._ring)
+        self._leaving: deque[SavedActivation] = deque()
+        self._known: dict[
+            tuple[object, ...], SavedActivation
+        ] = {}  # those that are leaving, by what tells tensors apart
+        self._last: weakref.ref[SavedActivation] | None = None
         self._forward: FrameType | None = None  # the call that is under way
         self.interrupted: Callable[[], None] = self.end
 
@@ -144,7 +146,7 @@ class Activations:
         self._ring.drop()
         self._cuts.close()
 
-    def take(self, tensor: Tensor) -> Saved | None:
+    def take(self, tensor: Tensor) -> SavedActivation | None:
         """Take a tensor that autograd saves to the tier; return `None` for one that stays where it is."""
         if self._forward is None:
             return None
@@ -163,7 +165,9 @@ class Activations:
         cut = self._cuts.take(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         held = _Bytes(here)
-        saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), held, key)
+        saved = SavedActivation(
+            cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, TensorVersion(tensor), held, key
+        )
         weakref.finalize(saved, _give_back, self._cuts, cut, held, weakref.ref(self._streams))
         saved.arrived = self._movement.copy(buffer_home(here), cut.home, Label("save", "activation"))
         self._known[key] = saved
@@ -171,7 +175,7 @@ class Activations:
         self._last = weakref.ref(saved)
         return saved
 
-    def bring(self, packed: Saved) -> Tensor:
+    def bring(self, packed: SavedActivation) -> Tensor:
         """Give a tensor that autograd wants back, and start to bring those that it will want next."""
         packed.version.check()
         self._bring(packed)  # now, where it was not brought ahead: backward may want tensors in another order
@@ -185,7 +189,7 @@ class Activations:
             before = before.saved_before()
         return values.view(packed.dtype).as_strided(packed.shape, packed.stride)
 
-    def _bring(self, saved: Saved) -> None:
+    def _bring(self, saved: SavedActivation) -> None:
         """Start to bring a tensor back, if it is not on the device."""
         if saved.here.values is None:
             # The copy starts after compute so far, which may have used this memory last.
@@ -204,18 +208,18 @@ class Activations:
                 saved.here.values = None
             left -= saved.nbytes
 
-    def _forget(self, saved: Saved) -> bool:
+    def _forget(self, saved: SavedActivation) -> bool:
         """Forget a tensor whose device memory may become another one's; return whether it was known until now."""
         return self._known.get(saved.key) is saved and self._known.pop(saved.key) is saved
 
     def _fill_ring(self) -> None:
         tile = self._cuts.tile_bytes
         cell = CellPlan(UNIT, ACTIVATION, self._tier, torch.uint8, tile)
-        plan = SectionPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
+        plan = SegmentPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
         self._ring.fill(Buffers(self._store).make_slots(transit_slots([plan])))
 
 
-def _give_back(cuts: Cuts, cut: Cut, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
+def _give_back(cuts: ActivationPool, cut: ActivationStorage, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
     """Give back what a tensor had that is gone. It may have been coming back for a backward that never wanted it."""
     values, held.values = held.values, None
     back_end = streams()
@@ -266,7 +270,8 @@ def _is_dense(tensor: Tensor) -> bool:
 # What autograd saves of gathered parameters: not the memory, but where in the unit it was.
 #
 #     forward     autograd saves a weight, or a view of one -> packed as (unit, range, shape, stride)
-#     backward    unpacked as the same view of what the unit's buffer holds then, which is gathered if nothing did so yet
+#     backward    unpacked as the same view of what the unit's buffer holds then, which is gathered if nothing did so
+# yet
 #
 # So a graph does not keep the buffers of all units, and a unit that is released has views elsewhere only where somebody
 # else keeps one. Torch compares versions of saved tensors only where there are no hooks, so it is done here.
@@ -315,7 +320,7 @@ class SavedTensors:
         owner_of: Callable[[Tensor], Unit | None],
         owners: Mapping[nn.Parameter, Unit],
         bring: Callable[[Unit], None],
-        activations: Activations | None,
+        activations: ActivationOffload | None,
     ) -> None:
         self._owner_of = owner_of
         self._bring = bring
@@ -342,31 +347,31 @@ class SavedTensors:
 
     # Both run for each saved tensor: what needs a fixed state of the thread enters it, the rest reads attributes.
 
-    def _pack(self, tensor: Tensor) -> SavedView | Saved | Kept:
+    def _pack(self, tensor: Tensor) -> SavedView | SavedActivation | KeptSavedTensor:
         view = self._view(tensor)
         if view is not None:
             return view
-        taken: Saved | None = None
+        taken: SavedActivation | None = None
         if self._activations is not None:
-            with ours():
+            with engine_mode():
                 taken = self._activations.take(tensor)
-        return Kept(tensor) if taken is None else taken
+        return KeptSavedTensor(tensor) if taken is None else taken
 
-    def _unpack(self, packed: SavedView | Saved | Kept) -> Tensor:
-        if isinstance(packed, Kept):
+    def _unpack(self, packed: SavedView | SavedActivation | KeptSavedTensor) -> Tensor:
+        if isinstance(packed, KeptSavedTensor):
             tensor = packed.take()
             unit = self._owners.get(tensor) if isinstance(tensor, nn.Parameter) else None
             return tensor if unit is None else self._shown(tensor, unit)
         return self._brought(packed)
 
-    @crossing
-    def _brought(self, packed: SavedView | Saved) -> Tensor:
+    @engine_entry
+    def _brought(self, packed: SavedView | SavedActivation) -> Tensor:
         if isinstance(packed, SavedView):
             return self._rebuilt(packed)
         assert self._activations is not None
         return self._activations.bring(packed)
 
-    @crossing
+    @engine_entry
     def _shown(self, parameter: Tensor, unit: Unit) -> Tensor:
         """Show a parameter that rested where compute reads it when it was saved, and may have been moved since."""
         if not unit.resident:

@@ -20,16 +20,16 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import in_backward
 from penstock.engine.unit.parameter import UnitParameter
 from penstock.errors import EngineError
-from penstock.runtime.modes import crossing
+from penstock.runtime.modes import engine_entry
 
 aten = torch.ops.aten
 
 
-class Answers(Protocol):
+class GradientSource(Protocol):
     """Who knows of gradients what a handle is asked, and takes note of what is done to it."""
 
     def look(self) -> None:
@@ -45,21 +45,21 @@ class Answers(Protocol):
         """Take note that gradients are zeroed."""
 
 
-class Handle(Tensor):
+class GradientProxy(Tensor):
     """Stands for the gradient of one parameter."""
 
     _name: str
     _of: "weakref.ref[UnitParameter]"
-    _answers: "weakref.ref[Answers]"
+    _answers: "weakref.ref[GradientSource]"
 
     # Operations come to `__torch_dispatch__`; torch's other protocol would only make results handles as well.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, parameter: UnitParameter, answers: "weakref.ref[Answers]") -> "Handle":
+    def __new__(cls, parameter: UnitParameter, answers: "weakref.ref[GradientSource]") -> "GradientProxy":
         """Make one of the parameter's shape, dtype and device."""
         tensor = parameter.tensor
-        made: Handle = torch.Tensor._make_wrapper_subclass(
+        made: GradientProxy = torch.Tensor._make_wrapper_subclass(
             cls, parameter.whole_shape, dtype=tensor.dtype, device=tensor.device
         )
         made._name = parameter.name
@@ -82,16 +82,16 @@ class Handle(Tensor):
         )
 
     @property
-    def answers(self) -> Answers:
+    def answers(self) -> GradientSource:
         """Who knows of it."""
         answers = self._answers()
         if answers is None:
             raise self._gone()
         return answers
 
-    def another(self) -> "Handle":
+    def another(self) -> "GradientProxy":
         """Make another handle of the same gradient: of `detach`, and of `.data`."""
-        return Handle(self.parameter, self._answers)
+        return GradientProxy(self.parameter, self._answers)
 
     def stands_for(self, parameter: UnitParameter) -> bool:
         """Whether it is a handle of this parameter's gradient."""
@@ -124,7 +124,7 @@ class Handle(Tensor):
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
-    def method(self: Handle, *_: Any, **__: Any) -> NoReturn:
+    def method(self: GradientProxy, *_: Any, **__: Any) -> NoReturn:
         _refuse(name, (self,))
 
     return method
@@ -133,7 +133,7 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 # What torch answers by itself for a tensor without memory: with an address of 0, or an error about something else.
 # Not `untyped_storage`: compilers look for it.
 for _name in ("numpy", "__array__", "tolist", "item", "data_ptr", "storage", "share_memory_"):
-    setattr(Handle, _name, _refused(_name))
+    setattr(GradientProxy, _name, _refused(_name))
 
 
 def _refuse(what: str, args: Iterable[Any]) -> NoReturn:
@@ -159,10 +159,10 @@ _CAUSES = {
 }
 
 
-def _handles_in(values: Iterable[Any]) -> list[Handle]:
-    found: list[Handle] = []
+def _handles_in(values: Iterable[Any]) -> list[GradientProxy]:
+    found: list[GradientProxy] = []
     for value in values:
-        if isinstance(value, Handle):
+        if isinstance(value, GradientProxy):
             found.append(value)
         elif isinstance(value, list | tuple):
             found += _handles_in(value)
@@ -172,12 +172,12 @@ def _handles_in(values: Iterable[Any]) -> list[Handle]:
 # Answers, by operation
 
 
-def _alias(func: Any, handle: Handle) -> Handle:
+def _alias(func: Any, handle: GradientProxy) -> GradientProxy:
     return handle.another()
 
 
 def _norm(
-    func: Any, handle: Handle, norm_type: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    func: Any, handle: GradientProxy, norm_type: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     if dim not in (None, [], ()) or keepdim:
         _refuse(f"{func} of some dimensions", (handle,))
@@ -186,13 +186,13 @@ def _norm(
 
 def _foreach_norm(func: Any, tensors: Sequence[Tensor], norm_type: float = 2, dtype: Any = None) -> list[Tensor]:
     """Tell the norms of a list, in which there may be gradients of others as well."""
-    ours = iter(_norms([t for t in tensors if isinstance(t, Handle)], norm_type, dtype))
-    plain = [t for t in tensors if not isinstance(t, Handle)]
+    ours = iter(_norms([t for t in tensors if isinstance(t, GradientProxy)], norm_type, dtype))
+    plain = [t for t in tensors if not isinstance(t, GradientProxy)]
     others = iter(torch._foreach_norm(plain, norm_type, dtype=dtype) if plain else ())
-    return [next(ours if isinstance(t, Handle) else others) for t in tensors]
+    return [next(ours if isinstance(t, GradientProxy) else others) for t in tensors]
 
 
-def _norms(handles: Sequence[Handle], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
+def _norms(handles: Sequence[GradientProxy], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
     if not handles:
         return []
     # One by one: a list may have gradients of several engines.
@@ -205,7 +205,7 @@ def _norms(handles: Sequence[Handle], norm_type: float, dtype: torch.dtype | Non
 def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
     """Multiply, divide or zero a gradient, or those of a list in which there may be gradients of others as well."""
     found = [tensors] if isinstance(tensors, Tensor) else tensors
-    handles = [tensor for tensor in found if isinstance(tensor, Handle)]
+    handles = [tensor for tensor in found if isinstance(tensor, GradientProxy)]
     if factor is None:
         for handle in handles:
             handle.answers.drop([handle.parameter])
@@ -213,16 +213,16 @@ def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
         number = _number(func, handles, factor)
         for handle in handles:
             handle.answers.scale(handle.parameter, number)
-    plain = [tensor for tensor in found if not isinstance(tensor, Handle)]
+    plain = [tensor for tensor in found if not isinstance(tensor, GradientProxy)]
     if plain:
         func(plain, *([] if factor is None else [factor]))
     return tensors if isinstance(tensors, Tensor) else None
 
 
-def _number(func: Any, handles: Sequence[Handle], factor: Any) -> float:
+def _number(func: Any, handles: Sequence[GradientProxy], factor: Any) -> float:
     """Return what handles are multiplied with."""
     is_number = isinstance(factor, int | float) or (
-        isinstance(factor, Tensor) and not isinstance(factor, Handle) and factor.numel() == 1
+        isinstance(factor, Tensor) and not isinstance(factor, GradientProxy) and factor.numel() == 1
     )
     if not is_number:
         _refuse(f"{func} by other than a number", (*handles, factor))
@@ -237,7 +237,7 @@ def _number(func: Any, handles: Sequence[Handle], factor: Any) -> float:
 def _add(func: Any, handle: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
     """Take in what autograd adds at the end of a backward; anybody else's sum is refused."""
     accumulates = in_backward() and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
-    if not (accumulates and isinstance(handle, Handle) and alpha == 1):
+    if not (accumulates and isinstance(handle, GradientProxy) and alpha == 1):
         _refuse(str(func), (handle, grad))
     if handle.parameter.handle is not handle:
         _refuse(str(func), (handle, grad))
@@ -257,20 +257,20 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class Handles:
+class GradientProxies:
     """The handles of an engine's gradients: who puts them on, and takes them off.
 
     Arguments:
-        rig: what every part of the engine works with.
+        context: what every part of the engine works with.
 
     Attributes:
         answers: who knows of gradients; there once the engine is whole.
     """
 
-    def __init__(self, rig: Rig) -> None:
-        self._units = [unit for unit in rig.units if unit.trained]
-        self._has_peers = rig.ranks.data_size > 1
-        self.answers: Answers | None = None
+    def __init__(self, context: EngineContext) -> None:
+        self._units = [unit for unit in context.units if unit.trained]
+        self._has_peers = context.ranks.data_size > 1
+        self.answers: GradientSource | None = None
 
     def put_on(self) -> None:
         """Put handles on all parameters that have a gradient: a backward is over."""
@@ -291,14 +291,14 @@ class Handles:
         # A module that has converted itself for its forward, as routers do, leaves its parameters in another dtype.
         if handle is None or handle.dtype != parameter.tensor.dtype:
             assert self.answers is not None
-            parameter.handle = Handle(parameter, weakref.ref(self.answers))
+            parameter.handle = GradientProxy(parameter, weakref.ref(self.answers))
         parameter.show_gradient()
 
     def show_to_hooks(self, parameter: UnitParameter) -> None:
         """Leave a handle for hooks of people's that autograd calls after ours: with none, they would do nothing."""
         if len(parameter.tensor._post_accumulate_grad_hooks or ()) > 1:
             self.show(parameter)
-            assert isinstance(parameter.handle, Handle)
+            assert isinstance(parameter.handle, GradientProxy)
             # Another one: what they add to it is no gradient of autograd's.
             parameter.tensor.grad = parameter.handle.another()
 
@@ -315,7 +315,7 @@ class Handles:
             for parameter in unit.parameters:
                 parameter.handle = None
 
-    @crossing
+    @engine_entry
     def look(self) -> None:
         """Take over what people have put into `.grad`, or taken out of it."""
         assert self.answers is not None
@@ -324,4 +324,4 @@ class Handles:
 
 def is_handle_of(grad: Tensor, parameter: UnitParameter) -> bool:
     """Whether a `.grad` is a handle of the parameter's own gradient, such as its `detach()`."""
-    return isinstance(grad, Handle) and grad.stands_for(parameter)
+    return isinstance(grad, GradientProxy) and grad.stands_for(parameter)

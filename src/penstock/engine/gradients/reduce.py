@@ -13,10 +13,10 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.config import GRAD, ReduceFormat
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.step import measure_late, reached
 from penstock.engine.unit.plan import UnitPlan
-from penstock.engine.unit.unit import Gradient, Unit
+from penstock.engine.unit.unit import Unit, UnitGradient
 from penstock.layout import FlatLayout, Piece
 from penstock.rules.formats import Ranges, deposit, deposit_part, deposit_parts, squared_norm, squared_norms
 from penstock.rules.wire import WireFormat
@@ -25,8 +25,8 @@ from penstock.runtime.host_memory import Words
 from penstock.runtime.streams import COLLECTIVE, DEVICE_UPDATE, DONE, DOWNLOAD, Event, Streams, across, all_of
 from penstock.runtime.system import compute_pool
 from penstock.runtime.topology import Grid
-from penstock.tiers.storage import Home, buffer_home
-from penstock.tiers.transfer import Movement
+from penstock.tiers.storage import Storage, buffer_home
+from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,11 +87,11 @@ class BufferRing:
 # ----------------------------------------------------------------------------------------------------------------------
 # Sums of gradients over the ranks that share them: exact, or in hops that carry codes.
 #
-# Exact is one reduce-scatter. In a wire format each rank sends every other one its summands of that one's shard, packed,
-# and each sums in fp32 what it gets, in the order of the ranks. In nodes that happens twice:
+# Exact is one reduce-scatter. In a wire format each rank sends every other one its summands of that one's shard,
+# packed, and each sums in fp32 what it gets, in the order of the ranks. In nodes that happens twice:
 #
-#     inside    to each rank of the node the slices of all shards that ranks of its place have, in any node: summed there
-#     across    to the rank of this place in each node its shard of these sums: summed there
+#     inside    to each rank of the node the slices of all shards that ranks of its place have, in any node: summed
+# there     across    to the rank of this place in each node its shard of these sums: summed there
 #
 # So each value is rounded twice, whatever the number of ranks, and between nodes goes one sum of each node. A shard is
 # summed on one rank alone: there is nothing in which ranks could differ.
@@ -103,7 +103,7 @@ class BufferRing:
 _FP32_BYTES = 4
 
 
-class _Passing(NamedTuple):
+class _HopBuffers(NamedTuple):
     """What hops work in: codes to send and codes received, as bytes, and sums in fp32."""
 
     sent: Tensor
@@ -111,7 +111,7 @@ class _Passing(NamedTuple):
     sums: Tensor
 
 
-class Sums:
+class ShardReduction:
     """Sums over the shard ranks.
 
     Arguments:
@@ -119,11 +119,11 @@ class Sums:
         name: of the format in which they go between ranks; `"exact"` for none.
     """
 
-    def __init__(self, rig: Rig, dtype: torch.dtype, name: ReduceFormat) -> None:
+    def __init__(self, context: EngineContext, dtype: torch.dtype, name: ReduceFormat) -> None:
         self.dtype = dtype
-        self._ranks = rig.ranks
-        self._streams = rig.streams
-        self._pool = rig.pool
+        self._ranks = context.ranks
+        self._streams = context.streams
+        self._pool = context.pool
         self._format = None if name == "exact" else WireFormat(name)
         # Of the largest unit so far. Collectives alone use it, one after the other on their stream: none waits for it.
         self._memory: Tensor | None = None
@@ -189,12 +189,12 @@ class Sums:
         for number, codes in enumerate(received.chunk(getattr(self._ranks.grid, hop))):
             form.unpack(codes, sums, self._pool, add=number > 0)
 
-    def _passing(self, form: WireFormat, numel: int) -> _Passing:
+    def _passing(self, form: WireFormat, numel: int) -> _HopBuffers:
         assert self._memory is not None, "no room was made"
         codes = form.packed_bytes(numel)
         sent, received = self._memory[:codes], self._memory[codes : 2 * codes]
         nbytes = _FP32_BYTES * (numel // self._ranks.grid.inside)
-        return _Passing(sent, received, self._memory[2 * codes : 2 * codes + nbytes].view(torch.float32))
+        return _HopBuffers(sent, received, self._memory[2 * codes : 2 * codes + nbytes].view(torch.float32))
 
 
 def summing_bytes(plans: Iterable[UnitPlan], name: ReduceFormat, grid: Grid) -> int:
@@ -222,7 +222,7 @@ def _bytes_of(form: WireFormat, grid: Grid, numel: int) -> int:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedGradient:
     """What comes out of a reduction: this rank's shard of a unit's gradient.
 
     Attributes:
@@ -253,7 +253,7 @@ class Reduced:
 
 
 @dataclass(frozen=True)
-class Means:
+class SinkContext:
     """What routes are made of.
 
     Attributes:
@@ -264,7 +264,7 @@ class Means:
     """
 
     streams: Streams
-    movement: Movement
+    movement: Transfers
     pool: Pool
     compute_pool: Pool
     buffers: BufferRing
@@ -272,7 +272,7 @@ class Means:
     agrees: bool
 
 
-class Route(ABC):
+class GradientSink(ABC):
     """How gradients get to one home.
 
     Attributes:
@@ -283,23 +283,23 @@ class Route(ABC):
     values: Tensor | None = None
     free: Event = DONE
 
-    def __init__(self, home: Home, means: Means) -> None:
+    def __init__(self, home: Storage, means: SinkContext) -> None:
         self._home = home
         self._means = means
 
     @abstractmethod
-    def receive(self, gradient: Gradient, reduced: Reduced) -> None:
+    def receive(self, gradient: UnitGradient, reduced: ReducedGradient) -> None:
         """Do what belongs to the reduction itself, on its stream: write what is in reach, and measure."""
 
     @abstractmethod
-    def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def send_home(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
         """Bring what was received home; return the event after which the reduced values are not needed any more."""
 
 
-class InPlace(Route):
+class DirectSink(GradientSink):
     """Compute reaches the home."""
 
-    def __init__(self, home: Home, means: Means, values: Tensor) -> None:
+    def __init__(self, home: Storage, means: SinkContext, values: Tensor) -> None:
         super().__init__(home, means)
         self.values = values
 
@@ -308,7 +308,7 @@ class InPlace(Route):
         """The home may have moved, and an update may read it."""
         return self._home.memory.free
 
-    def receive(self, gradient: Gradient, reduced: Reduced) -> None:
+    def receive(self, gradient: UnitGradient, reduced: ReducedGradient) -> None:
         """Write or add the gradient, and measure the sum in the same pass."""
         assert self.values is not None
         _clear(self.values, reduced.stale)
@@ -318,17 +318,17 @@ class InPlace(Route):
         )
         gradient.measure(reduced.parts, norms)
 
-    def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def send_home(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
         """Note the write: it is home already."""
         # The step, updates and the next micro-batch ask the home. None of them knows of the collective that wrote it.
         self._home.note_write(received)  # site reduce.written_in_place
         return received
 
 
-class Away(Route):
+class TransferSink(GradientSink):
     """Compute does not reach the home: the first micro-batch goes there as a whole, later ones are added."""
 
-    def receive(self, gradient: Gradient, reduced: Reduced) -> None:
+    def receive(self, gradient: UnitGradient, reduced: ReducedGradient) -> None:
         """Measure the first micro-batch; of later ones, whose sum is measured at home, say whether they are finite."""
         if not reduced.adds:
             norms = reduced.norms
@@ -339,7 +339,7 @@ class Away(Route):
         if self._means.agrees:
             gradient.flawed = _flaw(reduced.values, gradient.flawed if reduced.adds else None)
 
-    def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def send_home(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
         """Copy the first micro-batch, or add a later one."""
         if reduced.adds:
             return self._add(gradient, reduced, received)
@@ -348,14 +348,14 @@ class Away(Route):
         return self._means.movement.copy(buffer_home(reduced.values, written=received), self._home, reduced.label)
 
     @abstractmethod
-    def _add(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def _add(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
         """Add a later micro-batch, and measure the sum."""
 
 
-class AddedOnHost(Away):
+class HostAccumulateSink(TransferSink):
     """A home in one piece of host memory: gradients come down once, in the dtype that they were reduced in."""
 
-    def _add(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def _add(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
         """Add tile by tile: while one is added the next one comes down."""
         ((home,),) = (section.tensors for section in self._home.sections)
         pool = self._means.pool
@@ -375,10 +375,10 @@ class AddedOnHost(Away):
         return added
 
 
-class AddedOnDevice(Away):
+class DeviceAccumulateSink(TransferSink):
     """A home in files or on several tiers. Of homes in memory only those on a cut are: they must be measured whole."""
 
-    def _add(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def _add(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
         """Bring up what the home holds, add, and put the sum back."""
         means = self._means
         total = means.buffers.lease(reduced.values.numel(), means.dtype)
@@ -400,12 +400,12 @@ class AddedOnDevice(Away):
         return saved
 
 
-def route_to(home: Home, means: Means) -> Route:
+def route_to(home: Storage, means: SinkContext) -> GradientSink:
     """Choose the route to a home."""
     values = reached(home, means.streams)
     if values is not None:
-        return InPlace(home, means, values)
-    return (AddedOnDevice if len(home.sections) > 1 or home.in_files else AddedOnHost)(home, means)
+        return DirectSink(home, means, values)
+    return (DeviceAccumulateSink if len(home.sections) > 1 or home.in_files else HostAccumulateSink)(home, means)
 
 
 def _clear(home: Tensor, stale: Ranges) -> None:
@@ -448,18 +448,18 @@ class Reducer:
 
     def __init__(
         self,
-        rig: Rig,
-        movement: Movement,
-        sums: Sums,
+        context: EngineContext,
+        movement: Transfers,
+        sums: ShardReduction,
         *,
         accumulation_dtype: torch.dtype,
         agrees: bool,
         may_hold_back: bool,
     ) -> None:
-        ranks, streams = rig.ranks, rig.streams
+        ranks, streams = context.ranks, context.streams
         self._ranks = ranks
         self._streams = streams
-        self._pool = compute_pool(streams.device, otherwise=rig.pool)  # compute's own thread does all that is here
+        self._pool = compute_pool(streams.device, otherwise=context.pool)  # compute's own thread does all that is here
         self._sums = sums
         self._reduce_dtype = sums.dtype
         self._accumulation_dtype = accumulation_dtype
@@ -474,8 +474,10 @@ class Reducer:
             self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
-        self._means = Means(streams, movement, rig.pool, self._pool, self.buffers, accumulation_dtype, self._agrees)
-        self._routes: dict[Unit, tuple[Home, Route]] = {}
+        self._means = SinkContext(
+            streams, movement, context.pool, self._pool, self.buffers, accumulation_dtype, self._agrees
+        )
+        self._routes: dict[Unit, tuple[Storage, GradientSink]] = {}
         self.changes = 0
         self.accumulates = False  # inside `held_back`: another micro-batch follows
 
@@ -597,16 +599,16 @@ class Reducer:
         return self.buffers.lease(unit.shard_numel, self._reduce_dtype)
 
     def _begin(
-        self, unit: Unit, gradient: Gradient, values: Tensor, arrived: Mapping[int, float | Tensor | None]
-    ) -> Reduced:
+        self, unit: Unit, gradient: UnitGradient, values: Tensor, arrived: Mapping[int, float | Tensor | None]
+    ) -> ReducedGradient:
         """Describe what a reduction will leave in `values`; from now on the home holds a gradient of every slot."""
         parts, adds = unit.parts(), bool(gradient.held)
         stale = [(start, stop) for index, start, stop in parts if adds and index not in gradient.held]
         gradient.held = set(range(len(unit.layout.slots)))
         norms = [norm for index, _, _ in parts if (norm := arrived.get(index)) is not None]
-        return Reduced(unit.name, values, parts, adds, stale, norms if len(norms) == len(parts) else None)
+        return ReducedGradient(unit.name, values, parts, adds, stale, norms if len(norms) == len(parts) else None)
 
-    def _route(self, unit: Unit, home: Home) -> Route:
+    def _route(self, unit: Unit, home: Storage) -> GradientSink:
         """Find the route to a unit's home: chosen when it is first seen, and again when it has moved."""
         known = self._routes.get(unit)
         if known is None or known[0] is not home:
@@ -671,7 +673,7 @@ class Reducer:
         self.buffers.clear()
         self._sums.clear()
 
-    def _collected(self, unit: Unit, gradient: Gradient) -> Tensor:
+    def _collected(self, unit: Unit, gradient: UnitGradient) -> Tensor:
         """Give the flat gradient that is being collected, on the device: a new one, or what rested in host memory."""
         if gradient.pending is None:
             dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
@@ -711,7 +713,7 @@ class Reducer:
         """Take the squared norm of values, in the way that every gradient's is taken."""
         return squared_norm(values, pool=self._pool)
 
-    def _flaws(self, gradient: Gradient) -> Tensor:
+    def _flaws(self, gradient: UnitGradient) -> Tensor:
         """Tell whether this rank's part of the gradient is not finite: 0 or 1, on the device."""
         device = self._streams.device
         norms = [torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in gradient.squared_norms.values()]
@@ -722,7 +724,7 @@ class Reducer:
     def _no_flaws(self) -> Tensor:
         return torch.zeros(1, dtype=torch.float32, device=self._streams.device)
 
-    def _clear_the_rest(self, unit: Unit, gradient: Gradient) -> None:
+    def _clear_the_rest(self, unit: Unit, gradient: UnitGradient) -> None:
         """Zero what no gradient arrived for: other ranks may have one."""
         assert gradient.pending is not None
         for start, stop in unit.layout.gaps():
@@ -732,5 +734,5 @@ class Reducer:
                 gradient.pending[slot.start : slot.stop] = 0
 
 
-def _gradients(units: Sequence[Unit]) -> list[Gradient]:
+def _gradients(units: Sequence[Unit]) -> list[UnitGradient]:
     return [unit.trained.gradient for unit in units if unit.trained]

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.update import Updater
 from penstock.engine.unit.dtensor import cut, is_divided, own_part
-from penstock.engine.unit.unit import Gradient, Trained, Unit
+from penstock.engine.unit.unit import TrainingState, Unit, UnitGradient
 from penstock.errors import ConfigError, EngineError, NvmeError, PenstockError
 from penstock.layout import Piece, Region, Slot
 from penstock.rules.formats import as_param, read_state, write_state
 from penstock.rules.rule import Scalars, StateSpec
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import FailedEvent
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -26,15 +26,15 @@ from penstock.runtime.streams import FailedEvent
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class TornEvent(FailedEvent):
+class FailedStateEvent(FailedEvent):
     """The error was raised when it happened, and is raised again wherever the unit is needed."""
 
 
-class BrokenEvent(TornEvent):
+class HalfMovedEvent(FailedStateEvent):
     """Homes are half exchanged: a load would write to some of the old ones, and has to be refused as well."""
 
 
-def tear(units: Iterable[Unit], error: BaseException, event: type[TornEvent] = TornEvent) -> None:
+def tear(units: Iterable[Unit], error: BaseException, event: type[FailedStateEvent] = FailedStateEvent) -> None:
     """Note that the state of these units is in parts: whoever waits for one of their homes gets the error."""
     for unit in units:
         for home in unit.updated_homes:
@@ -42,16 +42,16 @@ def tear(units: Iterable[Unit], error: BaseException, event: type[TornEvent] = T
             home.note_write(event(error))  # the last write: gathers, updates, saves and looks all wait for it
 
 
-def is_torn(units: Iterable[Unit]) -> bool:
+def state_has_failed(units: Iterable[Unit]) -> bool:
     """Whether the state of any of them is in parts."""
-    return any(isinstance(unit.params.memory.written, TornEvent) for unit in units)
+    return any(isinstance(unit.params.memory.written, FailedStateEvent) for unit in units)
 
 
 def check_loadable(units: Iterable[Unit]) -> None:
     """Raise the error of state that no load makes whole."""
     for unit in units:
         written = unit.params.memory.written
-        if isinstance(written, BrokenEvent):
+        if isinstance(written, HalfMovedEvent):
             written.check()
 
 
@@ -68,13 +68,13 @@ def broken_on_failure(units: Sequence[Unit], verb: str) -> Iterator[None]:
                 f"{verb} failed while state changed its place. Close the optimizer with keep_params=False, prepare the "
                 f"model again, and load a checkpoint. ({reason})"
             ),
-            BrokenEvent,
+            HalfMovedEvent,
         )
         raise
 
 
 @contextmanager
-def torn_on_failure(units: Sequence[Unit], verb: str) -> Iterator[None]:
+def failing_as_a_whole(units: Sequence[Unit], verb: str) -> Iterator[None]:
     """Mark the state of these units as in parts where something fails inside, in the middle of writing to them.
 
     Raises:
@@ -153,7 +153,7 @@ def among_zeros(own: Tensor, region: Region) -> Tensor:
 Pieces = Iterator[tuple[int, int, Tensor]]
 
 
-class _Part(NamedTuple):
+class _RankPart(NamedTuple):
     """Elements `start` to `stop` of what is put together, which are the rank's."""
 
     rank: int
@@ -161,7 +161,7 @@ class _Part(NamedTuple):
     stop: int
 
 
-class Parts:
+class RankParts:
     """Puts together what ranks have. Every call that reads is collective.
 
     Arguments:
@@ -169,7 +169,7 @@ class Parts:
         device: where parts are while they travel.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: Collectives, device: torch.device) -> None:
         self._ranks = ranks
         self._device = device
 
@@ -197,7 +197,7 @@ class Parts:
             for begin, end, values in read(start - first, stop - first):
                 part[begin + first - start : end + first - start] = values
 
-        parts = [_Part(rank, start - slot.start, stop - slot.start) for rank, start, stop in _shares(unit, slot)]
+        parts = [_RankPart(rank, start - slot.start, stop - slot.start) for rank, start, stop in _shares(unit, slot)]
         return self._collect(unit, parts, fill, slot.numel, dtype).view(slot.shape)
 
     def of_owner(self, unit: Unit, index: int, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Tensor:
@@ -209,12 +209,12 @@ class Parts:
             del start, stop
             part.copy_(read())
 
-        return self._collect(unit, [_Part(owner, 0, numel)], fill, numel, torch.float32).view(shape)
+        return self._collect(unit, [_RankPart(owner, 0, numel)], fill, numel, torch.float32).view(shape)
 
     def _collect(
         self,
         unit: Unit,
-        parts: Sequence[_Part],
+        parts: Sequence[_RankPart],
         fill: Callable[[Tensor, int, int], None],
         numel: int,
         dtype: torch.dtype,
@@ -233,7 +233,7 @@ class Parts:
             whole[start:stop] = part.cpu()
         # Only a read of a file fails on one rank alone: the others would go on with a part that is not there.
         if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
-            self._ranks.council.agree(failure)
+            self._ranks.control_group.agree(failure)
         elif failure is not None:
             raise failure
         return whole
@@ -255,12 +255,12 @@ def part_of_this_rank(unit: Unit, index: int, value: Tensor) -> tuple[int, int, 
     return start - first, stop - first, values.float() if unit.trained else values
 
 
-def _shares(unit: Unit, slot: Slot) -> Iterator[_Part]:
+def _shares(unit: Unit, slot: Slot) -> Iterator[_RankPart]:
     """Say which ranks have which elements of the unit's buffer that are a slot's."""
     for rank in range(unit.layout.shards):
         overlap = unit.layout.overlap(slot, rank)
         if overlap is not None:
-            yield _Part(rank, *overlap)
+            yield _RankPart(rank, *overlap)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _shares(unit: Unit, slot: Slot) -> Iterator[_Part]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Access:
+class StateAccess:
     """Reads and writes the cells of single parameters.
 
     Arguments:
@@ -281,26 +281,26 @@ class Access:
 
     def __init__(
         self,
-        rig: Rig,
+        context: EngineContext,
         gatherer: Gatherer,
         reducer: Reducer,
         updater: Updater,
     ) -> None:
-        self._units = rig.units
-        self._ranks = rig.ranks
+        self._units = context.units
+        self._ranks = context.ranks
         self._gatherer = gatherer
         self._reducer = reducer
-        self._rule = rig.rule
-        self._scalar_names = rig.rule.scalar_names
+        self._rule = context.rule
+        self._scalar_names = context.rule.scalar_names
         self._steps = updater.steps
         self._scalars = updater.scalars
-        self._gradient_scale = rig.gradient_scale
-        self._device = rig.streams.device
-        self._parts = Parts(rig.ranks, rig.streams.device)
-        self._places = {p: (unit, index) for unit in rig.units for index, p in enumerate(unit.spec.parameters)}
+        self._gradient_scale = context.gradient_scale
+        self._device = context.streams.device
+        self._parts = RankParts(context.ranks, context.streams.device)
+        self._places = {p: (unit, index) for unit in context.units for index, p in enumerate(unit.spec.parameters)}
         self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
 
-    def go_on_from(self, other: "Access") -> None:
+    def go_on_from(self, other: "StateAccess") -> None:
         """Go on with what another one knows of the parameters: step counts, scalars, and who has state."""
         self._steps.update(other._steps)
         self._scalars.update(other._scalars)
@@ -405,7 +405,7 @@ class Access:
         self.check_param(parameter, value)
         unit, index = self._place(parameter)
         found = part_of_this_rank(unit, index, value)
-        with torn_on_failure([unit], f"Setting parameter '{unit.spec.names[index]}'"):
+        with failing_as_a_whole([unit], f"Setting parameter '{unit.spec.names[index]}'"):
             if found is not None:
                 start, stop, values = found
                 for first, last, weights in unit.visit(start, stop, modify=True):
@@ -445,7 +445,7 @@ class Access:
                 self._write_grad(gradient, part, values * factor)
         self._reducer.changes += 1
 
-    def _write_grad(self, gradient: Gradient, part: Piece, values: Tensor) -> None:
+    def _write_grad(self, gradient: UnitGradient, part: Piece, values: Tensor) -> None:
         """Write a part of a gradient as its home keeps it, and measure it."""
         rounded = values.to(gradient.home.plans[0].cells[0].dtype)
         for first, last, (kept,) in gradient.home.visit(part.start, part.stop, modify=True):
@@ -477,7 +477,7 @@ class Access:
         if found is None:
             return
         start, stop, new = found
-        with torn_on_failure([unit], f"Setting '{name}' of '{unit.spec.names[index]}'"):
+        with failing_as_a_whole([unit], f"Setting '{name}' of '{unit.spec.names[index]}'"):
             for first, last, views in trained.optimizer.visit(start, stop, modify=True):
                 states, scales = trained.fields.name(views)
                 values = new[first - start : last - start]
@@ -580,7 +580,7 @@ class Access:
             )
         return place
 
-    def _trained_place(self, parameter: nn.Parameter) -> tuple[Unit, int, Trained]:
+    def _trained_place(self, parameter: nn.Parameter) -> tuple[Unit, int, TrainingState]:
         unit, index = self._place(parameter)
         if unit.trained is None:
             raise ConfigError(

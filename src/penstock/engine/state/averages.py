@@ -15,14 +15,14 @@ import torch
 from penstock.config import Tier
 from penstock.engine.forward_backward.backward import Backward
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.state.access import Access, torn_on_failure
+from penstock.engine.state.access import StateAccess, failing_as_a_whole
 from penstock.engine.step.averaging import Averaging
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.rules.average import begin, follow, hide, show
-from penstock.tiers.storage import CellPlan, Home, Section, SectionPlan
+from penstock.tiers.storage import CellPlan, Segment, SegmentPlan, Storage
 from penstock.tiers.tier import Store
 
 
@@ -42,11 +42,17 @@ class Averages:
     """
 
     def __init__(
-        self, rig: Rig, store: Store, access: Access, gatherer: Gatherer, backward: Backward, averaging: Averaging
+        self,
+        context: EngineContext,
+        store: Store,
+        access: StateAccess,
+        gatherer: Gatherer,
+        backward: Backward,
+        averaging: Averaging,
     ) -> None:
-        self._units = rig.units
-        self._ranks = rig.ranks
-        self._pool = rig.pool
+        self._units = context.units
+        self._ranks = context.ranks
+        self._pool = context.pool
         self._store = store
         self._access = access
         self._gatherer = gatherer
@@ -76,7 +82,7 @@ class Averages:
         except Exception as error:  # ours, or torch's where the device has no room
             failure = error
         try:
-            self._ranks.council.agree(failure)
+            self._ranks.control_group.agree(failure)
         except BaseException:
             self.remove(kind)
             raise
@@ -90,10 +96,10 @@ class Averages:
         reserved = self._store.reserve(plans)
         for unit, plan in zip(self._trained, plans, strict=True):
             assert unit.trained is not None
-            unit.trained.averages[kind] = Home([reserved.make(plan)])
+            unit.trained.averages[kind] = Storage([reserved.make(plan)])
         self._averaging.make_room([*self.tiers, kind])
 
-    def plans_for(self, plans: Iterable[UnitPlan]) -> list[SectionPlan]:
+    def plans_for(self, plans: Iterable[UnitPlan]) -> list[SegmentPlan]:
         """Plan the homes that every average has of units that are to be trained."""
         return [
             _plan(plan.spec.name, plan.shard_numel, plan.tile_numel, kind, tier)
@@ -101,7 +107,7 @@ class Averages:
             for kind, tier in self.tiers.items()
         ]
 
-    def go_on_from(self, other: "Averages", new: Sequence[Unit], sections: Sequence[Section]) -> None:
+    def go_on_from(self, other: "Averages", new: Sequence[Unit], sections: Sequence[Segment]) -> None:
         """Go on with the averages of another one, which begin with the parameters of units that are new.
 
         Arguments:
@@ -113,7 +119,7 @@ class Averages:
         made = iter(sections)
         for unit in new:
             assert unit.trained is not None
-            unit.trained.averages |= {kind: Home([next(made)]) for kind in self.tiers}
+            unit.trained.averages |= {kind: Storage([next(made)]) for kind in self.tiers}
         if self.tiers:
             self._averaging.make_room(self.tiers)
         for kind in self.tiers:
@@ -178,7 +184,7 @@ class Averages:
             for unit in units:  # graphs of forwards inside have no backward any more, and what waits for it lets go
                 unit.holding.end_backward()
                 self._gatherer.release(unit)
-        with torn_on_failure(units, "EMA.applied()"):
+        with failing_as_a_whole(units, "EMA.applied()"):
             for unit in units:  # before the first write: what is gathered has the values of before
                 self._gatherer.outdate(unit)
                 unit.count_writes()  # a graph from before reads other weights: its backward is refused
@@ -194,8 +200,8 @@ class Averages:
         return [unit for unit in self._units if unit.trained is not None]
 
 
-def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SectionPlan:
+def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SegmentPlan:
     """Plan the home of an average of a unit: one section, of the tiles of the parameters."""
     cell = CellPlan(name, kind, tier, torch.float32, shard_numel)
     # The host works on what rests there: a device copies none of it.
-    return SectionPlan(kind, tier, (cell,), 0, shard_numel, tile_numel, copied=False)
+    return SegmentPlan(kind, tier, (cell,), 0, shard_numel, tile_numel, copied=False)

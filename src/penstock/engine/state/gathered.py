@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from penstock.config import PARAM
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.state.access import Access
-from penstock.engine.step.context import Rig
+from penstock.engine.state.access import StateAccess
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.first_values import broadcast_alike
 from penstock.engine.unit.unit import Holder, Unit
 from penstock.runtime.collectives import as_bytes
 
 
-class Blocks:
+class GatheredBlocks:
     """Gathers units for `with` blocks, and takes over what was written inside.
 
     Arguments:
@@ -29,10 +29,14 @@ class Blocks:
     """
 
     def __init__(
-        self, rig: Rig, gatherer: Gatherer, access: Access, watch_saved: Callable[[], AbstractContextManager[Any]]
+        self,
+        context: EngineContext,
+        gatherer: Gatherer,
+        access: StateAccess,
+        watch_saved: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._units = rig.units
-        self._ranks = rig.ranks
+        self._units = context.units
+        self._ranks = context.ranks
         self._gatherer = gatherer
         self._access = access
         self._watch_saved = watch_saved

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
 from penstock.checkpoint.reader import Checkpoint, stands_for
-from penstock.checkpoint.tables import Extent, Part, TileKey, UnitTable, meet
+from penstock.checkpoint.tables import BoxExtent, SlotPart, TileKey, UnitTable, meet
 from penstock.checkpoint.tiles import Tile
 from penstock.config import MASTER, OPTIMIZER, PARAM
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.update import Updater
-from penstock.engine.unit.unit import Unit, Weights
+from penstock.engine.unit.unit import Unit, WeightRange
 from penstock.errors import CheckpointError, ConfigError
 from penstock.files import Field
 from penstock.layout import ALIGNMENT_NUMEL, Slot
 from penstock.rules.formats import read_master, read_state, write_state
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which checkpoints a path stands for: the first rank says, and all ranks go by what it says.
@@ -33,7 +33,7 @@ from penstock.runtime.collectives import Ranks
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FoundCheckpoint:
     """A checkpoint as this rank sees it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Candidate:
             )
 
 
-def choose(path: Path, ranks: Ranks, failure: Exception | None) -> list[Candidate]:
+def choose(path: Path, ranks: Collectives, failure: Exception | None) -> list[FoundCheckpoint]:
     """Choose the checkpoints that a path stands for, the newest first; at least one. Collective.
 
     Arguments:
@@ -76,10 +76,12 @@ def choose(path: Path, ranks: Ranks, failure: Exception | None) -> list[Candidat
             names = [[name, token] for name, token in found]
         except Exception as error:
             failure = error
-    ranks.council.agree(failure)  # before the names: a rank that raised alone would leave the others waiting for them
-    beside, names = ranks.council.share([beside, names])
+    ranks.control_group.agree(
+        failure
+    )  # before the names: a rank that raised alone would leave the others waiting for them
+    beside, names = ranks.control_group.share([beside, names])
     base = path.parent if beside else path
-    return [Candidate(base / name, token) for name, token in names]
+    return [FoundCheckpoint(base / name, token) for name, token in names]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ class Destination(NamedTuple):
     inside: int
 
 
-class _Place(NamedTuple):
+class _SlotRange(NamedTuple):
     """Where elements `first` to `last` of a slot rest: in a unit's shard, the slot's first one at element `base`."""
 
     unit: Unit
@@ -112,13 +114,13 @@ class _Place(NamedTuple):
 class Scattered(NamedTuple):
     """What a tile has of a slot that is another box of its parameter here: runs that are counted when they are read."""
 
-    place: _Place
-    part: Part
+    place: _SlotRange
+    part: SlotPart
 
     def runs(self) -> Iterator[Destination]:
         """Go through the runs that are both in the tile and in this rank's shard."""
         (unit, slot, first, last, base), part = self
-        for begin, end, at in meet(Extent.of(part.slot), part.start, part.stop, Extent.of(slot)):
+        for begin, end, at in meet(BoxExtent.of(part.slot), part.start, part.stop, BoxExtent.of(slot)):
             start, stop = max(begin, first), min(end, last)
             if start < stop:
                 inside = part.inside + at - part.start + start - begin
@@ -148,7 +150,7 @@ def spread(runs: Sequence[Destination | Scattered]) -> Iterator[Destination]:
 
 
 @dataclass(frozen=True)
-class Taken:
+class LoadPlan:
     """What is to be written into an engine, all of it checked but for the tiles themselves.
 
     Attributes:
@@ -167,25 +169,25 @@ class Taken:
     extra: dict[str, Any]
 
 
-class Taker:
+class LoadPlanner:
     """Holds checkpoints against one engine.
 
     Arguments:
         updater: says which options of a param group the rule has.
     """
 
-    def __init__(self, rig: Rig, updater: Updater) -> None:
-        self._model = rig.model
-        self._units = rig.units
-        self._ranks = rig.ranks
+    def __init__(self, context: EngineContext, updater: Updater) -> None:
+        self._model = context.model
+        self._units = context.units
+        self._ranks = context.ranks
         self._updater = updater
-        self._device = rig.streams.device
-        self._rule = rig.rule
-        self._gradient_scale = rig.gradient_scale
-        self._param_groups = rig.param_groups
-        self._trains = rig.trains
+        self._device = context.streams.device
+        self._rule = context.rule
+        self._gradient_scale = context.gradient_scale
+        self._param_groups = context.param_groups
+        self._trains = context.trains
 
-    def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> Taken:
+    def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> LoadPlan:
         """Find out what this rank takes from a checkpoint, and check it.
 
         Arguments:
@@ -206,13 +208,13 @@ class Taker:
         if not isinstance(extra, dict):
             raise checkpoint.fail("extra", "is not an object.")
         plan = self._plan(checkpoint)
-        return Taken(checkpoint, plan, groups, buffers, self._read_random(checkpoint), extra)
+        return LoadPlan(checkpoint, plan, groups, buffers, self._read_random(checkpoint), extra)
 
     def _check_parameters(self, checkpoint: Checkpoint) -> None:
         """Check that the parameters have the model's names, shapes and kinds of dtypes."""
         saved = checkpoint.manifest.parameters
         own = {
-            slot.name: (Extent.of(slot).shape, unit.spec.dtype.is_floating_point)
+            slot.name: (BoxExtent.of(slot).shape, unit.spec.dtype.is_floating_point)
             for unit in self._units
             for slot in unit.layout.slots
         }
@@ -329,12 +331,12 @@ class Taker:
 
     def _plan(self, checkpoint: Checkpoint) -> Plan:
         """Plan what of each tile goes where. Every element of this rank's shards comes from one place."""
-        places: dict[str, _Place] = {}
+        places: dict[str, _SlotRange] = {}
         for unit in self._units:
             for index, start, stop in unit.parts():
                 slot = unit.layout.slots[index]
                 base = slot.start - unit.own_range[0]
-                places[slot.name] = _Place(unit, slot, start - base, stop - base, base)
+                places[slot.name] = _SlotRange(unit, slot, start - base, stop - base, base)
         checkpoint.check_whole()
         plan: Plan = []
         for key in checkpoint.tiles():
@@ -343,7 +345,7 @@ class Taker:
                 place = places.get(part.slot.name)
                 if place is None:
                     continue
-                if Extent.of(part.slot) != Extent.of(place.slot):
+                if BoxExtent.of(part.slot) != BoxExtent.of(place.slot):
                     scattered = Scattered(place, part)
                     if next(scattered.runs(), None) is not None:
                         self._check_blocks(checkpoint, scattered)
@@ -430,7 +432,7 @@ def write_weights(tile: Tile, run: Destination) -> None:
         _write_piece(weights, None if param is None else param[inside], None if master is None else master[inside])
 
 
-def _write_piece(weights: Weights, param: Tensor | None, master: Tensor | None) -> None:
+def _write_piece(weights: WeightRange, param: Tensor | None, master: Tensor | None) -> None:
     written = weights.param if weights.shadow is None else weights.shadow
     if param is not None and param.dtype == written.dtype and _alike(weights.master, master):
         written.copy_(param)

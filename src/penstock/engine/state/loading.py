@@ -27,18 +27,18 @@ from penstock.checkpoint.shared import digest, read_together
 from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
-from penstock.engine.state.access import Access, check_loadable, is_torn, tear
+from penstock.engine.state.access import StateAccess, check_loadable, state_has_failed, tear
 from penstock.engine.state.load_plan import (
-    Candidate,
-    Taken,
-    Taker,
+    FoundCheckpoint,
+    LoadPlan,
+    LoadPlanner,
     choose,
     spread,
     write_averages,
     write_states,
     write_weights,
 )
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.update import Updater
 from penstock.errors import CheckpointError, EngineError, PenstockError
 from penstock.runtime.collectives import LocalRanks
@@ -47,7 +47,7 @@ from penstock.runtime.streams import DONE
 logger = logging.getLogger("penstock")
 
 
-class Loader:
+class StateLoader:
     """Puts checkpoints into one engine.
 
     Arguments:
@@ -57,18 +57,20 @@ class Loader:
         updater: says which options of a param group the rule has.
     """
 
-    def __init__(self, rig: Rig, access: Access, gatherer: Gatherer, reducer: Reducer, updater: Updater) -> None:
-        self._model = rig.model
-        self._units = rig.units
-        self._ranks = rig.ranks
-        self._streams = rig.streams
+    def __init__(
+        self, context: EngineContext, access: StateAccess, gatherer: Gatherer, reducer: Reducer, updater: Updater
+    ) -> None:
+        self._model = context.model
+        self._units = context.units
+        self._ranks = context.ranks
+        self._streams = context.streams
         self._access = access
         self._gatherer = gatherer
         self._reducer = reducer
-        self._rule = rig.rule
-        self._gradient_scale = rig.gradient_scale
-        self._param_groups = rig.param_groups
-        self._taker = Taker(rig, updater)
+        self._rule = context.rule
+        self._gradient_scale = context.gradient_scale
+        self._param_groups = context.param_groups
+        self._taker = LoadPlanner(context, updater)
 
     def load(self, path: str | PathLike[str], *, verify: bool | None) -> dict[str, Any]:
         """Load a checkpoint, and return its `extra`. Collective.
@@ -83,7 +85,7 @@ class Loader:
         failure: Exception | None = None
         try:
             check_loadable(self._units)
-            if not is_torn(self._units):
+            if not state_has_failed(self._units):
                 self._access.finish()  # an update that is under way would write over what is loaded
         except Exception as error:
             failure = error  # told to all in `choose`: raised here, it would leave the other ranks waiting there
@@ -104,13 +106,13 @@ class Loader:
 
     def _was_trained(self) -> bool:
         """Whether the state in memory is worth more than one read of a checkpoint."""
-        return not is_torn(self._units) and any(map(self._access.has_state, self._access.steps()))
+        return not state_has_failed(self._units) and any(map(self._access.has_state, self._access.steps()))
 
     # Nothing has changed yet
 
     def _examine(
-        self, candidate: Candidate, closing: contextlib.ExitStack, *, verify: bool
-    ) -> tuple[PenstockError | None, Taken | None]:
+        self, candidate: FoundCheckpoint, closing: contextlib.ExitStack, *, verify: bool
+    ) -> tuple[PenstockError | None, LoadPlan | None]:
         """Find out what is to be written, or why the checkpoint is damaged, on this rank or another one.
 
         Arguments:
@@ -121,7 +123,7 @@ class Loader:
         Raises:
             CheckpointError: it is whole, as far as is known, and does not fit.
         """
-        taken: Taken | None = None
+        taken: LoadPlan | None = None
         damage: Exception | None = None
         failure: Exception | None = None
         try:
@@ -160,7 +162,7 @@ class Loader:
         """Refuse a checkpoint that has not the values of a unit which are in parts: those that it leaves out stay."""
         saved = checkpoint.manifest.parameters
         kept = [u for u in self._units if any(n in saved and saved[n].left_out for n in u.spec.names)]
-        if is_torn(kept):
+        if state_has_failed(kept):
             raise checkpoint.fail(
                 "parameters",
                 "leaves out frozen ones, and their state is in parts. Load one that was saved whole, or prepare the "
@@ -170,16 +172,16 @@ class Loader:
     def _agree(self, failure: Exception | None, damage: Exception | None) -> PenstockError | None:
         """Raise where any rank has failed; return what any rank has found damaged. Collective."""
         # Both on every rank, whatever each has found: one that left after the first would be waited for at the second.
-        self._ranks.council.agree(failure)
+        self._ranks.control_group.agree(failure)
         try:
-            self._ranks.council.agree(damage)
+            self._ranks.control_group.agree(damage)
         except CheckpointError as error:
             return error
         except PenstockError as error:  # of another rank
             return CheckpointError(str(error))
         return None
 
-    def _find_readers(self, taken: Taken | None, closing: contextlib.ExitStack) -> None:
+    def _find_readers(self, taken: LoadPlan | None, closing: contextlib.ExitStack) -> None:
         """Find the ranks of this host that read the same tiles: copies of the same shard. Collective."""
         self._readers: LocalRanks | None = None
         if self._ranks.replicas == 1:
@@ -189,7 +191,7 @@ class Loader:
         if self._readers is not None:
             closing.callback(self._readers.close)
 
-    def _tiles(self, reader: TileReader, taken: Taken) -> Generator[Tile]:
+    def _tiles(self, reader: TileReader, taken: LoadPlan) -> Generator[Tile]:
         """Read what is to be written, in order."""
         keys = [key for key, _ in taken.plan]
         if self._readers is None:
@@ -197,7 +199,7 @@ class Loader:
         else:
             yield from read_together(reader, keys, self._readers)
 
-    def _verify(self, taken: Taken) -> None:
+    def _verify(self, taken: LoadPlan) -> None:
         with TileReader() as reader:
             for _ in self._tiles(reader, taken):
                 pass
@@ -205,7 +207,7 @@ class Loader:
     def _is_of_as_many_ranks(self, checkpoint: Checkpoint) -> bool:
         return len(checkpoint.manifest.ranks) == self._ranks.world_size
 
-    def _tell_of_buffers(self, taken: Taken) -> None:
+    def _tell_of_buffers(self, taken: LoadPlan) -> None:
         """Say which buffers get another shape, and where those of single ranks cannot go back to them."""
         checkpoint = taken.checkpoint
         ranks = checkpoint.manifest.ranks
@@ -250,7 +252,7 @@ class Loader:
 
     # Changes
 
-    def _write(self, taken: Taken) -> PenstockError | None:
+    def _write(self, taken: LoadPlan) -> PenstockError | None:
         """Write everything; return why the checkpoint is damaged after all. The state is in parts then.
 
         Raises:
@@ -301,7 +303,7 @@ class Loader:
         tear((u for u in self._units if not all(saved[name].left_out for name in u.spec.names)), error)
         return error
 
-    def _read_tiles(self, taken: Taken) -> None:
+    def _read_tiles(self, taken: LoadPlan) -> None:
         states = {state.name: state for state in taken.checkpoint.manifest.states}
         with TileReader() as reader, contextlib.closing(self._tiles(reader, taken)) as tiles:
             for tile, (_, runs) in zip(tiles, taken.plan, strict=True):
@@ -311,7 +313,7 @@ class Loader:
                         write_states(tile, run, states, run.unit.rule.states)
                         write_averages(tile, run)
 
-    def _replace(self, taken: Taken) -> None:
+    def _replace(self, taken: LoadPlan) -> None:
         """Replace what is no tile: options, buffers, loss scale, random states."""
         for group, options in zip(self._param_groups, taken.groups, strict=True):
             parameters = group["params"]

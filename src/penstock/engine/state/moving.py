@@ -17,18 +17,18 @@ from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, T
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.state.access import broken_on_failure
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
-from penstock.engine.unit.unit import Residency, Unit
+from penstock.engine.unit.unit import Unit, UnitState
 from penstock.runtime.streams import DONE, UPDATE, Event, FailedEvent, all_of
 from penstock.tiers.staging import Buffers, Sections, Staging, StagingPlan, transit_slots
-from penstock.tiers.storage import Home, MemorySection, Ring, Section, SectionPlan
+from penstock.tiers.storage import MemorySegment, Ring, Segment, SegmentPlan, Storage
 from penstock.tiers.tier import Reservation, Store
-from penstock.tiers.transfer import Movement
+from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 #: Where the homes of one unit are to be, by name.
-Wanted = Mapping[str, Sequence[SectionPlan]]
+Wanted = Mapping[str, Sequence[SegmentPlan]]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Move:
     """
 
     unit: Unit
-    homes: dict[str, Home]
+    homes: dict[str, Storage]
     stale: bool = False
 
     def finish(self) -> Exception | None:
@@ -54,14 +54,14 @@ class _Move:
                 failure = failure or error
         return failure
 
-    def left(self) -> list[Section]:
+    def left(self) -> list[Segment]:
         """List the sections that the unit leaves behind."""
         return [
             s for name, home in self.homes.items() for s in self.unit.homes[name].sections if s not in home.sections
         ]
 
 
-class Mover:
+class StateOffloader:
     """Moves the homes of all units between tiers.
 
     Arguments:
@@ -76,7 +76,7 @@ class Mover:
 
     def __init__(
         self,
-        rig: Rig,
+        context: EngineContext,
         plans: Sequence[UnitPlan],
         store: Store,
         gatherer: Gatherer,
@@ -86,11 +86,11 @@ class Mover:
         in_use: Callable[[Unit], bool],
         plan_staging: Callable[[Sequence[Sections]], StagingPlan],
     ) -> None:
-        self._units = rig.units
-        self._plans = dict(zip(rig.units, plans, strict=True))
+        self._units = context.units
+        self._plans = dict(zip(context.units, plans, strict=True))
         self._store = store
-        self._ranks = rig.ranks
-        self._streams = rig.streams
+        self._ranks = context.ranks
+        self._streams = context.streams
         self._gatherer = gatherer
         self._reducer = reducer
         self._staging = staging
@@ -187,13 +187,13 @@ class Mover:
             except Exception as error:  # ours, or torch's where the device has no room
                 failure = error
             # No rank copies before all have room: else some would move, and the others would not.
-            self._ranks.council.agree(failure)
+            self._ranks.control_group.agree(failure)
             undo.callback(_wait, moves, ring)  # before memory goes, should the rest fail: copies may be under way
-            movement = Movement(self._streams, ring)  # 2.
+            movement = Transfers(self._streams, ring)  # 2.
             for move in moves:
                 self._copy_unit(move, movement)
             if wait:
-                self._ranks.council.agree(_wait(moves, ring))  # all exchange the homes, or none does
+                self._ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
             ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
             self._staging.give_back(self._plan_now)  # here: whatever an interrupt leaves is planned for when it is used
             undo.pop_all()
@@ -203,7 +203,7 @@ class Mover:
         # belongs to.
         written = [home.memory.written for move in moves for home in move.homes.values()]
         # site offload.old_memory_unused
-        over = all_of(_Over(event) for event in (self._streams.now(), ring.free, *written))
+        over = all_of(_Settled(event) for event in (self._streams.now(), ring.free, *written))
 
         def clean_up() -> None:
             over.synchronize()  # site offload.clean_up
@@ -229,12 +229,12 @@ class Mover:
             [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
         )
 
-    def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SectionPlan]]:
+    def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SegmentPlan]]:
         """Plan where the named homes of a unit will be once they are on a tier."""
-        wanted: dict[str, Sequence[SectionPlan]] = {}
+        wanted: dict[str, Sequence[SegmentPlan]] = {}
         named = {*homes, SECONDARY} if PARAM in homes else set(homes)
         for name in named & unit.homes.keys():
-            plans: Sequence[SectionPlan] = unit.homes[name].plans
+            plans: Sequence[SegmentPlan] = unit.homes[name].plans
             if name == PARAM and not to.is_memory:
                 plans = unit.params.plans  # files hold shards
             elif name == PARAM and unit.replica is None:
@@ -243,30 +243,30 @@ class Mover:
             wanted[name] = [plan if plan.tier is there or not plan.cells else plan.on(there) for plan in plans]
         return wanted
 
-    def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SectionPlan]:
+    def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SegmentPlan]:
         """Yield the sections that need memory or space of their own."""
         for name, plans in homes.items():
             if not (name == PARAM and self._becomes_resident(unit, plans)):
                 yield from (plan for plan in plans if plan.cells and plan not in unit.homes[name].plans)
 
-    def _away(self, sections: Collection[SectionPlan]) -> Collection[SectionPlan]:
+    def _away(self, sections: Collection[SegmentPlan]) -> Collection[SegmentPlan]:
         """Find those of the new sections that the next reload leaves."""
         return set(sections).difference(*(plans for plan in self._plans.values() for plans in plan.sections.values()))
 
-    def _becomes_resident(self, unit: Unit, params: Sequence[SectionPlan]) -> bool:
+    def _becomes_resident(self, unit: Unit, params: Sequence[SegmentPlan]) -> bool:
         return self._plans[unit].resident and list(params) == list(self._plans[unit].sections[PARAM])
 
-    def _make(self, unit: Unit, homes: Wanted, reserved: Reservation) -> dict[str, Home]:
+    def _make(self, unit: Unit, homes: Wanted, reserved: Reservation) -> dict[str, Storage]:
         """Make the new homes of a unit, with the sections of the old ones that stay."""
         made = {}
         for name, plans in homes.items():
             here = {section.plan: section for section in unit.homes[name].sections}
             if name == PARAM and self._becomes_resident(unit, plans):
                 # The full buffer itself: views of it that autograd saved stay good.
-                made[name] = Home([MemorySection(plans[0], [self._gatherer.lend(unit)])])
+                made[name] = Storage([MemorySegment(plans[0], [self._gatherer.lend(unit)])])
             else:
                 unset = self._writes_all(unit, name)
-                made[name] = Home([here.get(plan) or reserved.make(plan, unset=unset) for plan in plans])
+                made[name] = Storage([here.get(plan) or reserved.make(plan, unset=unset) for plan in plans])
         return made
 
     def _writes_all(self, unit: Unit, name: str) -> bool:
@@ -283,7 +283,7 @@ class Mover:
         for unit in units:
             self._gatherer.take_back(unit)
 
-    def _copy_unit(self, move: _Move, movement: Movement) -> None:
+    def _copy_unit(self, move: _Move, movement: Transfers) -> None:
         """Submit the copies of a unit. What cannot be submitted fails as a copy does."""
         # The shadow last: it is a copy of the parameters.
         for name in (PARAM, SECONDARY, GRAD, MASTER, OPTIMIZER, SHADOW):
@@ -293,7 +293,7 @@ class Mover:
                 except Exception as error:
                     move.homes[name].note_write(FailedEvent(error))
 
-    def _copy_home(self, move: _Move, name: str, new: Home, movement: Movement) -> None:
+    def _copy_home(self, move: _Move, name: str, new: Storage, movement: Transfers) -> None:
         unit, label = move.unit, Label("move", move.unit.name, name)
         if name == PARAM:
             self._copy_params(move, new, movement, label)
@@ -307,9 +307,9 @@ class Mover:
         elif name != SECONDARY or not unit.stale:  # else nothing is in it
             movement.copy(unit.homes[name], new, label)
 
-    def _copy_params(self, move: _Move, new: Home, movement: Movement, label: Label) -> None:
+    def _copy_params(self, move: _Move, new: Storage, movement: Transfers, label: Label) -> None:
         unit = move.unit
-        if unit.holding.residency is Residency.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
+        if unit.holding.residency is UnitState.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
             return  # the values are there
         becomes_replica = self._becomes_replica(unit, new)
         if becomes_replica == (unit.replica is not None):
@@ -318,14 +318,14 @@ class Mover:
             move.stale = becomes_replica and unit.layout.shards > 1
             movement.copy(unit.params, self._own_part(unit, new), label)
 
-    def _becomes_replica(self, unit: Unit, params: Home) -> bool:
+    def _becomes_replica(self, unit: Unit, params: Storage) -> bool:
         return self._plans[unit].replicated and not params.in_files
 
-    def _own_part(self, unit: Unit, params: Home) -> Home:
+    def _own_part(self, unit: Unit, params: Storage) -> Storage:
         """Make a home of this rank's shard of the new home of the parameters."""
         return params.part(*unit.own_range) if self._becomes_replica(unit, params) else params
 
-    def _commit(self, move: _Move) -> list[Section]:
+    def _commit(self, move: _Move) -> list[Segment]:
         """Let the new homes count; return the sections that are left behind."""
         unit, left = move.unit, move.left()
         for section in left:
@@ -355,13 +355,13 @@ def _parts_from_shadow(unit: Unit, wanted: Wanted, homes: Collection[str], to: T
     return moves or (MASTER in homes and any(plan.cells and plan.tier is not to for plan in shadow))
 
 
-def _is_whole(home: Home) -> bool:
+def _is_whole(home: Storage) -> bool:
     """Whether all sections of a home have the same cells, none of them nothing."""
     kinds = {tuple((cell.kind, cell.dtype) for cell in section.plan.cells) for section in home.sections}
     return len(kinds) == 1 and () not in kinds
 
 
-class _Over(Event):
+class _Settled(Event):
     """Another event, whether its work has failed or not: whoever needs that work asks for itself."""
 
     def __init__(self, event: Event) -> None:

@@ -23,23 +23,23 @@ from penstock.checkpoint.beside import fingerprint, other_than, persistent_buffe
 from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.reader import LATEST, next_serial
-from penstock.checkpoint.save import Save, Target, check_seen
-from penstock.checkpoint.tables import Extent, HomeTable, UnitTable, kept_homes, own_slots, own_tiles
+from penstock.checkpoint.save import Save, SaveTarget, check_seen
+from penstock.checkpoint.tables import BoxExtent, HomeTable, UnitTable, kept_homes, own_slots, own_tiles
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.config import MASTER, OPTIMIZER, PARAM
-from penstock.engine.state.access import Access
-from penstock.engine.step.context import Rig
+from penstock.engine.state.access import StateAccess
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.unit import Unit
 from penstock.errors import ConfigError, EngineError
-from penstock.runtime.control_group import Council
+from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.streams import HostEvent, HostWorker, Work, all_of
-from penstock.tiers.storage import Home
+from penstock.tiers.storage import Storage
 
 #: What becomes of a save while another one is running.
 IfBusy = Literal["wait", "raise"]
 
 
-class _Over(HostEvent):
+class _SaveDone(HostEvent):
     """Completion of a save beside training.
 
     However the save ends, and also if it never begins, training no longer waits for its copies afterwards.
@@ -67,16 +67,16 @@ class _Over(HostEvent):
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RunningSave:
     """A save that is under way."""
 
     worker: HostWorker
-    over: _Over
+    over: _SaveDone
     ring: RingMemory
 
 
 @dataclass(frozen=True)
-class _Own:
+class _RankState:
     """What a rank gives to a save, as it was when the save was asked for.
 
     Attributes:
@@ -100,25 +100,25 @@ class _Own:
     made: Sequence[Path] = ()
 
 
-class Saver:
+class StateSaver:
     """Saves one engine's state. One save at a time.
 
     Arguments:
         access: knows step counts and which parameters have state.
-        council: one of saves alone: they go on beside what the user's thread does.
+        control_group: one of saves alone: they go on beside what the user's thread does.
     """
 
-    def __init__(self, rig: Rig, access: Access, council: Council) -> None:
-        self._model = rig.model
-        self._units = rig.units
-        self._ranks = rig.ranks
-        self._streams = rig.streams
+    def __init__(self, context: EngineContext, access: StateAccess, control_group: ControlGroup) -> None:
+        self._model = context.model
+        self._units = context.units
+        self._ranks = context.ranks
+        self._streams = context.streams
         self._access = access
-        self._rule = rig.rule
-        self._gradient_scale = rig.gradient_scale
-        self._param_groups = rig.param_groups
-        self._council = council
-        self._job: _Job | None = None
+        self._rule = context.rule
+        self._gradient_scale = context.gradient_scale
+        self._param_groups = context.param_groups
+        self._control_group = control_group
+        self._job: _RunningSave | None = None
 
     def save(
         self,
@@ -150,7 +150,7 @@ class Saver:
                     own = self._take(folder, extra or {}, undo, blocking=blocking, frozen=frozen)
             except Exception as error:
                 failure = error
-            self._council.agree(failure)  # a rank that goes on alone would wait for the others for ever
+            self._control_group.agree(failure)  # a rank that goes on alone would wait for the others for ever
             assert own is not None
             save = self._agree(folder, own, keep)
             if own.worker is None:
@@ -160,12 +160,12 @@ class Saver:
 
     def _take(
         self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack, *, blocking: bool, frozen: bool
-    ) -> _Own:
+    ) -> _RankState:
         """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
         # Copies: the user's thread goes on to change what they are of while tiles are written.
         random = read_random(self._streams.device)
         buffers, tensors = to_tensors(persistent_buffers(self._model))
-        prints = {key: fingerprint(tensor) for key, tensor in tensors.items()} if self._council.size > 1 else {}
+        prints = {key: fingerprint(tensor) for key, tensor in tensors.items()} if self._control_group.size > 1 else {}
         sources = self._sources(frozen=frozen)
         # Here, before training goes on: to pin memory may have the device finish its work first.
         ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._streams.device)))
@@ -175,37 +175,37 @@ class Saver:
             # ranks agree: the others would write, and wait for one that has no thread.
             worker = HostWorker("save", promised=f"Saving {folder}", alone=self._streams.computes_on_host)
             undo.callback(worker.close)
-        if not self._council.is_first:
-            return _Own(random, tensors, prints, sources, ring, worker)
+        if not self._control_group.is_first:
+            return _RankState(random, tensors, prints, sources, ring, worker)
         manifest = self._manifest(folder, buffers, tensors, extra, frozen=frozen)
         made = folders.make_folder(folder)
         undo.callback(folders.remove_folders, made)
-        return _Own(random, tensors, prints, sources, ring, worker, manifest, made)
+        return _RankState(random, tensors, prints, sources, ring, worker, manifest, made)
 
-    def _agree(self, folder: Path, own: _Own, keep: int | None) -> Save:
+    def _agree(self, folder: Path, own: _RankState, keep: int | None) -> Save:
         """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
         # One token on every rank: names of this save's files begin with it, beside files that the folder has already.
-        token, made, prints = self._council.share(
+        token, made, prints = self._control_group.share(
             (own.manifest.token if own.manifest is not None else "", [str(path) for path in own.made], own.fingerprints)
         )
-        check_seen(folder, self._council)
+        check_seen(folder, self._control_group)
         return Save(
-            council=self._council,
-            target=Target(folder, [Path(path) for path in made], token, keep),
+            control_group=self._control_group,
+            target=SaveTarget(folder, [Path(path) for path in made], token, keep),
             sources=own.sources,
             ring=own.ring,
             streams=self._streams,
             random=own.random,
             manifest=own.manifest,
-            tensors=own.tensors if self._council.is_first else other_than(own.tensors, prints),
+            tensors=own.tensors if self._control_group.is_first else other_than(own.tensors, prints),
         )
 
     def _run_beside_training(self, save: Save, worker: HostWorker, undo: contextlib.ExitStack) -> None:
         """Write on a thread of its own, and have what comes next wait for what has to be copied first."""
-        over = _Over([source.copied for source in save.sources])
+        over = _SaveDone([source.copied for source in save.sources])
         try:
             # Inside: noted and then interrupted, it would be waited for without a thread that ever ends it.
-            self._job = _Job(worker, over, save.ring)
+            self._job = _RunningSave(worker, over, save.ring)
             for source in save.sources:
                 for home in source.homes:
                     # Else an update would write what is still being copied, and the tile would be of two steps.
@@ -254,7 +254,7 @@ class Saver:
         try:
             self.finish()  # the save speaks on the council until then
         finally:
-            self._council.close()
+            self._control_group.close()
 
     # What is saved
 
@@ -336,7 +336,7 @@ class Saver:
                 yield (
                     parameter.name,
                     SavedParameter(
-                        shape=Extent.of(parameter.slot).shape,
+                        shape=BoxExtent.of(parameter.slot).shape,
                         dtype=unit.spec.dtype,
                         trained=trained,
                         step=self._access.steps()[parameter.tensor] if trained else 0,
@@ -365,7 +365,7 @@ def _check_request(path: str | PathLike[str], keep: int | None, if_busy: str) ->
         raise ConfigError(f"save({str(path)!r}): name the checkpoint; 'latest' stands for the newest one.")
 
 
-def _homes(unit: Unit) -> dict[str, Home]:
+def _homes(unit: Unit) -> dict[str, Storage]:
     """Choose the homes that a checkpoint keeps of a unit."""
     homes = {PARAM: unit.params}
     if unit.trained is None:
@@ -374,7 +374,7 @@ def _homes(unit: Unit) -> dict[str, Home]:
     return {name: homes[name] for name in kept_homes({name: home.plans[0].cells for name, home in homes.items()})}
 
 
-def _home_table(name: str, home: Home) -> HomeTable:
+def _home_table(name: str, home: Storage) -> HomeTable:
     tiers: dict[str, int] = {}
     for plan in home.plans:
         tiers[plan.tier.value] = tiers.get(plan.tier.value, 0) + sum(cell.nbytes for cell in plan.cells)

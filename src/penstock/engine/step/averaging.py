@@ -10,13 +10,13 @@ from functools import partial
 from torch import Tensor
 
 from penstock.config import MASTER, PARAM, SHADOW, Tier
-from penstock.engine.step.context import Rig
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.unit import Unit
 from penstock.runtime.streams import DONE, UPDATE, Event, all_of
 from penstock.tiers.staging import Buffers, SlotPlan, plan_ring, worked_on
-from penstock.tiers.storage import Ring, SectionPlan
+from penstock.tiers.storage import Ring, SegmentPlan
 from penstock.tiers.tier import Store
-from penstock.tiers.transfer import BroughtTile, Movement, Pipeline
+from penstock.tiers.transfer import StagedTile, TileStreamer, Transfers
 from penstock.trace import Label
 
 #: What is done with some elements: their average, their parameters, and what those lack to the fp32 values.
@@ -33,13 +33,15 @@ class Averaging:
         movement: what publishes shadows.
     """
 
-    def __init__(self, rig: Rig, store: Store, movement: Movement) -> None:
-        self._units = rig.units
-        self._streams = rig.streams
+    def __init__(self, context: EngineContext, store: Store, movement: Transfers) -> None:
+        self._units = context.units
+        self._streams = context.streams
         self._store = store
         self._movement = movement
         self._rings = {beside: Ring() for beside in SIDES}
-        self._pipelines = {beside: Pipeline(rig.streams, ring, beside=beside) for beside, ring in self._rings.items()}
+        self._pipelines = {
+            beside: TileStreamer(context.streams, ring, beside=beside) for beside, ring in self._rings.items()
+        }
         self._slots: dict[Tier, list[SlotPlan]] = {beside: [] for beside in SIDES}
         self._buffers = Buffers(store)
 
@@ -48,7 +50,7 @@ class Averaging:
         units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units if unit.trained]
         rings = {}
         for beside in SIDES:
-            sections: Iterator[tuple[str, SectionPlan]] = (
+            sections: Iterator[tuple[str, SegmentPlan]] = (
                 ("average" if name == kind else name, plan)
                 for unit in units
                 for kind in kinds
@@ -120,7 +122,7 @@ class Averaging:
         if exchanges and any(trained.is_shadowed(number) for number in range(len(trained.tiles))):
             self._movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
 
-    def _submit(self, brought: BroughtTile, beside: Tier, work: Work) -> Event:
+    def _submit(self, brought: StagedTile, beside: Tier, work: Work) -> Event:
         """Do the work on a tile once all of it is there, and put back what it wrote."""
         (average,), master = brought.views["average"], brought.views[MASTER]
         (param,) = brought.views[SHADOW] if SHADOW in brought.views else brought.views[PARAM]

@@ -12,7 +12,7 @@ from penstock._native import Pool
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 from penstock.rules.rule import Rule
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import Streams
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class GradientScale:
 
 
 @dataclass(frozen=True, eq=False)
-class Rig:
+class EngineContext:
     """The model and what trains it. Parts take it in their constructors; which of them it is does not change.
 
     Attributes:
@@ -148,7 +148,7 @@ class Rig:
 
     model: nn.Module
     units: Sequence[Unit]
-    ranks: Ranks
+    ranks: Collectives
     streams: Streams
     pool: Pool
     rule: Rule
@@ -176,7 +176,7 @@ _WHERE_TO_LOOK = (
 )
 
 
-class Skips:
+class SkippedSteps:
     """Counts the steps that were skipped in a row, and has the loss scale follow.
 
     Arguments:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from penstock.config import Tier
-from penstock.engine.step.context import Rig
-from penstock.engine.step.update import Plan, Sharing, TileUpdate, Updater
+from penstock.engine.step.context import EngineContext
+from penstock.engine.step.update import Plan, TileUpdate, Updater, UpdateSharing
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 from penstock.layout import Piece
 from penstock.rules.formats import squared_norms_of
 from penstock.rules.rule import fp32
 from penstock.runtime.streams import Event, FailedEvent, Streams, all_of
-from penstock.tiers.storage import Home
+from penstock.tiers.storage import Storage
 from penstock.tiers.transfer import in_reach
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def measure_late(units: Iterable[Unit], streams: Streams) -> None:
         unit.trained.gradient.measure([part], [norm])
 
 
-def reached(home: Home, streams: Streams) -> Tensor | None:
+def reached(home: Storage, streams: Streams) -> Tensor | None:
     """Return the values of a home of one kind, if compute reaches all of them in one piece, else `None`."""
     section, *others = home.sections
     if others or not in_reach(section.tier, Tier.DEVICE, streams.reach):
@@ -66,7 +66,8 @@ def reached(home: Home, streams: Streams) -> Tensor | None:
 #
 # 1. Wait for the gradients; sum their squared norms over ranks, and which parameters got one: one all-reduce.
 # 2. Decide: a norm that is not finite skips the step, and nothing changes.
-# 3. Update each tile where its optimizer state lives: one fused pass that unscales, clips, updates and writes the param.
+# 3. Update each tile where its optimizer state lives: one fused pass that unscales, clips, updates and writes the
+# param.
 # 4. Publish what was written beside its home.
 #
 # With `overlap="backward"` phase 3 begins in backward, unit by unit, for the tiles that the host updates. What decides
@@ -92,7 +93,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Measure:
+class GradientMeasure:
     """The gradient of a step over all ranks: the same values on every rank.
 
     Attributes:
@@ -153,33 +154,33 @@ class Stepper:
     Arguments:
         updater: plans and submits the updates of tiles.
         sharing: which of the host's tiles the device updates; `None` for none of them.
-        rig: what every part of the engine works with.
+        context: what every part of the engine works with.
         overlaps: whether `update` returns before the last update has run: then whoever needs a unit waits for it.
         begins: whether updates begin in backward.
     """
 
     def __init__(
         self,
-        rig: Rig,
+        context: EngineContext,
         updater: Updater,
         *,
-        sharing: Sharing | None,
+        sharing: UpdateSharing | None,
         overlaps: bool,
         begins: bool,
     ) -> None:
-        self._units = [unit for unit in rig.units if unit.trained]
-        self._ranks = rig.ranks
-        self._streams = rig.streams
+        self._units = [unit for unit in context.units if unit.trained]
+        self._ranks = context.ranks
+        self._streams = context.streams
         self._updater = updater
-        self._param_groups = rig.param_groups
-        self._gradient_scale = rig.gradient_scale
+        self._param_groups = context.param_groups
+        self._gradient_scale = context.gradient_scale
         self._sharing = sharing
         self._overlaps = overlaps
         self._begins = begins
         self._forwards = False  # whether the last update went through the units in their order
         self._early = _Early()
 
-    def measure(self) -> Measure:
+    def measure(self) -> GradientMeasure:
         """Wait for the gradients, and sum their norms and which parameters got one over ranks (phase 1). Collective.
 
         Raises:
@@ -242,9 +243,9 @@ class Stepper:
         # The exact sum, rounded once: the same for every order, in whatever units the parameters are. As fp32 it is the
         # same, too, for devices that sum the squares of a part in an order of their own.
         total = math.nan if flawed else math.fsum(norms)
-        return Measure(_as_fp32(math.sqrt(total) * self._gradient_scale.size), present, norms, flawed)
+        return GradientMeasure(_as_fp32(math.sqrt(total) * self._gradient_scale.size), present, norms, flawed)
 
-    def update(self, measure: Measure, max_grad_norm: float | None) -> None:
+    def update(self, measure: GradientMeasure, max_grad_norm: float | None) -> None:
         """Have every tile updated, and publish what was written beside its home (phases 3 and 4).
 
         Units are updated in order, which forward waits for them in. Where it does not wait, every other step goes
@@ -372,7 +373,7 @@ class Stepper:
         # updates begin in backward, which is the same on every rank: a rank that met alone would wait for its timeout.
         try:
             if self._begins and self._ranks.world_size > 1:
-                self._ranks.council.agree(failure)
+                self._ranks.control_group.agree(failure)
             elif failure is not None:
                 raise failure
         except Exception as error:

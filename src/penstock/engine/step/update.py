@@ -10,15 +10,15 @@ from typing import Any, Literal
 from torch import nn
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
-from penstock.engine.step.context import Rig
-from penstock.engine.unit.unit import Fields, Unit
+from penstock.engine.step.context import EngineContext
+from penstock.engine.unit.unit import StateFields, Unit
 from penstock.layout import Piece
-from penstock.rules.fused import Summing, Sums, update_many
-from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment
+from penstock.rules.fused import RecordChecksums, Summing, update_many
+from penstock.rules.rule import BLOCK_NUMEL, Scalars, StepScalars, UpdateSlice
 from penstock.runtime.hardware import Clock, HostClock
 from penstock.runtime.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
-from penstock.tiers.storage import Home, Views
-from penstock.tiers.transfer import BroughtTile, Movement, Pipeline, Stretch
+from penstock.tiers.storage import Storage, Views
+from penstock.tiers.transfer import StagedTile, TileRange, TileStreamer, Transfers
 from penstock.trace import NO_LABEL, Label
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -27,18 +27,18 @@ from penstock.trace import NO_LABEL, Label
 
 
 #: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
-Plan = dict[int, tuple[Hyper, Scalars]]
+Plan = dict[int, tuple[StepScalars, Scalars]]
 #: The same of parameters of one rule, group and step, and with the same scalars.
-_Known = dict[Hashable, tuple[Hyper, Scalars]]
+_Known = dict[Hashable, tuple[StepScalars, Scalars]]
 
 
 @dataclass(frozen=True)
-class Run:
+class UpdateRun:
     """Neighbouring pieces that are updated in one pass: elements `start` to `stop` of the shard."""
 
     start: int
     stop: int
-    hyper: Hyper
+    hyper: StepScalars
     base: int = 0  # what added to an element's index in the shard numbers it among all elements of the optimizer
     slot: int = field(default=0, compare=False)  # of the first piece
 
@@ -66,7 +66,7 @@ class TileUpdate:
     unit: Unit
     number: int
     beside: Tier
-    runs: Sequence[Run]
+    runs: Sequence[UpdateRun]
     scale: float
     complete: Event
     streamed: bool = False
@@ -86,7 +86,7 @@ class Updater:
     """Plans the updates of tiles, and submits them.
 
     Arguments:
-        rig: what every part of the engine works with.
+        context: what every part of the engine works with.
         groups: index of the optimizer's param group of each trained parameter.
         firsts: number of each trained parameter's first element among all elements of the optimizer.
         pipelines: for each side, what brings the tiles that its updates cannot reach where they rest.
@@ -99,16 +99,16 @@ class Updater:
 
     def __init__(
         self,
-        rig: Rig,
+        context: EngineContext,
         *,
         groups: Mapping[nn.Parameter, int],
         firsts: Mapping[nn.Parameter, int],
-        pipelines: Mapping[Tier, Pipeline],
-        movement: Movement,
+        pipelines: Mapping[Tier, TileStreamer],
+        movement: Transfers,
     ) -> None:
-        self._rule = rig.rule
-        self._streams = rig.streams
-        self._pool = rig.pool
+        self._rule = context.rule
+        self._streams = context.streams
+        self._pool = context.pool
         self._groups = groups
         self._firsts = firsts
         self._pipelines = pipelines
@@ -192,13 +192,13 @@ class Updater:
             number += count
         return updates
 
-    def _stretch(self, tile: TileUpdate, on: Tier) -> Stretch:
+    def _stretch(self, tile: TileUpdate, on: Tier) -> TileRange:
         """Say how many tiles from this one on are updated at once by the device, or by the host.
 
         Each call costs the same for few elements as for many. A parameter that is looked at as a whole is one tile.
         """
         if tile.unit.spec.whole_numel:
-            return Stretch(1, in_place=False)
+            return TileRange(1, in_place=False)
         stretch = self._pipelines[on].stretch(tile.number, _homes(tile.unit, tile.number))
         # What the host updates is work of its stream, and never compute's.
         return stretch if on is Tier.DEVICE else stretch._replace(in_place=False)
@@ -244,7 +244,7 @@ class Updater:
 
     def _update_in_place(self, tiles: Sequence[TileUpdate], label: Label) -> None:
         """Have compute itself update what is in its reach: in one call of the rule, whatever units it is of."""
-        segments: list[tuple[Segment, Hyper]] = []
+        segments: list[tuple[UpdateSlice, StepScalars]] = []
         nbytes = 0
         for tile in tiles:
             assert tile.unit.trained is not None
@@ -328,11 +328,11 @@ class Updater:
         return {index: self._firsts[parameters[index]] + own - layout[index].start for index in slots}
 
     def _apply(
-        self, tile: TileUpdate, fields: Fields, brought: BroughtTile, allowed: Callable[[], bool] | None
+        self, tile: TileUpdate, fields: StateFields, brought: StagedTile, allowed: Callable[[], bool] | None
     ) -> None:
         """Update every run of a tile, as the work of a stream, once all of it is there."""
         updates = allowed is None or allowed()
-        sums = Sums(record.buffer for record in brought.summed)
+        sums = RecordChecksums(record.buffer for record in brought.summed)
         if updates:
             segments = self._segments(tile, fields, brought.views)
             update_many(tile.unit.rule, segments, tile.scale, self._pool, sums)
@@ -342,8 +342,8 @@ class Updater:
             tile.then()
 
     def _segments(
-        self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views]
-    ) -> Iterator[tuple[Segment, Hyper]]:
+        self, tile: TileUpdate, fields: StateFields, views: Mapping[str, Views]
+    ) -> Iterator[tuple[UpdateSlice, StepScalars]]:
         """Yield what the rule works on in each run of a tile: views of its values, as they were brought."""
         unit = tile.unit
         first = tile.number * unit.params.sections[0].tile_numel  # where the values begin in the shard
@@ -357,10 +357,10 @@ class Updater:
             shape = unit.layout.slots[run.slot].shape if unit.spec.whole_numel else ()
             if start == 0 and stop == len(param) and all(scale is None for scale in scales):
                 # All of it: views of the same elements would take as long as the update of a small unit.
-                yield Segment(param, grad, master, states, first=run.base + run.start, shape=shape), run.hyper
+                yield UpdateSlice(param, grad, master, states, first=run.base + run.start, shape=shape), run.hyper
                 continue
             part, blocks = slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
-            segment = Segment(
+            segment = UpdateSlice(
                 param=param[part],
                 grad=grad[part],
                 master=None if master is None else master[part],
@@ -375,7 +375,7 @@ class Updater:
 
 def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
     """Make one stretch of neighbouring tiles of a unit."""
-    runs: list[Run] = []
+    runs: list[UpdateRun] = []
     for run in (run for tile in tiles for run in tile.runs):
         if runs and (runs[-1].stop, runs[-1].hyper, runs[-1].base) == (run.start, run.hyper, run.base):
             run = replace(run, start=runs.pop().start)
@@ -383,7 +383,7 @@ def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
     return replace(tiles[0], runs=runs, count=sum(tile.count for tile in tiles))
 
 
-def _homes(unit: Unit, number: int) -> dict[str, Home]:
+def _homes(unit: Unit, number: int) -> dict[str, Storage]:
     """List the homes that the update of a tile works on, by name."""
     trained = unit.trained
     assert trained is not None
@@ -400,13 +400,13 @@ def _touched(views: Mapping[str, Views]) -> int:
     return total
 
 
-def merge(pieces: Iterable[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
+def merge(pieces: Iterable[Piece], hypers: Mapping[int, StepScalars], bases: Mapping[int, int]) -> list[UpdateRun]:
     """Make the runs of those pieces whose slots are in `hypers`; neighbours with equal scalars become one.
 
     A run takes in the gap between two pieces, which holds zeros in every kind. Where the update would not keep them,
-    and where neighbours are not numbered one after the other (`bases`, see `Run`), they stay apart.
+    and where neighbours are not numbered one after the other (`bases`, see `UpdateRun`), they stay apart.
     """
-    runs: list[Run] = []
+    runs: list[UpdateRun] = []
     first: Piece | None = None  # of the run that goes on
     last = 0
     for piece in pieces:
@@ -419,20 +419,21 @@ def merge(pieces: Iterable[Piece], hypers: Mapping[int, Hyper], bases: Mapping[i
             ):
                 last = piece.stop
                 continue
-            runs.append(Run(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
+            runs.append(UpdateRun(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
         # A parameter without a gradient, which no run may reach across, is not touched.
         first, last = None if hyper is None else piece, piece.stop
     if first is not None:
-        runs.append(Run(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
+        runs.append(UpdateRun(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
     return runs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which of the host's tiles the device updates: up, update, down, through spare memory and beside compute.
 #
-# A step's updates last as long as the slower side. Both sides work through the tiles in the same order, mixed evenly, so
-# that units are finished one after the other, as forward wants them. Which share the device takes is stated, or measured:
-# if in a second the host updates h elements and the device d, links included, the device's share is d / (h + d).
+# A step's updates last as long as the slower side. Both sides work through the tiles in the same order, mixed evenly,
+# so that units are finished one after the other, as forward wants them. Which share the device takes is stated, or
+# measured: if in a second the host updates h elements and the device d, links included, the device's share is d / (h +
+# d).
 #
 # Source: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer Models Using Interleaved
 # Offloading", 2024.
@@ -447,7 +448,7 @@ WARM_UP_STEPS, MEASURED_STEPS = 1, 4
 log = logging.getLogger(__name__)
 
 
-class Sharing:
+class UpdateSharing:
     """Divides the tiles whose state rests off the device between the host and the device.
 
     Arguments:

@@ -7,16 +7,16 @@ from torch import Tensor, nn
 
 from penstock._native import Pool
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW
-from penstock.engine.unit.first_values import Flat, Read
+from penstock.engine.unit.first_values import FlatValues, ValueRead
 from penstock.engine.unit.parameter import UnitParameter, make_parameters
 from penstock.engine.unit.partition import UnitSpec
 from penstock.engine.unit.plan import UnitPlan
-from penstock.engine.unit.unit import Gradient, Trained, Unit, Weights
+from penstock.engine.unit.unit import TrainingState, Unit, UnitGradient, WeightRange
 from penstock.layout import FlatLayout, Slot
 from penstock.rules.formats import as_param, write_given, write_master
-from penstock.runtime.collectives import Ranks
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import Streams
-from penstock.tiers.storage import Home
+from penstock.tiers.storage import Storage
 from penstock.tiers.tier import Reservation
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -45,7 +45,9 @@ def make_unit(
     spec, layout = plan.spec, plan.layout
     # In the order of the plan, in which they were reserved: a slab hands out its memory one section after the other,
     # and one that is made out of turn would get another one's.
-    homes = {name: Home([reserved.make(section) for section in sections]) for name, sections in plan.sections.items()}
+    homes = {
+        name: Storage([reserved.make(section) for section in sections]) for name, sections in plan.sections.items()
+    }
     full = None
     if not plan.resident:
         full = streams.make_buffer(layout.numel, spec.dtype)
@@ -58,10 +60,10 @@ def make_unit(
     return unit
 
 
-def make_trained(plan: UnitPlan, homes: Mapping[str, Home], rank: int) -> Trained:
+def make_trained(plan: UnitPlan, homes: Mapping[str, Storage], rank: int) -> TrainingState:
     """Put together what a unit has beside its parameters where it is trained."""
-    return Trained(
-        gradient=Gradient(homes[GRAD]),
+    return TrainingState(
+        gradient=UnitGradient(homes[GRAD]),
         master=homes[MASTER],
         optimizer=homes[OPTIMIZER],
         shadow=homes[SHADOW],
@@ -70,7 +72,7 @@ def make_trained(plan: UnitPlan, homes: Mapping[str, Home], rank: int) -> Traine
     )
 
 
-def fill_unit(unit: Unit, flats: Sequence[Flat] | None, pool: Pool | None = None) -> None:
+def fill_unit(unit: Unit, flats: Sequence[FlatValues] | None, pool: Pool | None = None) -> None:
     """Put parameters into their home, and this rank's part of them into the master; their own memory goes.
 
     Nothing is waited for and no event is noted: nobody else knows the homes yet, and whatever is submitted later
@@ -87,7 +89,7 @@ def fill_unit(unit: Unit, flats: Sequence[Flat] | None, pool: Pool | None = None
     unit.note_versions()  # after the last write here: only writes by others are to be refused
 
 
-def reads_of(layout: FlatLayout, rank: int, *, replicated: bool) -> list[Read]:
+def reads_of(layout: FlatLayout, rank: int, *, replicated: bool) -> list[ValueRead]:
     """List what `fill_unit` reads of a unit's parameters, in order.
 
     Arguments:
@@ -98,21 +100,21 @@ def reads_of(layout: FlatLayout, rank: int, *, replicated: bool) -> list[Read]:
     return [*(_reads_of_others(layout, rank) if replicated else ()), *_reads_of_own(layout, rank)]
 
 
-def _reads_of_own(layout: FlatLayout, rank: int) -> Iterator[Read]:
+def _reads_of_own(layout: FlatLayout, rank: int) -> Iterator[ValueRead]:
     for index, slot in enumerate(layout.slots):
         if own := layout.overlap(slot, rank):
-            yield Read(index, own[0] - slot.start, own[1] - slot.start)
+            yield ValueRead(index, own[0] - slot.start, own[1] - slot.start)
 
 
-def _reads_of_others(layout: FlatLayout, rank: int) -> Iterator[Read]:
+def _reads_of_others(layout: FlatLayout, rank: int) -> Iterator[ValueRead]:
     first, last = layout.shard_range(rank)
     for index, slot in enumerate(layout.slots):
         for start, stop in ((slot.start, min(slot.stop, first)), (max(slot.start, last), slot.stop)):
             if start < stop:
-                yield Read(index, start - slot.start, stop - slot.start)
+                yield ValueRead(index, start - slot.start, stop - slot.start)
 
 
-def _write(unit: Unit, flats: Sequence[Flat], pool: Pool | None) -> None:
+def _write(unit: Unit, flats: Sequence[FlatValues], pool: Pool | None) -> None:
     """Write the values of a unit's parameters into its homes, which are zeros."""
     if unit.replica is not None:
         for index, start, stop in _reads_of_others(unit.layout, unit.rank):
@@ -131,7 +133,7 @@ def _write(unit: Unit, flats: Sequence[Flat], pool: Pool | None) -> None:
                     _write_own(unit, weights, at - offset - begin, value, pool)
 
 
-def _write_own(unit: Unit, weights: Weights, at: int, value: Tensor, pool: Pool | None) -> None:
+def _write_own(unit: Unit, weights: WeightRange, at: int, value: Tensor, pool: Pool | None) -> None:
     """Write values into a range of this rank's shard, from its element `at` on."""
     param = _at(weights.param, at, value)
     if unit.trained is None:
@@ -178,7 +180,7 @@ def place(unit: Unit, plan: UnitPlan) -> None:
 
 
 def parameters_for(
-    plan: UnitPlan, known: Mapping[nn.Parameter, UnitParameter], ranks: Ranks
+    plan: UnitPlan, known: Mapping[nn.Parameter, UnitParameter], ranks: Collectives
 ) -> tuple[UnitParameter, ...]:
     """Note the parameters of a new unit: those of other units as they were before `prepare`."""
     new = make_parameters(plan.spec.parameters, plan.layout, ranks.divided, ranks.rank)
@@ -193,7 +195,7 @@ def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> N
 
     Nothing is under way on them. On the caller's time, as `fill_unit`.
     """
-    homes = {name: Home([reserved.make(section) for section in sections]) for name, sections in plan.beside.items()}
+    homes = {name: Storage([reserved.make(section) for section in sections]) for name, sections in plan.beside.items()}
     unit.trained = make_trained(plan, homes, unit.rank)
     for start in range(0, unit.shard_numel, plan.tile_numel):  # a tile at a time: in fp32 it is larger
         stop = min(start + plan.tile_numel, unit.shard_numel)

@@ -404,7 +404,8 @@ def _exchange(parameter: nn.Parameter, value: Tensor) -> None:
 # Whole parameters that stand in for DTensors while a model is initialised.
 #
 # Every rank initialises all of a parameter, from the same random numbers, and keeps its own part. Drawn by torch's
-# DTensor itself, values would depend on how many ranks there are, and on which device; these are those of one rank alone.
+# DTensor itself, values would depend on how many ranks there are, and on which device; these are those of one rank
+# alone.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from penstock.checkpoint.ahead import ReadAhead, Span
+from penstock.checkpoint.ahead import ReadAhead, ReadSpan
 from penstock.checkpoint.beside import batches
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.unit.dtensor import (
@@ -32,7 +32,7 @@ from penstock.engine.unit.dtensor import (
 from penstock.engine.unit.partition import UnitSpec
 from penstock.errors import ConfigError, EngineError
 from penstock.layout import Region, round_up
-from penstock.runtime.collectives import LocalRanks, Ranks, as_bytes
+from penstock.runtime.collectives import Collectives, LocalRanks, as_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How modules give their own parameters and buffers first values, and in which order.
@@ -153,7 +153,7 @@ def _name(model: nn.Module, module: nn.Module) -> str:
 _COMPARED_NUMEL = 1 << 24  # of tied values, at once
 
 
-class Read(NamedTuple):
+class ValueRead(NamedTuple):
     """Elements of one of a unit's parameters, counted from its own first.
 
     Attributes:
@@ -165,7 +165,7 @@ class Read(NamedTuple):
     stop: int
 
 
-class Flat(ABC):
+class FlatValues(ABC):
     """The values of one parameter, as if it were flat."""
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Flat(ABC):
         yield start, self.read(start, stop)
 
 
-class Whole(Flat):
+class MemoryValues(FlatValues):
     """Values that are in memory."""
 
     def __init__(self, values: Tensor) -> None:
@@ -188,7 +188,7 @@ class Whole(Flat):
         return self._values[start:stop]
 
 
-class InFile(Flat):
+class FileValues(FlatValues):
     """Values in files, of which only what is asked for is read.
 
     Arguments:
@@ -211,7 +211,7 @@ class InFile(Flat):
         return super().pieces(start, stop) if self._ahead is None else self._ahead.pieces(self._name, start, stop)
 
 
-class Cut(Flat):
+class BoxValues(FlatValues):
     """A box of values, of which no more is read than the rows that it lies in.
 
     Arguments:
@@ -220,7 +220,7 @@ class Cut(Flat):
         region: where it lies.
     """
 
-    def __init__(self, whole: Flat, shape: tuple[int, ...], region: Region) -> None:
+    def __init__(self, whole: FlatValues, shape: tuple[int, ...], region: Region) -> None:
         self._whole = whole
         self._shape = shape
         self._region = region
@@ -239,15 +239,15 @@ class Cut(Flat):
         return box[start - first * row : stop - first * row]
 
 
-def cut_to(flat: Flat, parameter: nn.Parameter) -> Flat:
+def cut_to(flat: FlatValues, parameter: nn.Parameter) -> FlatValues:
     """Cut values to this rank's elements of a parameter."""
     box = box_of(parameter)
-    return flat if box is None else Cut(flat, *box)
+    return flat if box is None else BoxValues(flat, *box)
 
 
 def foreseen(
-    names: Mapping[Tensor, str], specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]
-) -> tuple[list[Span], int]:
+    names: Mapping[Tensor, str], specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]
+) -> tuple[list[ReadSpan], int]:
     """List what `pieces` will be asked for of values that are in files, in order, and the bytes of the largest unit.
 
     Arguments:
@@ -259,8 +259,8 @@ def foreseen(
     for spec, of_unit in zip(specs, reads, strict=True):
         most_bytes = max(most_bytes, sum(stop - start for _, start, stop in of_unit) * spec.dtype.itemsize)
         for slot, start, stop in of_unit:
-            if box_of(spec.parameters[slot]) is None:  # else `Cut` asks for whole rows
-                spans.append(Span(names[spec.parameters[slot]], start, stop))
+            if box_of(spec.parameters[slot]) is None:  # else `BoxValues` asks for whole rows
+                spans.append(ReadSpan(names[spec.parameters[slot]], start, stop))
     return spans, most_bytes
 
 
@@ -276,7 +276,7 @@ def oddity(name: str, value: object) -> list[str]:
     return [] if value.layout is torch.strided else [f"'{name}' is {value.layout}, not a dense tensor"]
 
 
-def same(one: Flat, other: Flat, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def same(one: FlatValues, other: FlatValues, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether two values are the same once they are in a dtype. Compares block by block; NaN is the same as NaN."""
     numel = math.prod(shape)
     for start in range(0, numel, _COMPARED_NUMEL):
@@ -309,7 +309,7 @@ _GRAIN_BYTES = 16  # any dtype may begin there
 _PACKED_BYTES = 1 << 20  # at most, of several parameters: a larger one goes by itself
 
 
-def broadcast_flat(values: Sequence[Tensor], ranks: Ranks, device: torch.device) -> list[Tensor]:
+def broadcast_flat(values: Sequence[Tensor], ranks: Collectives, device: torch.device) -> list[Tensor]:
     """Give the first rank's values on every rank, flat, each in a place of its own. Collective.
 
     Arguments:
@@ -334,7 +334,7 @@ def broadcast_flat(values: Sequence[Tensor], ranks: Ranks, device: torch.device)
     return found
 
 
-def broadcast_alike(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+def broadcast_alike(tensors: Sequence[Tensor], ranks: Collectives) -> None:
     """Overwrite what ranks that divide parameters have alike with the first one's; small ones together. Collective.
 
     Arguments:
@@ -446,11 +446,11 @@ Weights = str | os.PathLike[str] | StoredTensors | Mapping[str, Tensor] | Callab
 INIT = "init"
 
 
-class Source(ABC):
+class FirstValues(ABC):
     """Values of all parameters and buffers."""
 
     @abstractmethod
-    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield each unit's number and the values of its parameters, as they become available. Collective.
 
         In place of values that nobody has there is `None`.
@@ -459,14 +459,14 @@ class Source(ABC):
         generator if he does not ask.
         """
 
-    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]) -> None:  # noqa: B027 - few read ahead
+    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]) -> None:  # noqa: B027 - few read ahead
         """Note what will be read of each unit, in order, before `units` is asked for it."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
         """Close what is open."""
 
 
-class FirstRank(Source):
+class FirstRankValues(FirstValues):
     """The model's own values, those of the first rank.
 
     Arguments:
@@ -474,17 +474,17 @@ class FirstRank(Source):
         device: where they are sent from and received.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: Collectives, device: torch.device) -> None:
         self._ranks = ranks
         self._device = device
 
-    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield the units in order: each rank has what the first one has of them."""
         # Ranks have compared their units before: broadcasts of equal size match whatever they are of, and a rank with
         # another order would take one parameter's values for another's.
         if self._ranks.world_size == 1:
             for number, spec in enumerate(specs):
-                yield number, [Whole(parameter) for parameter in spec.parameters]
+                yield number, [MemoryValues(parameter) for parameter in spec.parameters]
             return
         # By sizes that are the same on ranks which divide a parameter into uneven parts: they meet once for each group.
         for together in groups_of([sum(most_bytes(p) for p in spec.parameters) for spec in specs]):
@@ -498,10 +498,10 @@ class FirstRank(Source):
             flats = flats[::-1]  # one after the other is let go of
             del values
             for number in together:
-                yield number, [Whole(flats.pop()) for _ in specs[number].parameters]
+                yield number, [MemoryValues(flats.pop()) for _ in specs[number].parameters]
 
 
-class Given(Source):
+class GivenValues(FirstValues):
     """Values by name: from files, from a mapping, or from a function.
 
     Arguments:
@@ -530,7 +530,7 @@ class Given(Source):
         self._check(names)
         self._fill_buffers()
 
-    def share(self, ranks: Ranks, device: torch.device, *, whole: bool) -> None:
+    def share(self, ranks: Collectives, device: torch.device, *, whole: bool) -> None:
         """Have ranks of a host that need the same values read a part of them each. Collective over all ranks.
 
         Arguments:
@@ -545,14 +545,14 @@ class Given(Source):
         if local is not None and files is not None:
             self._shared = SharedReads(files, forms, local)
 
-    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]) -> None:
+    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]) -> None:
         """Begin to read what is in files as it is wanted, unless ranks of a host share the reads."""
         if not isinstance(self._weights, StoredTensors) or self._shared is not None:
             return
         names = {tensor: aliases[0] for tensor, aliases in self._names.items() if aliases}
         self._ahead = ReadAhead(self._weights, *foreseen(names, specs, reads))
 
-    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield the units in order.
 
         Of files each rank reads what it keeps, and ranks need not meet for it; but those of a host that keep the same.
@@ -566,7 +566,10 @@ class Given(Source):
                 continue
             values = shared.read([self._names[parameter][0] for parameter in spec.parameters])
             try:
-                yield number, [cut_to(Whole(each), one) for each, one in zip(values, spec.parameters, strict=True)]
+                yield (
+                    number,
+                    [cut_to(MemoryValues(each), one) for each, one in zip(values, spec.parameters, strict=True)],
+                )
             except GeneratorExit:
                 if number + 1 < len(specs):
                     shared.give_up()
@@ -628,24 +631,24 @@ class Given(Source):
             if not same(self._values(first), self._values(other), self._shapes[tensor], tensor.dtype)
         ]
 
-    def _values(self, name: str) -> Flat:
+    def _values(self, name: str) -> FlatValues:
         if isinstance(self._weights, StoredTensors):
-            return InFile(self._weights, name, self._ahead)
+            return FileValues(self._weights, name, self._ahead)
         assert isinstance(self._weights, Mapping)
-        return Whole(self._weights[name])
+        return MemoryValues(self._weights[name])
 
-    def _flat(self, parameter: Tensor) -> Flat:
+    def _flat(self, parameter: Tensor) -> FlatValues:
         """Give the values of a parameter; refuse one that is tied and has others under another of its names."""
         names = self._names[parameter]
         if self._held is not None:
             return self._values(names[0])
-        first: Flat = self._ask(names[0], parameter)
+        first: FlatValues = self._ask(names[0], parameter)
         for other in names[1:]:
             if not same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
                 raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
         return first
 
-    def _ask(self, name: str, parameter: Tensor) -> Flat:
+    def _ask(self, name: str, parameter: Tensor) -> FlatValues:
         """Call the function for a name, and refuse what does not fit the parameter."""
         assert callable(self._weights)
         try:
@@ -657,7 +660,7 @@ class Given(Source):
         )
         if faults:
             raise self._unfit(faults)
-        return Whole(value)
+        return MemoryValues(value)
 
     def _fill_buffers(self) -> None:
         """Give buffers the values that are there for them, and initialise those that are still on the meta device."""
@@ -676,7 +679,7 @@ class Given(Source):
                     initialise(self._model, module, owners)
 
 
-class Initialised(Source):
+class InitialisedValues(FirstValues):
     """Values from the model's own initialisation, module by module, with the first rank's random numbers.
 
     They are those of initialising the whole model on one cpu, in the order of `model.apply`. Each rank does all of it,
@@ -688,7 +691,7 @@ class Initialised(Source):
         device: where the state of the random numbers is sent from and received.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, ranks: Collectives, device: torch.device) -> None:
         self._model = model
         self._ranks = ranks
         self._device = device
@@ -705,7 +708,7 @@ class Initialised(Source):
                 "reset_parameters(). Add one, or give values."
             )
 
-    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield each unit once nothing more initialises what is inside of its outermost module."""
         own_state = torch.get_rng_state()
         # Every rank initialises everything by itself, from one state: the values are the same and none has to be sent.
@@ -725,7 +728,7 @@ class Initialised(Source):
 
     def _initialised(
         self, specs: Sequence[UnitSpec], stand_ins: Mapping[nn.Parameter, nn.Parameter]
-    ) -> Iterator[tuple[int, list[Flat] | None]]:
+    ) -> Iterator[tuple[int, list[FlatValues] | None]]:
         """Initialise module after module, and yield each unit whose values nothing writes any more."""
         order = visits(self._model, self._owners)
         last = settled(order, self._owners)
@@ -745,7 +748,7 @@ class Initialised(Source):
             initialise(self._model, module, self._owners, gone[module])
             for index, spec in enumerate(specs):
                 if last[spec.anchors[0]] == number:
-                    yield index, [cut_to(Whole(stand_ins.get(p, p)), p) for p in spec.parameters]
+                    yield index, [cut_to(MemoryValues(stand_ins.get(p, p)), p) for p in spec.parameters]
                     for parameter in spec.parameters:
                         if parameter in stand_ins:
                             let_go(stand_ins[parameter])
@@ -759,12 +762,12 @@ class Initialised(Source):
 def open_source(
     model: nn.Module,
     weights: Weights | None,
-    ranks: Ranks,
+    ranks: Collectives,
     device: torch.device,
     undo: contextlib.ExitStack,
     *,
     keeps_whole: bool,
-) -> Source:
+) -> FirstValues:
     """Choose where first values come from. Where that is not the model, it keeps its own until all of them are there.
 
     Collective.
@@ -778,19 +781,19 @@ def open_source(
         keeps_whole: whether each rank keeps whole parameters, and not its shard alone.
     """
     if weights is None:
-        return FirstRank(ranks, device)
+        return FirstRankValues(ranks, device)
     undo.callback(keep_values(model))  # first: to open a source fills buffers
-    source: Source | None = None
+    source: FirstValues | None = None
     with agreeing(weights, ranks):
-        source = Initialised(model, ranks, device) if weights == INIT else Given(model, weights)
+        source = InitialisedValues(model, ranks, device) if weights == INIT else GivenValues(model, weights)
     assert source is not None
-    if isinstance(source, Given):  # on all ranks: those that fail have met
+    if isinstance(source, GivenValues):  # on all ranks: those that fail have met
         source.share(ranks, device, whole=keeps_whole)
     return source
 
 
 @contextlib.contextmanager
-def agreeing(weights: Weights | None, ranks: Ranks) -> Iterator[None]:
+def agreeing(weights: Weights | None, ranks: Collectives) -> Iterator[None]:
     """Stop every rank where what is inside fails on one: values that are given may be others on each. Collective.
 
     Ranks meet at its end. Inside there must be no collective that a rank which failed before it does not come to.
@@ -804,7 +807,7 @@ def agreeing(weights: Weights | None, ranks: Ranks) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error  # not raised yet: the others wait for this rank in the meeting
-    ranks.council.agree(failure)
+    ranks.control_group.agree(failure)
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
@@ -819,7 +822,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 _MOST_BYTES = 1 << 26  # that travel at once
 
 
-def align_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+def align_buffers(model: nn.Module, ranks: Collectives, device: torch.device) -> None:
     """Put the buffers on the device; every rank takes those of the first one, as it does with parameters. Collective.
 
     Sparse and quantised buffers, and tensor subclasses, have no plain memory: they stay as each rank has them.

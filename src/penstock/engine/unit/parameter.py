@@ -21,7 +21,8 @@ from penstock.rules.formats import as_param
 # A backward through a graph from before a change is an error, as in torch: the versions of tensors say so.
 #
 # torch compares the version of what it saved with the one that it has in backward. Updates write parameters where torch
-# does not see it, so they are counted here. What passes saved-tensor hooks, or is computed again, torch does not compare.
+# does not see it, so they are counted here. What passes saved-tensor hooks, or is computed again, torch does not
+# compare.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -44,7 +45,7 @@ def check_version(tensor: Tensor, expected: int, what: str = "") -> None:
         )
 
 
-class Version:
+class TensorVersion:
     """The version that a tensor has now. The tensor's counter is kept, and not its memory."""
 
     __slots__ = ("_counter", "_expected")
@@ -59,7 +60,7 @@ class Version:
         check_version(self._counter, self._expected)
 
 
-class Kept:
+class KeptSavedTensor:
     """A tensor that a saved-tensor hook leaves where it is."""
 
     __slots__ = ("_tensor", "_version")
@@ -81,8 +82,8 @@ class Kept:
 #
 # Attention reads its output projection's weight, a parent its child's, a block runs by its `forward` method alone: no
 # hook of a module tells. What every such read passes is the dict that `Module.__getattr__` looks into. So while
-# parameters are placeholders, the modules that own them have one that tells; a module whose parameters are there has the
-# dict it always had, which compilers know.
+# parameters are placeholders, the modules that own them have one that tells; a module whose parameters are there has
+# the dict it always had, which compilers know.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +107,7 @@ class ReadWatch(Generic[OwnerT]):
         self._owners = {p: owners[p] for p in module.parameters(recurse=False) if p in owners}
         self._notice = notice
         self._plain: Named = module._parameters
-        self._watched = _Watched(self)
+        self._watched = _WatchedParameters(self)
         self._hidden: set[OwnerT] = set()
 
     def hide(self, owner: OwnerT) -> None:
@@ -141,7 +142,7 @@ class ReadWatch(Generic[OwnerT]):
             self._module.__dict__["_parameters"] = new  # Module.__setattr__ looks for modules and buffers first
 
 
-class _Watched(Named):
+class _WatchedParameters(Named):
     """Parameters by name, telling of each that is looked up. Copies are plain."""
 
     def __init__(self, watch: ReadWatch[Any]) -> None:
@@ -237,14 +238,14 @@ _METADATA = frozenset(
 _STRIDES = frozenset({"stride", "is_contiguous", "dim_order"})
 
 
-class Reader(Protocol):
+class ParameterReader(Protocol):
     """Whoever may gather a released parameter."""
 
     def read(self, parameter: nn.Parameter) -> None:
         """Gather the parameter if a forward of the model is under way in this thread."""
 
 
-class Owner:
+class ParameterOwner:
     """The owner of a parameter, without keeping it alive. Pickled with a parameter, it comes back as `None`.
 
     Arguments:
@@ -252,7 +253,7 @@ class Owner:
         name: the parameter's name in the model.
     """
 
-    def __init__(self, owner: Reader | None = None, name: str = "") -> None:
+    def __init__(self, owner: ParameterReader | None = None, name: str = "") -> None:
         self._of = None if owner is None else ref(owner)
         self.name = name
 
@@ -271,7 +272,7 @@ class Owner:
             owner.read(parameter)
 
 
-class Released(Tensor):
+class ReleasedTensor(Tensor):
     """A tensor that never has values, or not now: the `.data` of a released parameter, or the parameter itself."""
 
     __slots__ = ()
@@ -287,11 +288,11 @@ class Released(Tensor):
                 if getattr(func, "__name__", "") in _STRIDES:
                     args = torch.empty(args[0].shape, device="meta"), *args[1:]
                 return func(*args, **kwargs)
-        released: list[Any] = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Released)]
+        released: list[Any] = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, ReleasedTensor)]
         for tensor in released:
             if isinstance(tensor, nn.Parameter):
                 _owner_of(tensor).read(tensor)
-        left = [tensor for tensor in released if isinstance(tensor, Released)]
+        left = [tensor for tensor in released if isinstance(tensor, ReleasedTensor)]
         if not left:
             return func(*args, **kwargs)
         if _attribute(func) == "data" and func.__name__ == "__get__" and not is_divided(args[0]):
@@ -314,23 +315,23 @@ class Released(Tensor):
         return format(repr(self), spec)
 
 
-class ReleasedParameter(Released, nn.Parameter):
+class ReleasedParameter(ReleasedTensor, nn.Parameter):
     """A plain parameter while its unit is released."""
 
 
 def released_class(kind: type[Any]) -> type[Any]:
     """Return the class of a tensor while it is released; make it if the tensor's own class is no plain one."""
-    if issubclass(kind, Released):
+    if issubclass(kind, ReleasedTensor):
         return kind
     if kind is nn.Parameter:
         return ReleasedParameter
-    return new_class(f"Released{kind.__name__}", (Released, kind))
+    return new_class(f"Released{kind.__name__}", (ReleasedTensor, kind))
 
 
 def released_alias(tensor: Tensor, name: str) -> Tensor:
     """Make a tensor of placeholders refuse reads and writes in the name of its parameter, for good."""
-    tensor.__class__ = Released
-    vars(tensor)[OWNER] = Owner(name=name)
+    tensor.__class__ = ReleasedTensor
+    vars(tensor)[OWNER] = ParameterOwner(name=name)
     return tensor
 
 
@@ -347,8 +348,8 @@ def _needs_no_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return name in _METADATA or func is torch.autograd.grad or (name == "type" and len(args) == 1 and not kwargs)
 
 
-def _owner_of(tensor: Any) -> Owner:
-    owner: Owner = vars(tensor).get(OWNER) or Owner()
+def _owner_of(tensor: Any) -> ParameterOwner:
+    owner: ParameterOwner = vars(tensor).get(OWNER) or ParameterOwner()
     return owner
 
 

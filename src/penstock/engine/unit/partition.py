@@ -97,7 +97,7 @@ def state_numel(rule: Rule, name: str, parameter: nn.Parameter) -> int:
     return 0 if shape is None else math.prod(shape)
 
 
-class _Grain(NamedTuple):
+class _GroupKey(NamedTuple):
     """What parameters of one unit have alike: what updates them; where that looks at whole ones, also their sizes.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Grain(NamedTuple):
     states: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, rule: Rule) -> "_Grain":
+    def of(cls, parameter: nn.Parameter, rule: Rule) -> "_GroupKey":
         if not rule.whole:
             return cls(rule)
         states = tuple(state_numel(rule, state.name, parameter) for state in rule.states)
@@ -152,7 +152,7 @@ def find_units(
     owners = _owners(model, blocks)
     names = {parameter: name for name, parameter in model.named_parameters()}
     stay = {parameter for spec in known for parameter in spec.parameters}
-    groups: dict[tuple[str, torch.dtype, bool, bool, _Grain | None], list[nn.Parameter]] = {}
+    groups: dict[tuple[str, torch.dtype, bool, bool, _GroupKey | None], list[nn.Parameter]] = {}
     several = rules is not None and len({rule.name for rule in rules.values()}) > 1
     for parameter, name in names.items():
         if parameter in stay:
@@ -163,7 +163,7 @@ def find_units(
         dtype = _dtype_in_use(parameter, modules, compute_dtype, trains=rules is not None)
         small = 0 < parameter.numel() * dtype.itemsize <= persistent_bytes
         trainable = rules is not None and parameter.requires_grad and parameter in rules
-        grain = _Grain.of(parameter, rules[parameter]) if rules is not None and trainable else None
+        grain = _GroupKey.of(parameter, rules[parameter]) if rules is not None and trainable else None
         block = _block_of_all(owners, [parameter])
         groups.setdefault((ROOT if small else block, dtype, trainable, small, grain), []).append(parameter)
 
@@ -328,7 +328,7 @@ def _owners(model: nn.Module, blocks: dict[str, nn.Module]) -> _OwnersOf:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Owners:
+class OwnerAssignment:
     """Chooses the ranks of parameters, unit by unit, the same on every rank.
 
     Arguments:
@@ -356,7 +356,7 @@ class Owners:
         return counts
 
 
-def lay_out(spec: UnitSpec, shards: int, owners: Owners) -> FlatLayout:
+def lay_out(spec: UnitSpec, shards: int, owners: OwnerAssignment) -> FlatLayout:
     """Lay out the flat buffer of a unit.
 
     Arguments:

@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
-from penstock.engine.unit.partition import Owners, UnitSpec, lay_out, state_numel
-from penstock.engine.unit.unit import Fields
+from penstock.engine.unit.partition import OwnerAssignment, UnitSpec, lay_out, state_numel
+from penstock.engine.unit.unit import StateFields
 from penstock.layout import FlatLayout, TierRange, least_divisor, part, split
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.runtime.topology import Grid, Reach
-from penstock.tiers.storage import CellPlan, SectionPlan, Streamed
+from penstock.tiers.storage import CellPlan, SegmentPlan, Streamed
 from penstock.tiers.transfer import in_reach
 
 
 @dataclass(frozen=True, kw_only=True)
-class Homes:
+class StoragePlan:
     """Where the kinds of every unit live, and in what dtype.
 
     Attributes:
@@ -65,7 +65,7 @@ class Homes:
 
 
 @dataclass(frozen=True)
-class Kind:
+class KindPlan:
     """One kind of a home: its name, dtype, and elements of the shard that one value belongs to."""
 
     name: str
@@ -73,7 +73,7 @@ class Kind:
     grain: int = 1
 
 
-class Spans(NamedTuple):
+class TierSpans(NamedTuple):
     """Which tiles of a unit are on which tiers. Gradients and optimizer states are those of this rank."""
 
     params: Sequence[TierRange]
@@ -98,12 +98,12 @@ class UnitPlan:
 
     spec: UnitSpec
     layout: FlatLayout
-    homes: Homes
+    homes: StoragePlan
     replicated: bool
     resident: bool
-    sections: Mapping[str, Sequence[SectionPlan]]
-    own_params: Sequence[SectionPlan]
-    fields: Fields
+    sections: Mapping[str, Sequence[SegmentPlan]]
+    own_params: Sequence[SegmentPlan]
+    fields: StateFields
 
     @property
     def shard_numel(self) -> int:
@@ -121,16 +121,16 @@ class UnitPlan:
         return self.layout.numel * self.spec.dtype.itemsize
 
     @property
-    def shard_sections(self) -> dict[str, Sequence[SectionPlan]]:
+    def shard_sections(self) -> dict[str, Sequence[SegmentPlan]]:
         """The sections of this rank's shard."""
         return {**self.sections, PARAM: self.own_params}
 
     @property
-    def beside(self) -> dict[str, Sequence[SectionPlan]]:
+    def beside(self) -> dict[str, Sequence[SegmentPlan]]:
         """The sections of what a trained unit has beside its parameters."""
         return {name: sections for name, sections in self.sections.items() if name not in (PARAM, SECONDARY)}
 
-    def all_sections(self) -> Iterator[SectionPlan]:
+    def all_sections(self) -> Iterator[SegmentPlan]:
         """Yield every section, in the order in which `make_unit` makes them."""
         for sections in self.sections.values():
             yield from sections
@@ -138,7 +138,7 @@ class UnitPlan:
 
 def plan_units(
     specs: Sequence[UnitSpec],
-    homes: Homes,
+    homes: StoragePlan,
     grid: Grid,
     reach: Reach,
     resting: Mapping[str, UnitPlan] | None = None,
@@ -153,7 +153,7 @@ def plan_units(
         resting: by name, units whose parameters rest somewhere already, and stay there.
     """
     resting = resting or {}
-    owners = Owners(grid.shards)
+    owners = OwnerAssignment(grid.shards)
     layouts = [resting[s.name].layout if s.name in resting else lay_out(s, grid.shards, owners) for s in specs]
     # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
     replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or grid.shards == 1)
@@ -184,7 +184,7 @@ def plan_units(
     optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes, mine)
     plans = []
     for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True)):
-        spans = Spans(params[i], grads.get(i, ()), optimizer.get(i, ()))
+        spans = TierSpans(params[i], grads.get(i, ()), optimizer.get(i, ()))
         own = part(params[i], *layout.shard_range(grid.shard_rank)) if replicated else tuple(params[i])
         in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, reach) and reach.reads_in_place
         sections, fields = _plan_sections(spec, homes, spans, own, reach)
@@ -198,7 +198,7 @@ def plan_units(
                 replicated=replicated,
                 resident=replicated and in_place,
                 sections=sections,
-                own_params=_sections(PARAM, [Kind(PARAM, spec.dtype)], own, spec, homes),
+                own_params=_sections(PARAM, [KindPlan(PARAM, spec.dtype)], own, spec, homes),
                 fields=fields,
             )
         )
@@ -206,17 +206,17 @@ def plan_units(
 
 
 def _plan_sections(
-    spec: UnitSpec, homes: Homes, spans: Spans, own_params: Sequence[TierRange], reach: Reach
-) -> tuple[dict[str, Sequence[SectionPlan]], Fields]:
+    spec: UnitSpec, homes: StoragePlan, spans: TierSpans, own_params: Sequence[TierRange], reach: Reach
+) -> tuple[dict[str, Sequence[SegmentPlan]], StateFields]:
     """Plan the sections of a unit by home, in the order in which they will be made, and the optimizer's kinds."""
-    sections: dict[str, Sequence[SectionPlan]] = {
-        PARAM: _sections(PARAM, [Kind(PARAM, spec.dtype)], spans.params, spec, homes)
+    sections: dict[str, Sequence[SegmentPlan]] = {
+        PARAM: _sections(PARAM, [KindPlan(PARAM, spec.dtype)], spans.params, spec, homes)
     }
     if not spec.trainable:
-        return sections, Fields((), ())
-    master = [Kind(MASTER, homes.master_dtype)] if homes.master_dtype and homes.keeps_master(spec) else []
+        return sections, StateFields((), ())
+    master = [KindPlan(MASTER, homes.master_dtype)] if homes.master_dtype and homes.keeps_master(spec) else []
     kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
-    sections[GRAD] = _sections(GRAD, [Kind(GRAD, homes.grad_dtype)], spans.grads, spec, homes)
+    sections[GRAD] = _sections(GRAD, [KindPlan(GRAD, homes.grad_dtype)], spans.grads, spec, homes)
     sections[MASTER] = _sections(MASTER, master, spans.optimizer, spec, homes)
     sections[OPTIMIZER] = _sections(OPTIMIZER, kinds, spans.optimizer, spec, homes)
     sections[SHADOW] = [
@@ -226,7 +226,9 @@ def _plan_sections(
         if max(update.start, param.start) < min(update.stop, param.stop)
         for section in _sections(
             SHADOW,
-            [Kind(MASTER, spec.dtype)] if _needs_shadow(param.tier, update.tier, homes.streams(spec), reach) else [],
+            [KindPlan(MASTER, spec.dtype)]
+            if _needs_shadow(param.tier, update.tier, homes.streams(spec), reach)
+            else [],
             [TierRange(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
             spec,
             homes,
@@ -235,25 +237,27 @@ def _plan_sections(
     return sections, fields
 
 
-def _secondary(spec: UnitSpec, layout: FlatLayout, homes: Homes, params: Sequence[TierRange]) -> list[SectionPlan]:
+def _secondary(
+    spec: UnitSpec, layout: FlatLayout, homes: StoragePlan, params: Sequence[TierRange]
+) -> list[SegmentPlan]:
     """Plan where this rank's part of a gathered unit rests: on the device, where its parameters do, else on the cpu."""
     assert homes.secondary is not None
     tier = Tier.DEVICE if all(span.tier is Tier.DEVICE for span in params) else Tier.CPU
     span = TierRange(tier, 0, layout.numel // homes.secondary)
-    return _sections(SECONDARY, [Kind(SECONDARY, spec.dtype)], [span], spec, homes)
+    return _sections(SECONDARY, [KindPlan(SECONDARY, spec.dtype)], [span], spec, homes)
 
 
-def _optimizer_kinds(spec: UnitSpec, tile_numel: int) -> tuple[list[Kind], Fields]:
+def _optimizer_kinds(spec: UnitSpec, tile_numel: int) -> tuple[list[KindPlan], StateFields]:
     """List the kinds of the optimizer's home: each state, followed by its scales where it has some."""
-    kinds: list[Kind] = []
+    kinds: list[KindPlan] = []
     states: list[int] = []
     scales: list[int | None] = []
     for state in spec.rule.states if spec.rule is not None else ():
         states.append(len(kinds))
-        kinds.append(Kind(state.name, state.dtype, _grain(spec, state, tile_numel)))
+        kinds.append(KindPlan(state.name, state.dtype, _grain(spec, state, tile_numel)))
         scales.append(len(kinds) if state.scale_name else None)
-        kinds += [Kind(state.scale_name, torch.float32, BLOCK_NUMEL)] if state.scale_name else []
-    return kinds, Fields(tuple(states), tuple(scales))
+        kinds += [KindPlan(state.scale_name, torch.float32, BLOCK_NUMEL)] if state.scale_name else []
+    return kinds, StateFields(tuple(states), tuple(scales))
 
 
 def _grain(spec: UnitSpec, state: StateSpec, tile_numel: int) -> int:
@@ -281,12 +285,12 @@ def _needs_shadow(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reac
 
 
 def _sections(
-    home: str, kinds: Iterable[Kind], spans: Iterable[TierRange], spec: UnitSpec, homes: Homes
-) -> list[SectionPlan]:
+    home: str, kinds: Iterable[KindPlan], spans: Iterable[TierRange], spec: UnitSpec, homes: StoragePlan
+) -> list[SegmentPlan]:
     """Plan the sections of one home: one for each span of tiles that are on one tier."""
     kinds = list(kinds)
     return [
-        SectionPlan(
+        SegmentPlan(
             home,
             tier,
             tuple(CellPlan(spec.name, k.name, tier, k.dtype, -(-(stop - start) // k.grain), k.grain) for k in kinds),

@@ -24,9 +24,9 @@ from penstock.errors import EngineError
 from penstock.layout import FlatLayout, Piece
 from penstock.rules.formats import read_master, write_master
 from penstock.rules.rule import Rule
-from penstock.runtime.modes import crossing
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import DONE, Event
-from penstock.tiers.storage import Home, Views, visit_together
+from penstock.tiers.storage import Storage, Views, visit_together
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The gradient of a unit: where it rests, of which parameters it is, and how large.
@@ -34,7 +34,7 @@ from penstock.tiers.storage import Home, Views, visit_together
 
 
 @dataclass
-class Gradient:
+class UnitGradient:
     """The gradient of a unit since the last `zero_grad`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Gradient:
             for `flaws`.
     """
 
-    home: Home
+    home: Storage
     present: set[int] = field(default_factory=set)
     squared_norms: dict[int, float | Tensor] = field(default_factory=dict)
     unmeasured: set[int] = field(default_factory=set)
@@ -86,12 +86,12 @@ class Gradient:
 #     RELEASED --> GATHERING --> GATHERED --> RELEASED
 #     OUTDATED --^      \____________________> OUTDATED --> RELEASED
 #
-# A unit is released when the last holder lets go of it, and by nobody else. Whoever uses a unit says here what happened;
-# nobody else writes these fields.
+# A unit is released when the last holder lets go of it, and by nobody else. Whoever uses a unit says here what
+# happened; nobody else writes these fields.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Residency(Enum):
+class UnitState(Enum):
     """What device memory a unit's parameters hold beside their home.
 
     RELEASED: none; the parameters refuse to be read.
@@ -123,14 +123,14 @@ class Holder(Enum):
 
 
 _FOLLOWS = {
-    Residency.RELEASED: {Residency.GATHERING, Residency.OUTDATED},  # outdated: memory that is lent to become a home
-    Residency.OUTDATED: {Residency.GATHERING, Residency.RELEASED, Residency.OUTDATED},
-    Residency.GATHERING: {Residency.GATHERED, Residency.OUTDATED, Residency.RELEASED},
-    Residency.GATHERED: {Residency.OUTDATED, Residency.RELEASED},
+    UnitState.RELEASED: {UnitState.GATHERING, UnitState.OUTDATED},  # outdated: memory that is lent to become a home
+    UnitState.OUTDATED: {UnitState.GATHERING, UnitState.RELEASED, UnitState.OUTDATED},
+    UnitState.GATHERING: {UnitState.GATHERED, UnitState.OUTDATED, UnitState.RELEASED},
+    UnitState.GATHERED: {UnitState.OUTDATED, UnitState.RELEASED},
 }
 
 
-class Holding:
+class UnitHolders:
     """Who holds one unit, and what its full buffer has.
 
     Attributes:
@@ -142,13 +142,13 @@ class Holding:
     """
 
     def __init__(self) -> None:
-        self.residency = Residency.OUTDATED
+        self.residency = UnitState.OUTDATED
         self.forwards = self.backwards = self.unannounced = self.blocks = 0
         self.used = False
         self.empties_views = False
         self.shown = False
 
-    def become(self, residency: Residency) -> None:
+    def become(self, residency: UnitState) -> None:
         """Go on to another state, one that may follow."""
         # A step that may not follow means that a unit is released under a reader, or gathered twice into one buffer.
         assert residency in _FOLLOWS[self.residency], f"{self.residency.name} -> {residency.name}"
@@ -226,11 +226,11 @@ class Holding:
 _KEY = "penstock"  # in the metadata of a graph's node
 
 
-class _Graph:
+class _GraphToken:
     """Lives as long as the graph whose node has it in its metadata."""
 
 
-class Recorded:
+class RecordedGraphs:
     """The recorded graphs of one unit.
 
     Attributes:
@@ -241,15 +241,15 @@ class Recorded:
     def __init__(self) -> None:
         self.shown: Tensor | None = None
         self.is_new = False
-        self._graphs: list[weakref.ref[_Graph]] = []
-        self._unmarked: list[_Graph] = []
+        self._graphs: list[weakref.ref[_GraphToken]] = []
+        self._unmarked: list[_GraphToken] = []
 
     def mark(self, grad: Tensor) -> Tensor:
         """Note that a backward which is being recorded comes to the unit. Return the gradient it is to go on with.
 
         All that is recorded of the unit follows from the gradient, so a node there lives as long as the graph does.
         """
-        graph = _Graph()
+        graph = _GraphToken()
         # Weakly: kept here, the token would stay, and the graph seem to live for ever.
         self._graphs.append(weakref.ref(graph))
         self.is_new = True
@@ -308,7 +308,7 @@ def views_elsewhere(buffer: Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Weights(NamedTuple):
+class WeightRange(NamedTuple):
     """The parameters of a range of elements, and what their fp32 values consist of."""
 
     param: Tensor
@@ -335,7 +335,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fields:
+class StateFields:
     """Which of the optimizer home's kinds is what.
 
     Attributes:
@@ -353,20 +353,20 @@ class Fields:
 
 
 @dataclass
-class Trained:
+class TrainingState:
     """What only a trainable unit has: gradient, master weights, optimizer states, and how they are cut into tiles.
 
     Homes of what the rule or the precision does not need keep nothing; so do sections of `shadow` whose parameters are
     in reach of the update. `averages` are made later, by kind, and no update writes them.
     """
 
-    gradient: Gradient
-    master: Home
-    optimizer: Home
-    shadow: Home
-    fields: Fields
+    gradient: UnitGradient
+    master: Storage
+    optimizer: Storage
+    shadow: Storage
+    fields: StateFields
     tiles: Sequence[tuple[Piece, ...]]
-    averages: dict[str, Home] = field(default_factory=dict)
+    averages: dict[str, Storage] = field(default_factory=dict)
 
     def update_tier(self, number: int) -> Tier:
         """Say where a tile is updated: on the device if its states live there, else on the host."""
@@ -402,7 +402,7 @@ class Unit:
         parameters: Sequence[UnitParameter],
         *,
         rank: int,
-        home: Home,
+        home: Storage,
         replicated: bool,
         full: Tensor | None,
     ) -> None:
@@ -419,14 +419,14 @@ class Unit:
         if full is None:  # the home's own memory, in one section: parameters are views of it
             (full,) = home.sections[0].tensors
         self.full = full
-        self.trained: Trained | None = None
-        self.holding = Holding()
-        self.recorded = Recorded()
+        self.trained: TrainingState | None = None
+        self.holding = UnitHolders()
+        self.recorded = RecordedGraphs()
         self.reads: Sequence[ReadWatch[Unit]] = ()  # told when the parameters are hidden and shown
         # What fills the full buffer, or copies from it, is over. Whoever shows the buffer or takes its memory waits for
         # this first: else compute reads half a gather, or a copy under way writes into memory that is somebody else's.
         self.event: Event = DONE
-        self.secondary: Home | None = None
+        self.secondary: Storage | None = None
         # Replicated: the other ranks' parts are from before the last update; so is what `secondary` has, or it has
         # nothing. The same on every rank, because it decides whether an all-gather is issued, and among which ranks: a
         # rank that issued one alone would wait for ever.
@@ -436,7 +436,7 @@ class Unit:
         self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
         self._nothing = self.placeholder.clone()
         if not self.resident:
-            self.holding.become(Residency.RELEASED)
+            self.holding.become(UnitState.RELEASED)
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -456,7 +456,7 @@ class Unit:
     @property
     def leased(self) -> bool:
         """Whether the full buffer has memory of its own."""
-        return not self.resident and self.holding.residency is not Residency.RELEASED
+        return not self.resident and self.holding.residency is not UnitState.RELEASED
 
     @property
     def label(self) -> str:
@@ -475,7 +475,7 @@ class Unit:
         return self.trained is not None and any(parameter.requires_grad for parameter in self.spec.parameters)
 
     @property
-    def homes(self) -> dict[str, Home]:
+    def homes(self) -> dict[str, Storage]:
         """Every home, by name."""
         homes = {PARAM: self.replica or self.params}
         if self.secondary is not None:
@@ -487,17 +487,17 @@ class Unit:
         return homes
 
     @property
-    def updated_homes(self) -> list[Home]:
+    def updated_homes(self) -> list[Storage]:
         """Every home that an update writes."""
         trained = () if self.trained is None else (self.trained.master, self.trained.optimizer, self.trained.shadow)
         return [self.replica or self.params, *trained]
 
     @property
-    def shard_homes(self) -> dict[str, Home]:
+    def shard_homes(self) -> dict[str, Storage]:
         """Every home, of this rank's shard alone."""
         return self.homes | {PARAM: self.params}
 
-    def exchange(self, name: str, home: Home) -> None:
+    def exchange(self, name: str, home: Storage) -> None:
         """Put another home in the place of one, by its name: of any but the parameters.
 
         The new one has events of its own, and nobody asks for those of the old one from here on. So the copy between
@@ -518,8 +518,8 @@ class Unit:
             assert name == SHADOW
             trained.shadow = home
 
-    def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Weights]]:
-        """Look at the parameters of a range of this rank's shard, piece by piece. See `Home.visit`.
+    def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, WeightRange]]:
+        """Look at the parameters of a range of this rank's shard, piece by piece. See `Storage.visit`.
 
         It reads and writes on the caller's time and waits for nothing: updates and copies of these homes are over.
         """
@@ -527,7 +527,7 @@ class Unit:
         for first, last, ((param,), *rest) in visit_together([self.params, *others], start, stop, modify=modify):
             # A home that keeps nothing of these elements has no views of them.
             shadow, master = (views[0] if views else None for views in rest) if rest else (None, None)
-            yield first, last, Weights(param, shadow, master)
+            yield first, last, WeightRange(param, shadow, master)
 
     @property
     def nbytes(self) -> int:
@@ -538,7 +538,7 @@ class Unit:
     def shown(self) -> Tensor:
         """What the parameters are views of where they are no placeholders."""
         kept = self.recorded.shown  # for graphs, whose backward nothing announces
-        return kept if kept is not None and self.holding.residency is not Residency.GATHERED else self.full
+        return kept if kept is not None and self.holding.residency is not UnitState.GATHERED else self.full
 
     def expose(self, buffer: Tensor | None = None) -> None:
         """Make the parameters views of the full buffer, or of another one like it."""
@@ -563,7 +563,7 @@ class Unit:
         """Tell these when the parameters are hidden and shown."""
         self.reads = watches
         # Parameters were hidden before there was a watch: it would take them for shown, and their first read be NaN.
-        if self.holding.residency is not Residency.GATHERED:
+        if self.holding.residency is not UnitState.GATHERED:
             self.hide()
 
     @property
@@ -641,11 +641,12 @@ class Unit:
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters of a model that nothing trains: frozen, whatever they were, until the engine leaves them.
 #
-# What is computed from them alone records no graph then, and a backward that comes through the model goes to its inputs.
+# What is computed from them alone records no graph then, and a backward that comes through the model goes to its
+# inputs.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Freeze:
+class FrozenParameters:
     """Freezes every parameter.
 
     Arguments:
@@ -658,7 +659,7 @@ class Freeze:
         self._handles = []
         names = {parameter.tensor: parameter.name for parameter in parameters}
         for tensor in self._before:
-            refuse = crossing(partial(_refuse_gradient, names[tensor]))
+            refuse = engine_entry(partial(_refuse_gradient, names[tensor]))
             tensor.requires_grad_(True)  # torch takes hooks of no others
             self._handles.append(tensor.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
             tensor.requires_grad_(False)
@@ -685,8 +686,8 @@ def _refuse_gradient(name: str, parameter: nn.Parameter) -> None:
 # Whether modules still hold the parameters that were prepared, and those the memory that the engine gave them.
 #
 # A parameter that somebody put into a module after `prepare` is computed with and never trained; values that somebody
-# put under a parameter (`parameter.data = ...`) go with its next gather. Torch tells nobody of either, so this is looked
-# up at the beginning of each forward of the model and of each step.
+# put under a parameter (`parameter.data = ...`) go with its next gather. Torch tells nobody of either, so this is
+# looked up at the beginning of each forward of the model and of each step.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

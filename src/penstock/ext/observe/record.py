@@ -86,14 +86,14 @@ class Record(AbstractContextManager["Record"]):
         """
         if before is not None and not before.closed:
             raise EngineError(f"record() was called while steps are recorded in {before.folder}. Close that one first.")
-        if not engine.rig.trains:
+        if not engine.context.trains:
             raise EngineError("record() was called, and nothing trains this model: there are no steps to record.")
         if type(begin) is not int or begin < 0:
             raise ConfigError(f"record(begin={begin!r}): give the number of steps that were made before, such as 100.")
         if RANK in os.fspath(folder):
             raise ConfigError(f"record({os.fspath(folder)!r}): the first rank alone writes. Leave {RANK} out.")
         record = cls(engine, folder, begin)
-        if engine.rig.ranks.rank == 0:
+        if engine.context.ranks.rank == 0:
             record._lines = Lines(record.folder / METRICS_NAME)
         return record
 
@@ -117,8 +117,8 @@ class Record(AbstractContextManager["Record"]):
             if plan is not None:
                 with suppress(OSError):
                     write_whole(check_own(self.folder / PLAN_NAME), plan)
-        observer = observe(engine.rig.streams)
-        observer.on_step, observer.waits = self.step_made, WaitSums(engine.rig.streams)
+        observer = observe(engine.context.streams)
+        observer.on_step, observer.waits = self.step_made, WaitSums(engine.context.streams)
         self._began = self._last = time.monotonic()
         return self
 
@@ -193,7 +193,7 @@ class Record(AbstractContextManager["Record"]):
     ) -> dict[str, Any]:
         """List the figures of the step that was made last."""
         rates = [_rate(group.get("lr")) for group in groups]
-        clip = abs(engine.rig.gradient_scale.clip) or 1.0  # of the loop itself: the step has seen what was left
+        clip = abs(engine.context.gradient_scale.clip) or 1.0  # of the loop itself: the step has seen what was left
         line: dict[str, Any] = {
             "step": self.steps,
             "seconds": round(self._last - self._began, 6),
@@ -204,7 +204,7 @@ class Record(AbstractContextManager["Record"]):
             "skipped_count": self._skipped_count,
             "bytes_by_tier": bytes_by_tier(engine),
         }
-        meter = observe(engine.rig.streams).waits
+        meter = observe(engine.context.streams).waits
         waits = {} if meter is None else meter.take()
         if self._trace is not None:
             return line | {"traced": True}  # a trace knows them
@@ -227,7 +227,7 @@ class Record(AbstractContextManager["Record"]):
         elif (
             not self._is_traced
             and self.steps - self._begin >= STEPS_BEFORE
-            and not observe(engine.rig.streams).is_traced
+            and not observe(engine.context.streams).is_traced
         ):
             self._is_traced, self._trace_ends = True, self.steps + STEPS_TRACED
             trace = ExitStack()
@@ -256,7 +256,7 @@ class Record(AbstractContextManager["Record"]):
             self.end_trace()
             if not self._is_placed:
                 self._place(engine)
-            observer = observe(engine.rig.streams)
+            observer = observe(engine.context.streams)
             observer.on_step = observer.waits = None
             observer.leave()
         if self._lines is not None:
@@ -303,9 +303,11 @@ def _rate(lr: Any) -> float | None:
 
 def _about(engine: Engine, given: torch.optim.Optimizer) -> dict[str, Any]:
     """Describe what is trained."""
-    parameters = [(p.tensor.numel(), unit.trained is not None) for unit in engine.rig.units for p in unit.parameters]
-    ranks, streams = engine.rig.ranks, engine.rig.streams
-    dtypes = dict.fromkeys(str(unit.spec.dtype).removeprefix("torch.") for unit in engine.rig.units)
+    parameters = [
+        (p.tensor.numel(), unit.trained is not None) for unit in engine.context.units for p in unit.parameters
+    ]
+    ranks, streams = engine.context.ranks, engine.context.streams
+    dtypes = dict.fromkeys(str(unit.spec.dtype).removeprefix("torch.") for unit in engine.context.units)
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "rank": ranks.rank,

@@ -34,7 +34,7 @@ class TraceReport:
 @contextmanager
 def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceReport]:
     """Take a trace of a `with` block, as `penstock.Optimizer.trace` says. Collective."""
-    streams, rank = engine.rig.streams, engine.rig.ranks.rank
+    streams, rank = engine.context.streams, engine.context.ranks.rank
     name = os.fspath(path)
     with ExitStack() as opened:
         file: IO[str] | None = None
@@ -47,7 +47,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
             except OSError as error:
                 failure = _refused(name, error)
         # Before anything is recorded: where this rank alone raised, the others would go on into collectives without it.
-        engine.rig.ranks.council.agree(failure)
+        engine.context.ranks.control_group.agree(failure)
         # What is under way was submitted without notes: nobody would know what a wait for it inside the block were for.
         engine.state.access.finish()
         report = TraceReport()

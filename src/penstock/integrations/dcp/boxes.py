@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.tables import Extent
+from penstock.checkpoint.tables import BoxExtent
 from penstock.errors import CheckpointError
 
 
@@ -32,7 +32,7 @@ class Box:
         Returns:
             For each its first element in the tensor and the one after its last, and where it begins in the box.
         """
-        return Extent(self.shape, self.offsets, self.sizes).runs(start, stop)
+        return BoxExtent(self.shape, self.offsets, self.sizes).runs(start, stop)
 
 
 def read_boxes(boxes: Sequence[Box], dtype: torch.dtype, start: int, stop: int) -> Tensor:
