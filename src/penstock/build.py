@@ -365,7 +365,7 @@ def _new_modules(model: nn.Module, newcomers: Set[nn.Parameter]) -> list[nn.Modu
 # `build`: draws the blueprint of a request, and has it built on given ranks and streams.
 #
 # 1. Draw the blueprint (`blueprint.py`), hold it against the memory there is, and have all ranks compare theirs: those
-# of    a host together as well (`hosts.py`).
+# of    a host together as well (`memory_budget.py`).
 # 2. Build it (`construct.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 

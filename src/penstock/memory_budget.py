@@ -40,7 +40,7 @@ from penstock.tiers.transfer import in_reach
 # computes (activations, and what kernels take for themselves) is not known here, and not counted.
 #
 # Where device and host share memory, as on a cpu, both together are held against the host's. A host's memory and disks
-# are those of all its ranks: what they take together, they compare (`hosts.py`).
+# are those of all its ranks: what they take together, they compare (`memory_budget.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -414,8 +414,8 @@ def nvme_bytes(blueprint: Blueprint) -> Sequence[tuple[str | os.PathLike[str], i
 # ----------------------------------------------------------------------------------------------------------------------
 # What the ranks of a host take of its memory and of its disks together, held against what it has.
 #
-# Each rank counts what it takes itself (`budgets.py`). A host's memory and a file system are for all ranks on it, so
-# they tell each other, before anything is taken, and all refuse what does not fit on one of the hosts.
+# Each rank counts what it takes itself (`memory_budget.py`). A host's memory and a file system are for all ranks on
+# it, so they tell each other, before anything is taken, and all refuse what does not fit on one of the hosts.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -132,7 +132,7 @@ def prepare(
         >>> optimizer.step().skipped
         False
     """
-    checks.check_ranks(mesh)  # raised without a meeting: the council is made of these ranks
+    checks.check_ranks(mesh)  # raised without a meeting: the control group is made of these ranks
     timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
     ranks = Collectives.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s, nodes=getattr(options, "nodes", None))
     arguments: dict[str, Any] = {
@@ -191,7 +191,8 @@ def _choose(
             check_elementwise(optimizer)
         facts["plan or batch"] = "plan" if batch is None else "batch"
         device = device_for(model.parameters(), mesh).device
-    # A council of its own: what ranks wait for elsewhere has an end after `timeout_s`, and planning may take longer.
+    # A control group of its own: what ranks wait for elsewhere has an end after `timeout_s`, and planning may take
+    # longer.
     patience_s = max(PATIENCE_S, request.options.timeout_s)
     with contextlib.closing(control_group.another(error=EngineError, timeout_s=patience_s)) as waiting:
         if batch is not None:

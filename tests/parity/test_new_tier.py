@@ -79,7 +79,7 @@ class DictionarySlab(Slab):
 
 
 class DictionaryTier(TierMemory):
-    name = Tier.NVME  # in the place of files: `kinds.py` would name another one
+    name = Tier.NVME  # in the place of files: `config.py` would name another one
 
     def __init__(self, *_: object, **__: object) -> None:
         self._late = ThreadPoolExecutor(4, "late")

@@ -70,7 +70,7 @@ def check_shared(folder: str | PathLike[str]) -> None:
 
 
 def check_seen(folder: Path, control_group: ControlGroup) -> None:
-    """Refuse a folder that a rank of a council does not see as the first one does. Collective.
+    """Refuse a folder that a rank of a control group does not see as the first one does. Collective.
 
     Raises:
         CheckpointError: names the ranks; on every rank.

@@ -154,7 +154,7 @@ class StepPolicy:
 # Gradients between backward and step: their norms, what they are multiplied with, what people set and drop.
 #
 # People reach them in two ways that mean the same: methods of the optimizer, and `.grad` with torch's own functions
-# (`passes/handles.py`). What is put into `.grad`, or taken out of it, tells nobody. It is found when somebody looks
+# (`gradients/proxy.py`). What is put into `.grad`, or taken out of it, tells nobody. It is found when somebody looks
 # next: a forward or backward of the model, and every method that needs gradients.
 # ----------------------------------------------------------------------------------------------------------------------
 

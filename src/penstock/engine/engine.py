@@ -151,7 +151,8 @@ class Engine:
                 with self.context.ranks.control_group.together("close()"):
                     pass
         except Exception as error:
-            # Nothing collective from here on: other ranks are past their meeting, or find this one's council closed.
+            # Nothing collective from here on: other ranks are past their meeting, or find this one's control group
+            # closed.
             heard = state_has_failed(self.context.units) or _is_among(error, raised)
             self.abandon()
             if keep_params or not heard:

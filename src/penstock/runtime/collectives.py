@@ -272,7 +272,7 @@ class Collectives:
             and of those that train other parts of the parameters; of the shard ranks of this rank's node, and of those
             of its place in each node. `None` where this rank is alone, and where the shard ranks are one node. They end
             with this object.
-        control_group: the council of all ranks, for the user's thread.
+        control_group: the control group of all ranks, for the user's thread.
         divided: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
 
     Attributes:
@@ -315,7 +315,7 @@ class Collectives:
         Arguments:
             mesh: `None` stands for the default process group, if there is one.
             sharded: whether ranks share the state where they may; else those have copies.
-            timeout_s: how long a rank waits for the others, in the council and in collectives, in seconds.
+            timeout_s: how long a rank waits for the others, in the control group and in collectives, in seconds.
             nodes: of what the nodes of the shard ranks consist, which get groups of their own then. Where that does not
                 divide the shard ranks, all of them are one node.
 
@@ -329,7 +329,7 @@ class Collectives:
         return ranks
 
     def close(self) -> None:
-        """Give back the groups that are our own, and the council."""
+        """Give back the groups that are our own, and the control group."""
         self._end_groups()
         self.control_group.close()
 
@@ -406,7 +406,7 @@ class Collectives:
         self._issue(f"the reduction of {what}", self._shard_group, reduce)
 
     def broadcast_shards(self, full: Tensor, cuts: Sequence[int], what: str = "") -> Pending | None:
-        """Fill a flat buffer with shards of any sizes, as `all_gather` with equal ones (`machine/py`).
+        """Fill a flat buffer with shards of any sizes, as `all_gather` with equal ones (above).
 
         Arguments:
             full: of any dtype; this rank's shard is there.

@@ -111,7 +111,8 @@ def limit_of(timeout_s: float) -> timedelta:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The council of the ranks: a process group of our own, on the host, in which they compare what they are about to do.
+# The control group of the ranks: a process group of our own, on the host, in which they compare what they are about to
+# do.
 #
 # Every collective method begins with a meeting. Each rank says what it is about to do, and whether it refuses. Only
 # when all are about to do the same, and none refuses, does anything begin in which one rank waits for another: a rank
@@ -153,12 +154,12 @@ class ControlGroup:
     members of the old group were.
 
     Arguments:
-        members: the ranks of the job that belong to the council. All of them construct it at the same time.
+        members: the ranks of the job that belong to the control group. All of them construct it at the same time.
         rank: this process's index in `members`.
         timeout_s: how long to wait for the other members, in seconds; to join, `JOINING_S` at most.
         error: the class of the error that is raised when another member does not answer.
         advice: a sentence that is added to the message of that error.
-        name: a name that all members know and that no council had before; empty to have one chosen.
+        name: a name that all members know and that no control group had before; empty to have one chosen.
         hosts: the names of the members' hosts, where there are several and somebody has asked already.
 
     Attributes:
@@ -184,7 +185,7 @@ class ControlGroup:
         self.timeout_s = timeout_s
         self._error = error
         self._advice = advice
-        self._others: list[ControlGroup] = []  # councils of the same ranks, which end with this one
+        self._others: list[ControlGroup] = []  # control groups of the same ranks, which end with this one
         self._name = name
         self._hosts = hosts
         self._group: Any = None  # torch does not type what a backend does
@@ -198,10 +199,10 @@ class ControlGroup:
         store = dist.distributed_c10d._get_default_store()
         if not self._name:
             who = ",".join(map(str, self.members))
-            # Every rank counts the councils of these members that it has joined. All have joined as many, so all get
-            # the same number, and no earlier council has it.
-            number = store.add(f"penstock councils of {who} joined by {self.members[self.rank]}", 1)
-            self._name = f"penstock council {number} of {hashlib.sha256(who.encode()).hexdigest()[:16]}"
+            # Every rank counts the control groups of these members that it has joined. All have joined as many, so all
+            # get the same number, and no earlier control group has it.
+            number = store.add(f"penstock control groups of {who} joined by {self.members[self.rank]}", 1)
+            self._name = f"penstock control group {number} of {hashlib.sha256(who.encode()).hexdigest()[:16]}"
         self._store = dist.distributed_c10d.PrefixStore(self._name, store)
         everyone = [f"here {rank}" for rank in range(self.size)]
         try:
@@ -254,7 +255,7 @@ class ControlGroup:
 
     @property
     def size(self) -> int:
-        """How many members the council has."""
+        """How many members the control group has."""
         return len(self.members)
 
     @property
@@ -273,14 +274,14 @@ class ControlGroup:
     def another(
         self, *, error: type[PenstockError], advice: str = "", timeout_s: float | None = None
     ) -> "ControlGroup":
-        """Make a second council of the same ranks, for use by another thread, or with more patience. Collective.
+        """Make a second control group of the same ranks, for use by another thread, or with more patience. Collective.
 
-        Two threads must not share a council: their messages would meet in an order of their own on each rank.
+        Two threads must not share a control group: their messages would meet in an order of their own on each rank.
 
         Arguments:
             error: the class of the error that is raised when another member does not answer.
             advice: a sentence that is added to the message of that error.
-            timeout_s: how long to wait for the other members, in seconds; `None`: as long as this council.
+            timeout_s: how long to wait for the other members, in seconds; `None`: as long as this control group.
         """
         name = f"{self._name}, {len(self._others) + 1}"
         patience = self.timeout_s if timeout_s is None else timeout_s
@@ -468,7 +469,7 @@ class ControlGroup:
         return word
 
     def close(self) -> None:
-        """Give back the group, and those of the councils that `another` made."""
+        """Give back the group, and those of the control groups that `another` made."""
         for control_group in self._others:
             control_group.close()
         self._group = None
@@ -485,7 +486,7 @@ def _options(timeout: timedelta, environment: Mapping[str, str] = os.environ) ->
     """Make the options that gloo has by itself, but for connections: each is made when it is first used.
 
     By itself each member connects to every other one. Messages go around in a ring, or down a tree: of a thousand ranks
-    a member talks to about twenty, and has no thousand descriptors for each council.
+    a member talks to about twenty, and has no thousand descriptors for each control group.
     """
     gloo: Any = dist.ProcessGroupGloo
     named = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -530,7 +531,7 @@ def _first_difference(first: Mapping[str, Any], own: Facts) -> tuple[str, str, s
 
 
 def control_group_of_all(*, timeout_s: float, error: type[PenstockError]) -> ControlGroup:
-    """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
+    """Make the control group of the default process group's ranks, where agreeing is all that they do. Collective."""
     peers = peers_of(None, sharded=True)
     return ControlGroup(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s, error=error)
 
@@ -544,7 +545,7 @@ class Formed(NamedTuple):
     """What the ranks of an engine have made together.
 
     Attributes:
-        grid, groups, council, divided: as `Ranks` takes them.
+        grid, groups, control_group, divided: as `Collectives` takes them.
     """
 
     grid: Grid
@@ -554,7 +555,7 @@ class Formed(NamedTuple):
 
 
 def form(mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float, nodes: Nodes) -> Formed:
-    """Make a council and groups of our own. Collective; `Ranks.from_mesh` says what the arguments are.
+    """Make a control group and groups of our own. Collective; `Collectives.from_mesh` says what the arguments are.
 
     Raises:
         ConfigError: the mesh's dimensions have no meaning.

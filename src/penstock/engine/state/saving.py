@@ -142,7 +142,7 @@ class StateSaver:
             raise ConfigError("save(frozen=False): nothing of this model is trained, so nothing would be saved.")
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
-        self.finish()  # two saves at once would answer each other on the council
+        self.finish()  # two saves at once would answer each other on the control group
         folder, own, failure = Path(path), None, None
         with contextlib.ExitStack() as undo:
             try:
@@ -219,7 +219,7 @@ class StateSaver:
             raise
 
     def _runs_anywhere(self) -> bool:
-        """Whether a save is under way on any rank. Not over the council, which that one uses on its thread."""
+        """Whether a save is under way on any rank. Not over the control group, which that one uses on its thread."""
         running = self._job is not None and not self._job.over.done()
         found = torch.tensor(int(running), dtype=torch.int64, device=self._streams.device)
         self._ranks.all_reduce_max(found)
@@ -252,7 +252,7 @@ class StateSaver:
             CheckpointError: of the save that was under way.
         """
         try:
-            self.finish()  # the save speaks on the council until then
+            self.finish()  # the save speaks on the control group until then
         finally:
             self._control_group.close()
 
