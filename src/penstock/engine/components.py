@@ -88,8 +88,7 @@ class StepPolicy:
         max_grad_norm: float | None,
         waits: bool,
     ) -> None:
-        self._units = context.units
-        self._scale = context.gradient_scale
+        self._context = context
         self._gatherer = passes.gatherer
         self._backward = passes.hooks.backward
         self._stepper = updates.stepper
@@ -106,8 +105,8 @@ class StepPolicy:
             EngineError: the loss does not require a gradient.
         """
         self._backward.handles.look()
-        self._scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
-        scale = self._scale.loss_scale
+        self._context.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
+        scale = self._context.gradient_scale.loss_scale
         self._backward.loss_is_scaled = True
         try:
             if not loss.requires_grad:
@@ -133,7 +132,7 @@ class StepPolicy:
         if not math.isfinite(measure.grad_norm):
             self._stepper.skip()
             self._skips.step_skipped(measure.flawed)
-            return StepResult(float("nan"), skipped=True, loss_scale=self._scale.loss_scale)
+            return StepResult(float("nan"), skipped=True, loss_scale=self._context.gradient_scale.loss_scale)
         updated = {unit: slots for unit, slots in measure.present.items() if slots}
         # Before the first write: what is gathered has the values of before, and whoever uses a unit from here on has to
         # gather it again, after its update.
@@ -143,11 +142,11 @@ class StepPolicy:
             unit.count_writes(slots)
         self._stepper.update(measure, self._max_grad_norm)
         # After the homes know of the updates: what is shown waits for them, or stays hidden until they are over.
-        self._gatherer.show_resident(self._units, wait=self._waits)
+        self._gatherer.show_resident(self._context.units, wait=self._waits)
         self._skips.step_made()
         if self._growth is not None:  # now, when no activations are held
             self._growth.look()
-        return StepResult(measure.grad_norm, skipped=False, loss_scale=self._scale.loss_scale)
+        return StepResult(measure.grad_norm, skipped=False, loss_scale=self._context.gradient_scale.loss_scale)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,9 +173,7 @@ class Gradients:
     """
 
     def __init__(self, context: EngineContext, passes: Passes, updates: Updates, access: StateAccess) -> None:
-        self._units = context.units
-        self._ranks = context.ranks
-        self._scale = context.gradient_scale
+        self._context = context
         self._hooks = passes.hooks
         self._reducer = passes.reducer
         self._stepper = updates.stepper
@@ -217,7 +214,7 @@ class Gradients:
             raise EngineError(
                 "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
             )
-        if self._reducer.holds_back(self._units):
+        if self._reducer.holds_back(self._context.units):
             raise EngineError(
                 f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
                 "outside no_sync(), or drop them with zero_grad()."
@@ -246,15 +243,15 @@ class Gradients:
     def zero(self) -> None:
         """Forget all gradients, also those that somebody has set. A new loss scale counts from here on."""
         self._hooks.backward.forget_failure()
-        self._reducer.zero(self._units)
+        self._reducer.zero(self._context.units)
         self.forget()
-        self._scale.renew()  # last: gradients that were summed before had the scale of before
+        self._context.gradient_scale.renew()  # last: gradients that were summed before had the scale of before
 
     def forget(self) -> None:
         """Forget what people did to gradients that are dropped."""
         self._factors.clear()
         self._by_hand.clear()
-        self._scale.clip = 1.0
+        self._context.gradient_scale.clip = 1.0
 
     def go_on_from(self, other: "Gradients") -> None:
         """Take over what people did to gradients, and show them again: other units, the same gradients."""
@@ -265,7 +262,7 @@ class Gradients:
         """Overwrite the accumulated gradient of a parameter with a whole value."""
         self._check_not_begun("A gradient was set")
         self._access.set_grad(parameter, value)
-        if self._ranks.world_size > 1:
+        if self._context.ranks.world_size > 1:
             # Of a value that ranks divide each sets its own elements.
             digest = "its own elements" if is_divided(value) else _digest(value)
             self._note(f"the gradient that was set for '{self._access.name(parameter)}'", digest)
@@ -292,7 +289,7 @@ class Gradients:
             norm = total(self._access.grad_norms(norm_type), norm_type)
         # The same norm on every rank, and so the same scale: else each would update its shard with another.
         if math.isfinite(norm):
-            self._scale.clip *= min(1.0, max_norm / (norm + 1e-6))
+            self._context.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
         return norm
 
     def norm(self, parameter: UnitParameter, norm_type: float) -> float:
@@ -304,7 +301,7 @@ class Gradients:
         known = self._norms.get(norm_type)
         if known is None or self._known_changes != self._reducer.changes:
             known = self._taken(norm_type)
-        return known[parameter] * abs(self._scale.clip * self._factors.get(parameter, 1.0))
+        return known[parameter] * abs(self._context.gradient_scale.clip * self._factors.get(parameter, 1.0))
 
     def scale(self, parameter: UnitParameter, factor: float) -> None:
         """Take note that a gradient is multiplied: for all of them it is a factor of the update, as of `clip`."""
@@ -327,7 +324,7 @@ class Gradients:
         if self._known_changes != self._reducer.changes:
             self._norms.clear()
         with self._hooks.under_way.turn("clip_grad_norm_"):
-            with self._ranks.control_group.together(TOTAL_NORM) as facts:
+            with self._context.ranks.control_group.together(TOTAL_NORM) as facts:
                 self._check_not_begun("The norm of gradients was asked for")
                 # Without a look: a tensor that was set is clipped by torch, beside handles, and taken over afterwards.
                 self._check_complete("clip_grad_norm_")
@@ -335,10 +332,10 @@ class Gradients:
                 facts.update(self.by_hand)
             if norm_type == 2:
                 squares = self._stepper.measure().squared_norms
-                found = [math.sqrt(square) * self._scale.size for square in squares]
+                found = [math.sqrt(square) * self._context.gradient_scale.size for square in squares]
             else:
                 found = self._access.grad_norms(norm_type)
-            clip = abs(self._scale.clip)
+            clip = abs(self._context.gradient_scale.clip)
             whole = [norm / clip for norm in found]
             self._norms[norm_type] = dict(zip(self._parameters, whole, strict=True))
             known = self._norms[norm_type].items()
@@ -352,7 +349,7 @@ class Gradients:
         # Not those that were replaced or dropped since: they are taken over as they are.
         shown = {p for p in self._parameters if p.shows_gradient and p.gradient_is_as_left}
         if factors.keys() >= shown and len(set(factors.values())) == 1:
-            self._scale.clip *= next(iter(factors.values()))
+            self._context.gradient_scale.clip *= next(iter(factors.values()))
             return
         for parameter, factor in factors.items():
             if factor != 1:

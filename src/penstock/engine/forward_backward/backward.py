@@ -68,8 +68,7 @@ class Backward:
         handles: GradientProxies,
         updates: BackwardUpdates | None,
     ) -> None:
-        self._units = context.units
-        self._gradient_scale = context.gradient_scale
+        self._context = context
         self._gatherer = gatherer
         self._reducer = reducer
         self._orders = orders
@@ -167,7 +166,7 @@ class Backward:
         self.has_failed = True
         if self._updates is not None:
             self._updates.abandon()
-        self._reducer.drop_pending(self._units)
+        self._reducer.drop_pending(self._context.units)
         self._close()
 
     def forget_failure(self) -> None:
@@ -182,8 +181,8 @@ class Backward:
         self.handles.look()  # what was set is there before the first gradient is added to it
         if self.refusal is not None:
             raise EngineError(self.refusal)
-        self._gradient_scale.check_not_clipped()
-        if self._gradient_scale.loss is not None and not self.loss_is_scaled:
+        self._context.gradient_scale.check_not_clipped()
+        if self._context.gradient_scale.loss is not None and not self.loss_is_scaled:
             raise EngineError(
                 "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                 "a GradScaler."
@@ -229,12 +228,12 @@ class Backward:
     def _end(self) -> None:
         """Finish what is left when autograd has come through."""
         self._pass_by(self.uses.end())  # silent here, announced elsewhere: other ranks wait in their collectives
-        for unit in self._units:
+        for unit in self._context.units:
             unit.holding.end_backward()  # before it is settled: no update begins for a unit that is held
             self._end_unit(unit)
         self._orders.backward.finish()
         if not user_records():
-            for unit in self._units:
+            for unit in self._context.units:
                 unit.recorded.end_unmarked()
         self.handles.put_on()
         self._close()
@@ -245,7 +244,7 @@ class Backward:
         self._run_again.clear()
         self._arrived.clear()
         self.uses.clear()
-        for unit in self._units:
+        for unit in self._context.units:
             unit.holding.end_backward()
             self._gatherer.release(unit)
             unit.holding.forget_unseen_saves()  # after its release, which goes by them

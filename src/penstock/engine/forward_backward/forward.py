@@ -214,9 +214,7 @@ class Forward:
         casts: InputCasts,
         activations: ActivationOffload | None,
     ) -> None:
-        self._model = context.model
-        self._ranks = context.ranks
-        self._units = context.units
+        self._context = context
         self._gatherer = gatherer
         self._backward = backward
         self._orders = orders
@@ -263,10 +261,10 @@ class Forward:
             # Whoever lost it has forgotten all that it was told of, and this one with them: its end would do nothing.
             if (anchor := self.anchors.get(module)) is not None:
                 anchor.entered = anchor.entered or 1
-        if self._calls and all(unit.holding.forwards for unit in units) and module is not self._model:
+        if self._calls and all(unit.holding.forwards for unit in units) and module is not self._context.model:
             self._enter(ForwardCall(module), units)  # a layer of a block that is under way: nothing to do
             return None
-        outermost = not recomputing and (not self._calls or module is self._model)
+        outermost = not recomputing and (not self._calls or module is self._context.model)
         if outermost:
             self._begin()
         cast = None
@@ -350,7 +348,7 @@ class Forward:
             anchor.entered = 0  # they were told of the beginning alone
         self._gatherer.announce = None
         self._gatherer.drop_unused()
-        for unit in self._units:
+        for unit in self._context.units:
             unit.holding.lose_forwards()  # else their counts would keep the units gathered for ever
             self._gatherer.release(unit)
 
@@ -362,8 +360,8 @@ class Forward:
         self._backward.handles.look()
         self._orders.begin_forward()
         # Not before there is a gather: one rank alone may run a forward that needs no other, as in a `gathered` block.
-        self._gatherer.announce = partial(self._ranks.begin_forward, recorded=user_records())
-        self._releases = any(unit.is_released_after_use for unit in self._units)  # homes may have moved
+        self._gatherer.announce = partial(self._context.ranks.begin_forward, recorded=user_records())
+        self._releases = any(unit.is_released_after_use for unit in self._context.units)  # homes may have moved
         if self._activations is not None and user_records():
             self._activations.begin()
 
@@ -411,7 +409,7 @@ class Forward:
             for unit in units:
                 unit.holding.take(Holder.UNANNOUNCED)
             return True  # its backward may come unannounced
-        return bool(made) and call.module is self._model and not in_backward()  # backward starts with it
+        return bool(made) and call.module is self._context.model and not in_backward()  # backward starts with it
 
     def _hand_on(self, units: Sequence[Unit], output: Any) -> None:
         """Leave parameters that a module returns to its caller, who goes on to use them."""

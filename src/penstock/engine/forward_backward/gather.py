@@ -42,9 +42,7 @@ class QuantizedGather:
     """
 
     def __init__(self, context: EngineContext, name: GatherFormat) -> None:
-        self._ranks = context.ranks
-        self._streams = context.streams
-        self._pool = context.pool
+        self._context = context
         self._format = None if name == "exact" else WireFormat(name)
         self._free: dict[int, deque[tuple[Tensor, Event]]] = {}  # buffers by size, each with what still uses it
 
@@ -61,11 +59,11 @@ class QuantizedGather:
         arrived = unit.event
 
         def exchange() -> Pending | None:
-            form.pack(own, sent, self._pool)
-            return self._ranks.all_gather(packed, sent, what)
+            form.pack(own, sent, self._context.pool)
+            return self._context.ranks.all_gather(packed, sent, what)
 
         # After the upload of this rank's part, and after what the buffer carried last was unpacked.
-        gathered = self._streams.submit(
+        gathered = self._context.streams.submit(
             COLLECTIVE,
             exchange,
             after=(arrived, free),  # site quantized_gather.uploaded, quantized_gather.buffer_free
@@ -73,12 +71,12 @@ class QuantizedGather:
             nbytes=packed.nbytes,
             label=Label("gather", unit.name, form.name),
         )
-        self._ranks.submitted(gathered)
+        self._context.ranks.submitted(gathered)
         # On the host the collective goes on beside its caller, who must not wait for it here; on a device both are work
         # of one stream.
-        unit.event = self._streams.submit(
-            UPLOAD if self._streams.computes_on_host else COLLECTIVE,
-            lambda: form.unpack(packed, full, self._pool),
+        unit.event = self._context.streams.submit(
+            UPLOAD if self._context.streams.computes_on_host else COLLECTIVE,
+            lambda: form.unpack(packed, full, self._context.pool),
             after=(gathered,),  # site quantized_gather.received
             writes=(full,),
             nbytes=unit.nbytes,
@@ -95,10 +93,10 @@ class QuantizedGather:
         def work() -> None:
             packed = torch.empty(form.packed_bytes(numel), dtype=torch.uint8, device=full.device)
             for start in range(0, full.numel(), numel):
-                form.pack(full[start : start + numel], packed, self._pool)
-                form.unpack(packed, full[start : start + numel], self._pool)
+                form.pack(full[start : start + numel], packed, self._context.pool)
+                form.unpack(packed, full[start : start + numel], self._context.pool)
 
-        self._streams.compute(work, label=Label("unpack", unit.name, form.name), nbytes=2 * unit.nbytes)
+        self._context.streams.compute(work, label=Label("unpack", unit.name, form.name), nbytes=2 * unit.nbytes)
         unit.is_rounded = True
 
     def clear(self) -> None:
@@ -115,7 +113,7 @@ class QuantizedGather:
         free = self._free.setdefault(nbytes, deque())
         if free and (free[0][1].done() or len(free) >= BUFFERS_OF_A_SIZE):
             return free.popleft()
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._streams.device), DONE
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._context.streams.device), DONE
 
 
 def is_packed(spec: UnitSpec, shards: int) -> bool:
@@ -240,8 +238,7 @@ class Gatherer:
         live_bytes: int,
         prefetch_bytes: int,
     ) -> None:
-        self._ranks = context.ranks
-        self._streams = context.streams
+        self._context = context
         self._movement = movement
         self._packing = packing
         self._secondary = SecondaryShards(context.model, movement)
@@ -269,7 +266,7 @@ class Gatherer:
 
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by compute issued from here on."""
-        self._streams.here()  # it may be gathered already, and another stream of compute has waited for that
+        self._context.streams.here()  # it may be gathered already, and another stream of compute has waited for that
         if unit.holding.residency in _EMPTY:
             self._make_room(unit)
             self._start(unit)
@@ -408,7 +405,7 @@ class Gatherer:
             unit.event = moved
         else:  # a part of a slab, or still being copied: its memory goes with the home
             unit.event = DONE
-            unit.full = self._streams.make_buffer(before.numel(), before.dtype)
+            unit.full = self._context.streams.make_buffer(before.numel(), before.dtype)
             if in_use:
                 unit.full.copy_(before)
                 unit.expose()
@@ -490,7 +487,7 @@ class Gatherer:
             self._replace_full(unit)
         holding.note_emptied()
         if views_elsewhere(unit.full) and not holding.empties_views:
-            self._streams.spoil(unit.full)
+            self._context.streams.spoil(unit.full)
             holding.become(UnitState.OUTDATED)
             self._lingering[unit] = None
         else:
@@ -506,26 +503,26 @@ class Gatherer:
                 self._free(unit)
 
     def _lease(self, unit: Unit) -> None:
-        self._streams.lease(unit.full)
+        self._context.streams.lease(unit.full)
         self.live_bytes += unit.nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def _free(self, unit: Unit) -> None:
-        self._streams.retire(unit.full)
+        self._context.streams.retire(unit.full)
         unit.holding.become(UnitState.RELEASED)
         self.live_bytes -= unit.nbytes
 
     def _replace_full(self, unit: Unit) -> None:
         """Leave the full buffer's memory to those who have views of it."""
         self._buffers.pop(unit.full.untyped_storage()._cdata, None)
-        self._streams.hand_over(unit.full)
-        buffer = self._streams.make_buffer(unit.full.numel(), unit.full.dtype)
+        self._context.streams.hand_over(unit.full)
+        buffer = self._context.streams.make_buffer(unit.full.numel(), unit.full.dtype)
         buffer.untyped_storage().resize_(0)
         unit.full = buffer
 
     def _start(self, unit: Unit) -> None:
         """Start to bring what this rank has of a unit; what other ranks have may still have to come."""
-        is_shared = unit.stale if unit.replica is not None else self._ranks.shards > 1
+        is_shared = unit.stale if unit.replica is not None else self._context.ranks.shards > 1
         # Of a replica that is stale the next forward gathers, whichever it is: one of another kind may meet it.
         if is_shared and unit.replica is None and self.announce is not None:
             announce, self.announce = self.announce, None
@@ -537,7 +534,7 @@ class Gatherer:
         except BaseException:
             # An interrupt may come when a copy is under way and its event is not noted: the next one to have this
             # memory would wait for nothing, and meet it.
-            self._streams.drain((READ, UPLOAD))
+            self._context.streams.drain((READ, UPLOAD))
             raise
         if is_shared:
             self._in_part.add(unit)
@@ -571,19 +568,19 @@ class Gatherer:
         _, (start, stop) = self._secondary.source(unit, exact=not inside)
         full, own, layout, what = unit.full, unit.full[start:stop], unit.layout, unit.label
         # After the upload of this rank's part: else every other rank is sent what the memory held before.
-        event = unit.event = self._streams.submit(
+        event = unit.event = self._context.streams.submit(
             COLLECTIVE,
             lambda: (
-                self._ranks.all_gather(full, own, what, inside=inside)
+                self._context.ranks.all_gather(full, own, what, inside=inside)
                 if layout.is_even
-                else self._ranks.broadcast_shards(full, layout.cuts, what)
+                else self._context.ranks.broadcast_shards(full, layout.cuts, what)
             ),
             after=(unit.event,),  # site gather.uploaded
             nbytes=unit.nbytes,
             label=Label("gather", unit.name),
         )
         unit.is_rounded = inside and self._packing.carries(unit)  # what is kept is as it was gathered
-        self._ranks.submitted(event)  # what the program issues next comes after it, on every rank
+        self._context.ranks.submitted(event)  # what the program issues next comes after it, on every rank
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False
             if not unit.resident:

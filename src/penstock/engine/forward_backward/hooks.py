@@ -49,8 +49,7 @@ class Hooks:
         updates: BackwardUpdates | None,
         activations: ActivationOffload | None,
     ) -> None:
-        self._model = context.model
-        self._units = context.units
+        self._context = context
         self._activations = activations
         if activations is not None:
             activations.interrupted = self._clean_up
@@ -76,19 +75,19 @@ class Hooks:
         # Torch before 2.13 calls these beside compiled code, too.
         never_compile(SavedTensors._pack, SavedTensors._view, Gatherer.owner_of, is_divided, KeptSavedTensor.__init__)
         never_compile(SavedTensors._unpack, KeptSavedTensor.take, SavedView.__init__)
-        owners = {parameter.tensor: unit for unit in self._units for parameter in unit.parameters}
+        owners = {parameter.tensor: unit for unit in self._context.units for parameter in unit.parameters}
         self.read = untraced(engine_entry(self.forward.gather_for_read))
-        for unit, watches in watch_reads(self._model, owners, self.read).items():
+        for unit, watches in watch_reads(self._context.model, owners, self.read).items():
             unit.watch_reads(watches)
-        for module in {self._model: (), **self._turns.anchors}:
+        for module in {self._context.model: (), **self._turns.anchors}:
             units, cast = self._turns.anchors.get(module, ()), casts.of_layer(module)
-            always, passes = module is self._model, self.forward.passes
+            always, passes = module is self._context.model, self.forward.passes
             anchor = ModuleHooks(units, always=always, before=before, after=after, passes=passes, cast=cast)
             self._handles += anchor.attach(module)
             self.forward.anchors[module] = anchor
 
     def _attach_to_parameters(self) -> None:
-        for unit in self._units:
+        for unit in self._context.units:
             for parameter in unit.parameters:
                 take: Callable[[nn.Parameter], None]
                 if unit.trained:
@@ -106,7 +105,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for unit in self._units:
+        for unit in self._context.units:
             for watch in unit.reads:
                 watch.end()
         self.backward.closed = True

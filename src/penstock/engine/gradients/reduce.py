@@ -121,9 +121,7 @@ class ShardReduction:
 
     def __init__(self, context: EngineContext, dtype: torch.dtype, name: ReduceFormat) -> None:
         self.dtype = dtype
-        self._ranks = context.ranks
-        self._streams = context.streams
-        self._pool = context.pool
+        self._context = context
         self._format = None if name == "exact" else WireFormat(name)
         # Of the largest unit so far. Collectives alone use it, one after the other on their stream: none waits for it.
         self._memory: Tensor | None = None
@@ -133,11 +131,11 @@ class ShardReduction:
         """Take what the sum of a unit passes, before it is submitted: memory is taken where compute takes its own."""
         if self._format is None:
             return
-        nbytes = _bytes_of(self._format, self._ranks.grid, unit.layout.numel)
+        nbytes = _bytes_of(self._format, self._context.ranks.grid, unit.layout.numel)
         if self._memory is None or self._memory.numel() < nbytes:
             if self._memory is not None:
-                self._streams.give_up((self._memory,), until=self._last)
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._streams.device)
+                self._context.streams.give_up((self._memory,), until=self._last)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._context.streams.device)
 
     def run(self, shard: Tensor, full: Tensor, layout: FlatLayout, what: str) -> None:
         """Sum a flat gradient over the shard ranks, as the work of the stream of collectives.
@@ -149,9 +147,9 @@ class ShardReduction:
             what: the unit's name, for messages.
         """
         if not layout.is_even:
-            self._ranks.reduce_to_owners(shard, full, layout.cuts, what)
+            self._context.ranks.reduce_to_owners(shard, full, layout.cuts, what)
         elif self._format is None:
-            self._ranks.reduce_scatter(shard, full, what)
+            self._context.ranks.reduce_scatter(shard, full, what)
         else:
             self._hop_twice(self._format, shard, full, what)
 
@@ -164,36 +162,36 @@ class ShardReduction:
         self._memory, self._last = None, DONE
 
     def _hop_twice(self, form: WireFormat, shard: Tensor, full: Tensor, what: str) -> None:
-        grid = self._ranks.grid
+        grid = self._context.ranks.grid
         passing = self._passing(form, full.numel())
         # Shards by node and place: those of one place are for one rank of this node. As codes they are less to reorder.
         if grid.across > 1:
-            form.pack(full, passing.received, self._pool)
+            form.pack(full, passing.received, self._context.pool)
             by_node = passing.received.view(grid.across, grid.inside, -1)
             passing.sent.view(grid.inside, grid.across, -1).copy_(by_node.transpose(0, 1))
         else:
-            form.pack(full, passing.sent, self._pool)
+            form.pack(full, passing.sent, self._context.pool)
         sums = passing.sums
         self._hop(form, sums, passing.sent, passing.received, "inside", what)
         if grid.across > 1:
             nbytes = form.packed_bytes(sums.numel())
             sent, received = passing.sent[:nbytes], passing.received[:nbytes]
-            form.pack(sums, sent, self._pool)
+            form.pack(sums, sent, self._context.pool)
             sums = sums[: shard.numel()]
             self._hop(form, sums, sent, received, "across", what)
         shard.copy_(sums)
 
     def _hop(self, form: WireFormat, sums: Tensor, sent: Tensor, received: Tensor, hop: Hop, what: str) -> None:
         """Exchange codes among some ranks, and sum what came."""
-        self._ranks.all_to_all(received, sent, hop, what)
-        for number, codes in enumerate(received.chunk(getattr(self._ranks.grid, hop))):
-            form.unpack(codes, sums, self._pool, add=number > 0)
+        self._context.ranks.all_to_all(received, sent, hop, what)
+        for number, codes in enumerate(received.chunk(getattr(self._context.ranks.grid, hop))):
+            form.unpack(codes, sums, self._context.pool, add=number > 0)
 
     def _passing(self, form: WireFormat, numel: int) -> _HopBuffers:
         assert self._memory is not None, "no room was made"
         codes = form.packed_bytes(numel)
         sent, received = self._memory[:codes], self._memory[codes : 2 * codes]
-        nbytes = _FP32_BYTES * (numel // self._ranks.grid.inside)
+        nbytes = _FP32_BYTES * (numel // self._context.ranks.grid.inside)
         return _HopBuffers(sent, received, self._memory[2 * codes : 2 * codes + nbytes].view(torch.float32))
 
 

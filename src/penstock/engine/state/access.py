@@ -286,15 +286,12 @@ class StateAccess:
         reducer: Reducer,
         updater: Updater,
     ) -> None:
-        self._units = context.units
-        self._ranks = context.ranks
+        self._context = context
         self._gatherer = gatherer
         self._reducer = reducer
-        self._rule = context.rule
         self._scalar_names = context.rule.scalar_names
         self._steps = updater.steps
         self._scalars = updater.scalars
-        self._gradient_scale = context.gradient_scale
         self._device = context.streams.device
         self._parts = RankParts(context.ranks, context.streams.device)
         self._places = {p: (unit, index) for unit in context.units for index, p in enumerate(unit.spec.parameters)}
@@ -308,7 +305,7 @@ class StateAccess:
 
     def finish(self) -> None:
         """Wait on the host until everything that was written has reached its home."""
-        for unit in self._units:
+        for unit in self._context.units:
             for home in unit.homes.values():
                 home.written.synchronize()  # site access.written
 
@@ -343,7 +340,7 @@ class StateAccess:
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, (values,) in gradient.home.visit(start, stop):
-                yield first, last, values.float() * self._gradient_scale.value
+                yield first, last, values.float() * self._context.gradient_scale.value
 
         return self._parts.whole(unit, index, read)
 
@@ -355,7 +352,7 @@ class StateAccess:
         self.finish()
         greatest = math.isinf(norm_type)
         totals: list[float] = []
-        for unit in self._units:
+        for unit in self._context.units:
             gradient = unit.trained.gradient if unit.trained else None
             if gradient is None:
                 continue
@@ -368,15 +365,17 @@ class StateAccess:
                     norm = counts * float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
                     of_unit[index] = greater(of_unit[index], norm) if greatest else of_unit[index] + norm**norm_type
             totals += of_unit
-        if self._ranks.world_size > 1:
+        if self._context.ranks.world_size > 1:
             summed = torch.tensor(totals, dtype=torch.float64, device=self._device)
             if greatest:
-                self._ranks.all_reduce_max(summed)
+                self._context.ranks.all_reduce_max(summed)
             else:
-                self._ranks.all_reduce(summed)
-                summed /= self._ranks.replicas
+                self._context.ranks.all_reduce(summed)
+                summed /= self._context.ranks.replicas
             totals = summed.tolist()
-        return [(total if greatest else total ** (1 / norm_type)) * self._gradient_scale.size for total in totals]
+        return [
+            (total if greatest else total ** (1 / norm_type)) * self._context.gradient_scale.size for total in totals
+        ]
 
     def state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """Return an optimizer state by its name; `"step"` is the count of updates."""
@@ -428,7 +427,7 @@ class StateAccess:
         found = part_of_this_rank(unit, index, value)
         if found is not None:
             start, stop, values = found
-            self._write_grad(trained.gradient, Piece(index, start, stop), values / self._gradient_scale.value)
+            self._write_grad(trained.gradient, Piece(index, start, stop), values / self._context.gradient_scale.value)
         self._reducer.changes += 1
         trained.gradient.present.add(index)
         trained.gradient.held.add(index)

@@ -50,9 +50,7 @@ class Averages:
         backward: Backward,
         averaging: Averaging,
     ) -> None:
-        self._units = context.units
-        self._ranks = context.ranks
-        self._pool = context.pool
+        self._context = context
         self._store = store
         self._access = access
         self._gatherer = gatherer
@@ -82,7 +80,7 @@ class Averages:
         except Exception as error:  # ours, or torch's where the device has no room
             failure = error
         try:
-            self._ranks.control_group.agree(failure)
+            self._context.ranks.control_group.agree(failure)
         except BaseException:
             self.remove(kind)
             raise
@@ -144,7 +142,7 @@ class Averages:
     def update(self, kind: str, decay: float) -> None:
         """Have an average follow the parameters as they are after the updates that are under way."""
         self._averaging.make_room(self.tiers)  # homes may have moved
-        work = partial(follow, decay=decay, pool=self._pool)
+        work = partial(follow, decay=decay, pool=self._context.pool)
         self._averaging.run(self._trained, kind, work, label="average")
 
     @contextmanager
@@ -158,7 +156,7 @@ class Averages:
         try:
             yield
         finally:
-            if not any(unit.is_dropped for unit in self._units):
+            if not any(unit.is_dropped for unit in self._context.units):
                 self._exchange(kind, back=True)
             self.shown = self._backward.refusal = None
 
@@ -197,7 +195,7 @@ class Averages:
 
     @property
     def _trained(self) -> list[Unit]:
-        return [unit for unit in self._units if unit.trained is not None]
+        return [unit for unit in self._context.units if unit.trained is not None]
 
 
 def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SegmentPlan:

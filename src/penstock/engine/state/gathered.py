@@ -35,8 +35,7 @@ class GatheredBlocks:
         access: StateAccess,
         watch_saved: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._units = context.units
-        self._ranks = context.ranks
+        self._context = context
         self._gatherer = gatherer
         self._access = access
         self._watch_saved = watch_saved
@@ -46,7 +45,7 @@ class GatheredBlocks:
     def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
         """Gather whole parameters for the time of a `with` block, and take over what was written. Collective."""
         self._access.finish()  # updates are over then: what `modify` writes to homes by hand follows no event
-        wanted = [self._access.unit_of(p) for p in parameters] if parameters is not None else self._units
+        wanted = [self._access.unit_of(p) for p in parameters] if parameters is not None else self._context.units
         units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
         outer = {unit: unit.holding.blocks for unit in units}
         try:
@@ -99,13 +98,13 @@ class GatheredBlocks:
 
     @property
     def _closed(self) -> bool:
-        return any(unit.is_dropped for unit in self._units)
+        return any(unit.is_dropped for unit in self._context.units)
 
     def _take_over(self, unit: Unit, before: Tensor) -> None:
         """Take over a modified full buffer, the first rank's on every rank; masters keep what did not change."""
-        self._ranks.broadcast(unit.full)  # else each rank would go on with what was written on it
+        self._context.ranks.broadcast(unit.full)  # else each rank would go on with what was written on it
         alike = [slot for slot in unit.layout.slots if slot.region is None]  # on all ranks that divide others
-        broadcast_alike([unit.full[slot.start : slot.stop] for slot in alike], self._ranks)
+        broadcast_alike([unit.full[slot.start : slot.stop] for slot in alike], self._context.ranks)
         start, stop = unit.own_range
         now, before = unit.full[start:stop], before[start:stop]
         for first, last, weights in unit.visit(0, stop - start, modify=True):

@@ -177,15 +177,9 @@ class LoadPlanner:
     """
 
     def __init__(self, context: EngineContext, updater: Updater) -> None:
-        self._model = context.model
-        self._units = context.units
-        self._ranks = context.ranks
+        self._context = context
         self._updater = updater
         self._device = context.streams.device
-        self._rule = context.rule
-        self._gradient_scale = context.gradient_scale
-        self._param_groups = context.param_groups
-        self._trains = context.trains
 
     def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> LoadPlan:
         """Find out what this rank takes from a checkpoint, and check it.
@@ -200,7 +194,7 @@ class LoadPlanner:
         """
         self._check_parameters(checkpoint)
         groups: list[dict[str, Any]] = []
-        if self._trains:  # else parameters are all that is taken
+        if self._context.trains:  # else parameters are all that is taken
             self._check_states(checkpoint)
             groups = self._read_groups(checkpoint)
         buffers = self._read_buffers(checkpoint, own)
@@ -215,7 +209,7 @@ class LoadPlanner:
         saved = checkpoint.manifest.parameters
         own = {
             slot.name: (BoxExtent.of(slot).shape, unit.spec.dtype.is_floating_point)
-            for unit in self._units
+            for unit in self._context.units
             for slot in unit.layout.slots
         }
         wrong = [f"it lacks '{name}'" for name in own if name not in saved]
@@ -234,14 +228,14 @@ class LoadPlanner:
     def _check_states(self, checkpoint: Checkpoint) -> None:
         """Check that the states are those of the rule, where there are any, and that the loss scale is one."""
         manifest = checkpoint.manifest
-        here, there = ({state.name for state in states} for states in (self._rule.states, manifest.states))
+        here, there = ({state.name for state in states} for states in (self._context.rule.states, manifest.states))
         if here != there and any(saved.has_state for saved in manifest.parameters.values()):
             raise checkpoint.fail(
                 "states",
-                f"are {sorted(there)} of {manifest.rule}, and {self._rule.name} has {sorted(here)}. Prepare "
+                f"are {sorted(there)} of {manifest.rule}, and {self._context.rule.name} has {sorted(here)}. Prepare "
                 "with the optimizer that it was saved from.",
             )
-        for unit in (unit for unit in self._units if unit.trained is not None):
+        for unit in (unit for unit in self._context.units if unit.trained is not None):
             for name in unit.spec.names:
                 own, kept = ({s.name for s in states} for states in (unit.rule.states, manifest.states_of(name)))
                 if own != kept and manifest.parameters[name].has_state:
@@ -252,9 +246,9 @@ class LoadPlanner:
                     )
         for name, saved in manifest.parameters.items():
             # A count of steps is the parameter's own, whether or not a rule keeps it among its scalars as well.
-            if saved.scalars and saved.scalars.keys() - {"step"} != {*self._rule.scalar_names} - {"step"}:
-                raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._rule.name}.")
-        loss = self._gradient_scale.loss
+            if saved.scalars and saved.scalars.keys() - {"step"} != {*self._context.rule.scalar_names} - {"step"}:
+                raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._context.rule.name}.")
+        loss = self._context.gradient_scale.loss
         if loss is not None and manifest.loss_scale is not None:
             if manifest.loss_scale.keys() != loss.state().keys():
                 raise checkpoint.fail("loss_scale", f"has {sorted(manifest.loss_scale)}.")
@@ -263,8 +257,8 @@ class LoadPlanner:
 
     def _read_groups(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
         """Read the options of each param group."""
-        names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
-        here = [{names[p] for p in group["params"]} for group in self._param_groups]
+        names = {parameter.tensor: parameter.name for unit in self._context.units for parameter in unit.parameters}
+        here = [{names[p] for p in group["params"]} for group in self._context.param_groups]
         if not checkpoint.manifest.groups:
             raise checkpoint.fail(
                 "groups",
@@ -274,7 +268,7 @@ class LoadPlanner:
         if here != [set(group.parameters) for group in checkpoint.manifest.groups]:
             raise checkpoint.fail("groups", "divides the parameters otherwise. Build the param groups alike.")
         options = []
-        for number, (own, group) in enumerate(zip(self._param_groups, checkpoint.manifest.groups, strict=True)):
+        for number, (own, group) in enumerate(zip(self._context.param_groups, checkpoint.manifest.groups, strict=True)):
             loaded = checkpoint.value(f"groups[{number}].options", group.options)
             if not isinstance(loaded, dict):
                 raise checkpoint.fail(f"groups[{number}].options", "is not an object.")
@@ -291,7 +285,7 @@ class LoadPlanner:
         """Read the values of every buffer of the model's state."""
         values = {}
         shapes: dict[Tensor, torch.Size] = {}
-        for name, buffer in persistent_buffers(self._model).items():
+        for name, buffer in persistent_buffers(self._context.model).items():
             key = checkpoint.manifest.buffers.get(name, "")
             value = own.get(key, checkpoint.tensors.get(key))
             if value is None:
@@ -313,7 +307,7 @@ class LoadPlanner:
 
     def _shares_memory(self, buffer: Tensor) -> bool:
         """Whether another parameter or buffer has memory of a buffer, and would lose it."""
-        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        tensors = itertools.chain(self._context.model.parameters(), self._context.model.buffers())
         storages = (t.untyped_storage() for t in tensors if t is not buffer and t.layout == torch.strided)
         own = buffer.untyped_storage().data_ptr()
         return own != 0 and any(storage.data_ptr() == own for storage in storages)
@@ -323,8 +317,8 @@ class LoadPlanner:
 
         So does a model that nothing trains: these states are the run's, which may be another model's here.
         """
-        rank = self._ranks.number
-        if not self._trains or rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
+        rank = self._context.ranks.number
+        if not self._context.trains or rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
             return None
         file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
         return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)
@@ -332,7 +326,7 @@ class LoadPlanner:
     def _plan(self, checkpoint: Checkpoint) -> Plan:
         """Plan what of each tile goes where. Every element of this rank's shards comes from one place."""
         places: dict[str, _SlotRange] = {}
-        for unit in self._units:
+        for unit in self._context.units:
             for index, start, stop in unit.parts():
                 slot = unit.layout.slots[index]
                 base = slot.start - unit.own_range[0]

@@ -60,16 +60,10 @@ class StateLoader:
     def __init__(
         self, context: EngineContext, access: StateAccess, gatherer: Gatherer, reducer: Reducer, updater: Updater
     ) -> None:
-        self._model = context.model
-        self._units = context.units
-        self._ranks = context.ranks
-        self._streams = context.streams
+        self._context = context
         self._access = access
         self._gatherer = gatherer
         self._reducer = reducer
-        self._rule = context.rule
-        self._gradient_scale = context.gradient_scale
-        self._param_groups = context.param_groups
         self._taker = LoadPlanner(context, updater)
 
     def load(self, path: str | PathLike[str], *, verify: bool | None) -> dict[str, Any]:
@@ -84,12 +78,12 @@ class StateLoader:
         """
         failure: Exception | None = None
         try:
-            check_loadable(self._units)
-            if not state_has_failed(self._units):
+            check_loadable(self._context.units)
+            if not state_has_failed(self._context.units):
                 self._access.finish()  # an update that is under way would write over what is loaded
         except Exception as error:
             failure = error  # told to all in `choose`: raised here, it would leave the other ranks waiting there
-        candidates = choose(Path(path), self._ranks, failure)
+        candidates = choose(Path(path), self._context.ranks, failure)
         verify = self._was_trained() if verify is None else verify
         for candidate in candidates:
             with contextlib.ExitStack() as closing:
@@ -106,7 +100,7 @@ class StateLoader:
 
     def _was_trained(self) -> bool:
         """Whether the state in memory is worth more than one read of a checkpoint."""
-        return not state_has_failed(self._units) and any(map(self._access.has_state, self._access.steps()))
+        return not state_has_failed(self._context.units) and any(map(self._access.has_state, self._access.steps()))
 
     # Nothing has changed yet
 
@@ -130,7 +124,9 @@ class StateLoader:
             with named("Reading", candidate.folder):
                 checkpoint = Checkpoint.read(candidate.folder)
                 candidate.check(checkpoint.manifest.token)
-                own = checkpoint.own_tensors(self._ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
+                own = (
+                    checkpoint.own_tensors(self._context.ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
+                )
         except CheckpointError as error:
             damage = error
         except Exception as error:
@@ -161,7 +157,7 @@ class StateLoader:
     def _check_left_out(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that has not the values of a unit which are in parts: those that it leaves out stay."""
         saved = checkpoint.manifest.parameters
-        kept = [u for u in self._units if any(n in saved and saved[n].left_out for n in u.spec.names)]
+        kept = [u for u in self._context.units if any(n in saved and saved[n].left_out for n in u.spec.names)]
         if state_has_failed(kept):
             raise checkpoint.fail(
                 "parameters",
@@ -172,9 +168,9 @@ class StateLoader:
     def _agree(self, failure: Exception | None, damage: Exception | None) -> PenstockError | None:
         """Raise where any rank has failed; return what any rank has found damaged. Collective."""
         # Both on every rank, whatever each has found: one that left after the first would be waited for at the second.
-        self._ranks.control_group.agree(failure)
+        self._context.ranks.control_group.agree(failure)
         try:
-            self._ranks.control_group.agree(damage)
+            self._context.ranks.control_group.agree(damage)
         except CheckpointError as error:
             return error
         except PenstockError as error:  # of another rank
@@ -184,10 +180,10 @@ class StateLoader:
     def _find_readers(self, taken: LoadPlan | None, closing: contextlib.ExitStack) -> None:
         """Find the ranks of this host that read the same tiles: copies of the same shard. Collective."""
         self._readers: LocalRanks | None = None
-        if self._ranks.replicas == 1:
+        if self._context.ranks.replicas == 1:
             return
         what = "" if taken is None else digest([key for key, _ in taken.plan])
-        self._readers = LocalRanks.that_read(what, self._ranks, self._streams.device, whole=False)
+        self._readers = LocalRanks.that_read(what, self._context.ranks, self._context.streams.device, whole=False)
         if self._readers is not None:
             closing.callback(self._readers.close)
 
@@ -205,16 +201,16 @@ class StateLoader:
                 pass
 
     def _is_of_as_many_ranks(self, checkpoint: Checkpoint) -> bool:
-        return len(checkpoint.manifest.ranks) == self._ranks.world_size
+        return len(checkpoint.manifest.ranks) == self._context.ranks.world_size
 
     def _tell_of_buffers(self, taken: LoadPlan) -> None:
         """Say which buffers get another shape, and where those of single ranks cannot go back to them."""
         checkpoint = taken.checkpoint
         ranks = checkpoint.manifest.ranks
         apart = sum(files.tensors is not None for files in ranks)
-        if self._ranks.number != 0:
+        if self._context.ranks.number != 0:
             return
-        for name, buffer in persistent_buffers(self._model).items():
+        for name, buffer in persistent_buffers(self._context.model).items():
             shape = tuple(taken.buffers[name].shape)
             if shape != buffer.shape:
                 logger.warning(
@@ -232,14 +228,14 @@ class StateLoader:
                 checkpoint.folder,
                 len(ranks),
                 apart,
-                self._ranks.world_size,
+                self._context.ranks.world_size,
             )
 
     def _tell_of_averages(self, checkpoint: Checkpoint) -> None:
         """Say which averages of the parameters are here and not there, or there and not here."""
-        here = {kind for unit in self._units if unit.trained is not None for kind in unit.trained.averages}
+        here = {kind for unit in self._context.units if unit.trained is not None for kind in unit.trained.averages}
         there = checkpoint.averages
-        if self._ranks.number != 0:
+        if self._context.ranks.number != 0:
             return
         for kind in sorted(here - there):
             logger.warning("%s has no average '%s': it begins with the parameters.", checkpoint.folder, kind)
@@ -300,7 +296,7 @@ class StateLoader:
             error = torn
         # What the checkpoint leaves out nothing has written: another one that leaves it out too can still be loaded.
         saved = checkpoint.manifest.parameters
-        tear((u for u in self._units if not all(saved[name].left_out for name in u.spec.names)), error)
+        tear((u for u in self._context.units if not all(saved[name].left_out for name in u.spec.names)), error)
         return error
 
     def _read_tiles(self, taken: LoadPlan) -> None:
@@ -315,21 +311,21 @@ class StateLoader:
 
     def _replace(self, taken: LoadPlan) -> None:
         """Replace what is no tile: options, buffers, loss scale, random states."""
-        for group, options in zip(self._param_groups, taken.groups, strict=True):
+        for group, options in zip(self._context.param_groups, taken.groups, strict=True):
             parameters = group["params"]
             group.clear()
             group.update(options, params=parameters)
-        for name, buffer in persistent_buffers(self._model).items():
+        for name, buffer in persistent_buffers(self._context.model).items():
             write_buffer(buffer, taken.buffers[name])
         manifest = taken.checkpoint.manifest
-        if self._gradient_scale.loss is not None and manifest.loss_scale is not None:
-            self._gradient_scale.loss.restore(manifest.loss_scale)
+        if self._context.gradient_scale.loss is not None and manifest.loss_scale is not None:
+            self._context.gradient_scale.loss.restore(manifest.loss_scale)
         if taken.random is not None:
-            write_random(taken.random, self._streams.device)
+            write_random(taken.random, self._context.streams.device)
 
     def _count_as_written(self, manifest: Manifest) -> None:
         """Let what is in the homes count: the rest of the engine takes note of it."""
-        for unit in self._units:
+        for unit in self._context.units:
             averages = unit.trained.averages.values() if unit.trained is not None else ()
             for home in (*unit.updated_homes, *averages):
                 home.note_write(DONE)  # in place of the error of a torn state, which everybody would meet
@@ -342,8 +338,8 @@ class StateLoader:
             self._gatherer.outdate(unit)
             if unit.resident:  # on every rank in this order: it may be a collective
                 self._gatherer.acquire(unit)
-        self._reducer.zero(self._units)  # gradients of other weights; waits for work that still writes them
-        self._gradient_scale.renew()
+        self._reducer.zero(self._context.units)  # gradients of other weights; waits for work that still writes them
+        self._context.gradient_scale.renew()
 
     def _restore_counts(self, parameter: nn.Parameter, saved: SavedParameter) -> None:
         self._access.restore_counts(

@@ -86,11 +86,9 @@ class StateOffloader:
         in_use: Callable[[Unit], bool],
         plan_staging: Callable[[Sequence[Sections]], StagingPlan],
     ) -> None:
-        self._units = context.units
+        self._context = context
         self._plans = dict(zip(context.units, plans, strict=True))
         self._store = store
-        self._ranks = context.ranks
-        self._streams = context.streams
         self._gatherer = gatherer
         self._reducer = reducer
         self._staging = staging
@@ -118,17 +116,17 @@ class StateOffloader:
                 moved, on any rank.
         """
         self._gatherer.drop_unused()
-        self._reducer.rest(self._units)
+        self._reducer.rest(self._context.units)
         if PARAM in homes:
-            for unit in self._units:
+            for unit in self._context.units:
                 if not self._in_use(unit):
                     self._gatherer.forget(unit)
         self._gatherer.rest()
-        wanted = {unit: self._offloaded(unit, homes, to) for unit in self._units}
+        wanted = {unit: self._offloaded(unit, homes, to) for unit in self._context.units}
         if any(_parts_from_shadow(unit, plans, homes, to) for unit, plans in wanted.items()):
             # Shadows stand between homes of parameters and of the optimizer. Tiles are brought instead. All shadows
             # go, those of units that stay too: they share slabs.
-            for unit in self._units:
+            for unit in self._context.units:
                 if unit.trained is not None:
                     wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
         self._keep = keep
@@ -140,7 +138,7 @@ class StateOffloader:
     def reload(self, *, wait: bool) -> None:
         """Move every home to where the placement wants it. Collective. Needs and raises what `offload` does."""
         self._gatherer.drop_unused()
-        self._reducer.rest(self._units)
+        self._reducer.rest(self._context.units)
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait, back=True)
         self._staging.take()  # not later, within a backward: to pin memory there may block what it waits for
 
@@ -168,7 +166,7 @@ class StateOffloader:
         if changes:
             self._exchange(changes, pin=pin, wait=wait, back=back)
             self._staging.replan()
-            self._gatherer.show_resident(self._units, wait=wait)
+            self._gatherer.show_resident(self._context.units, wait=wait)
 
     def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool) -> None:
         new = [plan for unit, homes in changes.items() for plan in self._new_sections(unit, homes)]
@@ -187,23 +185,23 @@ class StateOffloader:
             except Exception as error:  # ours, or torch's where the device has no room
                 failure = error
             # No rank copies before all have room: else some would move, and the others would not.
-            self._ranks.control_group.agree(failure)
+            self._context.ranks.control_group.agree(failure)
             undo.callback(_wait, moves, ring)  # before memory goes, should the rest fail: copies may be under way
-            movement = Transfers(self._streams, ring)  # 2.
+            movement = Transfers(self._context.streams, ring)  # 2.
             for move in moves:
                 self._copy_unit(move, movement)
             if wait:
-                self._ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
+                self._context.ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
             ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
             self._staging.give_back(self._plan_now)  # here: whatever an interrupt leaves is planned for when it is used
             undo.pop_all()
-        with broken_on_failure(self._units, "reload_states()" if back else "offload_states()"):
+        with broken_on_failure(self._context.units, "reload_states()" if back else "offload_states()"):
             left = [section for move in moves for section in self._commit(move)]  # 3.
         # Compute has read what is left, and copies what it still needs of it: maybe on another stream than its memory
         # belongs to.
         written = [home.memory.written for move in moves for home in move.homes.values()]
         # site offload.old_memory_unused
-        over = all_of(_Settled(event) for event in (self._streams.now(), ring.free, *written))
+        over = all_of(_Settled(event) for event in (self._context.streams.now(), ring.free, *written))
 
         def clean_up() -> None:
             over.synchronize()  # site offload.clean_up
@@ -212,7 +210,7 @@ class StateOffloader:
             while left:  # one by one: after an interrupt the next move goes on
                 self._store.free(left[-1], keep=back)  # an offload that follows another one is to give memory back
                 left.pop()
-            self._streams.return_free_memory()
+            self._context.streams.return_free_memory()
 
         self._clean_up = clean_up
         if wait:
@@ -220,13 +218,15 @@ class StateOffloader:
             self._gatherer.drop_unused()  # the sections that were left had views of full buffers
         else:
             # A thread of the host waits for all that still uses what is left; updates on the host queue up behind it.
-            self._cleaned = self._streams.submit(UPDATE, clean_up, after=(over,))  # site offload.clean_up_queued
+            self._cleaned = self._context.streams.submit(
+                UPDATE, clean_up, after=(over,)
+            )  # site offload.clean_up_queued
             self._clean_up = None
 
     def _plan_now(self) -> StagingPlan:
         """Plan the buffers through which tiles pass: they depend on where the homes are."""
         return self._plan_staging(
-            [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
+            [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._context.units]
         )
 
     def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SegmentPlan]]:

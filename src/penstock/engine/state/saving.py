@@ -109,14 +109,8 @@ class StateSaver:
     """
 
     def __init__(self, context: EngineContext, access: StateAccess, control_group: ControlGroup) -> None:
-        self._model = context.model
-        self._units = context.units
-        self._ranks = context.ranks
-        self._streams = context.streams
+        self._context = context
         self._access = access
-        self._rule = context.rule
-        self._gradient_scale = context.gradient_scale
-        self._param_groups = context.param_groups
         self._control_group = control_group
         self._job: _RunningSave | None = None
 
@@ -138,7 +132,7 @@ class StateSaver:
             EngineError: another save is running, and `if_busy="raise"`.
         """
         _check_request(path, keep, if_busy)
-        if not frozen and all(unit.trained is None for unit in self._units):
+        if not frozen and all(unit.trained is None for unit in self._context.units):
             raise ConfigError("save(frozen=False): nothing of this model is trained, so nothing would be saved.")
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
@@ -163,17 +157,17 @@ class StateSaver:
     ) -> _RankState:
         """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
         # Copies: the user's thread goes on to change what they are of while tiles are written.
-        random = read_random(self._streams.device)
-        buffers, tensors = to_tensors(persistent_buffers(self._model))
+        random = read_random(self._context.streams.device)
+        buffers, tensors = to_tensors(persistent_buffers(self._context.model))
         prints = {key: fingerprint(tensor) for key, tensor in tensors.items()} if self._control_group.size > 1 else {}
         sources = self._sources(frozen=frozen)
         # Here, before training goes on: to pin memory may have the device finish its work first.
-        ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._streams.device)))
+        ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._context.streams.device)))
         worker = None
         if not blocking:
             # A thread of its own: one that also served a stream would hold training up behind a disk. Started before
             # ranks agree: the others would write, and wait for one that has no thread.
-            worker = HostWorker("save", promised=f"Saving {folder}", alone=self._streams.computes_on_host)
+            worker = HostWorker("save", promised=f"Saving {folder}", alone=self._context.streams.computes_on_host)
             undo.callback(worker.close)
         if not self._control_group.is_first:
             return _RankState(random, tensors, prints, sources, ring, worker)
@@ -194,7 +188,7 @@ class StateSaver:
             target=SaveTarget(folder, [Path(path) for path in made], token, keep),
             sources=own.sources,
             ring=own.ring,
-            streams=self._streams,
+            streams=self._context.streams,
             random=own.random,
             manifest=own.manifest,
             tensors=own.tensors if self._control_group.is_first else other_than(own.tensors, prints),
@@ -221,8 +215,8 @@ class StateSaver:
     def _runs_anywhere(self) -> bool:
         """Whether a save is under way on any rank. Not over the control group, which that one uses on its thread."""
         running = self._job is not None and not self._job.over.done()
-        found = torch.tensor(int(running), dtype=torch.int64, device=self._streams.device)
-        self._ranks.all_reduce_max(found)
+        found = torch.tensor(int(running), dtype=torch.int64, device=self._context.streams.device)
+        self._context.ranks.all_reduce_max(found)
         return bool(found)
 
     def wait_copied(self) -> None:
@@ -266,14 +260,14 @@ class StateSaver:
         """
         sources: list[UnitSource] = []
         offset = 0
-        begun = self._streams.now()  # here, where compute is: it writes homes on the device too
-        for unit in self._units:
+        begun = self._context.streams.now()  # here, where compute is: it writes homes on the device too
+        for unit in self._context.units:
             if unit.trained is None and not frozen:
                 continue
             homes = _homes(unit)
             tile_numel = unit.params.sections[0].tile_numel
-            first, last = own_tiles(unit.shard_numel, tile_numel, self._ranks.grid)
-            slots = own_slots(unit.layout.slots, self._ranks.grid)
+            first, last = own_tiles(unit.shard_numel, tile_numel, self._context.ranks.grid)
+            slots = own_slots(unit.layout.slots, self._context.ranks.grid)
             if first == last or not slots:
                 continue
             table = UnitTable(
@@ -311,26 +305,26 @@ class StateSaver:
             extra: what the user adds.
             frozen: whether parameters that nothing trains are saved.
         """
-        loss = self._gradient_scale.loss
+        loss = self._context.gradient_scale.loss
         return Manifest.new(
             serial=next_serial(folder),
             ranks=(),
             tensors=None,
-            rule=self._rule.name,
-            states=self._rule.states,
+            rule=self._context.rule.name,
+            states=self._context.rule.states,
             parameters=dict(self._parameters(frozen=frozen)),
             groups=tuple(self._groups(tensors)),
             buffers=buffers,
             loss_scale=loss.state() if loss is not None else None,
-            model=describe(self._model),
+            model=describe(self._context.model),
             extra=encode(dict(extra), tensors, what="extra"),
         )
 
     def _parameters(self, *, frozen: bool) -> Iterator[tuple[str, SavedParameter]]:
-        for unit in self._units:
+        for unit in self._context.units:
             trained = unit.trained is not None
             states = tuple(state.name for state in unit.rule.states) if trained else None
-            if states == tuple(state.name for state in self._rule.states):
+            if states == tuple(state.name for state in self._context.rule.states):
                 states = None
             for parameter in unit.parameters:
                 yield (
@@ -348,8 +342,8 @@ class StateSaver:
                 )
 
     def _groups(self, tensors: dict[str, Tensor]) -> Iterator[SavedGroup]:
-        names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
-        for number, group in enumerate(self._param_groups):
+        names = {parameter.tensor: parameter.name for unit in self._context.units for parameter in unit.parameters}
+        for number, group in enumerate(self._context.param_groups):
             options = {name: value for name, value in group.items() if name != "params"}
             encoded = encode(options, tensors, what=f"param_groups[{number}]")
             yield SavedGroup(tuple(names[p] for p in group["params"]), encoded)

@@ -34,8 +34,7 @@ class Averaging:
     """
 
     def __init__(self, context: EngineContext, store: Store, movement: Transfers) -> None:
-        self._units = context.units
-        self._streams = context.streams
+        self._context = context
         self._store = store
         self._movement = movement
         self._rings = {beside: Ring() for beside in SIDES}
@@ -47,7 +46,11 @@ class Averaging:
 
     def make_room(self, kinds: Collection[str]) -> None:
         """Take the buffers that the passes over these averages need, as homes are now, in the place of those before."""
-        units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units if unit.trained]
+        units = [
+            {name: home.plans for name, home in unit.shard_homes.items()}
+            for unit in self._context.units
+            if unit.trained
+        ]
         rings = {}
         for beside in SIDES:
             sections: Iterator[tuple[str, SegmentPlan]] = (
@@ -56,7 +59,7 @@ class Averaging:
                 for kind in kinds
                 for name, plan in worked_on(beside, unit, kind, (MASTER, kind, SHADOW, PARAM))
             )
-            rings[beside] = plan_ring("average", beside, sections, self._streams.reach)
+            rings[beside] = plan_ring("average", beside, sections, self._context.streams.reach)
         slots = {beside: plan for beside, (plan, _) in rings.items()}
         if slots == self._slots:
             return
@@ -129,10 +132,12 @@ class Averaging:
         call = partial(work, average, param, master[0] if master else None)
         if beside is Tier.DEVICE:
             brought.ready.wait()  # site average.loaded_for_compute: compute works with what is brought on other streams
-            self._streams.compute(call, label=brought.label)
+            self._context.streams.compute(call, label=brought.label)
             done: Event = DONE
         else:
             nbytes = sum(tensor.numel() * tensor.element_size() for views in brought.views.values() for tensor in views)
             # site average.loaded
-            done = self._streams.submit(UPDATE, call, after=(brought.ready,), nbytes=nbytes, label=brought.label)
+            done = self._context.streams.submit(
+                UPDATE, call, after=(brought.ready,), nbytes=nbytes, label=brought.label
+            )
         return brought.put_back(done)

@@ -169,11 +169,8 @@ class Stepper:
         begins: bool,
     ) -> None:
         self._units = [unit for unit in context.units if unit.trained]
-        self._ranks = context.ranks
-        self._streams = context.streams
+        self._context = context
         self._updater = updater
-        self._param_groups = context.param_groups
-        self._gradient_scale = context.gradient_scale
         self._sharing = sharing
         self._overlaps = overlaps
         self._begins = begins
@@ -198,7 +195,7 @@ class Stepper:
             except Exception as error:
                 failure = failure or error
         try:  # after the waits: these read the homes themselves
-            measure_late(self._units if failure is None else [], self._streams)
+            measure_late(self._units if failure is None else [], self._context.streams)
         except Exception as error:
             failure = error
         # What has failed is not raised yet: the other ranks are about to wait for this one in the all-reduce, and would
@@ -214,23 +211,23 @@ class Stepper:
                 squares.append(square if parameter.counts else square * 0.0)
             flags += [float(index in gradient.present) for index in slots]
         norms = _on_host(squares)
-        if self._ranks.world_size > 1:
-            report = self._ranks.report(failure)
+        if self._context.ranks.world_size > 1:
+            report = self._context.ranks.report(failure)
             # One message for all of it: each all-reduce is a wait for the slowest rank.
-            numbers = [*norms, *flags, *report, *self._ranks.sequel.digest()]
+            numbers = [*norms, *flags, *report, *self._context.ranks.sequel.digest()]
             # Waits for the device: the host decides on it.
-            *summed, digest, digest_squared = self._ranks.sum_numbers(numbers, self._streams.device)
+            *summed, digest, digest_squared = self._context.ranks.sum_numbers(numbers, self._context.streams.device)
             # Replicas have the same gradient, and each has added its norm.
-            norms = [norm / self._ranks.replicas for norm in summed[: len(norms)]]
+            norms = [norm / self._context.ranks.replicas for norm in summed[: len(norms)]]
             flags = summed[len(norms) :]
             # From here on every rank has the same numbers, so all of them raise, or none does.
             try:
-                self._ranks.check_reports(flags[-len(report) :], failure)
+                self._context.ranks.check_reports(flags[-len(report) :], failure)
             except Exception as error:
                 self._fail(error)  # on every rank: a close that gathers parameters would wait for the others
                 raise
             # Before anything is updated: ranks that ran different units have gathered and reduced each other's.
-            self._ranks.sequel.check([digest, digest_squared])
+            self._context.ranks.sequel.check([digest, digest_squared])
         elif failure is not None:
             raise failure
         present, cursor = {}, 0
@@ -243,7 +240,7 @@ class Stepper:
         # The exact sum, rounded once: the same for every order, in whatever units the parameters are. As fp32 it is the
         # same, too, for devices that sum the squares of a part in an order of their own.
         total = math.nan if flawed else math.fsum(norms)
-        return GradientMeasure(_as_fp32(math.sqrt(total) * self._gradient_scale.size), present, norms, flawed)
+        return GradientMeasure(_as_fp32(math.sqrt(total) * self._context.gradient_scale.size), present, norms, flawed)
 
     def update(self, measure: GradientMeasure, max_grad_norm: float | None) -> None:
         """Have every tile updated, and publish what was written beside its home (phases 3 and 4).
@@ -254,11 +251,11 @@ class Stepper:
         Raises:
             EngineError: a group changed after the update of a parameter of it began in backward.
         """
-        scale = self._gradient_scale.value
+        scale = self._context.gradient_scale.value
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
-        plans = self._updater.plans(measure.present, self._param_groups)
-        written = self._updater.written(self._param_groups)
+        plans = self._updater.plans(measure.present, self._context.param_groups)
+        written = self._updater.written(self._context.param_groups)
         self._forwards = self._overlaps or not self._forwards
         # After the plans, which may refuse a group: what began is then still there to be given up.
         begun = self._take_early().units
@@ -277,7 +274,7 @@ class Stepper:
             for unit, plan in plans.items():
                 self._updater.publish(unit, tiles[unit], goes_on=unit in begun)
                 self._updater.count(unit, plan)
-            for group, values in zip(self._param_groups, written, strict=True):
+            for group, values in zip(self._context.param_groups, written, strict=True):
                 group.update(values)
             if not self._overlaps:
                 for unit in self._units:
@@ -299,11 +296,11 @@ class Stepper:
         """
         trained = unit.trained
         assert trained is not None
-        plan = self._updater.plan(unit, frozenset(range(len(unit.layout.slots))), self._param_groups)
+        plan = self._updater.plan(unit, frozenset(range(len(unit.layout.slots))), self._context.param_groups)
         # Taken now, before the homes hear of these updates: the tiles that are left for the step follow the same, and
         # would else wait for tiles that have nothing to do with theirs.
         complete = self._updater.complete(unit)
-        tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, complete, singly=True)
+        tiles = self._updater.tiles(unit, plan, self._context.gradient_scale.value, complete, singly=True)
         begun = _Begun(plan, [tile for tile in tiles if tile.runs_on is not Tier.DEVICE], complete)
         self._early.units[unit] = begun  # before anything is submitted: what fails in between has begun
         if not begun.tiles:
@@ -372,8 +369,8 @@ class Stepper:
         # A rank whose shards had no tile to update could go on; where another one's had, none can. They meet only where
         # updates begin in backward, which is the same on every rank: a rank that met alone would wait for its timeout.
         try:
-            if self._begins and self._ranks.world_size > 1:
-                self._ranks.control_group.agree(failure)
+            if self._begins and self._context.ranks.world_size > 1:
+                self._context.ranks.control_group.agree(failure)
             elif failure is not None:
                 raise failure
         except Exception as error:

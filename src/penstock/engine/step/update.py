@@ -106,9 +106,7 @@ class Updater:
         pipelines: Mapping[Tier, TileStreamer],
         movement: Transfers,
     ) -> None:
-        self._rule = context.rule
-        self._streams = context.streams
-        self._pool = context.pool
+        self._context = context
         self._groups = groups
         self._firsts = firsts
         self._pipelines = pipelines
@@ -146,12 +144,12 @@ class Updater:
 
     def written(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return what the next step writes into each group: the same on every rank."""
-        return [self._rule.advance_group(group) for group in param_groups]
+        return [self._context.rule.advance_group(group) for group in param_groups]
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise `ConfigError` for a group that asks for what the rule does not honour."""
         for group in param_groups:
-            self._rule.hyper(group, step=1)
+            self._context.rule.hyper(group, step=1)
 
     def complete(self, unit: Unit) -> Event:
         """Give the event after which a unit may be updated, as far as memory goes: records know their own."""
@@ -228,7 +226,7 @@ class Updater:
                 side = on_device if tile.runs_on is Tier.DEVICE else on_host
                 side.append(partial(self._submit, tile, allowed))
         # All in one call: what is small in each unit is a launch together. A trace tells units apart.
-        observer = self._streams.observer
+        observer = self._context.streams.observer
         recorded = observer is not None and observer.is_traced
         of_rule = {tile.unit.rule: "on the device" for tile in in_place}
         together = groupby(
@@ -239,7 +237,7 @@ class Updater:
         # Neither side waits until all of the other's work is submitted.
         turns = [submit for pair in zip_longest(on_host, on_device) for submit in pair if submit is not None]
         # On a cpu the calls of compute itself end when all of it is updated: the host's tiles are on their way before.
-        for submit in [*turns, *calls] if self._streams.computes_on_host else [*calls, *turns]:
+        for submit in [*turns, *calls] if self._context.streams.computes_on_host else [*calls, *turns]:
             submit()
 
     def _update_in_place(self, tiles: Sequence[TileUpdate], label: Label) -> None:
@@ -258,8 +256,8 @@ class Updater:
             segments += self._segments(tile, tile.unit.trained.fields, brought.views)
             nbytes += _touched(brought.views)
         (scale,), (rule,) = {tile.scale for tile in tiles}, {tile.unit.rule for tile in tiles}
-        work = partial(rule.update_many, segments, scale, self._pool)
-        self._streams.compute(work, label=label, nbytes=nbytes)
+        work = partial(rule.update_many, segments, scale, self._context.pool)
+        self._context.streams.compute(work, label=label, nbytes=nbytes)
 
     def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
         """Bring one tile to where it is updated, update it, and put it back: each follows the one before by its event.
@@ -280,13 +278,13 @@ class Updater:
         nbytes = _touched(brought.views)
         if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
             brought.ready.wait()  # site update.loaded_for_compute: else it computes with what the slot held before
-            self._streams.compute(work, label=label, nbytes=nbytes)
+            self._context.streams.compute(work, label=label, nbytes=nbytes)
             updated = DONE  # what puts it back follows all that compute was given
         else:
             # Two streams: the device's own updates run beside those of the host, and beside compute.
             stream = DEVICE_UPDATE if tile.streamed else UPDATE
             # site update.loaded
-            updated = self._streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, label=label)
+            updated = self._context.streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, label=label)
         # After the update, or it would put back what was brought. The slot is free once it has arrived: another tile's
         # values would else be written over it on its way.
         tile.written = brought.put_back(updated)
@@ -335,7 +333,7 @@ class Updater:
         sums = RecordChecksums(record.buffer for record in brought.summed)
         if updates:
             segments = self._segments(tile, fields, brought.views)
-            update_many(tile.unit.rule, segments, tile.scale, self._pool, sums)
+            update_many(tile.unit.rule, segments, tile.scale, self._context.pool, sums)
         for record in brought.summed:  # what has stayed as it was is put back all the same
             record.check(sums)
         if updates and tile.then is not None:
