@@ -18,7 +18,7 @@ from penstock.tiers.tier import Store, bytes_on
 
 def slabs(optimizer: penstock.Optimizer) -> list[Arena]:
     """The mapped slabs of the cpu tier."""
-    return [slab._arena for slab in optimizer._engine.store._left if isinstance(slab, _HostSlab)]
+    return [slab._arena for slab in optimizer._engine.context.store._left if isinstance(slab, _HostSlab)]
 
 
 def file_bytes(folder: Path) -> int:
@@ -51,7 +51,7 @@ def assert_table_agrees(optimizer: penstock.Optimizer, folder: Path | None = Non
     Arguments:
         folder: of this engine's files alone.
     """
-    store, report = optimizer._engine.store, optimizer.locations()
+    store, report = optimizer._engine.context.store, optimizer.locations()
     assert not store._leaving
     assert all(arena.used == arena.capacity for arena in slabs(optimizer)), "in exact size"
     held = [*store._left, *store._kept.values()]

@@ -173,7 +173,9 @@ class Adoption:
         self._averages = engine.state.averages.plans_for(self._joining)
         # In the order in which they are made.
         homes = [h for plan in changed for h in (plan.beside if plan.spec.name in stays else plan.sections).values()]
-        self._reserved = engine.store.reserve([*(section for home in homes for section in home), *self._averages])
+        self._reserved = engine.context.store.reserve(
+            [*(section for home in homes for section in home), *self._averages]
+        )
 
     def cancel(self) -> None:
         """Give the memory back."""
@@ -188,7 +190,7 @@ class Adoption:
         except BaseException:
             self._empty()
             raise
-        engine.context = replace(engine.context, units=units, rule=self._blueprint.rule)
+        engine.context.units, engine.context.rule = units, self._blueprint.rule
         averages = [self._reserved.make(plan) for plan in self._averages]
         align_buffers(
             nn.ModuleList(_new_modules(engine.context.model, self._newcomers)),
@@ -196,7 +198,7 @@ class Adoption:
             engine.context.streams.device,
         )
         lasting.gatherer.live_budget = self._blueprint.live_bytes
-        lasting.staging.give_back(lambda: self._blueprint.staging)
+        engine.context.staging.give_back(lambda: self._blueprint.staging)
         other = connect(self._blueprint, engine.context, lasting)
         joining = {plan.spec.name for plan in self._joining}
         other.state.averages.go_on_from(
@@ -205,7 +207,7 @@ class Adoption:
         engine.go_on_as(other)
         for unit in units:
             unit.count_writes()  # graphs from before are of parts that nobody asks any more
-        lasting.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
+        engine.context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
         self._adopter.blueprint = self._blueprint
 
     def _let_go(self) -> None:

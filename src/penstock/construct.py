@@ -79,8 +79,8 @@ def construct(
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     param_groups = [] if optimizer is None else optimizer.param_groups
-    context = _make_rig(blueprint, model, param_groups, memory.units, ranks, streams, memory.pool)
-    lasting = _make_lasting(blueprint, context, memory, control_group)
+    context = _make_context(blueprint, model, param_groups, memory, ranks, streams)
+    lasting = _make_lasting(blueprint, context, control_group)
     engine = connect(blueprint, context, lasting)
     in_child(engine, leave_to_parent)
     prepared = Inference(engine) if optimizer is None else Optimizer(optimizer, engine)
@@ -155,29 +155,37 @@ def _take_memory(
     return _TakenMemory(store, staging, units, pool)
 
 
-def _make_rig(
+def _make_context(
     blueprint: Blueprint,
     model: nn.Module,
     param_groups: Sequence[dict[str, Any]],
-    units: Sequence[Unit],
+    memory: _TakenMemory,
     ranks: Collectives,
     streams: Streams,
-    pool: Pool,
 ) -> EngineContext:
-    """Put together what every part of the engine works with."""
+    """Put together what every component of the engine works with."""
     request, options, trains = blueprint.request, blueprint.request.options, bool(param_groups)
     scales_loss = request.compute_dtype == torch.float16 and trains  # else a graph has the scale of who trains in it
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
-    return EngineContext(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, param_groups)
+    return EngineContext(
+        model=model,
+        units=memory.units,
+        ranks=ranks,
+        streams=streams,
+        pool=memory.pool,
+        store=memory.store,
+        staging=memory.staging,
+        movement=Transfers(streams, memory.staging.transit, memory.staging.landing),
+        rule=blueprint.rule,
+        gradient_scale=gradient_scale,
+        param_groups=param_groups,
+    )
 
 
 class Lasting(NamedTuple):
     """The parts of an engine that do not know which units there are: they last where units change."""
 
-    store: Store
-    staging: Staging
-    movement: Transfers
     gatherer: Gatherer
     reducer: Reducer
     activations: ActivationOffload | None
@@ -186,21 +194,13 @@ class Lasting(NamedTuple):
     planted: AttributePatches
 
 
-def _make_lasting(
-    blueprint: Blueprint, context: EngineContext, memory: _TakenMemory, control_group: ControlGroup
-) -> Lasting:
-    """Make what moves, gathers and reduces units, whichever they are."""
+def _make_lasting(blueprint: Blueprint, context: EngineContext, control_group: ControlGroup) -> Lasting:
+    """Make what gathers and reduces units, whichever they are."""
     request, options = blueprint.request, blueprint.request.options
-    store, staging = memory.store, memory.staging
-    # Parts are made from the bottom up: each gets those that it uses in its constructor.
-    movement = Transfers(context.streams, staging.transit, staging.landing)
     packing = QuantizedGather(context, options.gather_format)
-    gatherer = Gatherer(
-        context, movement, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes
-    )
+    gatherer = Gatherer(context, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
     reducer = Reducer(
         context,
-        movement,
         ShardReduction(context, request.reduce_dtype, options.reduce_format),
         accumulation_dtype=request.accumulation_dtype,
         agrees=request.overlap == "backward",
@@ -208,8 +208,8 @@ def _make_lasting(
     )
     at_once = options.on_nonfinite == "raise"
     skips = SkippedSteps(options.max_skipped_steps, at_once=at_once, loss_scale=context.gradient_scale.loss)
-    activations = activations_for(blueprint, context, store)
-    return Lasting(store, staging, movement, gatherer, reducer, activations, skips, control_group, AttributePatches())
+    activations = activations_for(blueprint, context)
+    return Lasting(gatherer, reducer, activations, skips, control_group, AttributePatches())
 
 
 def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> Engine:
@@ -222,9 +222,8 @@ def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> E
     updates = _make_updates(blueprint, context, lasting)
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, context.streams.device)
-    frozen = (
-        [] if context.trains else [FrozenParameters(context.units)]
-    )  # before the hooks, some of which are of trained parameters
+    # Before the hooks, some of which are of trained parameters.
+    frozen = [] if context.trains else [FrozenParameters(context.units)]
     if lasting.activations is not None:
         lasting.activations.kept = lambda: [unit.full for unit in context.units]
     begins = updates.stepper if request.overlap == "backward" else None
@@ -236,7 +235,6 @@ def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> E
     state = _make_state(blueprint, context, lasting, passes, updates)
     return Engine(
         context=context,
-        store=lasting.store,
         passes=passes,
         updates=updates,
         state=state,
@@ -257,7 +255,7 @@ def _make_state(
     blueprint: Blueprint, context: EngineContext, lasting: Lasting, passes: Passes, updates: Updates
 ) -> State:
     """Make what looks at state, moves it and keeps it."""
-    store, gatherer, reducer, hooks = lasting.store, passes.gatherer, passes.reducer, passes.hooks
+    gatherer, reducer, hooks = passes.gatherer, passes.reducer, passes.hooks
     access = StateAccess(context, gatherer, reducer, updates.updater)
     return State(
         access=access,
@@ -265,18 +263,14 @@ def _make_state(
         mover=StateOffloader(
             context,
             blueprint.units,
-            store,
             gatherer,
             reducer,
-            lasting.staging,
             in_use=hooks.in_use,
             plan_staging=blueprint.plan_staging,
         ),
         saver=StateSaver(context, access, lasting.control_group),
         loader=StateLoader(context, access, gatherer, reducer, updates.updater),
-        averages=Averages(
-            context, store, access, gatherer, hooks.backward, Averaging(context, store, lasting.movement)
-        ),
+        averages=Averages(context, access, gatherer, hooks.backward, Averaging(context)),
     )
 
 
@@ -289,9 +283,8 @@ def _make_updates(blueprint: Blueprint, context: EngineContext, lasting: Lasting
         groups=trained,
         firsts=number_elements(p for p in context.model.parameters() if p in trained),
         pipelines={
-            beside: TileStreamer(streams, ring, beside=beside) for beside, ring in lasting.staging.update.items()
+            beside: TileStreamer(streams, ring, beside=beside) for beside, ring in context.staging.update.items()
         },
-        movement=lasting.movement,
     )
     streamed = blueprint.homes.streamed
     stepper = Stepper(
@@ -304,7 +297,7 @@ def _make_updates(blueprint: Blueprint, context: EngineContext, lasting: Lasting
     return Updates(updater, stepper, lasting.skips)
 
 
-def activations_for(blueprint: Blueprint, context: EngineContext, store: Store) -> ActivationOffload | None:
+def activations_for(blueprint: Blueprint, context: EngineContext) -> ActivationOffload | None:
     """Make what takes saved tensors off the device, where the request asks for it."""
     request = blueprint.request
     if request.placement.activations is None:
@@ -314,7 +307,7 @@ def activations_for(blueprint: Blueprint, context: EngineContext, store: Store) 
         return None
     return ActivationOffload(
         context.streams,
-        store,
+        context.store,
         tier,
         tile_bytes=request.options.tile_bytes,
         folders=len(request.placement.nvme_folders()),

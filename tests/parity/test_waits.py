@@ -340,14 +340,14 @@ def what_was_kept_is_given_back_while_a_reload_is_under_way(streams: Streams) ->
     optimizer.offload_states({"optimizer"}, keep=True)
     optimizer.reload_states(non_blocking=True)
     optimizer.offload_states({"grad"})
-    seen = [str(plan) for slab in optimizer._engine.store._kept.values() for plan in slab.plans]
+    seen = [str(plan) for slab in optimizer._engine.context.store._kept.values() for plan in slab.plans]
     optimizer.close()
     return seen
 
 
 def old_memory_went_before_the_next_move_takes_some(streams: Streams) -> Values:
     _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
-    store, seen = optimizer._engine.store, []
+    store, seen = optimizer._engine.context.store, []
     reserve = store.reserve
 
     def note(*arguments: Any, **rest: Any) -> Any:
@@ -367,7 +367,7 @@ def old_memory_went_before_parameters_come(streams: Streams) -> Values:
     model.blocks[0].requires_grad_(False)
     given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     optimizer = prepare_on(streams, model, given, options=penstock.Options(tile_bytes=4 * KIB))
-    store, seen = optimizer._engine.store, []
+    store, seen = optimizer._engine.context.store, []
     reserve = store.reserve
 
     def note(*arguments: Any, **rest: Any) -> Any:

@@ -25,7 +25,7 @@ from penstock.errors import CheckpointError, EngineError, NvmeError, one_line
 from penstock.runtime.control_group import Facts
 from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import FailedEvent
-from penstock.tiers.tier import Location, LocationReport, Store
+from penstock.tiers.tier import Location, LocationReport
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The parts of one engine, and how they end.
@@ -63,7 +63,6 @@ class Engine:
 
     Attributes:
         context: units, ranks, streams, rule and scale: what every part is given.
-        store: the table of every section, with its memory and files.
         passes: what happens in forward and backward.
         updates: what a step decides and does.
         state: what looks at the state of training, moves it and keeps it.
@@ -78,7 +77,6 @@ class Engine:
     """
 
     context: EngineContext
-    store: Store
     passes: Passes
     updates: Updates
     state: State
@@ -109,7 +107,7 @@ class Engine:
         other.state.access.go_on_from(self.state.access)
         other.gradients.go_on_from(self.gradients)
         other.passes.hooks.backward.has_failed = self.passes.hooks.backward.has_failed
-        self.context, self.passes, self.updates, self.state = other.context, other.passes, other.updates, other.state
+        self.passes, self.updates, self.state = other.passes, other.updates, other.state
         self.gradients, self.policy, self.restore_model = other.gradients, other.policy, other.restore_model
 
     def close(self, *, keep_params: bool) -> None:
@@ -199,7 +197,7 @@ class Engine:
                 self.passes.reducer.close,
                 self.passes.hooks.close,
                 # 3. After the streams, whose threads call the pool, and whose collectives end before their group.
-                self.store.close,
+                self.context.store.close,
                 # Torch refuses graphs that are left: what they have saved goes.
                 *(unit.count_writes for unit in self.context.units),
                 *(unit.drop for unit in self.context.units),
@@ -281,7 +279,7 @@ def leave_to_parent(engine: Engine) -> None:
 def locate(engine: Engine) -> LocationReport:
     """List where every byte of the training state is, as `penstock.Optimizer.locations` says."""
     rows = []
-    for section, slab, name in engine.store.table():
+    for section, slab, name in engine.context.store.table():
         pinned = slab is not None and slab.pinned
         for cell in section.cells:
             kind = name or cell.kind
@@ -298,7 +296,7 @@ def bytes_by_tier(engine: Engine) -> dict[str, int]:
     """Add up what `locate` lists, by tier, the fastest first."""
     found = {tier.value: 0 for tier in Tier}
     found[Tier.DEVICE.value] = sum(unit.nbytes for unit in engine.context.units if unit.leased)
-    for section, _, _ in engine.store.table():
+    for section, _, _ in engine.context.store.table():
         found[section.tier.value] += section.nbytes
     return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 

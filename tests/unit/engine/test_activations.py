@@ -316,7 +316,7 @@ def test_memory_is_pinned_in_a_few_steps_within_its_budget_and_all_of_it_goes(
         optimizer = prepare_on(
             simulated(), model, stock, precision="fp32", placement=placement, options=options, overlap="none"
         )
-        store = optimizer._engine.store
+        store = optimizer._engine.context.store
         reserve = store.reserve
         monkeypatch.setattr(store, "reserve", lambda *a, r=reserve, **k: reserved.append(1) or r(*a, **k))
         reserved.clear()

@@ -86,7 +86,7 @@ def test_what_is_there_stays_and_what_comes_is_accounted_for() -> None:
     train(model, optimizer, 1)
     assert optimizer.full_state(model.blocks[0].up.weight, "step") == 1
     assert optimizer.full_state(last, "step") == 2
-    store = optimizer._engine.store
+    store = optimizer._engine.context.store
     optimizer.close()
     assert not list(store.table())
     assert model.blocks[0].up.weight.dtype == torch.float32
@@ -328,7 +328,7 @@ def test_memory_that_is_not_there_leaves_what_was(monkeypatch: pytest.MonkeyPatc
 
     group = {"params": unfreeze_a_block(model)}
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._engine.store, "reserve", fail)
+        patch.setattr(optimizer._engine.context.store, "reserve", fail)
         with pytest.raises(penstock.MemoryBudgetError):
             optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
@@ -350,7 +350,7 @@ def test_what_fails_in_the_middle_gives_everything_back(monkeypatch: pytest.Monk
         patch.setattr("penstock.build.fill_unit", fail)
         with pytest.raises(OSError, match="gone"):
             optimizer.add_param_group({"params": unfreeze_a_layer(model)})
-    assert not list(engine.store.table())
+    assert not list(engine.context.store.table())
     assert all(p.numel() == 0 for p in model.parameters())
     with pytest.raises(penstock.EngineError, match=r"after close\(\)"):
         optimizer.step()

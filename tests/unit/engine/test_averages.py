@@ -234,7 +234,7 @@ def test_every_byte_is_accounted_for(tier: Any, make: Callable[[], Any]) -> None
     assert report.bytes(kind="param") == before.bytes(kind="param")
     engine = optimizer._engine
     optimizer.close()
-    assert not list(engine.store.table())
+    assert not list(engine.context.store.table())
 
 
 def test_several_averages_have_names() -> None:

@@ -138,7 +138,7 @@ def test_what_is_kept_goes_where_something_else_has_no_room(monkeypatch: pytest.
     before = state(model, optimizer)
 
     def left() -> HostMemory:
-        return HostMemory(0 if optimizer._engine.store._kept else 1 << 30, "the host has")
+        return HostMemory(0 if optimizer._engine.context.store._kept else 1 << 30, "the host has")
 
     with monkeypatch.context() as patch:
         patch.setattr(Arena, "available", staticmethod(left))
@@ -160,7 +160,7 @@ def test_close_gives_back_what_is_kept(tmp_path: Path) -> None:
         for to in ("cpu", "nvme"):
             optimizer.offload_states(to=to, keep=True)
             optimizer.reload_states()
-        kept = list(optimizer._engine.store._kept.values())
+        kept = list(optimizer._engine.context.store._kept.values())
         assert {type(slab) for slab in kept} == {_HostSlab, FileSlab}
         optimizer.close()
         assert all(slab._arena._slab is None for slab in kept if isinstance(slab, _HostSlab))

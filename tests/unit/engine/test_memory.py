@@ -90,7 +90,7 @@ def test_the_report_is_bytes_per_parameter_on_each_tier(precision: str, master: 
 def test_the_allocator_holds_what_the_report_says_and_less_than_a_page_a_cell_more(streams: Any) -> None:
     model = stack()
     optimizer = prepare_on(streams(), model, adamw(model), placement=EVERYTHING_ON_CPU)
-    store = optimizer._engine.store
+    store = optimizer._engine.context.store
     cells = [cell for plan, *_ in store.table() for cell in plan.cells]
     reported = optimizer.locations().bytes(tier="cpu")
     assert reported == sum(cell.nbytes for cell in cells)
@@ -178,7 +178,9 @@ def test_a_closed_engine_is_garbage() -> None:
     model = stack()
     optimizer = prepare_on(separate(), model, adamw(model), placement=EVERYTHING_ON_CPU)
     step(model, optimizer)
-    slabs = {slab._arena._slab.data_ptr() for slab in optimizer._engine.store._left if isinstance(slab, _HostSlab)}
+    slabs = {
+        slab._arena._slab.data_ptr() for slab in optimizer._engine.context.store._left if isinstance(slab, _HostSlab)
+    }
     assert slabs <= {t.untyped_storage().data_ptr() for t in live_tensors()}
     optimizer.close()
     gc.collect()

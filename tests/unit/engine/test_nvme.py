@@ -171,7 +171,7 @@ def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
 
 
 def files_of(optimizer: penstock.Optimizer) -> list[File]:
-    return [file for slab in optimizer._engine.store.tiers[Tier.NVME]._slabs for file in slab._files]
+    return [file for slab in optimizer._engine.context.store.tiers[Tier.NVME]._slabs for file in slab._files]
 
 
 def of_the_kernel() -> tuple[int, int]:

@@ -217,7 +217,6 @@ class Gatherer:
     """Gathers and releases units.
 
     Arguments:
-        movement: brings what this rank has of a unit to its full buffer.
         packing: gathers what other ranks have, where that is rounded on the way.
         live_bytes: see `live_budget`.
         prefetch_bytes: how much full buffers that are being filled ahead of use may take.
@@ -232,16 +231,14 @@ class Gatherer:
     def __init__(
         self,
         context: EngineContext,
-        movement: Transfers,
         packing: QuantizedGather,
         *,
         live_bytes: int,
         prefetch_bytes: int,
     ) -> None:
         self._context = context
-        self._movement = movement
         self._packing = packing
-        self._secondary = SecondaryShards(context.model, movement)
+        self._secondary = SecondaryShards(context.model, context.movement)
         self.live_budget = live_bytes
         self.announce: Callable[[], None] | None = None
         self._prefetch_budget = prefetch_bytes
@@ -546,10 +543,10 @@ class Gatherer:
         self._buffers[unit.full.untyped_storage()._cdata] = unit
         replica = unit.replica
         if replica is not None and not unit.stale:
-            return self._movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
+            return self._context.movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
         # The copy follows the last update of the home, and the home has the next one wait until this has read it.
         source, (start, stop) = self._secondary.source(unit, exact=unit in self._exact)
-        return self._movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
+        return self._context.movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
 
     def _gather_rest(self, unit: Unit) -> None:
         """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
@@ -587,4 +584,4 @@ class Gatherer:
                 # site gather.replica_source
                 home, label = buffer_home(full, written=event), Label("save", unit.name, PARAM)
                 # The buffer is released after this copy: else the replica would get what the memory holds next.
-                unit.event = self._movement.copy(home, unit.replica, label)
+                unit.event = self._context.movement.copy(home, unit.replica, label)

@@ -433,7 +433,6 @@ class Reducer:
     """Takes every gradient of the engine's units.
 
     Arguments:
-        movement: brings reduced gradients to their homes, where compute does not reach those.
         sums: sums gradients over shards.
         accumulation_dtype: the dtype in which micro-batches are summed, the homes' own.
         agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
@@ -447,7 +446,6 @@ class Reducer:
     def __init__(
         self,
         context: EngineContext,
-        movement: Transfers,
         sums: ShardReduction,
         *,
         accumulation_dtype: torch.dtype,
@@ -473,7 +471,7 @@ class Reducer:
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
         self._means = SinkContext(
-            streams, movement, context.pool, self._pool, self.buffers, accumulation_dtype, self._agrees
+            streams, context.movement, context.pool, self._pool, self.buffers, accumulation_dtype, self._agrees
         )
         self._routes: dict[Unit, tuple[Storage, GradientSink]] = {}
         self.changes = 0

@@ -23,14 +23,12 @@ from penstock.engine.unit.unit import Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.rules.average import begin, follow, hide, show
 from penstock.tiers.storage import CellPlan, Segment, SegmentPlan, Storage
-from penstock.tiers.tier import Store
 
 
 class Averages:
     """Every average of one engine.
 
     Arguments:
-        store: where their homes get memory and space.
         access: knows when everything has reached its home.
         gatherer: hears that parameters have other values.
         backward: refuses to run while an average is shown.
@@ -44,14 +42,12 @@ class Averages:
     def __init__(
         self,
         context: EngineContext,
-        store: Store,
         access: StateAccess,
         gatherer: Gatherer,
         backward: Backward,
         averaging: Averaging,
     ) -> None:
         self._context = context
-        self._store = store
         self._access = access
         self._gatherer = gatherer
         self._backward = backward
@@ -91,7 +87,7 @@ class Averages:
         plans = [
             _plan(unit.name, unit.shard_numel, unit.params.sections[0].tile_numel, kind, tier) for unit in self._trained
         ]
-        reserved = self._store.reserve(plans)
+        reserved = self._context.store.reserve(plans)
         for unit, plan in zip(self._trained, plans, strict=True):
             assert unit.trained is not None
             unit.trained.averages[kind] = Storage([reserved.make(plan)])
@@ -136,8 +132,8 @@ class Averages:
             assert unit.trained is not None
             home = unit.trained.averages.pop(kind, None)
             for section in home.sections if home is not None else ():
-                self._store.leave(section)
-                self._store.free(section)
+                self._context.store.leave(section)
+                self._context.store.free(section)
 
     def update(self, kind: str, decay: float) -> None:
         """Have an average follow the parameters as they are after the updates that are under way."""

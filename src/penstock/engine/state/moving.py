@@ -21,9 +21,9 @@ from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit, UnitState
 from penstock.runtime.streams import DONE, UPDATE, Event, FailedEvent, all_of
-from penstock.tiers.staging import Buffers, Sections, Staging, StagingPlan, transit_slots
+from penstock.tiers.staging import Buffers, Sections, StagingPlan, transit_slots
 from penstock.tiers.storage import MemorySegment, Ring, Segment, SegmentPlan, Storage
-from penstock.tiers.tier import Reservation, Store
+from penstock.tiers.tier import Reservation
 from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
@@ -66,10 +66,8 @@ class StateOffloader:
 
     Arguments:
         plans: what the placement asks for, for each unit.
-        store: where new homes get their memory, and old ones give it back.
         gatherer: keeps the parameters of units that are in use.
         reducer: keeps gradients that are not reduced yet.
-        staging: the buffers of updates and gathers, which follow the homes.
         in_use: says whether compute may read a unit's parameters now.
         plan_staging: plans the buffers that given homes need.
     """
@@ -78,20 +76,16 @@ class StateOffloader:
         self,
         context: EngineContext,
         plans: Sequence[UnitPlan],
-        store: Store,
         gatherer: Gatherer,
         reducer: Reducer,
-        staging: Staging,
         *,
         in_use: Callable[[Unit], bool],
         plan_staging: Callable[[Sequence[Sections]], StagingPlan],
     ) -> None:
         self._context = context
         self._plans = dict(zip(context.units, plans, strict=True))
-        self._store = store
         self._gatherer = gatherer
         self._reducer = reducer
-        self._staging = staging
         self._in_use = in_use
         self._plan_staging = plan_staging
         self._keep = False  # what the last offload took, once a reload has left it
@@ -132,7 +126,7 @@ class StateOffloader:
         self._keep = keep
         if not keep:
             self.finish()  # the last reload may still be about to keep something
-            self._store.give_back_kept()
+            self._context.store.give_back_kept()
         self._move(wanted, pin=pin, wait=wait)
 
     def reload(self, *, wait: bool) -> None:
@@ -140,7 +134,7 @@ class StateOffloader:
         self._gatherer.drop_unused()
         self._reducer.rest(self._context.units)
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait, back=True)
-        self._staging.take()  # not later, within a backward: to pin memory there may block what it waits for
+        self._context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
 
     @property
     def is_away(self) -> bool:
@@ -165,20 +159,22 @@ class StateOffloader:
         changes = {unit: homes for unit, homes in changes.items() if homes}
         if changes:
             self._exchange(changes, pin=pin, wait=wait, back=back)
-            self._staging.replan()
+            self._context.staging.replan()
             self._gatherer.show_resident(self._context.units, wait=wait)
 
     def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool) -> None:
         new = [plan for unit, homes in changes.items() for plan in self._new_sections(unit, homes)]
         old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
         slots = transit_slots([*old, *new])
-        ring, buffers, moves = Ring(), Buffers(self._store), list[_Move]()
+        ring, buffers, moves = Ring(), Buffers(self._context.store), list[_Move]()
         failure: Exception | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._take_back_lent, changes)  # undone in reverse: after whatever still copies to it
             try:  # 1.
                 buffered = [plan for slot in slots for plan in slot.sections()]
-                reserved = self._store.reserve([*new, *buffered], pin=pin, apart=self._away(new), keep=self._keep)
+                reserved = self._context.store.reserve(
+                    [*new, *buffered], pin=pin, apart=self._away(new), keep=self._keep
+                )
                 undo.callback(reserved.cancel)
                 moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
                 ring.fill(buffers.make_slots(slots, reserved))
@@ -193,7 +189,8 @@ class StateOffloader:
             if wait:
                 self._context.ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
             ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
-            self._staging.give_back(self._plan_now)  # here: whatever an interrupt leaves is planned for when it is used
+            # Here: whatever an interrupt leaves is planned for when it is used.
+            self._context.staging.give_back(self._plan_now)
             undo.pop_all()
         with broken_on_failure(self._context.units, "reload_states()" if back else "offload_states()"):
             left = [section for move in moves for section in self._commit(move)]  # 3.
@@ -208,7 +205,8 @@ class StateOffloader:
             ring.drop()
             buffers.free()
             while left:  # one by one: after an interrupt the next move goes on
-                self._store.free(left[-1], keep=back)  # an offload that follows another one is to give memory back
+                # An offload that follows another one is to give memory back.
+                self._context.store.free(left[-1], keep=back)
                 left.pop()
             self._context.streams.return_free_memory()
 
@@ -329,7 +327,7 @@ class StateOffloader:
         """Let the new homes count; return the sections that are left behind."""
         unit, left = move.unit, move.left()
         for section in left:
-            self._store.leave(section)
+            self._context.store.leave(section)
         for name, home in move.homes.items():
             if name != PARAM:
                 unit.exchange(name, home)
@@ -337,7 +335,7 @@ class StateOffloader:
             params = move.homes[PARAM]
             if self._becomes_resident(unit, params.plans):
                 self._gatherer.become_home(unit)
-                self._store.enter(params.sections[0], None)
+                self._context.store.enter(params.sections[0], None)
             elif unit.resident:
                 self._gatherer.leave_home(unit, in_use=self._in_use(unit), moved=params.memory.written)
             unit.replica = params if self._becomes_replica(unit, params) else None

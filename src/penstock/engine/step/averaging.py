@@ -15,8 +15,7 @@ from penstock.engine.unit.unit import Unit
 from penstock.runtime.streams import DONE, UPDATE, Event, all_of
 from penstock.tiers.staging import Buffers, SlotPlan, plan_ring, worked_on
 from penstock.tiers.storage import Ring, SegmentPlan
-from penstock.tiers.tier import Store
-from penstock.tiers.transfer import StagedTile, TileStreamer, Transfers
+from penstock.tiers.transfer import StagedTile, TileStreamer
 from penstock.trace import Label
 
 #: What is done with some elements: their average, their parameters, and what those lack to the fp32 values.
@@ -26,23 +25,16 @@ SIDES = (Tier.DEVICE, Tier.CPU)
 
 
 class Averaging:
-    """Passes over tiles.
+    """Passes over tiles."""
 
-    Arguments:
-        store: where the buffers of its rings come from.
-        movement: what publishes shadows.
-    """
-
-    def __init__(self, context: EngineContext, store: Store, movement: Transfers) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._store = store
-        self._movement = movement
         self._rings = {beside: Ring() for beside in SIDES}
         self._pipelines = {
             beside: TileStreamer(context.streams, ring, beside=beside) for beside, ring in self._rings.items()
         }
         self._slots: dict[Tier, list[SlotPlan]] = {beside: [] for beside in SIDES}
-        self._buffers = Buffers(store)
+        self._buffers = Buffers(context.store)
 
     def make_room(self, kinds: Collection[str]) -> None:
         """Take the buffers that the passes over these averages need, as homes are now, in the place of those before."""
@@ -64,7 +56,9 @@ class Averaging:
         if slots == self._slots:
             return
         self.drop()
-        reserved = self._store.reserve([plan for of_side in slots.values() for s in of_side for plan in s.sections()])
+        reserved = self._context.store.reserve(
+            [plan for of_side in slots.values() for s in of_side for plan in s.sections()]
+        )
         for beside, ring in self._rings.items():
             ring.fill(self._buffers.make_slots(slots[beside], reserved))
             ring.tiles = rings[beside][1]
@@ -123,7 +117,7 @@ class Averaging:
         for home in written:
             home.note_write(over)  # site average.written
         if exchanges and any(trained.is_shadowed(number) for number in range(len(trained.tiles))):
-            self._movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
+            self._context.movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
 
     def _submit(self, brought: StagedTile, beside: Tier, work: Work) -> Event:
         """Do the work on a tile once all of it is there, and put back what it wrote."""

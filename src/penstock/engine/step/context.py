@@ -14,6 +14,9 @@ from penstock.errors import EngineError
 from penstock.rules.rule import Rule
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import Streams
+from penstock.tiers.staging import Staging
+from penstock.tiers.tier import Store
+from penstock.tiers.transfer import Transfers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a gradient in its home is multiplied with to be the gradient of the loss.
@@ -127,13 +130,15 @@ class GradientScale:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What every part of an engine works with: one value, made once units have their memory.
+# What every component of an engine works with: one value, made once units have their memory.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class EngineContext:
-    """The model and what trains it. Parts take it in their constructors; which of them it is does not change.
+    """Context shared by all components of an engine. They keep it, and read from it what they need when they need it.
+
+    Only `add_param_group` changes it: units and rule.
 
     Attributes:
         model: the prepared one.
@@ -141,6 +146,9 @@ class EngineContext:
         ranks: all that train it together.
         streams: where work runs beside compute.
         pool: the threads that do the host's arithmetic.
+        store: the table of every section, with its memory and files.
+        staging: the buffers of updates and gathers, which follow the homes.
+        movement: what moves between homes.
         rule: the arithmetic of the optimizer.
         gradient_scale: what a gradient in its home is multiplied with.
         param_groups: the optimizer's own, which users and schedulers change between steps; none without an optimizer.
@@ -151,6 +159,9 @@ class EngineContext:
     ranks: Collectives
     streams: Streams
     pool: Pool
+    store: Store
+    staging: Staging
+    movement: Transfers
     rule: Rule
     gradient_scale: GradientScale
     param_groups: Sequence[dict[str, Any]]

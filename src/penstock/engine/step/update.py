@@ -18,7 +18,7 @@ from penstock.rules.rule import BLOCK_NUMEL, Scalars, StepScalars, UpdateSlice
 from penstock.runtime.hardware import Clock, HostClock
 from penstock.runtime.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.tiers.storage import Storage, Views
-from penstock.tiers.transfer import StagedTile, TileRange, TileStreamer, Transfers
+from penstock.tiers.transfer import StagedTile, TileRange, TileStreamer
 from penstock.trace import NO_LABEL, Label
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,6 @@ class Updater:
         groups: index of the optimizer's param group of each trained parameter.
         firsts: number of each trained parameter's first element among all elements of the optimizer.
         pipelines: for each side, what brings the tiles that its updates cannot reach where they rest.
-        movement: what publishes shadows.
 
     Attributes:
         steps: how often each trained parameter was updated.
@@ -104,13 +103,11 @@ class Updater:
         groups: Mapping[nn.Parameter, int],
         firsts: Mapping[nn.Parameter, int],
         pipelines: Mapping[Tier, TileStreamer],
-        movement: Transfers,
     ) -> None:
         self._context = context
         self._groups = groups
         self._firsts = firsts
         self._pipelines = pipelines
-        self._movement = movement
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
@@ -310,7 +307,7 @@ class Updater:
         # After the notes: the copy follows the shadow's last write, which must be these tiles. It notes in the home of
         # the parameters what it writes there.
         if any(trained.is_shadowed(tile.number) for tile in tiles):
-            self._movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
+            self._context.movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
 
     def count(self, unit: Unit, plan: Plan) -> None:
         """Count a step of each parameter: all tiles of its unit were submitted, on this rank and on the others."""
