@@ -156,9 +156,8 @@ class FileEntry(NamedTuple):
 
     name: Annotated[str, _read_file_name]
     nbytes: int
-    checksum: Annotated[
-        int, partial(Field.integer, most=MOST_CHECKSUM)
-    ]  # of files read as a whole; tiles have their own
+    # Of files read as a whole; tiles have their own.
+    checksum: Annotated[int, partial(Field.integer, most=MOST_CHECKSUM)]
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,8 @@ def choose(path: Path, ranks: Collectives, failure: Exception | None) -> list[Fo
             names = [[name, token] for name, token in found]
         except Exception as error:
             failure = error
-    ranks.control_group.agree(
-        failure
-    )  # before the names: a rank that raised alone would leave the others waiting for them
+    # Before the names: a rank that raised alone would leave the others waiting for them.
+    ranks.control_group.agree(failure)
     beside, names = ranks.control_group.share([beside, names])
     base = path.parent if beside else path
     return [FoundCheckpoint(base / name, token) for name, token in names]

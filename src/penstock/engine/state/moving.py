@@ -216,9 +216,8 @@ class StateOffloader:
             self._gatherer.drop_unused()  # the sections that were left had views of full buffers
         else:
             # A thread of the host waits for all that still uses what is left; updates on the host queue up behind it.
-            self._cleaned = self._context.streams.submit(
-                UPDATE, clean_up, after=(over,)
-            )  # site offload.clean_up_queued
+            # site offload.clean_up_queued
+            self._cleaned = self._context.streams.submit(UPDATE, clean_up, after=(over,))
             self._clean_up = None
 
     def _plan_now(self) -> StagingPlan:
