@@ -42,7 +42,7 @@ PACKAGES = {
     "checkpoint": (2195, 11),
     "cli": (8604, 105),
     "doctor": (265, 5),
-    "engine": (7769, 31),
+    "engine": (7768, 31),
     "ext": (1560, 7),
     "forecast": (2899, 24),
     "integrations": (5901, 53),

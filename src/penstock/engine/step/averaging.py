@@ -124,14 +124,13 @@ class Averaging:
         (average,), master = brought.views["average"], brought.views[MASTER]
         (param,) = brought.views[SHADOW] if SHADOW in brought.views else brought.views[PARAM]
         call = partial(work, average, param, master[0] if master else None)
+        streams = self._context.streams
         if beside is Tier.DEVICE:
             brought.ready.wait()  # site average.loaded_for_compute: compute works with what is brought on other streams
-            self._context.streams.compute(call, label=brought.label)
+            streams.compute(call, label=brought.label)
             done: Event = DONE
         else:
             nbytes = sum(tensor.numel() * tensor.element_size() for views in brought.views.values() for tensor in views)
             # site average.loaded
-            done = self._context.streams.submit(
-                UPDATE, call, after=(brought.ready,), nbytes=nbytes, label=brought.label
-            )
+            done = streams.submit(UPDATE, call, after=(brought.ready,), nbytes=nbytes, label=brought.label)
         return brought.put_back(done)
