@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import penstock
-from penstock.blueprint import Request
+from penstock.blueprint import PrepareRequest
 from penstock.build import build
 from penstock.forecast.program import Program
 from penstock.rehearsal.order import Order
@@ -103,7 +103,7 @@ def run_really(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Callable[[], Any],
-    request: Request,
+    request: PrepareRequest,
     streams: Streams,
     *,
     ranks: Collectives | None = None,
@@ -134,7 +134,7 @@ def run_really(
     return witness.jobs, prepared
 
 
-def rehearsed(scene: Scene, request: Request) -> tuple[list[Noted], Any]:
+def rehearsed(scene: Scene, request: PrepareRequest) -> tuple[list[Noted], Any]:
     """The same of a rehearsal, and the whole of it."""
     found = rehearse(scene, request, steps=STEPS)
     jobs = [Noted(job.stream, str(job.label), job.nbytes, job.after) for job in found.program.jobs]

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import penstock
-from penstock.blueprint import Request
+from penstock.blueprint import PrepareRequest
 from penstock.build import build
 from penstock.engine.unit.parameter import ReleasedTensor
 from penstock.rules.formats import COMPUTE_DTYPES
@@ -244,7 +244,7 @@ def prepare_on(
 ) -> penstock.Optimizer:
     """`penstock.prepare` on the given streams."""
     dtype = COMPUTE_DTYPES[precision]
-    request = Request(
+    request = PrepareRequest(
         stage=stage,
         placement=placement or penstock.Placement(),
         compute_dtype=dtype,

@@ -118,7 +118,7 @@ MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PrepareRequest:
     """What `prepare` was asked for, checked by itself. The arguments of `prepare` say what the other fields mean.
 
     Attributes:
@@ -183,7 +183,7 @@ def request_for(
     master: Literal["remainder", "fp32", "none"] = "remainder",
     options: Options = Options(),  # noqa: B008 - a frozen value
     weights: Weights | None = None,
-) -> Request:
+) -> PrepareRequest:
     """Check the arguments of `prepare` by themselves, and put them together. Their defaults are those of `prepare`.
 
     A plan was made arguments of before (`planned.py`).
@@ -197,7 +197,7 @@ def request_for(
     checks.check_loss_scale(precision, overlap, options)
     checks.check_model(model, has_values=weights is None)
     reduced = reduce_dtype or COMPUTE_DTYPES[precision]
-    return Request(
+    return PrepareRequest(
         stage=stage,
         placement=placed,
         compute_dtype=COMPUTE_DTYPES[precision],
@@ -230,7 +230,7 @@ class Blueprint:
         staging: the buffers that these homes need.
     """
 
-    request: Request
+    request: PrepareRequest
     rule: Rule
     groups: Mapping[nn.Parameter, int]
     homes: StoragePlan
@@ -300,7 +300,7 @@ class Blueprint:
 
 
 def draw_blueprint(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, grid: Grid, reach: Reach
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: PrepareRequest, grid: Grid, reach: Reach
 ) -> Blueprint:
     """Plan everything that an engine has on this rank. Takes no memory, and issues no collective.
 

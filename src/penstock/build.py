@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock import checks
-from penstock.blueprint import Blueprint, Request, draw_blueprint
+from penstock.blueprint import Blueprint, PrepareRequest, draw_blueprint
 from penstock.construct import Lasting, connect, construct
 from penstock.engine.engine import Engine
 from penstock.engine.unit.assemble import fill_unit, lay_again, make_unit, parameters_for, place, train_where_it_rests
@@ -379,7 +379,7 @@ _logger = logging.getLogger("penstock")
 def build(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    request: Request,
+    request: PrepareRequest,
     ranks: Collectives,
     streams: Streams,
     supply: Supply | None = None,

@@ -148,7 +148,7 @@ class Slot:
         return self.start + self.numel
 
 
-class Piece(NamedTuple):
+class SlotPiece(NamedTuple):
     """The part of a slot that lies in one shard, or in one tile of it.
 
     Attributes:
@@ -268,7 +268,7 @@ class FlatLayout:
         start, stop = max(slot.start, first), min(slot.stop, last)
         return (start, stop) if start < stop else None
 
-    def tiles(self, rank: int, tile_numel: int) -> list[tuple[Piece, ...]]:
+    def tiles(self, rank: int, tile_numel: int) -> list[tuple[SlotPiece, ...]]:
         """Cut a rank's shard into tiles.
 
         Arguments:
@@ -279,7 +279,7 @@ class FlatLayout:
             For each tile its pieces, in order. Gaps belong to no piece.
         """
         first, last = self.shard_range(rank)
-        tiles: list[list[Piece]] = [[] for _ in range(0, last - first, tile_numel)]
+        tiles: list[list[SlotPiece]] = [[] for _ in range(0, last - first, tile_numel)]
         for index, slot in enumerate(self.slots):
             found = self.overlap(slot, rank)
             if found is None:
@@ -288,7 +288,7 @@ class FlatLayout:
             while cursor < stop:
                 tile = cursor // tile_numel
                 end = min(stop, (tile + 1) * tile_numel)
-                tiles[tile].append(Piece(index, cursor, end))
+                tiles[tile].append(SlotPiece(index, cursor, end))
                 cursor = end
         return [tuple(tile) for tile in tiles]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock import checks
-from penstock.blueprint import Blueprint, Request
+from penstock.blueprint import Blueprint, PrepareRequest
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, STAGING, Options, Tier
 from penstock.engine.forward_backward.gather import packed_bytes
 from penstock.engine.gradients.reduce import BUFFERS_OF_A_SIZE, summing_bytes
@@ -594,7 +594,7 @@ class Supply:
                 remove_leftovers(parent)  # what dead runs have left counts as free
         return budget
 
-    def tiers(self, request: Request, device: torch.device) -> Sequence[TierMemory]:
+    def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:
         """Make the tiers that state may rest on. Nothing is taken yet."""
         options = request.options
         folders = request.placement.nvme_folders()
@@ -605,7 +605,12 @@ class Supply:
         ]
 
     def source(
-        self, model: nn.Module, request: Request, ranks: Collectives, device: torch.device, undo: contextlib.ExitStack
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ranks: Collectives,
+        device: torch.device,
+        undo: contextlib.ExitStack,
     ) -> FirstValues:
         """Open where first values come from. Collective. See `open_source`."""
         return open_source(model, request.weights, ranks, device, undo, keeps_whole=request.stage < 3)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import checks
-from penstock.blueprint import Request, request_for
+from penstock.blueprint import PrepareRequest, request_for
 from penstock.build import build
 from penstock.config import UNSAID, Options, Overlap, Placement, Precision
 from penstock.engine.unit.dtensor import check_divided
@@ -230,7 +230,7 @@ def _build_on(
     device: torch.device,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    request: Request,
+    request: PrepareRequest,
     ranks: Collectives,
     plan: Plan | None,
 ) -> Optimizer:

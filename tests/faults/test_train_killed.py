@@ -17,7 +17,7 @@ from penstock.cli.training import run as command
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.learning.checkpoints import Checkpoints
-from penstock.cli.training.learning.loop import Stepper
+from penstock.cli.training.learning.loop import LoopStepper
 from tests.instruct import chat_file, conversations, instruct_folder
 from tests.support import disks, run_ranks, thorough
 
@@ -79,9 +79,9 @@ def train_rank(rank: int, config: TrainConfig, signals: dict[str, Any] | None = 
     """The command in this rank, in which a signal comes: before a step is made, or when a checkpoint was begun."""
     command.joined = lambda ranks: nullcontext()  # the group is there
     made = [0]
-    make, save = Stepper.make, Checkpoints.save
+    make, save = LoopStepper.make, Checkpoints.save
 
-    def making(self: Stepper, batches: Any, window: Any) -> Any:
+    def making(self: LoopStepper, batches: Any, window: Any) -> Any:
         made[0] += 1
         if signals and signals["rank"] in (None, rank) and made[0] == signals.get("step"):
             os.kill(os.getpid(), signals["number"])
@@ -92,7 +92,7 @@ def train_rank(rank: int, config: TrainConfig, signals: dict[str, Any] | None = 
         if signals and signals.get("saving") == position.step:
             os.kill(os.getpid(), signals["number"])
 
-    Stepper.make, Checkpoints.save = making, saving  # type: ignore[method-assign]
+    LoopStepper.make, Checkpoints.save = making, saving  # type: ignore[method-assign]
     with Interruption(speaks=False) as interruption:
         return command.run(config, interruption)
 

@@ -15,7 +15,7 @@ from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.sequences.batches import Batch
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.learning.checkpoints import Checkpoints, Position
-from penstock.cli.training.learning.loop import Stepper, Training
+from penstock.cli.training.learning.loop import LoopStepper, Training
 from penstock.cli.training.learning.loss import Loss
 from penstock.cli.training.learning.model import Built
 from penstock.cli.training.learning.optimizer import preparation
@@ -107,7 +107,7 @@ def train_here(out: Path, *, kind: str = "plain") -> tuple[list[Progress], dict[
     optimizer = preparation(Built(model, None), config, course, "fp32").prepare()
     feed, reports = RowsFeed(ranks), Noted(config)
     checkpoints = Checkpoints(config, course, optimizer, feed.identity())
-    stepper = Stepper(loss, optimizer, course, ranks)
+    stepper = LoopStepper(loss, optimizer, course, ranks)
     gauges = Gauges(model, optimizer, config, course, ranks)
     Training(stepper, feed, checkpoints, None, config, reports, gauges, Interruption()).run(Position())
     weights = {name: optimizer.full_param(p) for name, p in model.named_parameters()}

@@ -24,7 +24,8 @@ MOST_OF_A_FUNCTION, MOST_ARGUMENTS = 60, 8
 # What is larger, and why.
 FUNCTIONS: dict[str, str] = {}
 CONSTRUCTORS = {
-    "blueprint.Request": "what the user asked for, as it is named there",
+    "blueprint.PrepareRequest": "what the user asked for, as it is named there",
+    "engine.step.context.EngineContext": "what all components share, in place of copies in each",
     "engine.unit.partition.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.format.Manifest": "the fields of the file",
     "checkpoint.tables.UnitTable": "the fields of the file",
@@ -38,11 +39,11 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 
 #: Code lines and modules of each package; `__init__.py` has lines and is no module.
 PACKAGES = {
-    "(top)": (3530, 21),
+    "(top)": (3535, 21),
     "checkpoint": (2195, 11),
     "cli": (8604, 105),
     "doctor": (265, 5),
-    "engine": (7768, 31),
+    "engine": (7770, 31),
     "ext": (1560, 7),
     "forecast": (2899, 24),
     "integrations": (5901, 53),
@@ -50,7 +51,7 @@ PACKAGES = {
     "optim": (459, 6),
     "planner": (922, 9),
     "probe": (1148, 11),
-    "rehearsal": (1960, 18),
+    "rehearsal": (1965, 18),
     "rules": (1709, 9),
     "tiers": (1613, 7),
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.blueprint import Request, request_for
+from penstock.blueprint import PrepareRequest, request_for
 from penstock.rehearsal.rehearse import Scene, loss_of
 from penstock.runtime.streams import Streams
 from tests.parity.rows import INPUTS, Movement, Net, changed, shares
@@ -108,7 +108,7 @@ class Row:
         rest = " ".join(f"{k}={v}" for k, v in vars(self).items() if k not in ("model", "how") and v != _PLAIN[k])
         return f"{self.model}: {changed(self.how)} {rest}".strip()
 
-    def request(self, model: nn.Module) -> Request:
+    def request(self, model: nn.Module) -> PrepareRequest:
         placement = self.how.placement
         if self.activations is not None:
             placement = replace(placement, activations=self.activations)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ext.observe.timeline import Timeline, to_chrome
+from penstock.ext.observe.timeline import TraceTimeline, to_chrome
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.program import Program, ProgramJob, WorkKind
 from penstock.forecast.retime import Timings, busiest, retime
@@ -154,7 +154,7 @@ def test_all_figures_so_many_times_as_good_divide_the_time(program: Program, cos
 @given(programs(), machines())
 def test_a_run_on_paper_is_a_trace(program: Program, costs: Rates) -> None:
     timing = retime(program, costs)
-    timeline = Timeline(timing.recording)
+    timeline = TraceTimeline(timing.recording)
     assert str(timeline.summary())
     assert list(to_chrome(timeline, 0))
     assert timing.bound_by

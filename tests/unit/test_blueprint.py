@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.blueprint import Blueprint, Request, draw_blueprint
+from penstock.blueprint import Blueprint, PrepareRequest, draw_blueprint
 from penstock.config import Tier
 from penstock.runtime.host_memory import Arena
 from penstock.runtime.streams import Streams
@@ -28,7 +28,7 @@ def net(device: str = "cpu") -> nn.Sequential:
 
 
 def drawn(model: nn.Module, placement: penstock.Placement, streams: Streams) -> Blueprint:
-    request = Request(
+    request = PrepareRequest(
         stage=3,
         placement=placement,
         compute_dtype=torch.bfloat16,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.blueprint import Request, draw_blueprint
+from penstock.blueprint import PrepareRequest, draw_blueprint
 from penstock.config import Tier
 from penstock.runtime.topology import Grid
 from tests.models.adapters_rows import Float8Linear
@@ -403,7 +403,7 @@ def test_ranks_agree_on_whether_they_train() -> None:
 @pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
 def test_a_blueprint_has_parameters_and_the_ring_of_files_alone(tier: str) -> None:
     model = stack()
-    request = Request(
+    request = PrepareRequest(
         stage=3,
         placement=penstock.Placement(params=tier, grads="nvme", optimizer="nvme", nvme_path="."),
         compute_dtype=torch.bfloat16,

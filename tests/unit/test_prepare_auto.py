@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock import preparing
-from penstock.blueprint import Request
+from penstock.blueprint import PrepareRequest
 from penstock.config import Options, Placement
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.footprint import footprint
@@ -73,12 +73,12 @@ def prepare(model: nn.Module | None = None, **arguments: Any) -> penstock.Optimi
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[PrepareRequest]:
     """What `build` is asked for."""
-    seen: list[Request] = []
+    seen: list[PrepareRequest] = []
     build = preparing.build
 
-    def noted(model: Any, optimizer: Any, request: Request, *rest: Any) -> penstock.Optimizer:
+    def noted(model: Any, optimizer: Any, request: PrepareRequest, *rest: Any) -> penstock.Optimizer:
         seen.append(request)
         return build(model, optimizer, request, *rest)
 

@@ -9,7 +9,7 @@ from penstock.ext.observe import timeline as trace
 from penstock.ext.observe.timeline import (
     OUTSIDE,
     Recording,
-    Timeline,
+    TraceTimeline,
     Use,
     Wait,
     blame,
@@ -27,11 +27,11 @@ def labelled(text: str) -> Label:
     return Label(*words.split(), tile=int(tile) if tile else None)
 
 
-def Span(row: str, text: str, *times: float, **rest: Any) -> trace.Span:  # noqa: N802 - stands for it
-    return trace.Span(row, labelled(text), *times, **rest)  # type: ignore[arg-type]
+def Span(row: str, text: str, *times: float, **rest: Any) -> trace.TraceSpan:  # noqa: N802 - stands for it
+    return trace.TraceSpan(row, labelled(text), *times, **rest)  # type: ignore[arg-type]
 
 
-def intervals(spans: list[trace.Span]) -> list[tuple[float, float]]:
+def intervals(spans: list[trace.TraceSpan]) -> list[tuple[float, float]]:
     return [(span.start, span.stop) for span in spans]
 
 
@@ -39,7 +39,7 @@ def words(line: str) -> str:
     return " ".join(line.split())
 
 
-def recording(spans: list[trace.Span], *, stop: float = 10, compute: Any = (), **rest: Any) -> Recording:
+def recording(spans: list[trace.TraceSpan], *, stop: float = 10, compute: Any = (), **rest: Any) -> Recording:
     turns = [(when, labelled(text)) for when, text in compute]
     return Recording(0, stop, spans, compute=turns, **rest)
 
@@ -116,7 +116,7 @@ class TestCompute:
     turns = ((0, "forward a"), (4, ""), (6, "backward a"))
 
     def test_turns_last_until_the_next(self) -> None:
-        timeline = Timeline(recording([], compute=self.turns))
+        timeline = TraceTimeline(recording([], compute=self.turns))
         assert [(str(s.label), s.start, s.stop) for s in timeline.rows["compute"]] == [
             ("forward a", 0, 4),
             ("backward a", 6, 10),
@@ -124,13 +124,13 @@ class TestCompute:
 
     def test_waits_and_inline_work_are_cut_out(self) -> None:
         spans = [Span("upload", "gather b", 1, 2, inline=True), Span("download", "save a grad", 5, 8)]
-        timeline = Timeline(recording(spans, compute=self.turns, waits=[Wait(1, 7, 8)]))
+        timeline = TraceTimeline(recording(spans, compute=self.turns, waits=[Wait(1, 7, 8)]))
         assert intervals(timeline.rows["compute"]) == [(0, 1), (2, 4), (6, 7), (8, 10)]
         assert [(s.row, str(s.label), s.start, s.stop) for s in timeline.waits] == [("download", "save a grad", 7, 8)]
 
     def test_the_host_waits_only_where_compute_has_nothing_to_do(self) -> None:
         spans = [Span("download", "save a grad", 0, 9)]
-        timeline = Timeline(recording(spans, compute=self.turns, waits=[Wait(0, 3, 7, by_host=True)]))
+        timeline = TraceTimeline(recording(spans, compute=self.turns, waits=[Wait(0, 3, 7, by_host=True)]))
         assert intervals(timeline.rows["compute"]) == [(0, 4), (6, 10)], "the device goes on"
         assert intervals(timeline.waits) == [(4, 6)]
 
@@ -138,14 +138,14 @@ class TestCompute:
 class TestSummary:
     def test_busy_time_bytes_and_bandwidth_of_each_row(self) -> None:
         spans = [Span("read", "gather a", 0, 3, 100), Span("read", "gather b", 0, 4, 60)]
-        summary = Timeline(recording(spans)).summary()
+        summary = TraceTimeline(recording(spans)).summary()
         assert summary.rows == {"read": Use(2, 4, 0, 160)}
         assert summary.rows["read"].bytes_per_second == 40
 
     def test_waits_by_cause_with_the_tiles_together(self) -> None:
         spans = [Span("update", f"update a tile {n}", n, n + 1) for n in range(3)] + [Span("upload", "gather b", 4, 9)]
         waits = [*(Wait(n, n, n + 1) for n in range(3)), Wait(3, 5, 9)]
-        summary = Timeline(recording(spans, waits=waits)).summary()
+        summary = TraceTimeline(recording(spans, waits=waits)).summary()
         assert list(summary.waits.items()) == [("gather b (upload)", 4), ("update a (update)", 3)]
         assert {row: use.waited_seconds for row, use in summary.rows.items()} == {"upload": 4, "update": 3}
 
@@ -164,24 +164,26 @@ class TestSummary:
     def test_the_busiest_resource_binds(self, busiest: str, name: str) -> None:
         rows = ("upload", "download", "collective", "update", "read", "fetch", "write")
         spans = [Span(row, "x y", 0, 7 if row == busiest else 3) for row in rows]
-        assert Timeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary().bound_by == name
+        assert TraceTimeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary().bound_by == name
 
     def test_so_does_compute_and_what_is_not_traced(self) -> None:
         spans = [Span("upload", "gather a", 0, 3)]
-        assert Timeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary().bound_by == "device compute"
-        assert Timeline(recording(spans, stop=20, compute=[(0, "f a"), (6, "")])).summary().bound_by == OUTSIDE
+        assert (
+            TraceTimeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary().bound_by == "device compute"
+        )
+        assert TraceTimeline(recording(spans, stop=20, compute=[(0, "f a"), (6, "")])).summary().bound_by == OUTSIDE
 
     def test_reads_and_writes_share_the_disk(self) -> None:
         """Neither is busier than compute; together they are."""
         spans = [Span("fetch", "update a", 0, 4), Span("write", "update a", 4, 9)]
-        summary = Timeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary()
+        summary = TraceTimeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary()
         assert summary.bound_by == "NVMe writes"
 
     def test_it_reads_as_a_table(self) -> None:
         spans = [Span("upload", "gather a", 0, 4, 2 * 10**9)]
         spans += [Span("update", f"update {n}", n / 2, n / 2 + 0.5) for n in range(12)]
         waits = [Wait(0, 0, 4), *(Wait(n + 1, 4 + n / 2, 4.5 + n / 2) for n in range(12))]
-        lines = str(Timeline(recording(spans, waits=waits, complete=False)).summary()).splitlines()
+        lines = str(TraceTimeline(recording(spans, waits=waits, complete=False)).summary()).splitlines()
         assert lines[0] == "bound by: host update"
         assert lines[1] == "10.000 s traced, cut where the limit of spans was reached"
         assert words(lines[3]) == "row resource busy seconds waited spans bytes GB/s"
@@ -193,7 +195,7 @@ class TestSummary:
         assert len(lines) == 8 + 10 + 1
 
     def test_nothing_happened(self) -> None:
-        summary = Timeline(Recording(0, 0, [])).summary()
+        summary = TraceTimeline(Recording(0, 0, [])).summary()
         assert summary.rows == {}
         assert summary.bound_by == OUTSIDE
         assert "0.000 s traced" in str(summary)
@@ -207,7 +209,7 @@ class TestChrome:
             Span("upload", "", 100, 101),
         ]
         seen = Recording(100, 105, spans, [Wait(1, 102, 104)], [(100, labelled("forward layers.3")), (101, Label())])
-        chrome = json.loads("".join(to_chrome(Timeline(seen), rank=3)))
+        chrome = json.loads("".join(to_chrome(TraceTimeline(seen), rank=3)))
         assert all(event["pid"] == 3 for event in chrome["traceEvents"])
         names = {e["tid"]: e["args"]["name"] for e in chrome["traceEvents"] if e["name"] == "thread_name"}
         assert list(names.values()) == ["compute", "upload", "update", "fetch", "waiting"]

@@ -40,7 +40,7 @@ _LEFT_EMPTY = (
 )
 
 
-class Change(Protocol):
+class PendingChange(Protocol):
     """Units that are about to change: memory was taken, and nothing else has happened."""
 
     def cancel(self) -> None:
@@ -50,10 +50,10 @@ class Change(Protocol):
         """Let the units change, and the engine know them. Collective."""
 
 
-class Adopter(Protocol):
+class GroupAdopter(Protocol):
     """Trains parameters that were not trained so far."""
 
-    def plan(self, engine: "Engine", given: torch.optim.Optimizer, facts: Facts) -> Change:
+    def plan(self, engine: "Engine", given: torch.optim.Optimizer, facts: Facts) -> PendingChange:
         """Find out what has to change for an optimizer's param groups as they are now, and take memory for it."""
 
 
@@ -84,7 +84,7 @@ class Engine:
     policy: StepPolicy
     restore_model: Callable[[], None]
     planted: AttributePatches = field(default_factory=AttributePatches)
-    adopter: Adopter | None = None
+    adopter: GroupAdopter | None = None
     closed: bool = False
     elsewhere: EngineError | None = None
     begun_in: int = field(default_factory=lambda: id(sys.exception()))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, Self
 
-from penstock.ext.observe.timeline import Recording, Span, Wait
+from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
 from penstock.forecast.program import OF_MODEL, Collective, Item, Program, ProgramJob, WorkKind
 from penstock.forecast.sharing import Demand, Fluid
 from penstock.trace import NO_LABEL, Label
@@ -453,7 +453,7 @@ class Run:
         for number, state in self._states.items():
             job = self._program.jobs[number]
             after = tuple(places[other] for other in job.after if other in places)
-            spans.append(Span(job.stream, job.label, state.start, state.stop, job.nbytes, state.inline, after))
+            spans.append(TraceSpan(job.stream, job.label, state.start, state.stop, job.nbytes, state.inline, after))
         waits = [Wait(places[job], start, stop, by_host) for job, start, stop, by_host in self._waits]
         return Recording(0.0, self._fluid.now, spans, waits, self._turns)
 

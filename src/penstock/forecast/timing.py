@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock.ext.observe.timeline import OUTSIDE, RESOURCES, Recording, Summary, Timeline, Wait, merged
+from penstock.ext.observe.timeline import OUTSIDE, RESOURCES, Recording, TraceSummary, TraceTimeline, Wait, merged
 from penstock.trace import NO_LABEL
 
 #: What binds where neither compute nor a stream is busy most: the host, which enqueues one operation after the other.
@@ -33,7 +33,7 @@ class Timing:
         return between(self.recording, self.marks[-2], self.marks[-1])
 
     @cached_property
-    def summary(self) -> Summary:
+    def summary(self) -> TraceSummary:
         """What kept the last step busy, and what kept it waiting."""
         return self._timeline.summary()
 
@@ -57,8 +57,8 @@ class Timing:
         return ENQUEUING if found == OUTSIDE else found  # on paper there is nothing else that could take time
 
     @cached_property
-    def _timeline(self) -> Timeline:
-        return Timeline(self.step)
+    def _timeline(self) -> TraceTimeline:
+        return TraceTimeline(self.step)
 
     def at_pace(self, factor: float) -> "Timing":
         """Let everything take so many times as long.

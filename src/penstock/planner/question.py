@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.blueprint import Request, request_for
+from penstock.blueprint import PrepareRequest, request_for
 from penstock.config import Options, Placement, TierName
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.load import Limits
@@ -57,7 +57,7 @@ class Question:
         """Whether the device has memory of its own."""
         return self.scene.back_end == "accelerator"
 
-    def request(self, placement: Placement, *, streamed: float) -> Request:
+    def request(self, placement: Placement, *, streamed: float) -> PrepareRequest:
         """Check a placement as `prepare` does, with all other arguments.
 
         Raises:

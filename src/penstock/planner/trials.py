@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from penstock.blueprint import Request
+from penstock.blueprint import PrepareRequest
 from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, PenstockError, one_line
-from penstock.ext.observe.timeline import Timeline, to_chrome
+from penstock.ext.observe.timeline import TraceTimeline, to_chrome
 from penstock.files import open_own
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import MachineCosts, machine_costs
@@ -110,7 +110,7 @@ class Trials:
         timings = self._timings.setdefault(key, Timings(rehearsal.program))
         return timings.on(machine_costs(machine, measured=self._measured, measured_share=_share_of_cores()))
 
-    def _rehearse(self, scene: Scene, request: Request) -> Rehearsal:
+    def _rehearse(self, scene: Scene, request: PrepareRequest) -> Rehearsal:
         """Rehearse; where operations are measured, time them, and run for real what cannot be rehearsed without."""
         if not self._measures:
             return rehearse(scene, request)
@@ -135,7 +135,7 @@ class Trials:
         """
         try:
             with open_own(os.fspath(path), "w", encoding="utf-8") as file:
-                file.writelines(to_chrome(Timeline(trial.timing.recording), rank=0))
+                file.writelines(to_chrome(TraceTimeline(trial.timing.recording), rank=0))
         except OSError as error:
             raise ConfigError(f"The trace cannot be written: {one_line(error)}.") from error
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-from penstock.blueprint import Blueprint, Request, draw_blueprint
+from penstock.blueprint import Blueprint, PrepareRequest, draw_blueprint
 from penstock.build import build
 from penstock.config import Tier
 from penstock.errors import ConfigError, PenstockError, one_line
@@ -87,7 +87,7 @@ class Rehearsal:
     recipes: Mapping[Op, Recipe]
 
 
-def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal:
+def rehearse(scene: Scene, request: PrepareRequest, *, steps: int = STEPS) -> Rehearsal:
     """Rehearse some steps. Takes no memory to speak of, and leaves nothing.
 
     Arguments:
@@ -102,7 +102,7 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
         return _rehearse(scene, request, steps)
 
 
-def _rehearse(scene: Scene, request: Request, steps: int) -> Rehearsal:
+def _rehearse(scene: Scene, request: PrepareRequest, steps: int) -> Rehearsal:
     notes = Notes(scene.back_end)
     model = double(scene.model)
     if scene.recompute and not recomputes(model):

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from penstock.blueprint import Blueprint, Request
+from penstock.blueprint import Blueprint, PrepareRequest
 from penstock.config import PARAM, Tier
 from penstock.engine.unit.first_values import FirstValues, FlatValues
 from penstock.engine.unit.partition import UnitSpec
@@ -44,7 +44,7 @@ class Imagined(Supply):
     def check(self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
         """Refuse nothing: whether it fits is what the rehearsal is to tell."""
 
-    def tiers(self, request: Request, device: torch.device) -> Sequence[TierMemory]:
+    def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:
         """Make tiers that note their bytes."""
         notes, options = self._notes, request.options
         asynchronous = notes.back_end == "accelerator"
@@ -67,7 +67,12 @@ class Imagined(Supply):
         ]
 
     def source(
-        self, model: nn.Module, request: Request, ranks: Collectives, device: torch.device, undo: contextlib.ExitStack
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ranks: Collectives,
+        device: torch.device,
+        undo: contextlib.ExitStack,
     ) -> FirstValues:
         """Give parameters no values."""
         return _NoValues()

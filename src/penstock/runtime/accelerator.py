@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.finalizers import Ending, Phase, at_end, exiting
+from penstock.runtime.finalizers import Finalizer, Phase, at_end, exiting
 from penstock.runtime.hardware import Clock, DeviceClock, Hardware
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import (
@@ -177,7 +177,7 @@ class _DeferredEvent(HostEvent):
         return super().done() and (self._enqueued is None or self._enqueued.done())
 
 
-def _finish(hardware: Hardware, threads: Sequence[Ending]) -> None:
+def _finish(hardware: Hardware, threads: Sequence[Finalizer]) -> None:
     """End the threads of streams that nobody has closed, and wait for the device: their memory is about to go."""
     for end in threads:  # first: they enqueue work on the device
         end()

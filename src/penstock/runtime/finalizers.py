@@ -37,7 +37,7 @@ class Phase(IntEnum):
     REST = 2
 
 
-class Ending:
+class Finalizer:
     """What is to be done once, at the end of an object. Call it to have it done now.
 
     It is no `weakref.finalize`: once the turn of those at the exit is over, which may come first, they do nothing more.
@@ -87,7 +87,7 @@ class _Alive:
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
-        self.endings: dict[int, Ending] = {}
+        self.endings: dict[int, Finalizer] = {}
         self.in_children: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
         self.phase: Phase | None = None
 
@@ -95,9 +95,9 @@ class _Alive:
 _alive = _Alive()
 
 
-def at_end(owner: object, end: Callable[..., object], *args: Any, phase: Phase = Phase.REST) -> Ending:
+def at_end(owner: object, end: Callable[..., object], *args: Any, phase: Phase = Phase.REST) -> Finalizer:
     """Call `end(*args)` when `owner` is collected or the interpreter exits. They must not refer to the owner."""
-    return Ending(owner, phase, end, args)
+    return Finalizer(owner, phase, end, args)
 
 
 def in_child(owner: Owner, do: Callable[[Owner], object]) -> None:

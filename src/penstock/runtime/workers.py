@@ -7,7 +7,7 @@ import threading
 
 from penstock.errors import EngineError
 from penstock.runtime.events import HostEvent, Work
-from penstock.runtime.finalizers import Ending, Phase, at_end, exiting
+from penstock.runtime.finalizers import Finalizer, Phase, at_end, exiting
 from penstock.runtime.modes import engine_mode
 from penstock.runtime.system import stay_alone
 
@@ -146,7 +146,7 @@ class HostWorker:
         return event
 
     @property
-    def ending(self) -> Ending:
+    def ending(self) -> Finalizer:
         """What ends the thread where nobody has closed the worker. It does not refer to the worker."""
         return self._end
 

@@ -22,7 +22,7 @@ from penstock.cli.training.data.feed import DataFeed
 from penstock.cli.training.interruption import SIGNALS, Interruption, command_to_go_on
 from penstock.cli.training.learning.best import Best
 from penstock.cli.training.learning.evaluation import Evaluations, Measured
-from penstock.cli.training.learning.loop import Stepper
+from penstock.cli.training.learning.loop import LoopStepper
 from tests.support import run_ranks, thorough
 
 RUN = ["--precision", "fp32", "--seq-length", "32", "--batch-size", "2", "--eval-sequences", "8", "--steps", "8"]
@@ -236,9 +236,9 @@ def train_rank(rank: int, arguments: list[str], folder: Path) -> None:
     os.chdir(folder)
     run.joined = lambda ranks: nullcontext()  # the group is there
     asks = [False]
-    make = Stepper.make
+    make = LoopStepper.make
 
-    def asking(self: Stepper, batches: Any, window: Any) -> Any:
+    def asking(self: LoopStepper, batches: Any, window: Any) -> Any:
         outcome = make(self, batches, window)
         count[0] += 1
         if asks[0] and rank == 1 and count[0] == 3:
@@ -252,7 +252,7 @@ def train_rank(rank: int, arguments: list[str], folder: Path) -> None:
         return Measured(loss, None if best is None else best.count(step, loss))
 
     measure, Evaluations.measure = Evaluations.measure, planned  # type: ignore[method-assign]
-    Stepper.make = asking  # type: ignore[method-assign]
+    LoopStepper.make = asking  # type: ignore[method-assign]
     statuses = []
     for out, asks[0] in (("whole", False), ("parts", True), ("parts", False)):
         count = [0]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from penstock.ext.observe.timeline import Recording, Span, Wait
+from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
 from penstock.forecast.program import Program
 from penstock.forecast.retime import Timings, busiest, retime
 from penstock.forecast.timing import Timing, between
@@ -437,15 +437,15 @@ class TestSeveralMachines:
 def test_a_part_of_a_recording() -> None:
     one, two = Label("one"), Label("two")
     spans = [
-        Span("read", one, 0, 2),
-        Span("upload", one, 2, 5, 7, False, (0,)),
-        Span("update", two, 4, 9, after=(0, 1)),
+        TraceSpan("read", one, 0, 2),
+        TraceSpan("upload", one, 2, 5, 7, False, (0,)),
+        TraceSpan("update", two, 4, 9, after=(0, 1)),
     ]
     whole = Recording(0, 10, spans, [Wait(0, 0, 2), Wait(1, 2, 4)], [(0, one), (3.5, two)])
     assert between(whole, 3, 6) == Recording(
         3,
         6,
-        [Span("upload", one, 3, 5, 7, False, ()), Span("update", two, 4, 6, after=(0,))],
+        [TraceSpan("upload", one, 3, 5, 7, False, ()), TraceSpan("update", two, 4, 6, after=(0,))],
         [Wait(0, 3, 4)],
         [(3, one), (3.5, two)],
     )

@@ -14,7 +14,7 @@ import torch
 
 from penstock.ext.observe import observer
 from penstock.ext.observe.observer import observe
-from penstock.ext.observe.timeline import Recording, Span, Timeline
+from penstock.ext.observe.timeline import Recording, TraceSpan, TraceTimeline
 from penstock.runtime import hardware
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.simulated import SimulatedStreams
@@ -91,7 +91,7 @@ def recorded(streams: Streams, **options: Any) -> Iterator[list[Recording]]:
     found.append(watching.end_trace(wait=True))
 
 
-def seconds(span: Span) -> float:
+def seconds(span: TraceSpan) -> float:
     return span.stop - span.start
 
 
@@ -225,7 +225,7 @@ class TestWaits:
         with recorded(late) as found:
             late.submit(WRITE, lambda: None, label=Label("update", "a"))
         assert [wait.span for wait in found[0].waits] == [0]
-        assert list(Timeline(found[0]).summary().waits) == ["update a (write)"]
+        assert list(TraceTimeline(found[0]).summary().waits) == ["update a (write)"]
 
     def test_inline_transfers_are_waited_for(self, inline: InlineStreams) -> None:
         with recorded(inline) as found:
@@ -243,7 +243,7 @@ class TestTurns:
             inline.observer.turn_to(Label("forward", "a"))
             inline.compute(sleep, label=Label("update", "a", tile=0))
         assert [str(what) for _, what in found[0].compute] == ["forward a", "update a tile 0", ""]
-        (update,) = [s for s in Timeline(found[0]).rows["compute"] if str(s.label) == "update a tile 0"]
+        (update,) = [s for s in TraceTimeline(found[0]).rows["compute"] if str(s.label) == "update a tile 0"]
         assert seconds(update) >= TICK
 
     def test_compute_runs_the_same_without_an_observer(self, inline: InlineStreams) -> None:
@@ -393,7 +393,7 @@ class TestDevices:
         assert [(s.row, s.start, s.stop) for s in seen.spans] == [(UPLOAD, 1003, 1007)]
         assert not seen.spans[0].inline
         assert [(w.start, w.stop, w.by_host) for w in seen.waits if not w.by_host] == [(1004, 1007, False)]
-        summary = Timeline(seen).summary()
+        summary = TraceTimeline(seen).summary()
         assert summary.rows["compute"].busy_seconds == pytest.approx(6)
         assert summary.waits == {"gather a (upload)": pytest.approx(3)}
 
@@ -420,7 +420,7 @@ class TestDevices:
             streams.observer.turn_to(Label())
             streams.submit(DOWNLOAD, partial(device.work, 3), label=Label("save", "a", "grad")).synchronize()
         assert [(w.start, w.stop, w.by_host) for w in found[0].waits] == [(1000, 1005, True)]
-        timeline = Timeline(found[0])
+        timeline = TraceTimeline(found[0])
         assert [(s.start, s.stop) for s in timeline.waits] == [(1002, 1005)], "compute went on for two seconds"
         assert timeline.summary().rows["compute"].busy_seconds == pytest.approx(2)
 

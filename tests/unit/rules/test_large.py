@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.construct import number_elements
 from penstock.engine.step.update import UpdateRun, merge
-from penstock.layout import FlatLayout, Piece
+from penstock.layout import FlatLayout, SlotPiece
 from penstock.rules import Pool, StateFormat, UpdateSlice, deposit, squared_norm
 from penstock.rules.formats import random_words, step_key
 from penstock.rules.fused import update_reference
@@ -196,7 +196,7 @@ def test_units_of_any_size_are_laid_out_and_numbered() -> None:
 
 def test_runs_join_past_the_border() -> None:
     hyper, end = StepScalars(), (1 << 33) + 40
-    tile = (Piece(0, 0, end), Piece(1, (1 << 33) + 256, 3 << 33), Piece(2, 3 << 33, 4 << 33))
+    tile = (SlotPiece(0, 0, end), SlotPiece(1, (1 << 33) + 256, 3 << 33), SlotPiece(2, 3 << 33, 4 << 33))
     bases = {0: 1 << 40, 1: 1 << 40, 2: (1 << 40) + BLOCK_NUMEL}
     assert merge(tile, dict.fromkeys(range(3), hyper), bases) == [
         UpdateRun(0, 3 << 33, hyper, 1 << 40),

@@ -13,7 +13,7 @@ from penstock.cli.training.interruption import Interruption, asked_to_end
 from penstock.cli.training.learning.best import BestCheckpoint
 from penstock.cli.training.learning.checkpoints import Checkpoints, Position, best_of, checkpoint_to_resume
 from penstock.cli.training.learning.evaluation import Evaluations
-from penstock.cli.training.learning.loop import Ending, Stepper, Training, Why
+from penstock.cli.training.learning.loop import Ending, LoopStepper, Training, Why
 from penstock.cli.training.learning.optimizer import Preparation
 from penstock.cli.training.learning.sharing import loss_of, mesh_of
 from penstock.cli.training.planning import PLAN_NAME, write_plan
@@ -152,7 +152,7 @@ class Session:
                 sampler=sampler if config.prompt else None,
             )
         training = Training(
-            Stepper(self._loss, self._optimizer, self._course, ranks),
+            LoopStepper(self._loss, self._optimizer, self._course, ranks),
             self._feed,
             self._checkpoints,
             evaluations,

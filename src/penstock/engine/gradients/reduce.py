@@ -17,7 +17,7 @@ from penstock.engine.step.context import EngineContext
 from penstock.engine.step.step import measure_late, reached
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit, UnitGradient
-from penstock.layout import FlatLayout, Piece
+from penstock.layout import FlatLayout, SlotPiece
 from penstock.rules.formats import Ranges, deposit, deposit_part, deposit_parts, squared_norm, squared_norms
 from penstock.rules.wire import WireFormat
 from penstock.runtime.collectives import Hop
@@ -234,7 +234,7 @@ class ReducedGradient:
 
     unit: str
     values: Tensor
-    parts: Sequence[Piece]
+    parts: Sequence[SlotPiece]
     adds: bool
     stale: Ranges
     norms: Sequence[float | Tensor] | None = None

@@ -15,7 +15,7 @@ from penstock.engine.step.update import Updater
 from penstock.engine.unit.dtensor import cut, is_divided, own_part
 from penstock.engine.unit.unit import TrainingState, Unit, UnitGradient
 from penstock.errors import ConfigError, EngineError, NvmeError, PenstockError
-from penstock.layout import Piece, Region, Slot
+from penstock.layout import Region, Slot, SlotPiece
 from penstock.rules.formats import as_param, read_state, write_state
 from penstock.rules.rule import Scalars, StateSpec
 from penstock.runtime.collectives import Collectives
@@ -427,7 +427,9 @@ class StateAccess:
         found = part_of_this_rank(unit, index, value)
         if found is not None:
             start, stop, values = found
-            self._write_grad(trained.gradient, Piece(index, start, stop), values / self._context.gradient_scale.value)
+            self._write_grad(
+                trained.gradient, SlotPiece(index, start, stop), values / self._context.gradient_scale.value
+            )
         self._reducer.changes += 1
         trained.gradient.present.add(index)
         trained.gradient.held.add(index)
@@ -444,7 +446,7 @@ class StateAccess:
                 self._write_grad(gradient, part, values * factor)
         self._reducer.changes += 1
 
-    def _write_grad(self, gradient: UnitGradient, part: Piece, values: Tensor) -> None:
+    def _write_grad(self, gradient: UnitGradient, part: SlotPiece, values: Tensor) -> None:
         """Write a part of a gradient as its home keeps it, and measure it."""
         rounded = values.to(gradient.home.plans[0].cells[0].dtype)
         for first, last, (kept,) in gradient.home.visit(part.start, part.stop, modify=True):

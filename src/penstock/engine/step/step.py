@@ -14,7 +14,7 @@ from penstock.engine.step.context import EngineContext
 from penstock.engine.step.update import Plan, TileUpdate, Updater, UpdateSharing
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
-from penstock.layout import Piece
+from penstock.layout import SlotPiece
 from penstock.rules.formats import squared_norms_of
 from penstock.rules.rule import fp32
 from penstock.runtime.streams import Event, FailedEvent, Streams, all_of
@@ -34,7 +34,7 @@ def measure_late(units: Iterable[Unit], streams: Streams) -> None:
 
     Compute has written these homes itself, and takes the norms after that.
     """
-    late: list[tuple[Unit, Piece]] = []
+    late: list[tuple[Unit, SlotPiece]] = []
     values = []
     for unit in units:
         if unit.trained is None or not unit.trained.gradient.unmeasured:

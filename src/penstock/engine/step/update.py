@@ -12,7 +12,7 @@ from torch import nn
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.unit import StateFields, Unit
-from penstock.layout import Piece
+from penstock.layout import SlotPiece
 from penstock.rules.fused import RecordChecksums, Summing, update_many
 from penstock.rules.rule import BLOCK_NUMEL, Scalars, StepScalars, UpdateSlice
 from penstock.runtime.hardware import Clock, HostClock
@@ -395,14 +395,14 @@ def _touched(views: Mapping[str, Views]) -> int:
     return total
 
 
-def merge(pieces: Iterable[Piece], hypers: Mapping[int, StepScalars], bases: Mapping[int, int]) -> list[UpdateRun]:
+def merge(pieces: Iterable[SlotPiece], hypers: Mapping[int, StepScalars], bases: Mapping[int, int]) -> list[UpdateRun]:
     """Make the runs of those pieces whose slots are in `hypers`; neighbours with equal scalars become one.
 
     A run takes in the gap between two pieces, which holds zeros in every kind. Where the update would not keep them,
     and where neighbours are not numbered one after the other (`bases`, see `UpdateRun`), they stay apart.
     """
     runs: list[UpdateRun] = []
-    first: Piece | None = None  # of the run that goes on
+    first: SlotPiece | None = None  # of the run that goes on
     last = 0
     for piece in pieces:
         hyper = hypers.get(piece.slot)

@@ -21,7 +21,7 @@ from penstock.engine.unit.dtensor import is_divided, own_elements
 from penstock.engine.unit.parameter import ReadWatch, UnitParameter, count_writes
 from penstock.engine.unit.partition import UnitSpec
 from penstock.errors import EngineError
-from penstock.layout import FlatLayout, Piece
+from penstock.layout import FlatLayout, SlotPiece
 from penstock.rules.formats import read_master, write_master
 from penstock.rules.rule import Rule
 from penstock.runtime.modes import engine_entry
@@ -66,7 +66,7 @@ class UnitGradient:
     flaws: Tensor | None = None
     flawed: Tensor | None = None
 
-    def measure(self, parts: Sequence[Piece], squared_norms: Sequence[float | Tensor]) -> None:
+    def measure(self, parts: Sequence[SlotPiece], squared_norms: Sequence[float | Tensor]) -> None:
         """Note the squared norms of these parts, which are then no longer to be taken."""
         for (index, _, _), norm in zip(parts, squared_norms, strict=True):
             self.squared_norms[index] = norm
@@ -365,7 +365,7 @@ class TrainingState:
     optimizer: Storage
     shadow: Storage
     fields: StateFields
-    tiles: Sequence[tuple[Piece, ...]]
+    tiles: Sequence[tuple[SlotPiece, ...]]
     averages: dict[str, Storage] = field(default_factory=dict)
 
     def update_tier(self, number: int) -> Tier:
@@ -622,20 +622,20 @@ class Unit:
         """Whether a forward of one runs inside one of the other, or is the same (frozen and trained parameters)."""
         return self.spec.spans(other.spec) or other.contains(self)
 
-    def parts(self) -> list[Piece]:
+    def parts(self) -> list[SlotPiece]:
         """List the parts of slots that are in this rank's shard, counted from its start."""
         first = self.own_range[0]
         overlaps = ((index, self.layout.overlap(slot, self.rank)) for index, slot in enumerate(self.layout.slots))
-        return [Piece(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
+        return [SlotPiece(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
 
-    def pieces(self, number: int, count: int) -> Iterator[Piece]:
+    def pieces(self, number: int, count: int) -> Iterator[SlotPiece]:
         """Yield the pieces of slots that lie in `count` tiles from tile `number` on, each parameter's in one piece."""
         first = number * self.params.sections[0].tile_numel
         last = first + count * self.params.sections[0].tile_numel
         # Not those of each tile in turn: a parameter that lies in several tiles would be cut into as many runs.
         for slot, start, stop in self.parts():
             if max(start, first) < min(stop, last):
-                yield Piece(slot, max(start, first), min(stop, last))
+                yield SlotPiece(slot, max(start, first), min(stop, last))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.ext.observe.timeline import Recording, Span, Wait
+from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
 from penstock.runtime.hardware import Clock, HostClock
 from penstock.runtime.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
 from penstock.trace import Label
@@ -354,16 +354,16 @@ class TraceNotes:
                 notes.clear()
         return recording
 
-    def _spans(self, stop: float) -> tuple[list[Span], dict[SubmittedWork, int]]:
+    def _spans(self, stop: float) -> tuple[list[TraceSpan], dict[SubmittedWork, int]]:
         """List the spans of the work that is done, and which of them is whose."""
-        spans: list[Span] = []
+        spans: list[TraceSpan] = []
         numbers: dict[SubmittedWork, int] = {}
         for job in self._jobs:
             if job.event is DONE and job.started is not None and job.started < stop:
                 before = tuple(numbers[other] for other in job.before if other in numbers)
                 numbers[job] = len(spans)
                 ended = min(job.ended, stop)
-                spans.append(Span(job.stream, job.label, job.started, ended, job.nbytes, job.inline, before))
+                spans.append(TraceSpan(job.stream, job.label, job.started, ended, job.nbytes, job.inline, before))
         return spans, numbers
 
     def _waits_for(self, numbers: Mapping[SubmittedWork, int], stop: float) -> list[Wait]:

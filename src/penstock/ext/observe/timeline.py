@@ -41,7 +41,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """A piece of work on a row, in seconds of one clock.
 
     Attributes:
@@ -97,7 +97,7 @@ class Recording:
 
     start: float
     stop: float
-    spans: Sequence[Span]
+    spans: Sequence[TraceSpan]
     waits: Sequence[Wait] = ()
     compute: Sequence[tuple[float, Label]] = ()
     complete: bool = True
@@ -128,7 +128,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Summary:
+class TraceSummary:
     """What kept a run busy, and what kept it waiting. Print it for a table.
 
     Attributes:
@@ -186,7 +186,7 @@ class Summary:
         return "\n".join(lines)
 
 
-class Timeline:
+class TraceTimeline:
     """A recording as rows whose spans do not overlap.
 
     Attributes:
@@ -201,18 +201,18 @@ class Timeline:
         stopped = [(wait.start, wait.stop) for wait in recording.waits if not wait.by_host]
         inline = [(span.start, span.stop) for span in spans if span.inline]
         computing = _pieces(recording, merged([*stopped, *inline]))
-        self.rows: dict[str, list[Span]] = {}
+        self.rows: dict[str, list[TraceSpan]] = {}
         for row in RESOURCES:
             found = computing if row == COMPUTE else sorted((s for s in spans if s.row == row), key=_start)
             if found:
                 self.rows[row] = found
         occupied = merged([*stopped, *map(_interval, computing)])
-        self.waits: list[Span] = []
+        self.waits: list[TraceSpan] = []
         for wait in sorted(recording.waits, key=_start):
             for start, stop in without((wait.start, wait.stop), occupied if wait.by_host else ()):
                 self.waits += blame(spans, before, replace(wait, start=start, stop=stop))
 
-    def summary(self) -> Summary:
+    def summary(self) -> TraceSummary:
         """Sum up busy time and exposed waits, and find what binds."""
         seconds = max(self.recording.stop - self.recording.start, 1e-9)
         waits: defaultdict[str, float] = defaultdict(float)
@@ -225,7 +225,7 @@ class Timeline:
             for row, spans in self.rows.items()
         }
         longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
-        return Summary(seconds, rows, longest, self._bound_by(seconds), self.recording.complete)
+        return TraceSummary(seconds, rows, longest, self._bound_by(seconds), self.recording.complete)
 
     def _bound_by(self, seconds: float) -> str:
         """Find the resource with the most busy time. Reads and writes share a disk: they count together."""
@@ -242,7 +242,7 @@ class Timeline:
         return _length(merged(_interval(span) for row in rows for span in self.rows.get(row, ())))
 
 
-def to_chrome(timeline: Timeline, rank: int, marks: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
+def to_chrome(timeline: TraceTimeline, rank: int, marks: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
     """Write the JSON that Perfetto and chrome://tracing read, an event a line: a process for the rank, a thread a row.
 
     `otherData` holds the summary, as numbers and as text; `marks` are events beside the rows.
@@ -272,7 +272,7 @@ def to_chrome(timeline: Timeline, rank: int, marks: Iterable[Mapping[str, Any]] 
     yield "\n]}\n"
 
 
-def in_turn(spans: Sequence[Span]) -> tuple[list[Span], list[int | None]]:
+def in_turn(spans: Sequence[TraceSpan]) -> tuple[list[TraceSpan], list[int | None]]:
     """Let each span begin when the one before it on its row is over; and which that is, by index."""
     drawn = list(spans)
     before: list[int | None] = [None] * len(spans)
@@ -286,13 +286,13 @@ def in_turn(spans: Sequence[Span]) -> tuple[list[Span], list[int | None]]:
     return drawn, before
 
 
-def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> list[Span]:
+def blame(spans: Sequence[TraceSpan], before: Sequence[int | None], wait: Wait) -> list[TraceSpan]:
     """Put a wait down to the rows that caused it, in order.
 
     From its end backwards: while the span that is waited for is under way, and until it begins after what it followed,
     it is that span's row; before that, the row of what was over last of all that the span came after; and so on.
     """
-    pieces: list[Span] = []
+    pieces: list[TraceSpan] = []
     label, index, stop = spans[wait.span].label, wait.span, wait.stop
     while stop > wait.start:
         span = spans[index]
@@ -301,7 +301,7 @@ def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> li
         ended = wait.start if cause is None else min(spans[cause].stop, span.start)
         start = max(wait.start, ended)
         if start < stop:
-            pieces.append(Span(span.row, label, start, stop))
+            pieces.append(TraceSpan(span.row, label, start, stop))
             stop = start
         if cause is None:
             break
@@ -333,22 +333,22 @@ def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
     return [*left, (start, end)] if start < end else left
 
 
-def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[Span]:
+def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[TraceSpan]:
     """List what compute did, without the holes."""
     turns = [*recording.compute, (recording.stop, NO_LABEL)]
     return [
-        Span(COMPUTE, label, *left)
+        TraceSpan(COMPUTE, label, *left)
         for (start, label), (end, _) in pairwise(turns)
         if label != NO_LABEL
         for left in without((start, end), holes)
     ]
 
 
-def _start(timed: Span | Wait) -> float:
+def _start(timed: TraceSpan | Wait) -> float:
     return timed.start
 
 
-def _interval(span: Span) -> Interval:
+def _interval(span: TraceSpan) -> Interval:
     return span.start, span.stop
 
 
@@ -360,7 +360,7 @@ def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, An
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
 
 
-def _arguments(span: Span) -> dict[str, Any]:
+def _arguments(span: TraceSpan) -> dict[str, Any]:
     """Take a span's label apart for the viewer: unit, kind and tile by name, and the bytes."""
     named = span.label._asdict() | {"bytes": span.nbytes}
     del named["verb"]

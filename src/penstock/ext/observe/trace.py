@@ -10,7 +10,7 @@ from typing import IO, Any
 from penstock.engine.engine import Engine, bytes_by_tier
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.ext.observe.observer import observe
-from penstock.ext.observe.timeline import Recording, Summary, Timeline, to_chrome
+from penstock.ext.observe.timeline import Recording, TraceSummary, TraceTimeline, to_chrome
 from penstock.files import open_own
 
 RANK = "{rank}"
@@ -25,7 +25,7 @@ class TraceReport:
     """
 
     def __init__(self) -> None:
-        self.summary: Summary | None = None
+        self.summary: TraceSummary | None = None
 
     def __str__(self) -> str:
         return "The trace is not over yet." if self.summary is None else str(self.summary)
@@ -58,7 +58,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
             yield report
             ended = True
         finally:
-            timeline = Timeline(observer.end_trace(wait=ended))  # of what failed, some work may never be done
+            timeline = TraceTimeline(observer.end_trace(wait=ended))  # of what failed, some work may never be done
             report.summary = timeline.summary()
             if file is not None:
                 try:

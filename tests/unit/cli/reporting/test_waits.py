@@ -17,7 +17,7 @@ from penstock.cli.training.reporting import waits as module
 from penstock.cli.training.reporting.spread import Spread
 from penstock.cli.training.reporting.waits import Waits, Watch
 from penstock.errors import ConfigError
-from penstock.ext.observe.timeline import Recording, Span, Timeline, Wait, to_chrome
+from penstock.ext.observe.timeline import Recording, TraceSpan, TraceTimeline, Wait, to_chrome
 from penstock.trace import Label
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -181,11 +181,11 @@ def test_a_trace_ends_where_the_steps_do(traced: Traced, clock: Clock, tmp_path:
 def test_the_file_of_a_trace_is_read(traced: Traced, clock: Clock, tmp_path: Path) -> None:
     """The file as traces write it: a wait of two seconds in the second step for an upload, that waits for a read."""
     spans = [
-        Span("read", Label("gather", "layers.3"), 12.0, 14.5),
-        Span("upload", Label("gather", "layers.3 (x)"), 14.5, 15.0, after=(0,)),
+        TraceSpan("read", Label("gather", "layers.3"), 12.0, 14.5),
+        TraceSpan("upload", Label("gather", "layers.3 (x)"), 14.5, 15.0, after=(0,)),
     ]
     recording = Recording(0.0, 22.0, spans, [Wait(1, 13.0, 15.0)], [(0.0, Label("forward", "layers.2"))])
-    timeline = Timeline(recording)
+    timeline = TraceTimeline(recording)
     traced.events = json.loads("".join(to_chrome(timeline, 0)))["traceEvents"]
     told = run(watch_of(traced, tmp_path), clock, 4, log_every=4)[4]
     assert told is not None

@@ -30,7 +30,7 @@ class Run(Protocol):
     def trained(self) -> bool: ...  # noqa: D102
 
 
-class Segment(Protocol):
+class ShownSegment(Protocol):
     """A row, or a part of one, in a sequence. Segments of a sequence do not see each other.
 
     Attributes:
@@ -51,7 +51,7 @@ class Segment(Protocol):
 Statistics = Mapping[str, int | float | str]
 
 
-def show(sequences: Iterable[Sequence[Segment]], statistics: Statistics, console: Console) -> None:
+def show(sequences: Iterable[Sequence[ShownSegment]], statistics: Statistics, console: Console) -> None:
     """Print sequences, then statistics.
 
     On a terminal with colours what is learned is green and the rest dim; elsewhere it is in `⟦ ⟧`, so that it can be
@@ -75,7 +75,7 @@ def show(sequences: Iterable[Sequence[Segment]], statistics: Statistics, console
         console.print(Text(f"{visible(name):<{width}}  {_number(name, value)}"), soft_wrap=True)
 
 
-def marked(segment: Segment, *, coloured: bool) -> Text:
+def marked(segment: ShownSegment, *, coloured: bool) -> Text:
     """Write a segment with a mark of what is learned: colours, or brackets."""
     shown = Text()
     for run, text in _shortened(segment.runs):

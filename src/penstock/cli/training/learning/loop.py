@@ -50,7 +50,7 @@ class Ending:
     loss_after: float | None
 
 
-class Stepper:
+class LoopStepper:
     """Makes the steps of a run. Every rank makes every call, with its own batches.
 
     Arguments:
@@ -105,7 +105,7 @@ class Training:
 
     def __init__(
         self,
-        stepper: Stepper,
+        stepper: LoopStepper,
         feed: Feed,
         checkpoints: Checkpoints,
         evaluations: Evaluations | None,

@@ -46,7 +46,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Segment:
+class SampleSegment:
     """Consecutive tokens of a sample that are all learned, or all not.
 
     Attributes:
@@ -110,12 +110,12 @@ class Encoder:
             self.kinds[content.kind] += 1
         return Sample(ids, trained, row.ends, row.where)
 
-    def segments(self, sample: Sample) -> list[Segment]:
+    def segments(self, sample: Sample) -> list[SampleSegment]:
         """Cut a sample where learned tokens begin and end, for people to look at."""
         trained = np.ones(len(sample.ids), dtype=np.bool_) if sample.trained is None else sample.trained
         bounds = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
         return [
-            Segment(
+            SampleSegment(
                 self._tokenizer.decode(sample.ids[start:stop].tolist()), bool(trained[start]), sample.ids[start:stop]
             )
             for start, stop in itertools.pairwise(bounds)
