@@ -134,11 +134,9 @@ def ours(*, compiled: bool) -> dict[str, Any]:
         options=penstock.Options(tile_bytes=TILE_BYTES),
     )
     engine: Any = optimizer._engine
-    engine.passes.reducer._measures_late = True
+    engine.reducer._measures_late = True
     if compiled:
-        engine.updates.updater._rule = replace(
-            engine.updates.updater._rule, on_device=DeviceUpdate(lambda *_: calls.append(1))
-        )
+        engine.context.rule = replace(engine.context.rule, on_device=DeviceUpdate(lambda *_: calls.append(1)))
 
     def counted(owner: Any, name: str, counting: Counting) -> None:
         """Inside: the engine's own side of a hook or a method leaves the modes of its callers."""
@@ -157,10 +155,10 @@ def ours(*, compiled: bool) -> dict[str, Any]:
     optimizer.step()
     optimizer.zero_grad()
     of_backward, of_measure, of_update = Counting(), Counting(), Counting()
-    counted(engine.passes.reducer, "add", of_backward)
-    counted(engine.passes.reducer, "flush", of_backward)
-    counted(engine.updates.stepper, "measure", of_measure)
-    counted(engine.updates.stepper, "update", of_update)
+    counted(engine.reducer, "add", of_backward)
+    counted(engine.reducer, "flush", of_backward)
+    counted(engine.stepper, "measure", of_measure)
+    counted(engine.stepper, "update", of_update)
     backward()
     calls.clear()
     copies.clear()

@@ -82,7 +82,7 @@ def measured(
             optimizer.zero_grad()
         optimizer.synchronize()
         assert optimizer._engine is not None
-        gathered = optimizer._engine.passes.gatherer.peak_live_bytes
+        gathered = optimizer._engine.gatherer.peak_live_bytes
         table = optimizer.locations()
         at_rest = table.bytes(tier="device") - table.bytes(kind="gathered")
         optimizer.close()

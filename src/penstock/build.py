@@ -170,7 +170,7 @@ class Adoption:
         self._newcomers = {p for plan in blueprint.units for p in plan.spec.parameters if p not in self._left}
         self._new: list[Unit] = []
         self._joining = [plan for plan in changed if plan.spec.trainable]  # with averages
-        self._averages = engine.state.averages.plans_for(self._joining)
+        self._averages = engine.averages.plans_for(self._joining)
         # In the order in which they are made.
         homes = [h for plan in changed for h in (plan.beside if plan.spec.name in stays else plan.sections).values()]
         self._reserved = engine.context.store.reserve(
@@ -201,9 +201,7 @@ class Adoption:
         engine.context.staging.give_back(lambda: self._blueprint.staging)
         other = connect(self._blueprint, engine.context, lasting)
         joining = {plan.spec.name for plan in self._joining}
-        other.state.averages.go_on_from(
-            engine.state.averages, [unit for unit in units if unit.name in joining], averages
-        )
+        other.averages.go_on_from(engine.averages, [unit for unit in units if unit.name in joining], averages)
         engine.go_on_as(other)
         for unit in units:
             unit.count_writes()  # graphs from before are of parts that nobody asks any more
@@ -213,12 +211,12 @@ class Adoption:
     def _let_go(self) -> None:
         """Finish what is under way, and take the engine's hooks off the model."""
         engine = self._engine
-        engine.state.saver.finish()
-        engine.state.averages.drop_buffers()
-        engine.passes.gatherer.drop_unused()
-        engine.passes.hooks.rest()
-        engine.passes.hooks.remove()
-        engine.passes.hooks.handles.drop()
+        engine.saver.finish()
+        engine.averages.drop_buffers()
+        engine.gatherer.drop_unused()
+        engine.hooks.rest()
+        engine.hooks.remove()
+        engine.hooks.handles.drop()
         engine.restore_model()
         for unit in engine.context.units:
             unit.reads = ()  # of the hooks that are off
@@ -242,7 +240,7 @@ class Adoption:
     def _made(self, plan: UnitPlan, index: int) -> Unit:
         """Make a unit of parameters that leave others, and of those that came with new modules: the first rank's."""
         engine, spec = self._engine, plan.spec
-        ranks, streams, gatherer = engine.context.ranks, engine.context.streams, engine.passes.gatherer
+        ranks, streams, gatherer = engine.context.ranks, engine.context.streams, engine.gatherer
         left = {p: self._left[p] for p in spec.parameters if p in self._left}
         come = tuple(p for p in spec.parameters if p not in left)
         ((_, values),) = FirstRankValues(ranks, streams.device).units([replace(spec, parameters=come)])
@@ -277,9 +275,9 @@ def _check_at_home(engine: Engine) -> None:
                 f"add_param_group(): unit '{unit.name}' is in use by a forward whose backward has not run. Run it, or "
                 "run such forwards under torch.no_grad()."
             )
-    if engine.state.mover.is_away:
+    if engine.mover.is_away:
         raise EngineError("add_param_group() was called while state is offloaded. Call reload_states() first.")
-    engine.state.mover.finish()  # what a reload has left is given back before more is taken
+    engine.mover.finish()  # what a reload has left is given back before more is taken
 
 
 def _check_group(parameters: Sequence[nn.Parameter], of_model: Set[nn.Parameter]) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from penstock._native import Pool
 from penstock.blueprint import Blueprint
 from penstock.config import Tier, parse_tier
-from penstock.engine.components import Gradients, Passes, State, StepPolicy, Updates
 from penstock.engine.engine import Engine, leave_to_parent
 from penstock.engine.forward_backward.casts import AttributePatches, InputCasts
 from penstock.engine.forward_backward.gather import Gatherer, QuantizedGather
@@ -24,6 +23,7 @@ from penstock.engine.forward_backward.guards import ModelGuards, retire
 from penstock.engine.forward_backward.hooks import Hooks
 from penstock.engine.forward_backward.saved_tensors import ActivationOffload
 from penstock.engine.gradients.reduce import Reducer, ShardReduction
+from penstock.engine.policy import Gradients, StepPolicy
 from penstock.engine.state.access import StateAccess, as_state
 from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import GatheredBlocks
@@ -89,7 +89,7 @@ def construct(
     # The parameters are in their homes, so what fails now cannot leave the model as it was: it is left empty.
     try:
         if optimizer is not None:
-            take_over_state(optimizer, engine.state.access)
+            take_over_state(optimizer, engine.access)
     except BaseException:
         engine.abandon()
         raise
@@ -219,45 +219,29 @@ def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> E
     for unit in context.units:
         if unit.resident:
             gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
-    updates = _make_updates(blueprint, context, lasting)
+    updater, stepper = _make_updates(blueprint, context)
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, context.streams.device)
     # Before the hooks, some of which are of trained parameters.
     frozen = [] if context.trains else [FrozenParameters(context.units)]
     if lasting.activations is not None:
         lasting.activations.kept = lambda: [unit.full for unit in context.units]
-    begins = updates.stepper if request.overlap == "backward" else None
-    hooks = Hooks(context, gatherer, reducer, casts, begins, lasting.activations)
-    passes = Passes(gatherer, reducer, hooks)
+    hooks = Hooks(
+        context, gatherer, reducer, casts, stepper if request.overlap == "backward" else None, lasting.activations
+    )
     planted = AttributePatches()
     casts.let_products_mix(model, planted)
     idioms = ModelGuards(model, context.units, hooks, planted, lasting.planted)
-    state = _make_state(blueprint, context, lasting, passes, updates)
+    access = StateAccess(context, gatherer, reducer, updater)
+    in_time = request.overlap not in ("forward", "backward")
     return Engine(
         context=context,
-        passes=passes,
-        updates=updates,
-        state=state,
-        gradients=Gradients(context, passes, updates, state.access),
-        policy=StepPolicy(
-            context,
-            passes,
-            updates,
-            max_grad_norm=request.max_grad_norm,
-            waits=request.overlap not in ("forward", "backward"),
-        ),
-        restore_model=partial(restore, [idioms, planted, *frozen]),
-        planted=lasting.planted,
-    )
-
-
-def _make_state(
-    blueprint: Blueprint, context: EngineContext, lasting: Lasting, passes: Passes, updates: Updates
-) -> State:
-    """Make what looks at state, moves it and keeps it."""
-    gatherer, reducer, hooks = passes.gatherer, passes.reducer, passes.hooks
-    access = StateAccess(context, gatherer, reducer, updates.updater)
-    return State(
+        gatherer=gatherer,
+        reducer=reducer,
+        hooks=hooks,
+        updater=updater,
+        stepper=stepper,
+        skips=lasting.skips,
         access=access,
         blocks=GatheredBlocks(context, gatherer, access, hooks.forward.watch_saved),
         mover=StateOffloader(
@@ -269,13 +253,25 @@ def _make_state(
             plan_staging=blueprint.plan_staging,
         ),
         saver=StateSaver(context, access, lasting.control_group),
-        loader=StateLoader(context, access, gatherer, reducer, updates.updater),
+        loader=StateLoader(context, access, gatherer, reducer, updater),
         averages=Averages(context, access, gatherer, hooks.backward, Averaging(context)),
+        gradients=Gradients(context, hooks, reducer, stepper, access),
+        policy=StepPolicy(
+            context,
+            gatherer,
+            hooks.backward,
+            stepper,
+            lasting.skips,
+            max_grad_norm=request.max_grad_norm,
+            waits=in_time,
+        ),
+        restore_model=partial(restore, [idioms, planted, *frozen]),
+        planted=lasting.planted,
     )
 
 
-def _make_updates(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> Updates:
-    """Make what decides on steps, what updates tiles, and what counts the steps that were skipped."""
+def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater, Stepper]:
+    """Make what updates tiles, and what decides on steps."""
     request, options, streams = blueprint.request, blueprint.request.options, context.streams
     trained = {p: blueprint.groups[p] for unit in context.units if unit.trained for p in unit.spec.parameters}
     updater = Updater(
@@ -294,7 +290,7 @@ def _make_updates(blueprint: Blueprint, context: EngineContext, lasting: Lasting
         overlaps=request.overlap != "none",
         begins=request.overlap == "backward",
     )
-    return Updates(updater, stepper, lasting.skips)
+    return updater, stepper
 
 
 def activations_for(blueprint: Blueprint, context: EngineContext) -> ActivationOffload | None:

@@ -58,10 +58,10 @@ class EMA:
             with optimizer._together("EMA") as (_, facts):
                 optimizer._open("EMA", whole=True, writes=True)
                 check_at_rest("EMA", engine)
-                engine.state.averages.check_new(self._kind)
+                engine.averages.check_new(self._kind)
                 facts.update({"tier": where.value, "name": name, "decay": self.decay})
-                engine.state.access.finish()
-            engine.state.averages.add(self._kind, where)
+                engine.access.finish()
+            engine.averages.add(self._kind, where)
 
     @property
     def decay(self) -> float:
@@ -90,7 +90,7 @@ class EMA:
                 self._optimizer._open("EMA.update", whole=True)
                 check_at_rest("EMA.update", engine)
                 facts.update({"name": self._kind, "decay": self.decay})
-            engine.state.averages.update(self._kind, self.decay)
+            engine.averages.update(self._kind, self.decay)
 
     def applied(self) -> AbstractContextManager[None]:
         """Show the average in the model inside a `with` block, and the parameters again after it. Collective.
@@ -112,10 +112,10 @@ class EMA:
         with engine_mode(), optimizer._together("EMA.applied") as (engine, facts):
             optimizer._open("EMA.applied", whole=True, writes=True)
             check_at_rest("EMA.applied", engine)
-            engine.state.averages.check_free()
+            engine.averages.check_free()
             facts["name"] = self._kind
-            engine.state.access.finish()  # inside the meeting: an update that has failed here stops every rank
-        return EngineBlock(engine.state.averages.applied(self._kind), partial(engine.turn, "EMA.applied"))
+            engine.access.finish()  # inside the meeting: an update that has failed here stops every rank
+        return EngineBlock(engine.averages.applied(self._kind), partial(engine.turn, "EMA.applied"))
 
 
 def _check(optimizer: object, name: object) -> None:

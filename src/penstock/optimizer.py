@@ -168,7 +168,7 @@ class Optimizer(torch.optim.Optimizer):
         Saves communication at stages 0 and 1, for the memory of whole gradients. Stages 2 and 3 shard gradients, so
         they reduce every micro-batch all the same.
         """
-        return self._open("no_sync").passes.reducer.held_back()
+        return self._open("no_sync").reducer.held_back()
 
     @_public
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
@@ -235,7 +235,7 @@ class Optimizer(torch.optim.Optimizer):
             with self._together("add_param_group") as (engine, facts):
                 self._open("add_param_group", whole=True, writes=True)
                 check_at_rest("add_param_group", engine)
-                engine.state.access.finish()
+                engine.access.finish()
                 engine.gradients.look()
                 undo.callback(_put_back, [(group, group["params"]) for group in self.param_groups])
                 undo.callback(_truncate, (self.param_groups, self._given.param_groups), len(self.param_groups))
@@ -256,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):
         """Add a group to the handle's and to the given optimizer's; what was never trained leaves its old one."""
         params = group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        new = {p for p in group["params"] if isinstance(p, Tensor) and not engine.state.access.is_trained(p)}
+        new = {p for p in group["params"] if isinstance(p, Tensor) and not engine.access.is_trained(p)}
         for other in self.param_groups:
             if not new.isdisjoint(other["params"]):
                 other["params"] = [p for p in other["params"] if p not in new]
@@ -294,17 +294,17 @@ class Optimizer(torch.optim.Optimizer):
         wanted = None if parameters is None else list(parameters)
         with engine_mode(), self._together("gathered") as (engine, facts):
             self._open("gathered", whole=modify, writes=modify)
-            facts["parameters"] = "all" if wanted is None else [engine.state.access.name(p) for p in wanted]
+            facts["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
             facts["modify"] = modify
-            engine.state.access.finish()  # inside the meeting: an update that has failed here stops every rank
-        return EngineBlock(engine.state.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
+            engine.access.finish()  # inside the meeting: an update that has failed here stops every rank
+        return EngineBlock(engine.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
 
     @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter at master precision: fp32, in its shape, on the cpu. Collective."""
         with self._one("full_param", parameter) as engine:
             self._open("full_param")
-        return engine.state.access.param(parameter)
+        return engine.access.param(parameter)
 
     @_public
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
@@ -312,16 +312,16 @@ class Optimizer(torch.optim.Optimizer):
         with self._one("full_grad", parameter) as engine:
             self._open("full_grad")
             engine.gradients.look()
-            engine.state.access.check_grad(parameter)
-        return engine.state.access.grad(parameter)
+            engine.access.check_grad(parameter)
+        return engine.access.grad(parameter)
 
     @_public
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """Return an optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
         with self._one("full_state", parameter, name) as engine:
             self._open("full_state")
-            engine.state.access.check_name(parameter, name)
-        return engine.state.access.state(parameter, name)
+            engine.access.check_name(parameter, name)
+        return engine.access.state(parameter, name)
 
     @_public
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -329,8 +329,8 @@ class Optimizer(torch.optim.Optimizer):
         with self._one("set_full_param", parameter) as engine:
             self._open("set_full_param", whole=True, writes=True)
             check_outside("set_full_param", engine)
-            engine.state.access.check_param(parameter, value)
-        engine.state.access.set_param(parameter, value)
+            engine.access.check_param(parameter, value)
+        engine.access.set_param(parameter, value)
 
     @_public
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -338,7 +338,7 @@ class Optimizer(torch.optim.Optimizer):
         with self._one("set_full_grad", parameter) as engine:
             self._open("set_full_grad", whole=True)
             engine.gradients.look()
-            engine.state.access.check_grad(parameter, value)
+            engine.access.check_grad(parameter, value)
         engine.gradients.set(parameter, value)
 
     @_public
@@ -346,15 +346,15 @@ class Optimizer(torch.optim.Optimizer):
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
         with self._one("set_full_state", parameter, name) as engine:
             self._open("set_full_state", whole=True, writes=True)
-            engine.state.access.check_state(parameter, name, value)
-        engine.state.access.set_state(parameter, name, value)
+            engine.access.check_state(parameter, name, value)
+        engine.access.set_state(parameter, name, value)
 
     @_public
     def synchronize(self) -> None:
         """Wait for pending updates, movements and saves; raise the error of one that failed."""
         engine = self._open("synchronize")
-        engine.state.access.finish()
-        engine.state.saver.finish()
+        engine.access.finish()
+        engine.saver.finish()
 
     @_public
     def state_dict(self) -> dict[str, Any]:
@@ -364,8 +364,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         with self._together("state_dict") as (engine, _):
             self._open("state_dict", whole=True)
-            engine.state.access.finish()
-        access = engine.state.access
+            engine.access.finish()
+        access = engine.access
         packed = super().state_dict()
         numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
         packed["state"] = {
@@ -391,7 +391,7 @@ class Optimizer(torch.optim.Optimizer):
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
             loaded, self.param_groups = self.param_groups, groups
-            engine.updates.updater.check_groups(loaded)
+            engine.updater.check_groups(loaded)
             numbers = (number for group in state_dict["param_groups"] for number in group["params"])
             parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
             states = {
@@ -400,17 +400,17 @@ class Optimizer(torch.optim.Optimizer):
             }
             for parameter, values in states.items():
                 for name, value in values.items():
-                    engine.state.access.check_state(parameter, name, value)
+                    engine.access.check_state(parameter, name, value)
 
         # All that may be refused was, on every rank. What fails from here on leaves a part of each state.
         with failing_as_a_whole(engine.context.units, "load_state_dict()"):
             for group, new in zip(groups, loaded, strict=True):
                 group.clear()
                 group.update(new)
-            for parameter in engine.state.access.steps():
-                engine.state.access.reset_state(parameter)
+            for parameter in engine.access.steps():
+                engine.access.reset_state(parameter)
                 for name, value in states.get(parameter, {}).items():
-                    engine.state.access.set_state(parameter, name, value)
+                    engine.access.set_state(parameter, name, value)
 
     @_public
     def offload_states(
@@ -454,9 +454,9 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("offload_states") as (engine, facts):
             self._open("offload_states", writes=True)
             facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking, "keep": keep})
-            engine.state.access.finish()  # inside the meeting: what has failed here stops every rank before it moves
-            engine.passes.hooks.rest()
-        engine.state.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking, keep=keep)
+            engine.access.finish()  # inside the meeting: what has failed here stops every rank before it moves
+            engine.hooks.rest()
+        engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking, keep=keep)
 
     @_public
     def reload_states(self, *, non_blocking: bool = False) -> None:
@@ -468,8 +468,8 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("reload_states") as (engine, facts):
             self._open("reload_states", writes=True)
             facts["non_blocking"] = non_blocking
-            engine.state.access.finish()
-        engine.state.mover.reload(wait=not non_blocking)
+            engine.access.finish()
+        engine.mover.reload(wait=not non_blocking)
 
     @_public
     def save(
@@ -516,7 +516,7 @@ class Optimizer(torch.optim.Optimizer):
             self._open("save", whole=True)
             check_at_rest("save", engine)
             facts.update({"blocking": blocking, "keep": keep, "if_busy": if_busy, "frozen": frozen})
-        engine.state.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy, frozen=frozen)
+        engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy, frozen=frozen)
 
     @_public
     def load(self, path: str | PathLike[str], *, verify: bool | None = None) -> dict[str, Any]:
@@ -549,10 +549,10 @@ class Optimizer(torch.optim.Optimizer):
             self._open("load", whole=True, writes=True)
             check_at_rest("load", engine)
             facts["verify"] = verify
-        engine.state.saver.finish()  # it may be writing the checkpoint that is read next
-        extra = engine.state.loader.load(path, verify=verify)
+        engine.saver.finish()  # it may be writing the checkpoint that is read next
+        extra = engine.loader.load(path, verify=verify)
         engine.gradients.forget()
-        engine.passes.hooks.backward.forget_failure()
+        engine.hooks.backward.forget_failure()
         return extra
 
     def trace(self, path: str | PathLike[str]) -> "AbstractContextManager[TraceReport]":
@@ -642,7 +642,7 @@ class Optimizer(torch.optim.Optimizer):
                 `keep_params=False` not once more, where it is on its way (`close` in a `finally`) or a `load` said it.
         """
         engine = self._engine
-        if engine is not None and engine.state.blocks.modifying:
+        if engine is not None and engine.blocks.modifying:
             raise EngineError(
                 "close() was called inside gathered(modify=True). Leave the block first: what was written there would "
                 "be lost."
@@ -685,10 +685,10 @@ class Optimizer(torch.optim.Optimizer):
     def _one(self, verb: str, parameter: nn.Parameter, state: str = "") -> Iterator[Engine]:
         """Run the checks of a collective method that works on one parameter, as `_together` does. Collective."""
         with self._together(verb) as (engine, facts):
-            facts["parameter"] = engine.state.access.name(parameter)
+            facts["parameter"] = engine.access.name(parameter)
             facts["state"] = state
             yield engine
-            engine.state.access.finish()  # inside the meeting: an update that has failed here stops every rank
+            engine.access.finish()  # inside the meeting: an update that has failed here stops every rank
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
         """Return the engine, once nothing stands against a method.
@@ -702,10 +702,10 @@ class Optimizer(torch.optim.Optimizer):
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         self._check_here(verb, self._engine)
         check_not_averaged(verb, self._engine, writes=writes)
-        backward = self._engine.passes.hooks.backward
+        backward = self._engine.hooks.backward
         if (whole or writes) and backward.is_open and not in_backward():
             backward.abandon()  # it ended with an exception: what it has gathered must not outlive a change
-        if whole and self._engine.updates.stepper.is_open:
+        if whole and self._engine.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "
                 "first, or use overlap='forward'."
@@ -713,7 +713,7 @@ class Optimizer(torch.optim.Optimizer):
         if writes:
             # A save reads homes beside training. Updates follow those reads by their events; what writes on the host's
             # time waits here, or the checkpoint would hold half of the one state and half of the other.
-            self._engine.state.saver.wait_copied()
+            self._engine.saver.wait_copied()
         return self._engine
 
 

@@ -147,20 +147,13 @@ def test_device_memory_is_the_formula(native, ids, name):
     # Nothing compiles updates here: fp32 temporaries of what the device updates at once, twelve at a time.
     tile = penstock.Options(**options).tile_bytes // 2 if name == "streamed" else 0
     working = 12 * 4 * min(tile, max(unit.shard_numel for unit in engine.context.units))
-    formula = (
-        engine.passes.gatherer.peak_live_bytes
-        + engine.passes.reducer.buffers.nbytes
-        + rings
-        + activations
-        + largest
-        + working
-    )
+    formula = engine.gatherer.peak_live_bytes + engine.reducer.buffers.nbytes + rings + activations + largest + working
     small = 512 * 4 * sum(1 for _ in model.parameters())  # norms and placeholders: a grain of the allocator each
     print(
         optimizer.locations(),
         peak,
-        engine.passes.gatherer.peak_live_bytes,
-        engine.passes.reducer.buffers.nbytes,
+        engine.gatherer.peak_live_bytes,
+        engine.reducer.buffers.nbytes,
         rings,
         activations,
         largest,

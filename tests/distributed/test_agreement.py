@@ -88,7 +88,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         weight.grad = value
 
     def fail(value: bool) -> None:
-        optimizer._engine.passes.hooks.backward.has_failed = value
+        optimizer._engine.hooks.backward.has_failed = value
 
     def hold(count: int) -> None:
         for unit in optimizer._engine.context.units:

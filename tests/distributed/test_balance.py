@@ -35,7 +35,7 @@ def windows(rank: int, world_size: int) -> list[list[tuple[str, int, int]]]:
     streams = Counting()
     how = Movement(2, grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
     model, optimizer = prepared(Arithmetic(precision="bf16"), how, streams)
-    backward = optimizer._engine.passes.hooks.backward
+    backward = optimizer._engine.hooks.backward
     settle = backward._end_unit
     found: list[tuple[str, int, int]] = []
     before_the_end: list[int] = []  # windows that backward had left when it ended, by backward

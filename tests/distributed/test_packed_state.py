@@ -25,7 +25,7 @@ PLAIN = Movement().but(tile_bytes=4096, gather_format="int8")
 
 
 def packing_of(optimizer: penstock.Optimizer) -> QuantizedGather:
-    return optimizer._engine.passes.gatherer._packing
+    return optimizer._engine.gatherer._packing
 
 
 def steps(rank: int, look: bool, persistent_bytes: int) -> list[Tensor]:
@@ -56,7 +56,7 @@ def steps(rank: int, look: bool, persistent_bytes: int) -> list[Tensor]:
         for name, value in used.items():
             assert torch.equal(value, carried(exact[name], "int8")), name
         optimizer.backward(loss)
-        gatherer = optimizer._engine.passes.gatherer
+        gatherer = optimizer._engine.gatherer
         assert not gatherer._lingering
         assert gatherer.live_bytes == sum(u.nbytes for u in optimizer._engine.context.units if u.spec.persistent)
         if look:

@@ -217,7 +217,7 @@ def together(rank: int) -> None:
         assert heard["all_to_all", others] / bf16 == pytest.approx(0.258 / 2, abs=5e-4)
         optimizer.step()
         optimizer.zero_grad()
-    memory = optimizer._engine.passes.reducer._sums._memory
+    memory = optimizer._engine.reducer._sums._memory
     assert memory.numel() == summing_bytes(units, "int4", optimizer._engine.context.ranks.grid), (
         "what is counted of two hops"
     )

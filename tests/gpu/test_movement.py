@@ -37,7 +37,7 @@ def test_gathered_parameters_follow_the_formula(make_streams, device):
         optimizer.backward(loss_of(model, x))
         optimizer.step()
         optimizer.zero_grad()
-    gatherer = optimizer._engine.passes.gatherer
+    gatherer = optimizer._engine.gatherer
     assert gatherer.peak_live_bytes == root + 2 * block
     assert gatherer.live_bytes == 0
     optimizer.close()
@@ -83,11 +83,9 @@ def test_peak_device_memory_is_the_formula(device):
     block = next(unit for unit in engine.context.units if unit.name == "blocks.0")
     root = next(unit for unit in engine.context.units if unit.name == "root")
     largest_gradient = 4 * width * width * 2  # autograd's own, before it is collected
-    formula = (
-        engine.passes.gatherer.peak_live_bytes + engine.passes.reducer.buffers.nbytes + activations + largest_gradient
-    )
+    formula = engine.gatherer.peak_live_bytes + engine.reducer.buffers.nbytes + activations + largest_gradient
     assert peak <= formula * 1.03 + (1 << 20), f"{peak:,} bytes instead of {formula:,}"
-    assert engine.passes.reducer.buffers.nbytes <= 2 * block.nbytes + 2 * root.nbytes
+    assert engine.reducer.buffers.nbytes <= 2 * block.nbytes + 2 * root.nbytes
     optimizer.close()
     memory.empty_cache()
     assert memory.memory_allocated(device) <= empty + (1 << 20)
@@ -314,7 +312,7 @@ def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed
     def taken() -> tuple[int, int, int]:
         optimizer.synchronize()
         allocated = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
-        return allocated, engine.passes.reducer.buffers.nbytes, engine.passes.gatherer.peak_live_bytes
+        return allocated, engine.reducer.buffers.nbytes, engine.gatherer.peak_live_bytes
 
     inputs = batches(4, device)
     early = (0, 0, 0)

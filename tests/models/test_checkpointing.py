@@ -122,10 +122,10 @@ def train(
     for step in range(3):
         torch.manual_seed(step)
         loss = loss_of(model, Batch(step))
-        orders.append([unit.name for unit in engine.passes.hooks.orders.forward.learned])
+        orders.append([unit.name for unit in engine.hooks.orders.forward.learned])
         optimizer.backward(loss)
-        assert [unit.name for unit in engine.passes.hooks.orders.forward.learned] == orders[0]
-        assert engine.passes.gatherer.live_bytes == 0
+        assert [unit.name for unit in engine.hooks.orders.forward.learned] == orders[0]
+        assert engine.gatherer.live_bytes == 0
         trace.observed.append([loss.detach()])
         if step == 0:
             trace.gradients = {n: optimizer.full_grad(p) for n, p in model.named_parameters()}
@@ -248,7 +248,7 @@ def test_a_forward_that_fails_when_it_runs_again_can_be_repeated():
             with pytest.raises(ValueError, match="out of luck"):
                 optimizer.backward(squared(model(Batch(9).floats(4, 8))))
             optimizer.zero_grad()
-            assert optimizer._engine.passes.gatherer.live_bytes == 0
+            assert optimizer._engine.gatherer.live_bytes == 0
         optimizer.backward(squared(model(Batch(0).floats(4, 8))))
         optimizer.step()
         values = {n: optimizer.full_param(p) for n, p in model.named_parameters()}

@@ -94,7 +94,7 @@ def test_the_head_is_gathered_once_in_forward_and_once_in_backward() -> None:
     chunk_loss(model, chunk_bytes=1)
     stock = torch.optim.AdamW(model.parameters(), **HYPER)
     optimizer = prepare_on(separate(), model, stock, placement=ON_CPU, units=[type(model.lm_head)])
-    gatherer = optimizer._engine.passes.gatherer
+    gatherer = optimizer._engine.gatherer
     acquired: list[str] = []
     acquire = gatherer.acquire
     gatherer.acquire = lambda unit: (acquired.append(unit.name), acquire(unit))[1]  # type: ignore[method-assign]

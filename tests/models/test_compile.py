@@ -120,7 +120,7 @@ def train(
         assert not optimizer.step().skipped
         optimizer.zero_grad()
         each_step()
-    assert not optimizer._engine.passes.hooks.in_forward
+    assert not optimizer._engine.hooks.in_forward
     trace.parameters = {n: optimizer.full_param(p) for p, n in names.items()}
     optimizer.close()
     return trace
@@ -288,8 +288,8 @@ def test_a_compiled_forward_that_fails_can_be_repeated(way: str) -> None:
                 with pytest.raises(ValueError, match="out of luck"):
                     called(Batch(9).floats(4, 8))
                 inner[1].fails = False
-                assert optimizer._engine.passes.gatherer.live_bytes == 0
-                assert not optimizer._engine.passes.hooks.in_forward
+                assert optimizer._engine.gatherer.live_bytes == 0
+                assert not optimizer._engine.hooks.in_forward
             loss = squared(called(Batch(step).floats(4, 8)))
             optimizer.backward(loss)
             optimizer.step()
@@ -345,7 +345,7 @@ def test_a_part_that_is_compiled_and_called_by_itself_is_gathered() -> None:
         for _ in range(2):
             model(Batch(0).floats(4, 8))
             assert torch.equal(part(x), expected)
-        assert optimizer._engine.passes.gatherer.live_bytes == 0
+        assert optimizer._engine.gatherer.live_bytes == 0
     optimizer.close()
 
 

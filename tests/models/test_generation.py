@@ -61,7 +61,7 @@ def generate(rank: int, name: str, placement: str, trains: bool, how: str) -> li
                 found = answers(model, rank, options, synced_gpus=how == "in step")
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
             shapes.append([tuple(each.shape) for each in found])
-            assert optimizer._engine.passes.gatherer.live_bytes == 0
+            assert optimizer._engine.gatherer.live_bytes == 0
         if trains:
             optimizer.backward(loss_of(model, Batch(step, rank)))
             optimizer.step()

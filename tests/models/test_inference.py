@@ -44,7 +44,7 @@ def generate_and_train(rank: int, name: str) -> None:
                 )
                 m.train()
             assert torch.equal(*outputs)
-            assert optimizer._engine.passes.gatherer.live_bytes == 0
+            assert optimizer._engine.gatherer.live_bytes == 0
         for m, o in ((model, optimizer), (other, undisturbed)):
             torch.manual_seed(step)
             o.backward(loss_of(m, Batch(step, rank)))
@@ -91,9 +91,7 @@ def generate_gathered(rank: int, name: str, stage: int) -> None:
     ids = Batch(5, rank).ids(30, 2, 4) + 2
     for step in range(3):
         with torch.no_grad(), optimizer.gathered():
-            assert engine.passes.gatherer.live_bytes == sum(
-                unit.nbytes for unit in engine.context.units if not unit.resident
-            )
+            assert engine.gatherer.live_bytes == sum(unit.nbytes for unit in engine.context.units if not unit.resident)
             before = dict(engine.context.ranks.counts)
             plain.load_state_dict(model.state_dict())
             assert model.training
@@ -108,7 +106,7 @@ def generate_gathered(rank: int, name: str, stage: int) -> None:
             model.train()
             plain.train()
             assert dict(engine.context.ranks.counts) == before
-        assert engine.passes.gatherer.live_bytes == 0
+        assert engine.gatherer.live_bytes == 0
         for m, o in ((model, optimizer), (other, undisturbed)):
             torch.manual_seed(step)
             o.backward(loss_of(m, Batch(step, rank)))

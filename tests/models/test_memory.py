@@ -44,7 +44,7 @@ def least_live_bytes(family: Family) -> int:
 def assert_released(optimizer: penstock.Optimizer) -> None:
     engine = optimizer._engine
     assert [unit.name for unit in engine.context.units if unit.holding.residency is not UnitState.RELEASED] == []
-    assert engine.passes.gatherer.live_bytes == 0
+    assert engine.gatherer.live_bytes == 0
     assert optimizer.locations().bytes(kind="gathered") == 0
 
 
@@ -65,7 +65,7 @@ def test_nothing_stays_gathered_and_the_least_budget_is_enough(family):
             family.work(model, Batch(step), lambda loss, **_: None)
         assert_released(optimizer)
     if family.name not in UNBOUNDED:
-        assert optimizer._engine.passes.gatherer.peak_live_bytes <= least
+        assert optimizer._engine.gatherer.peak_live_bytes <= least
     optimizer.close()
 
 
@@ -84,7 +84,7 @@ def test_small_parameters_stay_gathered_and_nothing_else():
         optimizer.backward(squared(model(Batch(step).floats(4, 8))))
         kept = [unit for unit in engine.context.units if unit.holding.residency is UnitState.GATHERED]
         assert [unit.name for unit in kept] == ["root.small"]
-        assert engine.passes.gatherer.live_bytes == kept[0].nbytes
+        assert engine.gatherer.live_bytes == kept[0].nbytes
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()

@@ -90,7 +90,7 @@ def assert_as_plain(name: str, precision: str, streams: Any, placement: str, sta
         batch = [Batch(number, rank, DTYPES[precision]) for _ in range(2)]
         with torch.no_grad() if number else torch.enable_grad():
             assert torch.equal(call(model, batch[0]), call(plain, batch[1])), (name, precision, placement, stage)
-    assert optimizer._engine.passes.gatherer.live_bytes == 0
+    assert optimizer._engine.gatherer.live_bytes == 0
     optimizer.close()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     assert [p.requires_grad for p in model.parameters()] == trained
@@ -205,7 +205,7 @@ def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) 
         model(torch.ones(1, 8))
     engine = optimizer._engine
     assert engine.context.pool.threads == 1
-    assert engine.passes.reducer.buffers.nbytes == 0
+    assert engine.reducer.buffers.nbytes == 0
     gc.collect()
     if tier != "device":  # placeholders, and nothing else
         assert tensor_bytes() - before <= -4 * sum(p.numel() for p in model.parameters()) + 1024
@@ -264,7 +264,7 @@ def test_a_backward_goes_through_it_to_its_inputs(streams: Any, precision: str) 
         squared(plain(y)).backward()
         assert torch.equal(x.grad, y.grad)
         assert all(p.grad is None for p in model.parameters())
-    assert optimizer._engine.passes.gatherer.live_bytes == 0
+    assert optimizer._engine.gatherer.live_bytes == 0
     optimizer.close()
 
 
@@ -345,8 +345,8 @@ def forwards_in_grad_mode(rank: int) -> int:
     optimizer = prepared(model)
     for number in range(20):
         model(Batch(number, rank).floats(4, 8))
-        assert optimizer._engine.passes.gatherer.live_bytes == 0
-    noted = len(optimizer._engine.passes.hooks.backward.uses._last.silent)
+        assert optimizer._engine.gatherer.live_bytes == 0
+    noted = len(optimizer._engine.hooks.backward.uses._last.silent)
     optimizer.close()
     return noted
 

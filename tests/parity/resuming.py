@@ -131,7 +131,7 @@ def values(model: nn.Module, optimizer: penstock.Optimizer) -> Values:
     """Parameters, states, step counts, buffers and options."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: Values = {}
-    names = optimizer._engine.state.access.state_names
+    names = optimizer._engine.access.state_names
     for name, parameter in model.named_parameters():
         found[name] = optimizer.full_param(parameter)
         if id(parameter) in trained:

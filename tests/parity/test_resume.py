@@ -133,7 +133,7 @@ def set_by_hand(run: Run, given: Values) -> Values:
     model, optimizer, _ = run.prepare(seed=77)
     for name, parameter in model.named_parameters():
         optimizer.set_full_param(parameter, given[name])
-        for state in ("step", *optimizer._engine.state.access.state_names(parameter)):
+        for state in ("step", *optimizer._engine.access.state_names(parameter)):
             optimizer.set_full_state(parameter, state, given[f"{name} {state}"])
     found = values(model, optimizer)
     optimizer.close()

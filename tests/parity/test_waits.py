@@ -328,7 +328,7 @@ def nothing_in_flight_after_a_move(streams: Streams) -> Values:
 def nothing_in_flight_once_the_old_memory_went(streams: Streams) -> Values:
     _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
     optimizer.offload_states(non_blocking=True)
-    optimizer._engine.state.mover._cleaned.synchronize()
+    optimizer._engine.mover._cleaned.synchronize()
     seen = in_flight(optimizer)
     optimizer.close()
     return seen

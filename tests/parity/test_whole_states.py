@@ -251,7 +251,7 @@ def test_a_count_that_adafactor_kept_in_checkpoints_before_is_read(tmp_path: Pat
     model, optimizer = prepared("adafactor", CPU)
     for k in range(2):
         step(model, optimizer, k)
-    scalars = optimizer._engine.updates.updater.scalars
+    scalars = optimizer._engine.updater.scalars
     scalars.update({parameter: {"step": 2.0} for parameter in scalars})
     optimizer.save(tmp_path / "two")
     assert '"scalars":{"step":2.0}' in (tmp_path / "two" / "checkpoint.json").read_text()

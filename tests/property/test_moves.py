@@ -43,7 +43,7 @@ class Moving(Ours):
 
     def settle(self) -> None:
         self.optimizer.synchronize()
-        self.optimizer._engine.state.mover._cleaned.synchronize()
+        self.optimizer._engine.mover._cleaned.synchronize()
         assert_table_agrees(self.optimizer)
 
     def inside(self, moves: list[Operation]) -> None:

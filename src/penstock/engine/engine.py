@@ -15,11 +15,21 @@ import torch
 from torch import Tensor
 
 from penstock.config import GATHERED, KEPT, LEAVING, Tier
-from penstock.engine.components import Gradients, Passes, State, StepPolicy, Updates
 from penstock.engine.forward_backward.casts import AttributePatches
-from penstock.engine.state.access import state_has_failed
-from penstock.engine.step.context import EngineContext
+from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.forward_backward.hooks import Hooks
+from penstock.engine.gradients.reduce import Reducer
+from penstock.engine.policy import Gradients, StepPolicy
+from penstock.engine.state.access import StateAccess, state_has_failed
+from penstock.engine.state.averages import Averages
+from penstock.engine.state.gathered import GatheredBlocks
+from penstock.engine.state.loading import StateLoader
+from penstock.engine.state.moving import StateOffloader
+from penstock.engine.state.saving import StateSaver
+from penstock.engine.step.context import EngineContext, SkippedSteps
 from penstock.engine.step.owner_thread import in_backward
+from penstock.engine.step.step import Stepper
+from penstock.engine.step.update import Updater
 from penstock.engine.unit.parameter import UnitParameter
 from penstock.errors import CheckpointError, EngineError, NvmeError, one_line
 from penstock.runtime.control_group import Facts
@@ -57,15 +67,33 @@ class GroupAdopter(Protocol):
         """Find out what has to change for an optimizer's param groups as they are now, and take memory for it."""
 
 
+#: The components that know the units of an engine: they are made anew where units change.
+_OF_UNITS = (
+    "hooks",
+    "updater",
+    "stepper",
+    "access",
+    "blocks",
+    "mover",
+    "saver",
+    "loader",
+    "averages",
+    "gradients",
+    "policy",
+    "restore_model",
+)
+
+
 @dataclass
 class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
         context: units, ranks, streams, rule and scale: what every part is given.
-        passes: what happens in forward and backward.
-        updates: what a step decides and does.
-        state: what looks at the state of training, moves it and keeps it.
+        gatherer, reducer, hooks: what happens in forward and backward.
+        updater, stepper, skips: what a step decides and does.
+        access, blocks, mover, saver, loader, averages: what looks at the state of training, changes it, moves it, and
+            keeps it in files.
         gradients: what is done to gradients between backward and step.
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what was set on the model for these units, beside parameters and hooks.
@@ -77,9 +105,18 @@ class Engine:
     """
 
     context: EngineContext
-    passes: Passes
-    updates: Updates
-    state: State
+    gatherer: Gatherer
+    reducer: Reducer
+    hooks: Hooks
+    updater: Updater
+    stepper: Stepper
+    skips: SkippedSteps
+    access: StateAccess
+    blocks: GatheredBlocks
+    mover: StateOffloader
+    saver: StateSaver
+    loader: StateLoader
+    averages: Averages
     gradients: Gradients
     policy: StepPolicy
     restore_model: Callable[[], None]
@@ -92,7 +129,7 @@ class Engine:
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
         """Refuse other threads the model while a method of the optimizer runs."""
-        return self.passes.hooks.under_way.turn(method)
+        return self.hooks.under_way.turn(method)
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
@@ -104,11 +141,11 @@ class Engine:
 
     def go_on_as(self, other: "Engine") -> None:
         """Take over the parts of another one, which knows other units, with the counts of the own ones."""
-        other.state.access.go_on_from(self.state.access)
+        other.access.go_on_from(self.access)
         other.gradients.go_on_from(self.gradients)
-        other.passes.hooks.backward.has_failed = self.passes.hooks.backward.has_failed
-        self.passes, self.updates, self.state = other.passes, other.updates, other.state
-        self.gradients, self.policy, self.restore_model = other.gradients, other.policy, other.restore_model
+        other.hooks.backward.has_failed = self.hooks.backward.has_failed
+        for name in _OF_UNITS:
+            setattr(self, name, getattr(other, name))
 
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, give everything back.
@@ -135,15 +172,15 @@ class Engine:
         # A save reads homes from a thread of its own, and ends before their memory goes.
         unsaved: CheckpointError | None = None
         try:
-            self.state.saver.close()
+            self.saver.close()
         except CheckpointError as error:
             unsaved = error  # of a checkpoint, not of what is in memory
         try:
             # Values are read below on the host's time: what an update under way has left so far is of two steps.
-            self.state.access.finish()
-            if keep_params and self.updates.stepper.is_open:
-                self.updates.stepper.abandon()
-                self.state.access.finish()
+            self.access.finish()
+            if keep_params and self.stepper.is_open:
+                self.stepper.abandon()
+                self.access.finish()
             # A rank whose update failed does not come to gather the parameters: the others hear of it here.
             if keep_params and self.context.ranks.shards > 1:
                 with self.context.ranks.control_group.together("close()"):
@@ -174,7 +211,7 @@ class Engine:
         return (parameter for unit in self.context.units for parameter in unit.parameters)
 
     def _restored(self, parameter: UnitParameter) -> Tensor:
-        return parameter.as_before(self.state.access.own_param(parameter.tensor))
+        return parameter.as_before(self.access.own_param(parameter.tensor))
 
     def _give_back(self, values: Mapping[UnitParameter, Tensor]) -> None:
         """Leave the model with these values of its parameters, or none, and without hooks; free all memory.
@@ -186,16 +223,16 @@ class Engine:
         self._ending = deque(
             [
                 # 1.
-                self.passes.hooks.remove,
+                self.hooks.remove,
                 self.restore_model,
                 self.planted.remove,
                 *(partial(parameter.leave, values.get(parameter)) for parameter in self._parameters()),
                 # 2. What is under way, gathers too, ends before its memory goes: files are still being written from
                 # it, and others are handed it at once.
                 self.context.streams.close,
-                self.passes.gatherer.rest,
-                self.passes.reducer.close,
-                self.passes.hooks.close,
+                self.gatherer.rest,
+                self.reducer.close,
+                self.hooks.close,
                 # 3. After the streams, whose threads call the pool, and whose collectives end before their group.
                 self.context.store.close,
                 # Torch refuses graphs that are left: what they have saved goes.
@@ -323,7 +360,7 @@ def check_step(engine: Engine) -> None:
         if unit.trained is None:
             for parameter in unit.parameters:
                 parameter.check_frozen()
-    engine.passes.hooks.forward.membership.check()
+    engine.hooks.forward.membership.check()
     for unit in engine.context.units:
         unit.check_written()
 
@@ -336,7 +373,7 @@ def check_not_averaged(verb: str, engine: Engine, *, writes: bool) -> None:
         engine: the one that may show an average.
         writes: whether it writes parameters or state, or moves them.
     """
-    if engine.state.averages.shown is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
+    if engine.averages.shown is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
         raise EngineError(
             f"{verb}() was called inside EMA.applied(), where the parameters are the average's. Leave the block first."
         )
@@ -351,7 +388,7 @@ def check_at_rest(verb: str, engine: Engine) -> None:
 
 def check_outside(verb: str, engine: Engine) -> None:
     """Refuse a method inside a forward or a backward: it would write, move or gather what the pass reads."""
-    if in_backward() or engine.passes.hooks.in_forward:
+    if in_backward() or engine.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
 
 

@@ -280,7 +280,7 @@ def bytes_of_lengths(streams: Streams, tier: str, disk: Path, lengths: list[int]
     held = saved_bytes(optimizer, tier)
     optimizer.synchronize()
     assert_table_agrees(optimizer, disk)
-    assert held == optimizer._engine.passes.hooks._activations._cuts.capacity
+    assert held == optimizer._engine.hooks._activations._cuts.capacity
     optimizer.close()
     return held
 

@@ -150,7 +150,7 @@ def test_an_engine_whose_update_failed_goes_too(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise OSError("no update")
 
-    monkeypatch.setattr(type(optimizer._engine.updates.updater._rule), "update_many", fail)
+    monkeypatch.setattr(type(optimizer._engine.context.rule), "update_many", fail)
     with pytest.raises(OSError, match="no update"):
         train(model, optimizer, 3)
     references = weakref.ref(model), weakref.ref(optimizer)

@@ -69,7 +69,7 @@ def test_a_gather_that_failed_raises_and_close_keeps_the_parameters() -> None:
 def test_parameters_that_do_not_fit_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = after_one_step(BreakingStreams())
     expected = [optimizer.full_param(p) for p in model.parameters()]
-    access = optimizer._engine.state.access
+    access = optimizer._engine.access
     whole = access.own_param
     given = []
 

@@ -51,7 +51,7 @@ def chain(**options: Any) -> tuple[Chain, penstock.Optimizer]:
 
 
 def gatherer_of(optimizer: penstock.Optimizer) -> Gatherer:
-    return optimizer._engine.passes.gatherer
+    return optimizer._engine.gatherer
 
 
 def unit(optimizer: penstock.Optimizer, name: str) -> Unit:
@@ -136,7 +136,7 @@ def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
     expected.clear()
     train(model, optimizer, steps=1)
     assert expected == [(2, True), (0, True), (3, True), (1, True)]
-    hooks = optimizer._engine.passes.hooks
+    hooks = optimizer._engine.hooks
     assert [u.name for u in hooks.orders.forward.learned] == ["root", "blocks.2", "blocks.0", "blocks.3", "blocks.1"]
     assert [u.name for u in hooks.orders.backward.learned] == ["root", "blocks.1", "blocks.3", "blocks.0", "blocks.2"]
     optimizer.close()

@@ -208,7 +208,7 @@ def test_fp16_shows_unscaled_norms() -> None:
 
 def test_norms_are_taken_once_until_a_gradient_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = prepared()
-    stepper = optimizer._engine.updates.stepper
+    stepper = optimizer._engine.stepper
     taken = []
     measure = stepper.measure
     monkeypatch.setattr(stepper, "measure", lambda: taken.append(1) or measure())

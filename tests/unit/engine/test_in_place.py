@@ -42,7 +42,7 @@ class Calls:
 
     def __init__(self, patch: pytest.MonkeyPatch, optimizer: penstock.Optimizer) -> None:
         self.numels: list[list[int]] = []
-        rule = optimizer._engine.updates.updater._rule
+        rule = optimizer._engine.context.rule
         update_many = rule.update_many
 
         def note(segments: Any, *rest: Any) -> None:

@@ -248,7 +248,7 @@ def test_a_close_that_is_interrupted_at_a_step_of_its_end(where: str, monkeypatc
     run, there = RUNS["nvme"], own_folders()
     _, optimizer, _ = after_a_step(run)
     engine = optimizer._engine
-    part = {"streams": engine.context.streams, "store": engine.context.store, "hooks": engine.passes.hooks}[where]
+    part = {"streams": engine.context.streams, "store": engine.context.store, "hooks": engine.hooks}[where]
     close, interrupts = part.close, [KeyboardInterrupt]
 
     def interrupted() -> None:

@@ -62,12 +62,12 @@ def test_the_next_move_takes_what_the_last_one_kept(to: str, non_blocking: bool,
         train(*plain, seed)
         moved = optimizer.locations().bytes(tier="device") - optimizer.locations().bytes(kind="gathered")
         optimizer.offload_states(to=to, keep=True, non_blocking=non_blocking)
-        optimizer._engine.state.mover.finish()
+        optimizer._engine.mover.finish()
         mine = {path: inode for path, inode in files(tmp_path).items() if to == "nvme"}
         seen.append(mine or host_addresses(optimizer))
         assert optimizer.locations().bytes(kind="kept", tier=to) == 0, "it is in use"
         optimizer.reload_states(non_blocking=non_blocking)
-        optimizer._engine.state.mover.finish()
+        optimizer._engine.mover.finish()
         assert optimizer.locations().bytes(kind="kept", tier=to) == moved
         assert not any(row.in_flight for row in optimizer.locations().rows if row.kind == "kept")
         assert_table_agrees(optimizer)

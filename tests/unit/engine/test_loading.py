@@ -462,7 +462,7 @@ def test_close_in_a_finally_hides_no_error(keep_params: bool, monkeypatch: pytes
     led_to.__cause__ = update
     for raised, is_new in ((update, False), (led_to, False), (ValueError("of the loop"), True)):
         _, optimizer, _ = after_steps()
-        monkeypatch.setattr(optimizer._engine.state.access, "finish", finish)
+        monkeypatch.setattr(optimizer._engine.access, "finish", finish)
         said = said_by_close(optimizer, raised, keep_params)
         assert (said is update) == (is_new or keep_params)
         optimizer.close()

@@ -45,7 +45,7 @@ def assert_gradients(optimizer: penstock.Optimizer, model: nn.Module, plain: nn.
 
 def assert_released(optimizer: penstock.Optimizer) -> None:
     engine = optimizer._engine
-    assert engine.passes.gatherer.live_bytes == 0
+    assert engine.gatherer.live_bytes == 0
     assert {unit.holding.residency for unit in engine.context.units if not unit.resident} <= {UnitState.RELEASED}
 
 

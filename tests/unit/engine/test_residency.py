@@ -159,7 +159,7 @@ def test_every_kind_goes_there_and_back(
         assert_equal(state(model, optimizer), before)
         optimizer.reload_states(non_blocking=not blocking)
         assert_equal(state(model, optimizer), before)
-        optimizer._engine.state.mover._cleaned.synchronize()
+        optimizer._engine.mover._cleaned.synchronize()
         assert_table_agrees(optimizer, tmp_path)
         again = optimizer.locations().to_dict()["bytes"]
         assert {k: v for k, v in again.items() if k in rows and k not in ("staging", "gathered")} == {
@@ -335,7 +335,7 @@ def test_what_is_on_its_way_out_is_in_the_table_until_it_is_gone(tmp_path: Path)
     assert any(row.in_flight for row in report.rows if row.kind == "exp_avg")
     assert not any(row.in_flight for row in report.rows if row.kind == "grad")
     optimizer.synchronize()
-    optimizer._engine.state.mover._cleaned.synchronize()
+    optimizer._engine.mover._cleaned.synchronize()
     assert optimizer.locations().bytes(kind="leaving") == 0
     assert_table_agrees(optimizer)
     optimizer.close()

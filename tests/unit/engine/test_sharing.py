@@ -149,7 +149,7 @@ def test_a_fast_host_keeps_its_tiles() -> None:
     model, optimizer = prepared(streams, "auto")
     for _ in range(STEPS + 1):
         step_seconds(model, optimizer)
-    sharing = optimizer._engine.updates.stepper._sharing
+    sharing = optimizer._engine.stepper._sharing
     optimizer.close()
     assert sharing is not None
     assert sharing.share < 0.25

@@ -75,7 +75,7 @@ def test_gradients_go_home_on_torch_s_threads(monkeypatch: pytest.MonkeyPatch) -
     optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     optimizer.backward(model(torch.randn(2, 8)).sum())
     engine = optimizer._open("backward")
-    assert set(seen) == {engine.passes.reducer._pool} != {engine.context.pool}
+    assert set(seen) == {engine.reducer._pool} != {engine.context.pool}
     optimizer.close()
 
 

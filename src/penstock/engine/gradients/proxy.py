@@ -8,7 +8,7 @@ and everything else that goes through gradients would do nothing, and say nothin
     zeroed                counts as dropped, as in `optimizer.zero_grad(set_to_none=False)`
     anything else         is an error that says what to call instead
 
-Torch dispatches operations to a handle; nothing of torch is changed. Who answers is `engine/components.py`. Handles are
+Torch dispatches operations to a handle; nothing of torch is changed. Who answers is `engine/policy.py`. Handles are
 put on at the end of a backward and taken off at the beginning of the next one. Of a parameter that only the loss reads
 autograd adds the gradient before that beginning is seen: the handle takes it in, and `UnitParameter` from there.
 """

@@ -49,7 +49,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
         # Before anything is recorded: where this rank alone raised, the others would go on into collectives without it.
         engine.context.ranks.control_group.agree(failure)
         # What is under way was submitted without notes: nobody would know what a wait for it inside the block were for.
-        engine.state.access.finish()
+        engine.access.finish()
         report = TraceReport()
         observer = observe(streams)
         observer.begin_trace(sizes=partial(bytes_by_tier, engine))

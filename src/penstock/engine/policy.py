@@ -1,67 +1,26 @@
-"""The components of an engine, the policy of its step, and what a user does with gradients."""
+"""What an engine does with gradients: the policy of a step, and what a user does to them between backward and step."""
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.forward_backward.backward import Backward
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.hooks import Hooks
 from penstock.engine.gradients.proxy import is_handle_of
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.state.access import StateAccess
-from penstock.engine.state.averages import Averages
-from penstock.engine.state.gathered import GatheredBlocks
-from penstock.engine.state.loading import StateLoader
-from penstock.engine.state.moving import StateOffloader
-from penstock.engine.state.saving import StateSaver
 from penstock.engine.step.context import EngineContext, SkippedSteps
 from penstock.engine.step.owner_thread import in_backward
 from penstock.engine.step.step import Stepper, StepResult
-from penstock.engine.step.update import Updater
 from penstock.engine.unit.dtensor import is_divided
 from penstock.engine.unit.parameter import UnitParameter
 from penstock.errors import EngineError, no_gradient
 from penstock.runtime.modes import engine_entry
 from penstock.runtime.system import Growth
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The parts of an engine, in the groups that its folders are: passes, updates, state.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Passes:
-    """What happens in forward and backward."""
-
-    gatherer: Gatherer
-    reducer: Reducer
-    hooks: Hooks
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What a step decides and does."""
-
-    updater: Updater
-    stepper: Stepper
-    skips: SkippedSteps
-
-
-@dataclass(frozen=True)
-class State:
-    """What looks at the state of training, changes it, moves it, and keeps it in files."""
-
-    access: StateAccess
-    blocks: GatheredBlocks
-    mover: StateOffloader
-    saver: StateSaver
-    loader: StateLoader
-    averages: Averages
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The policy of a step: how the loss is scaled, when a step is skipped, what an update clips to.
@@ -73,8 +32,10 @@ class StepPolicy:
 
     Arguments:
         context: what every part of the engine works with.
-        passes: what gathers, reduces and runs backward.
-        updates: what decides on steps and makes them.
+        gatherer: forgets what it gathered before a step.
+        backward: runs the backward of a loss.
+        stepper: measures, decides and updates.
+        skips: counts the steps that were skipped.
         max_grad_norm: the norm that every step clips to; `None` for none.
         waits: whether resident parameters are up to date when a step returns.
     """
@@ -82,17 +43,19 @@ class StepPolicy:
     def __init__(
         self,
         context: EngineContext,
-        passes: Passes,
-        updates: Updates,
+        gatherer: Gatherer,
+        backward: Backward,
+        stepper: Stepper,
+        skips: SkippedSteps,
         *,
         max_grad_norm: float | None,
         waits: bool,
     ) -> None:
         self._context = context
-        self._gatherer = passes.gatherer
-        self._backward = passes.hooks.backward
-        self._stepper = updates.stepper
-        self._skips = updates.skips
+        self._gatherer = gatherer
+        self._backward = backward
+        self._stepper = stepper
+        self._skips = skips
         self._max_grad_norm = max_grad_norm
         self._waits = waits
         # A device has its own allocator, and the host of one makes nothing in forward and backward.
@@ -166,17 +129,20 @@ class Gradients:
 
     Arguments:
         context: what every part of the engine works with.
-        passes: reduce gradients, and put handles on.
-        updates: measure gradients.
+        hooks: put handles on.
+        reducer: has what is reduced.
+        stepper: measures gradients.
         access: reads and writes those of single parameters.
 
     """
 
-    def __init__(self, context: EngineContext, passes: Passes, updates: Updates, access: StateAccess) -> None:
+    def __init__(
+        self, context: EngineContext, hooks: Hooks, reducer: Reducer, stepper: Stepper, access: StateAccess
+    ) -> None:
         self._context = context
-        self._hooks = passes.hooks
-        self._reducer = passes.reducer
-        self._stepper = updates.stepper
+        self._hooks = hooks
+        self._reducer = reducer
+        self._stepper = stepper
         self._access = access
         units = [unit for unit in context.units if unit.trained]
         self._parameters = {parameter: unit for unit in units for parameter in unit.parameters}
@@ -186,7 +152,7 @@ class Gradients:
         self._finite = True  # all of them
         self._factors: dict[UnitParameter, float] = {}  # not applied yet
         self._by_hand: dict[str, object] = {}  # since the last `zero`
-        passes.hooks.handles.answers = self
+        hooks.handles.answers = self
 
     @property
     def by_hand(self) -> Mapping[str, object]:
