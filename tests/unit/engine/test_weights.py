@@ -285,7 +285,7 @@ def test_no_more_than_a_unit_is_asked_for_before_it_is_in_its_home(monkeypatch: 
             nonlocal alive
             alive -= self.numel
 
-    monkeypatch.setattr(first_values, "Whole", Counted)
+    monkeypatch.setattr(first_values, "MemoryValues", Counted)
     model = on_meta()
     largest = sum(p.numel() for p in llama().model.layers[0].parameters())
     penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=values.__getitem__).close()
