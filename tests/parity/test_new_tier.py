@@ -70,7 +70,7 @@ class DictionarySlab(Slab):
     def __init__(self, late: ThreadPoolExecutor) -> None:
         self._late = late
 
-    def make(self, plan: SegmentPlan) -> DictionaryRecords:
+    def make(self, plan: SegmentPlan, *, unset: bool = False) -> DictionaryRecords:
         sizes = enumerate(record_sizes(plan))
         return DictionaryRecords(plan, {n: torch.zeros(size, dtype=torch.uint8) for n, size in sizes}, self._late)
 

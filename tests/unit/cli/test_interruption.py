@@ -283,13 +283,13 @@ STUCK = """
 import time
 from pathlib import Path
 from penstock.cli import main
-from penstock.cli.training.learning.loop import Stepper
+from penstock.cli.training.learning.loop import LoopStepper
 
 def make(self, batches, window):
     Path("out", "begun").touch()
     time.sleep(1000)
 
-Stepper.make = make
+LoopStepper.make = make
 main()
 """
 
