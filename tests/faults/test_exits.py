@@ -94,7 +94,7 @@ ENDINGS = {
     # Handlers that were registered before Penstock's run after it.
     "used after its end": (
         "from penstock.runtime import finalizers; atexit.unregister(finalizers._at_exit)\n"
-        "atexit.register(lambda: train(model, optimizer)); atexit.register(lifetime._at_exit)",
+        "atexit.register(lambda: train(model, optimizer)); atexit.register(finalizers._at_exit)",
         0,
         "penstock.errors.EngineError: ",
     ),
