@@ -11,8 +11,8 @@ import pytest
 
 RANK = """
 import sys
-from penstock.checkpoint import sharing
-sharing._PATIENCE_S = 0.2
+from penstock.checkpoint import save
+save._PATIENCE_S = 0.2
 from penstock.cli import main
 main()
 """
