@@ -89,7 +89,7 @@ class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
-        context: units, ranks, streams, rule and scale: what every part is given.
+        context: what all components share.
         gatherer, reducer, hooks: what happens in forward and backward.
         updater, stepper, skips: what a step decides and does.
         access, blocks, mover, saver, loader, averages: what looks at the state of training, changes it, moves it, and

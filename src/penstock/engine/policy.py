@@ -133,7 +133,6 @@ class Gradients:
         reducer: has what is reduced.
         stepper: measures gradients.
         access: reads and writes those of single parameters.
-
     """
 
     def __init__(
