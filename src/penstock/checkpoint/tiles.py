@@ -1,9 +1,4 @@
-"""Tiles of one rank on their way to a data file and back, through a ring of buffers, past the page cache.
-
-What lies in a file on the same disk does not pass through memory on its way to a checkpoint: the kernel copies it, or
-lets both files share the blocks. Nobody has seen those bytes then, so they are read back and verified at the end: a
-checkpoint must not take the place of another one with a record that was damaged on the disk.
-"""
+"""Tiles of one rank on their way to a data file and back, through a ring of buffers, past the page cache."""
 
 import contextlib
 import errno
@@ -24,7 +19,7 @@ from penstock.errors import OPEN_FILES, CheckpointError, NvmeError, call_failed
 from penstock.runtime.aio import File, Queue, Transfer
 from penstock.runtime.host_memory import Arena, page_aligned
 from penstock.runtime.streams import Event, HostEvent, Streams
-from penstock.tiers.storage import RecordPlace, Segment, Storage
+from penstock.tiers.storage import Storage
 from penstock.tiers.transfer import take_tile
 from penstock.trace import Label
 
@@ -51,16 +46,6 @@ class UnitSource:
     homes: tuple[Storage, ...]
     ready: Event
     copied: HostEvent
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """A record that the kernel copied from a swap file, where it has this checksum."""
-
-    record: TileRecord
-    source: RecordPlace
-    what: str
-    checksum: int
 
 
 class RingMemory:
@@ -113,7 +98,6 @@ class TileWriter:
         self._ring = ring
         self._in_flight: list[list[Transfer]] = [[] for _ in self._ring]
         self._turn = 0
-        self._unseen: list[_Copied] = []
 
     def write(self) -> tuple[FileEntry, list[UnitTable]]:
         """Write every tile, and have them on the disk.
@@ -122,10 +106,10 @@ class TileWriter:
             The file, and the tables with their checksums.
 
         Raises:
-            CheckpointError: a tile could not be written, or a record that the kernel copied is damaged.
+            CheckpointError: a tile could not be written, or its record in a swap file is damaged.
             Exception: what was to give a tile its values has failed.
         """
-        written: list[list[list[Transfer | _Copied]]] = []  # what has a checksum, once it is written
+        written: list[list[list[Transfer]]] = []
         try:
             for source in self._sources:
                 # site checkpoint.unit_updated
@@ -135,11 +119,10 @@ class TileWriter:
             for transfers in self._in_flight:
                 _wait(transfers)
             self._file.sync()  # after the last write; whoever hears that this rank has written may write the marker
-            self._verify_copies()  # after the sync: before it, the page cache would say what the disk has not
         except OSError as error:
             raise _write_failed(self._path, error) from error
         tables = [
-            source.table.with_checksums([[checked.checksum for checked in of_tile] for of_tile in of_unit])
+            source.table.with_checksums([[transfer.checksum for transfer in of_tile] for of_tile in of_unit])
             for source, of_unit in zip(self._sources, written, strict=True)
         ]
         return FileEntry(self._path.name, self._nbytes, 0), tables
@@ -152,70 +135,20 @@ class TileWriter:
             self._file.close()
         self._ring = ()
 
-    def _write_tile(self, source: UnitSource, number: int) -> list[Transfer | _Copied]:
+    def _write_tile(self, source: UnitSource, number: int) -> list[Transfer]:
         """Copy a tile into the next buffer of the ring and start to write it: nothing reads it afterwards."""
         buffer, transfers = self._ring[self._turn], self._in_flight[self._turn]
         self._turn = (self._turn + 1) % len(self._ring)
         _wait(transfers)  # else the buffer is filled anew while it is still being written
-        checked: list[Transfer | _Copied] = []
         used = 0
         for record, home in zip(source.table.records(number), source.homes, strict=True):
             section, index = home.tile(number)
             what = f"{record.home.name} of unit '{source.table.name}', tile {number}"
-            copied = self._copy_in_kernel(section, index, record, what)
-            if copied is not None:
-                checked.append(copied)
-                continue
             part = buffer[used : used + record.nbytes]
             used += record.nbytes
             take_tile(section, index, part, self._streams, Label("save", source.table.name, record.home.name, number))
             transfers.append(self._file.write(record.offset, part, checksum=True, what=what))
-            checked.append(transfers[-1])
-        return checked
-
-    def _verify_copies(self) -> None:
-        """Read back what the kernel copied, a few records at a time. It is on the disk, and the ring is free."""
-        reading: deque[tuple[_Copied, Transfer]] = deque()
-        try:
-            for turn, copied in enumerate(self._unseen):
-                if len(reading) == len(self._ring):
-                    _check_copy(*reading.popleft(), self._path)
-                buffer = self._ring[turn % len(self._ring)][: copied.record.nbytes]
-                reading.append((copied, self._file.read(copied.record.offset, buffer, checksum=copied.checksum)))
-            while reading:
-                _check_copy(*reading.popleft(), self._path)
-        finally:
-            for _, transfer in reading:
-                with contextlib.suppress(NvmeError):
-                    transfer.wait()  # site checkpoint.copies_abandoned
-
-    def _copy_in_kernel(self, section: Segment, index: int, record: TileRecord, what: str) -> _Copied | None:
-        """Copy a record from its file; `None` where that is not possible, or the section has no records."""
-        stored = section.stored(index)
-        if stored is None or not stored.place.file.is_on_disk_of(self._path):
-            return None
-        place = stored.place
-        if not self._file.copy_from(place.file, place.offset, record.offset, record.nbytes):
-            return None
-        self._unseen.append(_Copied(record, place, what, stored.checksum))
-        return self._unseen[-1]
-
-
-def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
-    """Wait until a copy was read back; one that is not what its record was when it was written is an error."""
-    try:
-        transfer.wait()  # site checkpoint.copy_read_back
-    except NvmeError as error:
-        if error.errno != errno.EBADMSG:
-            raise
-        file, offset = copied.source.file.path, copied.source.offset
-        raise CheckpointError(
-            f"{copied.what}, {copied.record.nbytes:,} bytes at offset {offset:,} of {file}, is not what was written "
-            f"there when it was copied to {path}: the disk has damaged it, or another program. Nothing was saved, and "
-            "checkpoints that were whole before still are. Go on from the newest of them.",
-            file=file,
-            field=copied.what,
-        ) from error
+        return list(transfers)
 
 
 def _wait(transfers: list[Transfer]) -> None:
