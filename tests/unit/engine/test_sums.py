@@ -116,7 +116,7 @@ def stored(optimizer: penstock.Optimizer) -> Iterator[tuple[str, int, int]]:
                 for number in range(section.tiles if isinstance(section, FileRecords) else 0):
                     assert isinstance(section, FileRecords)
                     place, written = section._places[number], section._transfers[number]
-                    if written is not None:
+                    if written is not None and section._checksums:
                         buffer = page_aligned(place.nbytes)
                         place.file.read(place.offset, buffer).wait()
                         yield section.name(number), written.checksum, checksum(buffer)
