@@ -236,7 +236,7 @@ def test_any_call_that_fails(training: Training, name: str, keep: int | None, tm
 )
 def test_any_call_of_a_save_beside_training_that_fails(name: str, keep: int | None, tmp_path: Path) -> None:
     """The error is said once, training goes on as if nothing had been saved, and the next save works."""
-    training, plain = Training(tmp_path, "cpu"), Engine("cpu")
+    training, plain = Training(tmp_path), Engine()
     for _ in range(2):
         plain.iterate()
     refused: list[str] = []
@@ -263,7 +263,7 @@ def test_any_call_of_a_save_beside_training_that_fails(name: str, keep: int | No
 
 def one_rank_fails_beside_training(rank: int, folder: Path, failing: int) -> int:
     """The same on one rank of two: both say it, both train on, and nobody waits for the other."""
-    engine, plain = Engine("cpu"), Engine("cpu")
+    engine, plain = Engine(), Engine("cpu")
     for number in range(1, 1000):
         parent = folder / str(number)
         said, made = fails_beside_training(engine, parent / "a", number if rank == failing else NEVER)

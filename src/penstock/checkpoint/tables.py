@@ -194,17 +194,14 @@ def _read_slots(field: Field) -> tuple[Slot, ...]:
     """Read the slots of a unit, `[name, shape, start]` each, one after the other."""
     slots: list[Slot] = []
     for item in field.items():
-        name, shape, start, *region = item.items() if _has_region(item) else item.items(3)
+        is_part = isinstance(item.value, list) and len(item.value) == _SLOT_FIELDS + 1
+        name, shape, start, *region = item.items(_SLOT_FIELDS + is_part)
         if start.multiple(ALIGNMENT_NUMEL) < (slots[-1].stop if slots else 0):
             raise start.fail("lies in the slot before it")
         sizes = read_shape(shape)
         where = _read_region(region[0], name.string(), sizes) if region else None
         slots.append(Slot(name.string(), sizes, prod(sizes), start.integer(), where))
     return tuple(slots)
-
-
-def _has_region(item: Field) -> bool:
-    return isinstance(item.value, list) and len(item.value) == _SLOT_FIELDS + 1
 
 
 def _read_region(field: Field, name: str, sizes: tuple[int, ...]) -> Region:
@@ -287,9 +284,19 @@ class UnitTable:
         """Where slots begin, and where they stop: in order, so that a tile's are found without a look at all."""
         return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
+    @property
+    def held_range(self) -> tuple[int, int]:
+        """First element of the unit's flat buffer that its tiles hold, and one past the last."""
+        first, last = self.tiles.start * self.tile_numel, self.tiles.stop * self.tile_numel
+        return self.shard_start + first, self.shard_start + min(last, self.shard_numel)
+
     def parts(self, number: int) -> Iterator["SlotPart"]:
         """Go through what a tile holds of each slot, in order."""
-        start, stop = (self.shard_start + element for element in self.tile_range(number))
+        start, stop = self.tile_range(number)
+        return self.parts_between(self.shard_start + start, self.shard_start + stop)
+
+    def parts_between(self, start: int, stop: int) -> Iterator["SlotPart"]:
+        """Go through what elements `start` to `stop` of the unit's flat buffer are of each slot, in order."""
         starts, stops = self._slot_ends
         for slot in self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]:
             first, last = max(slot.start, start), min(slot.stop, stop)
@@ -413,6 +420,10 @@ class TileKey(NamedTuple):
     file: Path
     unit: UnitTable
     number: int
+
+    def records(self) -> list["TileRecord"]:
+        """List its records, one after the other."""
+        return self.unit.records(self.number)
 
 
 class TileRecord(NamedTuple):

@@ -4,10 +4,11 @@ import contextlib
 import errno
 import os
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from penstock.checkpoint.tables import TileKey, TileRecord, UnitTable
 from penstock.checkpoint.tensorfiles import FILE_MODE
 from penstock.errors import OPEN_FILES, CheckpointError, NvmeError, call_failed
 from penstock.runtime.aio import File, Queue, Transfer
+from penstock.runtime.collectives import LocalRanks
 from penstock.runtime.host_memory import Arena, page_aligned
 from penstock.runtime.streams import Event, HostEvent, Streams
 from penstock.tiers.storage import Storage
@@ -181,10 +183,31 @@ def _write_failed(path: Path, error: OSError) -> CheckpointError:
 
 
 class Tile(NamedTuple):
-    """A tile that was read: by home, the values of its kinds, until the next one is asked for."""
+    """A tile that was read, until the next one is asked for.
+
+    Attributes:
+        key: which tile.
+        data: its records, one after the other, as bytes.
+        homes: the values of its kinds, by home: views of `data`.
+    """
 
     key: TileKey
+    data: Tensor
     homes: Mapping[str, Mapping[str, Tensor]]
+
+    @classmethod
+    def of(cls, key: TileKey, data: Tensor, records: Sequence[TileRecord]) -> "Tile":
+        """View records that lie one after the other."""
+        start, stop = key.unit.tile_range(key.number)
+        homes = {}
+        for record, part in zip(records, _parts(data, records), strict=True):
+            views = record.home.layout.views(part, stop - start)
+            homes[record.home.name] = {cell.kind: view for cell, view in zip(record.home.cells, views, strict=True)}
+        return cls(key, data, homes)
+
+    def values(self, kind: str) -> Tensor | None:
+        """Return the values of a home that has one kind, which is called as it is; `None` where the tile has none."""
+        return self.homes.get(kind, {}).get(kind)
 
 
 class TileReader:
@@ -211,7 +234,7 @@ class TileReader:
             while True:
                 while ring and (key := next(waiting, None)) is not None:
                     buffer = ring.popleft()
-                    nbytes = sum(record.nbytes for record in key.unit.records(key.number))
+                    nbytes = sum(record.nbytes for record in key.records())
                     if buffer.numel() < nbytes:  # not what the table says of other tiles: these are in the file
                         buffer = page_aligned(nbytes)
                     tile, transfers = self._start(key, buffer, homes)
@@ -234,19 +257,13 @@ class TileReader:
     ) -> tuple[Tile, list[tuple[TileRecord, Transfer]]]:
         """Begin to read a tile into a buffer; what the tile says is there once the transfers are over."""
         file = self._open(key.file)
-        start, stop = key.unit.tile_range(key.number)
-        values: dict[str, dict[str, Tensor]] = {}
-        transfers, used = [], 0
-        for record in key.unit.records(key.number):
-            home = record.home
-            if homes is not None and home.name not in homes:
-                continue
-            part = buffer[used : used + record.nbytes]
-            used += record.nbytes
-            transfers.append((record, file.read(record.offset, part, checksum=record.checksum)))
-            views = home.layout.views(part, stop - start)
-            values[home.name] = {cell.kind: view for cell, view in zip(home.cells, views, strict=True)}
-        return Tile(key, values), transfers
+        records = [record for record in key.records() if homes is None or record.home.name in homes]
+        data = buffer[: sum(record.nbytes for record in records)]
+        transfers = [
+            (record, file.read(record.offset, part, checksum=record.checksum))
+            for record, part in zip(records, _parts(data, records), strict=True)
+        ]
+        return Tile.of(key, data, records), transfers
 
     def _open(self, path: Path) -> File:
         if path not in self._files:
@@ -272,6 +289,12 @@ class TileReader:
         self.close()
 
 
+def _parts(data: Tensor, records: Sequence[TileRecord]) -> Sequence[Tensor]:
+    """View each of some records that lie one after the other."""
+    parts: Sequence[Tensor] = data.split([record.nbytes for record in records])  # type: ignore[no-untyped-call]
+    return parts
+
+
 def _finish(key: TileKey, record: TileRecord, transfer: Transfer) -> None:
     """Wait until a record was read and verified; name what is damaged."""
     try:
@@ -285,3 +308,49 @@ def _finish(key: TileKey, record: TileRecord, transfer: Transfer) -> None:
             file=str(key.file),
             field=what,
         ) from error
+
+
+# Read by several ranks of a host
+
+
+def digest(keys: Sequence[TileKey]) -> str:
+    """Tell apart what is read: ranks that read the same tiles have the same digest; of none it is empty."""
+    said = "|".join(f"{key.file.name} {key.unit.name} {key.number}" for key in keys)
+    return f"{crc32(said.encode()):08x} of {len(keys)}" if keys else ""
+
+
+def read_together(reader: TileReader, keys: Sequence[TileKey], ranks: LocalRanks) -> Generator[Tile]:
+    """Read tiles, each on one of the ranks, and yield all of them in order. Collective over these ranks.
+
+    A caller who stops early closes the generator: the others are told in the next round.
+
+    Arguments:
+        reader: reads and verifies this rank's part of them.
+        keys: which tiles, the same on all of these ranks.
+        ranks: of this host.
+
+    Raises:
+        CheckpointError: a tile of any of them cannot be read, or is not what was written.
+    """
+    own = reader.read(keys[ranks.number :: ranks.size])
+    for first in range(0, len(keys), ranks.size):
+        of_round = [(key, key.records()) for key in keys[first : first + ranks.size]]
+        sizes = [sum(record.nbytes for record in records) for _, records in of_round]
+        packed = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        failure: Exception | None = None
+        try:
+            tile = next(own, None)
+            if tile is not None:
+                packed[: tile.data.numel()] = tile.data
+        except Exception as error:
+            failure = error  # told first: the others wait for this rank
+        if ranks.any(failure is not None):
+            raise failure or CheckpointError("Another rank of this host could not read its part of the tiles.")
+        parts = ranks.exchange(packed).cpu().view(-1, max(sizes))
+        for (key, records), nbytes, part in zip(of_round, sizes, parts, strict=False):
+            try:
+                yield Tile.of(key, part[:nbytes], records)
+            except GeneratorExit:
+                if first + ranks.size < len(keys):
+                    ranks.any(True)
+                raise

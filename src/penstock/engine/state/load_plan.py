@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
 from penstock.checkpoint.reader import Checkpoint, stands_for
-from penstock.checkpoint.tables import BoxExtent, SlotPart, TileKey, UnitTable, meet
+from penstock.checkpoint.tables import BoxExtent, SlotPart, TileKey, meet
 from penstock.checkpoint.tiles import Tile
 from penstock.config import MASTER, OPTIMIZER, PARAM
 from penstock.engine.step.context import EngineContext
@@ -19,7 +19,7 @@ from penstock.engine.step.update import Updater
 from penstock.engine.unit.unit import Unit, WeightRange
 from penstock.errors import CheckpointError, ConfigError
 from penstock.files import Field
-from penstock.layout import ALIGNMENT_NUMEL, Slot
+from penstock.layout import Slot
 from penstock.rules.formats import read_master, read_state, write_state
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.runtime.collectives import Collectives
@@ -100,8 +100,8 @@ class Destination(NamedTuple):
     inside: int
 
 
-class _SlotRange(NamedTuple):
-    """Where elements `first` to `last` of a slot rest: in a unit's shard, the slot's first one at element `base`."""
+class SlotRange(NamedTuple):
+    """Elements `first` to `last` of a slot in a unit's shard, where its element 0 is at element `base`."""
 
     unit: Unit
     slot: Slot
@@ -109,43 +109,24 @@ class _SlotRange(NamedTuple):
     last: int
     base: int
 
-
-class Scattered(NamedTuple):
-    """What a tile has of a slot that is another box of its parameter here: runs that are counted when they are read."""
-
-    place: _SlotRange
-    part: SlotPart
-
-    def runs(self) -> Iterator[Destination]:
-        """Go through the runs that are both in the tile and in this rank's shard."""
-        (unit, slot, first, last, base), part = self
-        for begin, end, at in meet(BoxExtent.of(part.slot), part.start, part.stop, BoxExtent.of(slot)):
-            start, stop = max(begin, first), min(end, last)
+    def runs(self, part: SlotPart) -> Iterator[Destination]:
+        """Yield what a tile's part of the parameter holds of these elements."""
+        there, here = BoxExtent.of(part.slot), BoxExtent.of(self.slot)
+        whole = [(part.start, part.stop, part.start)]
+        for begin, end, at in whole if there == here else meet(there, part.start, part.stop, here):
+            start, stop = max(begin, self.first), min(end, self.last)
             if start < stop:
                 inside = part.inside + at - part.start + start - begin
-                yield Destination(unit, start + base, stop + base, inside)
+                yield Destination(self.unit, start + self.base, stop + self.base, inside)
 
-    def cuts_blocks(self) -> bool:
-        """Whether a block of 8-bit states here would be of parts of several."""
-        base, slot, part = self.place.base, self.place.slot, self.part
-        for run in self.runs():
-            start, stop, there = run.start - base, run.stop - base, part.start + run.inside - part.inside
-            if start % BLOCK_NUMEL or there % BLOCK_NUMEL or (stop % BLOCK_NUMEL and stop != slot.numel):
+    def cuts_blocks(self, part: SlotPart) -> bool:
+        """Return True if a block of 8-bit states here would consist of parts of several blocks there."""
+        for run in self.runs(part):
+            start, stop = run.start - self.base, run.stop - self.base
+            there = part.start + run.inside - part.inside
+            if start % BLOCK_NUMEL or there % BLOCK_NUMEL or (stop % BLOCK_NUMEL and stop != self.slot.numel):
                 return True
         return False
-
-
-#: What is read, in order, and where it goes.
-Plan = list[tuple[TileKey, list[Destination | Scattered]]]
-
-
-def spread(runs: Sequence[Destination | Scattered]) -> Iterator[Destination]:
-    """Go through the runs of a tile, one by one."""
-    for run in runs:
-        if isinstance(run, Destination):
-            yield run
-        else:
-            yield from run.runs()
 
 
 @dataclass(frozen=True)
@@ -153,7 +134,8 @@ class LoadPlan:
     """What is to be written into an engine, all of it checked but for the tiles themselves.
 
     Attributes:
-        plan: which tiles are read, and where they go.
+        keys: the tiles that hold anything of this rank's, in the order of the files.
+        slots: what this rank's shards hold of each parameter, by name.
         groups: the options of each param group.
         buffers: the values of buffers, by name.
         random: the states of this rank's generators; `None` where there are none for it.
@@ -161,11 +143,18 @@ class LoadPlan:
     """
 
     checkpoint: Checkpoint
-    plan: Plan
+    keys: Sequence[TileKey]
+    slots: Mapping[str, SlotRange]
     groups: Sequence[dict[str, Any]]
     buffers: Mapping[str, Tensor]
     random: RandomStates | None
     extra: dict[str, Any]
+
+    def runs(self, key: TileKey) -> Iterator[Destination]:
+        """Yield what a tile holds of this rank's shards."""
+        for part in key.unit.parts(key.number):
+            if part.slot.name in self.slots:
+                yield from self.slots[part.slot.name].runs(part)
 
 
 class LoadPlanner:
@@ -200,8 +189,9 @@ class LoadPlanner:
         extra: dict[str, Any] = checkpoint.value("extra", checkpoint.manifest.extra)
         if not isinstance(extra, dict):
             raise checkpoint.fail("extra", "is not an object.")
-        plan = self._plan(checkpoint)
-        return LoadPlan(checkpoint, plan, groups, buffers, self._read_random(checkpoint), extra)
+        slots = self._slots()
+        keys = self._keys(checkpoint, slots)
+        return LoadPlan(checkpoint, keys, slots, groups, buffers, self._read_random(checkpoint), extra)
 
     def _check_parameters(self, checkpoint: Checkpoint) -> None:
         """Check that the parameters have the model's names, shapes and kinds of dtypes."""
@@ -322,94 +312,77 @@ class LoadPlanner:
         file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
         return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)
 
-    def _plan(self, checkpoint: Checkpoint) -> Plan:
-        """Plan what of each tile goes where. Every element of this rank's shards comes from one place."""
-        places: dict[str, _SlotRange] = {}
+    def _slots(self) -> dict[str, SlotRange]:
+        """List what this rank's shards hold of each parameter, by name."""
+        slots = {}
         for unit in self._context.units:
             for index, start, stop in unit.parts():
                 slot = unit.layout.slots[index]
                 base = slot.start - unit.own_range[0]
-                places[slot.name] = _SlotRange(unit, slot, start - base, stop - base, base)
-        checkpoint.check_whole()
-        plan: Plan = []
-        for key in checkpoint.tiles():
-            runs: list[Destination | Scattered] = []
-            for part in key.unit.parts(key.number):
-                place = places.get(part.slot.name)
-                if place is None:
-                    continue
-                if BoxExtent.of(part.slot) != BoxExtent.of(place.slot):
-                    scattered = Scattered(place, part)
-                    if next(scattered.runs(), None) is not None:
-                        self._check_blocks(checkpoint, scattered)
-                        runs.append(scattered)
-                    continue
-                unit, _, first, last, base = place
-                start, stop = max(part.start, first), min(part.stop, last)
-                if start < stop:
-                    _append(runs, Destination(unit, start + base, stop + base, part.inside + start - part.start))
-            if runs:
-                plan.append((key, runs))
-        self._check_kinds(checkpoint, plan)
-        for key, runs in plan:
-            for run in runs:
-                _check_grains(checkpoint, key.unit, run)
-        return plan
+                slots[slot.name] = SlotRange(unit, slot, start - base, stop - base, base)
+        return slots
 
-    def _check_blocks(self, checkpoint: Checkpoint, scattered: Scattered) -> None:
+    def _keys(self, checkpoint: Checkpoint, slots: Mapping[str, SlotRange]) -> list[TileKey]:
+        """List the tiles that hold anything of this rank's shards, each in a form that can be loaded."""
+        checkpoint.check_whole()
+        keys = []
+        for key in checkpoint.tiles():
+            grains = {c.kind: c.grain for home in key.unit.homes if home.name == OPTIMIZER for c in home.cells}
+            is_needed = False
+            for part in key.unit.parts(key.number):
+                here = slots.get(part.slot.name)
+                if here is not None and next(here.runs(part), None) is not None:
+                    is_needed = True
+                    if here.unit.trained is not None:
+                        self._check_blocks(checkpoint, here, part)
+                        _check_grains(checkpoint, key.unit.name, grains, here, part)
+            if is_needed:
+                keys.append(key)
+        return keys
+
+    def _check_blocks(self, checkpoint: Checkpoint, here: SlotRange, part: SlotPart) -> None:
         """Refuse 8-bit states that are cut inside of a block: codes of two scales do not make one, exactly."""
-        unit = scattered.place.unit
-        if unit.trained is None:
+        if all(state.scale_name is None for state in (*here.unit.rule.states, *checkpoint.manifest.states)):
             return
-        if all(state.scale_name is None for state in (*unit.rule.states, *checkpoint.manifest.states)):
-            return
-        if scattered.cuts_blocks():
+        if here.cuts_blocks(part):
             raise checkpoint.fail(
-                f"parameters.{scattered.place.slot.name}",
+                f"parameters.{here.slot.name}",
                 f"has 8-bit states in blocks of {BLOCK_NUMEL} elements, which would be cut when its parts change. Load "
                 "it over as many tensor-parallel ranks as it was saved by.",
             )
 
-    def _check_kinds(self, checkpoint: Checkpoint, plan: Plan) -> None:
-        """Check that each tile has the kinds that its parameters need, in the dtypes that they can have."""
-        for unit in {id(key.unit): key.unit for key, _ in plan}.values():
-            checkpoint.check_kinds(unit)
 
+def _check_grains(
+    checkpoint: Checkpoint, table: str, grains: Mapping[str, int], here: SlotRange, part: SlotPart
+) -> None:
+    """Refuse states that have not as many values in a tile as the rule reads from it, of whatever shape they are.
 
-def _check_grains(checkpoint: Checkpoint, table: UnitTable, run: Destination | Scattered) -> None:
-    """Refuse states that have not as many values in a tile as the rule reads from it, of whatever shape they are."""
-    grains = {cell.kind: cell.grain for home in table.homes if home.name == OPTIMIZER for cell in home.cells}
-    unit = run.unit if isinstance(run, Destination) else run.place.unit
-    for state in unit.rule.states if unit.trained is not None else ():
-        grain = grains.get(state.name, 1)
+    Arguments:
+        checkpoint: the checkpoint.
+        table: the name of the unit there.
+        grains: for how many elements each state has a value there, by the state's name. What was frozen has none.
+        here: what the unit here has of the parameter.
+        part: what the tile has of it.
+    """
+    unit = here.unit
+    is_whole = not part.inside and part.stop - part.start == part.slot.numel
+    for state in unit.rule.states:
         if state.name not in grains:
-            continue  # it was frozen there
-        needed = unit.spec.numel_of_its_own(state.name)
+            continue
+        grain, needed = grains[state.name], unit.spec.numel_of_its_own(state.name)
         if needed is None:
             why = None if grain == 1 else f"has a value for {grain} elements, and {unit.rule.name} one for each"
-        elif not isinstance(run, Destination) or run.inside or run.stop - run.start > table.tile_numel:
+        elif not is_whole or BoxExtent.of(part.slot) != BoxExtent.of(here.slot):
             why = "is cut, and its states are of whole parameters"
-        elif table.tile_numel // grain < needed:
-            why = f"has {table.tile_numel // grain} values, and {unit.rule.name} keeps {needed}"
+        elif part.slot.numel // grain < needed:
+            why = f"has {part.slot.numel // grain} values, and {unit.rule.name} keeps {needed}"
         else:
             why = None
         if why is not None:
             raise CheckpointError(
-                f"'{state.name}' of unit '{table.name}' of {checkpoint.folder} {why}. Load another checkpoint.",
+                f"'{state.name}' of unit '{table}' of {checkpoint.folder} {why}. Load another checkpoint.",
                 field="homes",
             )
-
-
-def _append(runs: list[Destination | Scattered], run: Destination) -> None:
-    """Add a run, or make the last one longer: between neighbouring slots is a gap that holds zeros in every layout."""
-    last = runs[-1] if runs else None
-    if isinstance(last, Destination):
-        gap = run.start - last.stop
-        alike = run.unit is last.unit and run.start - run.inside == last.start - last.inside
-        if alike and 0 <= gap < ALIGNMENT_NUMEL:
-            runs[-1] = last._replace(stop=run.stop)
-            return
-    runs.append(run)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -419,7 +392,7 @@ def _append(runs: list[Destination | Scattered], run: Destination) -> None:
 
 def write_weights(tile: Tile, run: Destination) -> None:
     """Write the parameters and master of a run, whatever form they were saved in."""
-    param, master = tile.homes.get(PARAM, {}).get(PARAM), tile.homes.get(MASTER, {}).get(MASTER)
+    param, master = tile.values(PARAM), tile.values(MASTER)
     for first, last, weights in run.unit.visit(run.start, run.stop, modify=True):
         inside = slice(run.inside + first - run.start, run.inside + last - run.start)
         _write_piece(weights, None if param is None else param[inside], None if master is None else master[inside])
@@ -427,32 +400,19 @@ def write_weights(tile: Tile, run: Destination) -> None:
 
 def _write_piece(weights: WeightRange, param: Tensor | None, master: Tensor | None) -> None:
     written = weights.param if weights.shadow is None else weights.shadow
-    if param is not None and param.dtype == written.dtype and _alike(weights.master, master):
+    # A parameter that is all that is kept here stays as it was computed with: it is not rounded again.
+    is_same = weights.master is None or (master is not None and master.dtype == weights.master.dtype)
+    if param is not None and ((param.dtype == written.dtype and is_same) or not written.dtype.is_floating_point):
         written.copy_(param)
         if weights.master is not None and master is not None:
             weights.master.copy_(master)
-    elif param is not None and (not written.dtype.is_floating_point or _is_all(weights.master, param, written)):
-        written.copy_(param)
+        if weights.shadow is not None:
+            weights.param.copy_(written)
+    elif master is not None and master.dtype == torch.float32:
+        weights.write(master)
     else:
-        value = master if master is not None and master.dtype == torch.float32 else read_master(_some(param), master)
-        weights.write(value)
-        return
-    if weights.shadow is not None:
-        weights.param.copy_(written)
-
-
-def _alike(one: Tensor | None, other: Tensor | None) -> bool:
-    return (one is None and other is None) or (one is not None and other is not None and one.dtype == other.dtype)
-
-
-def _is_all(master: Tensor | None, param: Tensor, written: Tensor) -> bool:
-    """Whether the parameter that was saved is all that is kept here: as it was computed with, not rounded again."""
-    return master is None and param.dtype == written.dtype
-
-
-def _some(param: Tensor | None) -> Tensor:
-    assert param is not None
-    return param
+        assert param is not None  # `check_whole` has seen to it
+        weights.write(read_master(param, master))
 
 
 def write_averages(tile: Tile, run: Destination) -> None:
@@ -460,7 +420,7 @@ def write_averages(tile: Tile, run: Destination) -> None:
     trained = run.unit.trained
     assert trained is not None
     for kind, home in trained.averages.items():
-        saved = tile.homes.get(kind, {}).get(kind)
+        saved = tile.values(kind)
         for first, last, (values,) in home.visit(run.start, run.stop, modify=True):
             if saved is not None:
                 values.copy_(saved[run.inside + first - run.start : run.inside + last - run.start])

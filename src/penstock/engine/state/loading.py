@@ -23,8 +23,7 @@ from penstock.checkpoint.beside import persistent_buffers, write_buffer, write_r
 from penstock.checkpoint.folder import named
 from penstock.checkpoint.format import Manifest, SavedParameter
 from penstock.checkpoint.reader import Checkpoint
-from penstock.checkpoint.shared import digest, read_together
-from penstock.checkpoint.tiles import Tile, TileReader
+from penstock.checkpoint.tiles import Tile, TileReader, digest, read_together
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.state.access import StateAccess, check_loadable, state_has_failed, tear
@@ -33,7 +32,6 @@ from penstock.engine.state.load_plan import (
     LoadPlan,
     LoadPlanner,
     choose,
-    spread,
     write_averages,
     write_states,
     write_weights,
@@ -182,18 +180,17 @@ class StateLoader:
         self._readers: LocalRanks | None = None
         if self._context.ranks.replicas == 1:
             return
-        what = "" if taken is None else digest([key for key, _ in taken.plan])
+        what = "" if taken is None else digest(taken.keys)
         self._readers = LocalRanks.that_read(what, self._context.ranks, self._context.streams.device, whole=False)
         if self._readers is not None:
             closing.callback(self._readers.close)
 
     def _tiles(self, reader: TileReader, taken: LoadPlan) -> Generator[Tile]:
         """Read what is to be written, in order."""
-        keys = [key for key, _ in taken.plan]
         if self._readers is None:
-            yield from reader.read(keys)
+            yield from reader.read(taken.keys)
         else:
-            yield from read_together(reader, keys, self._readers)
+            yield from read_together(reader, taken.keys, self._readers)
 
     def _verify(self, taken: LoadPlan) -> None:
         with TileReader() as reader:
@@ -302,8 +299,8 @@ class StateLoader:
     def _read_tiles(self, taken: LoadPlan) -> None:
         states = {state.name: state for state in taken.checkpoint.manifest.states}
         with TileReader() as reader, contextlib.closing(self._tiles(reader, taken)) as tiles:
-            for tile, (_, runs) in zip(tiles, taken.plan, strict=True):
-                for run in spread(runs):
+            for tile in tiles:
+                for run in taken.runs(tile.key):
                     write_weights(tile, run)
                     if run.unit.trained is not None:
                         write_states(tile, run, states, run.unit.rule.states)
