@@ -263,7 +263,7 @@ def test_any_call_of_a_save_beside_training_that_fails(name: str, keep: int | No
 
 def one_rank_fails_beside_training(rank: int, folder: Path, failing: int) -> int:
     """The same on one rank of two: both say it, both train on, and nobody waits for the other."""
-    engine, plain = Engine(), Engine("cpu")
+    engine, plain = Engine(), Engine()
     for number in range(1, 1000):
         parent = folder / str(number)
         said, made = fails_beside_training(engine, parent / "a", number if rank == failing else NEVER)
