@@ -277,7 +277,7 @@ class Checkpoint:
         saved = self.manifest.parameters[name]
         if saved.left_out and saved.trained:
             raise self.fail(f"parameters.{name}", "was trained and left out, which no save does. Load another one.")
-        extents = extents or {BoxExtent(saved.shape, (0,) * len(saved.shape), saved.shape): []}
+        extents = extents or {BoxExtent.whole(saved.shape): []}
         if len(extents) > max(len(self.manifest.ranks), _MANY_PARTS):  # else a look at each pair could take for ever
             raise self.fail(f"parameters.{name}", "has more parts than any rank wrote. Load another one.")
         why = why_not_whole(saved.shape, list(extents))

@@ -319,7 +319,7 @@ def digest(keys: Sequence[TileKey]) -> str:
     return f"{crc32(said.encode()):08x} of {len(keys)}" if keys else ""
 
 
-def read_together(reader: TileReader, keys: Sequence[TileKey], ranks: LocalRanks) -> Generator[Tile]:
+def read_together(reader: TileReader, keys: Sequence[TileKey], ranks: LocalRanks | None) -> Generator[Tile]:
     """Read tiles, each on one of the ranks, and yield all of them in order. Collective over these ranks.
 
     A caller who stops early closes the generator: the others are told in the next round.
@@ -327,11 +327,14 @@ def read_together(reader: TileReader, keys: Sequence[TileKey], ranks: LocalRanks
     Arguments:
         reader: reads and verifies this rank's part of them.
         keys: which tiles, the same on all of these ranks.
-        ranks: of this host.
+        ranks: of this host; `None` for this one alone.
 
     Raises:
         CheckpointError: a tile of any of them cannot be read, or is not what was written.
     """
+    if ranks is None:
+        yield from reader.read(keys)
+        return
     own = reader.read(keys[ranks.number :: ranks.size])
     for first in range(0, len(keys), ranks.size):
         of_round = [(key, key.records()) for key in keys[first : first + ranks.size]]

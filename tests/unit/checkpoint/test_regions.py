@@ -249,9 +249,6 @@ def test_ten_thousand_tiles_are_checked_within_a_second(tmp_path: Path, monkeypa
         assert time.process_time() - begun < 1, ranks
 
 
-def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, right = extents([[0, 1000], [0, 256, 512]])
-    looks = []
-    monkeypatch.setattr(BoxExtent, "runs", lambda *_: looks.append(1) or [])
+def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows() -> None:
+    left, right = extents([[0, 1 << 40], [0, 256, 512]])  # a look at each row would not end
     assert list(meet(left, 0, left.numel, right)) == []
-    assert not looks

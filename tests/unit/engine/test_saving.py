@@ -197,7 +197,7 @@ def busy_on_two_ranks(rank: int, parent: Path) -> str:
         patch.setattr(Save, "run", last)
         optimizer.save(parent / "a", blocking=False)
         if rank == 1:
-            optimizer._engine.saver._job.over.synchronize()
+            optimizer._engine.saver._job.synchronize()
         with pytest.raises(penstock.EngineError) as caught:
             optimizer.save(parent / "b", if_busy="raise")
         opened.set()

@@ -3,14 +3,13 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
-from penstock.checkpoint.reader import Checkpoint, stands_for
+from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.tables import BoxExtent, SlotPart, TileKey, meet
 from penstock.checkpoint.tiles import Tile
 from penstock.config import MASTER, OPTIMIZER, PARAM
@@ -22,66 +21,6 @@ from penstock.files import Field
 from penstock.layout import Slot
 from penstock.rules.formats import read_master, read_state, write_state
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
-from penstock.runtime.collectives import Collectives
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which checkpoints a path stands for: the first rank says, and all ranks go by what it says.
-#
-# Each rank for itself could see another newest one: a save is over at another time for each of them, and file systems
-# show new files late.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint as this rank sees it.
-
-    Attributes:
-        folder: the checkpoint's own.
-        token: what the first rank has read in it.
-    """
-
-    folder: Path
-    token: str
-
-    def check(self, token: str) -> None:
-        """Refuse one that is another than the first rank's."""
-        if token != self.token:
-            raise CheckpointError(
-                f"{self.folder} is another checkpoint on this rank ({token}) than on the first ({self.token}). Give "
-                "all ranks the path of one checkpoint, on a file system that they share.",
-                file=str(self.folder),
-                field="token",
-            )
-
-
-def choose(path: Path, ranks: Collectives, failure: Exception | None) -> list[FoundCheckpoint]:
-    """Choose the checkpoints that a path stands for, the newest first; at least one. Collective.
-
-    Arguments:
-        path: itself a checkpoint, or a folder of some, or `latest` in one.
-        ranks: all ranks, which go by what the first one says.
-        failure: what this rank has failed with before, for all to hear of.
-
-    Raises:
-        CheckpointError: there is none.
-        EngineError: another rank has failed.
-    """
-    names: list[list[str]] = []
-    beside = False
-    if failure is None and ranks.number == 0:
-        try:
-            parent, found = stands_for(path)
-            beside = parent != path
-            names = [[name, token] for name, token in found]
-        except Exception as error:
-            failure = error
-    # Before the names: a rank that raised alone would leave the others waiting for them.
-    ranks.control_group.agree(failure)
-    beside, names = ranks.control_group.share([beside, names])
-    base = path.parent if beside else path
-    return [FoundCheckpoint(base / name, token) for name, token in names]
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What an engine takes from a checkpoint: everything that can be wrong is found here, and nothing has changed.
