@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
-from penstock.engine.state.access import broken_on_failure
+from penstock.engine.state.access import failing_as_a_whole
 from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit, UnitState
@@ -192,7 +192,7 @@ class StateOffloader:
             # Here: whatever an interrupt leaves is planned for when it is used.
             self._context.staging.give_back(self._plan_now)
             undo.pop_all()
-        with broken_on_failure(self._context.units, "reload_states()" if back else "offload_states()"):
+        with failing_as_a_whole(self._context.units, "reload_states()" if back else "offload_states()", moves=True):
             left = [section for move in moves for section in self._commit(move)]  # 3.
         # Compute has read what is left, and copies what it still needs of it: maybe on another stream than its memory
         # belongs to.
