@@ -156,21 +156,14 @@ class LoadPlanner:
     def _check_states(self, checkpoint: Checkpoint) -> None:
         """Check that the states are those of the rule, where there are any, and that the loss scale is one."""
         manifest = checkpoint.manifest
-        here, there = ({state.name for state in states} for states in (self._context.rule.states, manifest.states))
-        if here != there and any(saved.has_state for saved in manifest.parameters.values()):
-            raise checkpoint.fail(
-                "states",
-                f"are {sorted(there)} of {manifest.rule}, and {self._context.rule.name} has {sorted(here)}. Prepare "
-                "with the optimizer that it was saved from.",
-            )
         for unit in (unit for unit in self._context.units if unit.trained is not None):
             for name in unit.spec.names:
-                own, kept = ({s.name for s in states} for states in (unit.rule.states, manifest.states_of(name)))
-                if own != kept and manifest.parameters[name].has_state:
+                here, there = ({s.name for s in states} for states in (unit.rule.states, manifest.states_of(name)))
+                if here != there and manifest.parameters[name].has_state:
                     raise checkpoint.fail(
                         f"parameters.{name}.states",
-                        f"are {sorted(kept)}, and {unit.rule.name}, which updates it here, has {sorted(own)}. Give it "
-                        "to the rule that it was saved from.",
+                        f"are {sorted(there)} of {manifest.rule}, and {unit.rule.name} has {sorted(here)}. Prepare "
+                        "with the optimizer that it was saved from.",
                     )
         for name, saved in manifest.parameters.items():
             # A count of steps is the parameter's own, whether or not a rule keeps it among its scalars as well.

@@ -167,10 +167,11 @@ class StateOffloader:
         old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
         slots = transit_slots([*old, *new])
         ring, buffers, moves = Ring(), Buffers(self._context.store), list[_Move]()
-        failure: Exception | None = None
+        verb = "reload_states()" if back else "offload_states()"
         with contextlib.ExitStack() as undo:
             undo.callback(self._take_back_lent, changes)  # undone in reverse: after whatever still copies to it
-            try:  # 1.
+            # 1. No rank copies before all have room: else some would move, and the others would not.
+            with self._context.ranks.control_group.together(verb):
                 buffered = [plan for slot in slots for plan in slot.sections()]
                 reserved = self._context.store.reserve(
                     [*new, *buffered], pin=pin, apart=self._away(new), keep=self._keep
@@ -178,10 +179,6 @@ class StateOffloader:
                 undo.callback(reserved.cancel)
                 moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
                 ring.fill(buffers.make_slots(slots, reserved))
-            except Exception as error:  # ours, or torch's where the device has no room
-                failure = error
-            # No rank copies before all have room: else some would move, and the others would not.
-            self._context.ranks.control_group.agree(failure)
             undo.callback(_wait, moves, ring)  # before memory goes, should the rest fail: copies may be under way
             movement = Transfers(self._context.streams, ring)  # 2.
             for move in moves:
@@ -192,7 +189,7 @@ class StateOffloader:
             # Here: whatever an interrupt leaves is planned for when it is used.
             self._context.staging.give_back(self._plan_now)
             undo.pop_all()
-        with failing_as_a_whole(self._context.units, "reload_states()" if back else "offload_states()", moves=True):
+        with failing_as_a_whole(self._context.units, verb, moves=True):
             left = [section for move in moves for section in self._commit(move)]  # 3.
         # Compute has read what is left, and copies what it still needs of it: maybe on another stream than its memory
         # belongs to.

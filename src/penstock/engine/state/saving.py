@@ -23,7 +23,7 @@ from penstock.checkpoint.beside import fingerprint, other_than, persistent_buffe
 from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.reader import LATEST, next_serial
-from penstock.checkpoint.save import Save, SaveTarget, check_seen
+from penstock.checkpoint.save import Save, check_seen
 from penstock.checkpoint.tables import BoxExtent, HomeTable, draw_table, kept_homes
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.config import MASTER, OPTIMIZER, PARAM
@@ -101,21 +101,17 @@ class StateSaver:
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
         self.finish()  # two saves at once would answer each other on the control group
-        folder, save, worker, failure = Path(path), None, None, None
+        folder, worker = Path(path), None
         with contextlib.ExitStack() as undo:
-            try:
-                with folders.named("Writing", folder):
-                    save = self._take(folder, extra or {}, keep, undo, frozen=frozen)
-                    if not blocking:
-                        # A thread of its own: one that also served a stream would hold training up behind a disk.
-                        # Started before ranks agree: the others would write, and wait for one that has no thread.
-                        computes = self._context.streams.computes_on_host
-                        worker = HostWorker("save", promised=f"Saving {folder}", alone=computes)
-                        undo.callback(worker.close)
-            except Exception as error:
-                failure = error
-            self._control_group.agree(failure)  # a rank that goes on alone would wait for the others for ever
-            assert save is not None
+            # A rank that went on alone would wait for the others for ever.
+            with self._control_group.together("save()"), folders.named("Writing", folder):
+                save = self._take(folder, extra or {}, keep, undo, frozen=frozen)
+                if not blocking:
+                    # A thread of its own: one that also served a stream would hold training up behind a disk. Started
+                    # before ranks agree: the others would write, and wait for one that has no thread.
+                    alone = self._context.streams.computes_on_host
+                    worker = HostWorker("save", promised=f"Saving {folder}", alone=alone)
+                    undo.callback(worker.close)
             save = self._agree(save)
             if worker is None:
                 save.run()  # nothing is noted in the homes: the caller writes none of them before it returns
@@ -140,13 +136,16 @@ class StateSaver:
             undo.callback(folders.remove_folders, made)
         return Save(
             control_group=self._control_group,
-            target=SaveTarget(folder, made, "" if manifest is None else manifest.token, keep),
+            folder=folder,
             sources=sources,
             ring=ring,
             streams=self._context.streams,
             random=random,
             manifest=manifest,
             tensors=tensors,
+            made=made,
+            token="" if manifest is None else manifest.token,
+            keep=keep,
         )
 
     def _agree(self, save: Save) -> Save:
@@ -156,10 +155,10 @@ class StateSaver:
         if first and self._control_group.size > 1:
             prints = {key: fingerprint(tensor) for key, tensor in save.tensors.items()}
         # One token on every rank: names of this save's files begin with it, beside files that the folder has already.
-        token, made, prints = self._control_group.share((save.target.token, [*map(str, save.target.made)], prints))
-        check_seen(save.target.folder, self._control_group)
-        target = replace(save.target, token=token, made=[*map(Path, made)])
-        return replace(save, target=target, tensors=save.tensors if first else other_than(save.tensors, prints))
+        token, made, prints = self._control_group.share((save.token, [*map(str, save.made)], prints))
+        check_seen(save.folder, self._control_group)
+        tensors = save.tensors if first else other_than(save.tensors, prints)
+        return replace(save, token=token, made=[*map(Path, made)], tensors=tensors)
 
     def _run_beside_training(self, save: Save, worker: HostWorker, undo: contextlib.ExitStack) -> None:
         """Write on a thread of its own, and have what comes next wait for what has to be copied first."""
