@@ -376,7 +376,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
             "rule": manifest.rule,
             "states": {state.name: dtype_name(state.dtype) for state in manifest.states},
             "groups": [
-                {"parameters": len(group.parameters), "options": _shortened(checkpoint, "groups", of_group)}
+                {"parameters": len(group.parameters), "options": _short(of_group)}
                 for group, of_group in zip(manifest.groups, options, strict=True)
             ],
         },
@@ -384,7 +384,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
         "tiers": _tiers(checkpoint),
         "buffers": len(manifest.buffers),
         "loss_scale": None if manifest.loss_scale is None else dict(manifest.loss_scale),
-        "extra": _shortened(checkpoint, "extra", checkpoint.value("extra", manifest.extra)),
+        "extra": _short(checkpoint.value("extra", manifest.extra)),
         "files": files,
         "bytes": sum(file["bytes"] for file in files),
     }
@@ -440,14 +440,6 @@ def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         for tier, count in home.tiers:
             nbytes[home.name, tier] += count
     return [{"home": home, "tier": tier, "bytes": count} for (home, tier), count in nbytes.items()]
-
-
-def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
-    """Cut a value of the marker short, for people."""
-    try:
-        return _short(value)
-    except RecursionError:
-        raise checkpoint.fail(field, "is nested too deeply.") from None
 
 
 def _short(value: Any) -> Any:

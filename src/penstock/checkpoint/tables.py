@@ -245,29 +245,17 @@ class UnitTable:
     def records(self, number: int) -> list["TileRecord"]:
         """List a tile's records, one after the other."""
         start, stop = self.tile_range(number)
-        offset = self.offset + (number - self.first_tile) * sum(self._whole_tile_bytes)
+        offset = self.offset + (number - self.first_tile) * sum(self._record_bytes(self.tile_numel))
         records = []
         checksums = self.checksums[number - self.first_tile]
-        for home, nbytes, checksum in zip(self.homes, self._home_bytes(stop - start), checksums, strict=True):
+        for home, nbytes, checksum in zip(self.homes, self._record_bytes(stop - start), checksums, strict=True):
             records.append(TileRecord(home, offset, nbytes, checksum))
             offset += nbytes
         return records
 
-    @cached_property
-    def _whole_tile_bytes(self) -> tuple[int, ...]:
-        """Bytes of a whole tile, by home: the same for every tile but a shard's last one."""
-        return tuple(home.layout.record_bytes(self.tile_numel) for home in self.homes)
-
-    def _home_bytes(self, numel: int) -> tuple[int, ...]:
-        """Compute the bytes of a tile of so many elements, by home."""
-        if numel == self.tile_numel:
-            return self._whole_tile_bytes
-        return tuple(home.layout.record_bytes(numel) for home in self.homes)
-
-    @cached_property
-    def _slot_ends(self) -> tuple[list[int], list[int]]:
-        """Where slots begin, and where they stop: in order, so that a tile's are found without a look at all."""
-        return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
+    def _record_bytes(self, numel: int) -> list[int]:
+        """Compute the bytes of the records of a tile of so many elements, by home."""
+        return [home.layout.record_bytes(numel) for home in self.homes]
 
     @property
     def held_range(self) -> tuple[int, int]:
@@ -282,8 +270,8 @@ class UnitTable:
 
     def parts_between(self, start: int, stop: int) -> Iterator["SlotPart"]:
         """Go through what elements `start` to `stop` of the unit's flat buffer are of each slot, in order."""
-        starts, stops = self._slot_ends
-        for slot in self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]:
+        first = bisect_right(self.slots, start, key=lambda slot: slot.stop)  # slots are in order: not a look at each
+        for slot in self.slots[first : bisect_left(self.slots, stop, key=lambda slot: slot.start)]:
             first, last = max(slot.start, start), min(slot.stop, stop)
             if first < last:
                 yield SlotPart(slot, first - slot.start, last - slot.start, first - start)
@@ -298,7 +286,7 @@ class UnitTable:
     @property
     def largest_tile_bytes(self) -> int:
         """Bytes of its largest tile."""
-        return sum(self._home_bytes(min(self.tile_numel, self.shard_numel)))
+        return sum(self._record_bytes(min(self.tile_numel, self.shard_numel)))
 
     @property
     def nbytes(self) -> int:
@@ -306,7 +294,9 @@ class UnitTable:
         if not self.checksums:
             return 0
         start, stop = self.tile_range(self.tiles[-1])
-        return (len(self.checksums) - 1) * sum(self._whole_tile_bytes) + sum(self._home_bytes(stop - start))
+        return (len(self.checksums) - 1) * sum(self._record_bytes(self.tile_numel)) + sum(
+            self._record_bytes(stop - start)
+        )
 
     def with_checksums(self, checksums: Sequence[Sequence[int]]) -> "UnitTable":
         """Copy it with the checksums that its tiles have once they are written."""

@@ -1,14 +1,14 @@
 """What is taken from a checkpoint, and where each tile goes."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
+from penstock.checkpoint.beside import decode_random, from_tensor, persistent_buffers, why_no_fit
 from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.tables import BoxExtent, SlotPart, TileKey, meet
 from penstock.checkpoint.tiles import Tile
@@ -77,7 +77,7 @@ class LoadPlan:
         slots: what this rank's shards hold of each parameter, by name.
         groups: the options of each param group.
         buffers: the values of buffers, by name.
-        random: the states of this rank's generators; `None` where there are none for it.
+        random: set this rank's generators; empty where there are no states for it.
         extra: what the user has added.
     """
 
@@ -86,7 +86,7 @@ class LoadPlan:
     slots: Mapping[str, SlotRange]
     groups: Sequence[dict[str, Any]]
     buffers: Mapping[str, Tensor]
-    random: RandomStates | None
+    random: Sequence[Callable[[], object]]
     extra: dict[str, Any]
 
     def runs(self, key: TileKey) -> Iterator[Destination]:
@@ -233,14 +233,14 @@ class LoadPlanner:
         own = buffer.untyped_storage().data_ptr()
         return own != 0 and any(storage.data_ptr() == own for storage in storages)
 
-    def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
+    def _read_random(self, checkpoint: Checkpoint) -> Sequence[Callable[[], object]]:
         """Read the random states of the same rank; one that was not there, or has saved none, goes on with its own.
 
         So does a model that nothing trains: these states are the run's, which may be another model's here.
         """
         rank = self._context.ranks.number
         if not self._context.trains or rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
-            return None
+            return ()
         file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
         return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.checkpoint.beside import persistent_buffers, write_buffer, write_random
+from penstock.checkpoint.beside import persistent_buffers, write_buffer
 from penstock.checkpoint.folder import named
 from penstock.checkpoint.format import Manifest, SavedParameter
 from penstock.checkpoint.reader import Checkpoint, stands_for
@@ -287,8 +287,8 @@ class StateLoader:
         manifest = taken.checkpoint.manifest
         if self._context.gradient_scale.loss is not None and manifest.loss_scale is not None:
             self._context.gradient_scale.loss.restore(manifest.loss_scale)
-        if taken.random is not None:
-            write_random(taken.random, self._context.streams.device)
+        for set_generator in taken.random:
+            set_generator()
 
     def _count_as_written(self, manifest: Manifest) -> None:
         """Let what is in the homes count: the rest of the engine takes note of it."""
