@@ -1,10 +1,11 @@
 """The format of a checkpoint's JSON: fields, the manifest and values."""
 
+import contextlib
 import json
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.tensorfiles import DTYPES
-from penstock.errors import CheckpointError, ConfigError, one_line
+from penstock.errors import CheckpointError, ConfigError, PenstockError, call_failed, one_line
 from penstock.files import Field, members, reader
 from penstock.rules.rule import StateSpec
 from penstock.runtime import aio
@@ -24,6 +25,21 @@ from penstock.runtime import aio
 # ----------------------------------------------------------------------------------------------------------------------
 # JSON of checkpoints, parsed within bounds of memory; dtypes and shapes of tensors in it; and how it is written.
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def named(verb: str, path: Path) -> Iterator[None]:
+    """Name a file or folder in errors of the system that have no name yet.
+
+    Raises:
+        CheckpointError: in their place.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PenstockError):
+            raise
+        raise call_failed(verb, path, error) from error
 
 
 #: Of a tensor: more than any has, few enough that nothing about a shape takes long.

@@ -23,12 +23,13 @@ from penstock.checkpoint.format import (
     decode,
     dtype_name,
     files_of,
+    named,
 )
 from penstock.checkpoint.tables import BoxExtent, RankTable, TileKey, UnitTable, why_not_whole
 from penstock.checkpoint.tensorfiles import read_tensors
 from penstock.checkpoint.tiles import TileReader
 from penstock.config import MASTER, OPTIMIZER, PARAM, is_average
-from penstock.errors import CheckpointError, call_failed
+from penstock.errors import CheckpointError
 from penstock.files import Field, read_bytes
 from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.rules.rule import BLOCK_NUMEL
@@ -123,10 +124,8 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = read_marker(folder)
     for entry in files_of(manifest):
         file = folder / entry.name
-        try:
+        with named("Reading", file):
             nbytes = file.stat().st_size if file.is_file() else -1
-        except OSError as error:
-            raise call_failed("Reading", file, error) from error
         if nbytes != entry.nbytes:
             why = f"has {nbytes:,} bytes, not {entry.nbytes:,}" if nbytes >= 0 else "is missing"
             raise CheckpointError(f"{file} {why}: the checkpoint is damaged. Load another one.", file=str(file))
@@ -140,7 +139,8 @@ def read_marker(folder: Path) -> Manifest:
         CheckpointError: names the file and the field.
     """
     marker = folder / MARKER
-    return Manifest.read(marker, _read(marker, most=MOST_MARKER_BYTES))
+    with named("Reading", marker):
+        return Manifest.read(marker, read_bytes(marker, MOST_MARKER_BYTES))
 
 
 def read_file(folder: Path, entry: FileEntry) -> bytes:
@@ -150,20 +150,13 @@ def read_file(folder: Path, entry: FileEntry) -> bytes:
         CheckpointError: it cannot be read, or is not what was written.
     """
     file = folder / entry.name
-    data = _read(file, most=entry.nbytes)
+    with named("Reading", file):
+        data = read_bytes(file, entry.nbytes)
     if len(data) != entry.nbytes or checksum(data) != entry.checksum:
         raise CheckpointError(
             f"{file} is damaged: its checksum is not the one in {MARKER}. Load another checkpoint.", file=str(file)
         )
     return data
-
-
-def _read(file: Path, *, most: int) -> bytes:
-    """Read a file that has at most so many bytes."""
-    try:
-        return read_bytes(file, most)
-    except OSError as error:
-        raise call_failed("Reading", file, error) from error
 
 
 def _read_tensors(folder: Path, entry: FileEntry | None) -> Mapping[str, Tensor]:

@@ -18,7 +18,6 @@ from penstock.checkpoint.folder import (
     commit,
     file_name,
     make_folder,
-    named,
     prune,
     remove_file,
     remove_folders,
@@ -26,11 +25,11 @@ from penstock.checkpoint.folder import (
     sync_folder,
     write_file,
 )
-from penstock.checkpoint.format import MARKER, FileEntry, Manifest, RankFiles, to_bytes
+from penstock.checkpoint.format import MARKER, FileEntry, Manifest, RankFiles, named, to_bytes
 from penstock.checkpoint.tables import RankTable, UnitTable
-from penstock.checkpoint.tensorfiles import tensors_to_bytes
+from penstock.checkpoint.tensorfiles import FILE_MODE, tensors_to_bytes
 from penstock.checkpoint.tiles import RingMemory, TileWriter, UnitSource
-from penstock.errors import CheckpointError, call_failed
+from penstock.errors import CheckpointError
 from penstock.files import Field, reader
 from penstock.runtime.control_group import ControlGroup, control_group_of_all
 from penstock.runtime.modes import engine_entry
@@ -99,10 +98,8 @@ def _leave(folder: Path, undo: contextlib.ExitStack) -> str:
     # While it is held nobody cleans the folder: what is left of a process that was killed here has a name of a save's.
     undo.enter_context(FolderLock(folder)).share()
     file = folder / f"{MARKER}.{secrets.token_hex(4)}"
-    try:
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    except OSError as error:
-        raise call_failed("Writing", file, error) from error
+    with named("Writing", file):
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
     undo.callback(remove_file, file)
     return file.name
 

@@ -13,10 +13,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.format import FileEntry
+from penstock.checkpoint.format import FileEntry, named
 from penstock.checkpoint.tables import TileKey, TileRecord, UnitTable
 from penstock.checkpoint.tensorfiles import FILE_MODE
-from penstock.errors import OPEN_FILES, CheckpointError, NvmeError, call_failed
+from penstock.errors import OPEN_FILES, CheckpointError, NvmeError
 from penstock.runtime.aio import File, Queue, Transfer
 from penstock.runtime.collectives import LocalRanks
 from penstock.runtime.host_memory import Arena, page_aligned
@@ -267,10 +267,8 @@ class TileReader:
 
     def _open(self, path: Path) -> File:
         if path not in self._files:
-            try:
+            with named("Reading", path):
                 self._files[path] = File.existing(self._queue, path)
-            except OSError as error:
-                raise call_failed("Reading", path, error) from error
         return self._files[path]
 
     def close(self) -> None:

@@ -20,8 +20,7 @@ from typing import Any
 from torch import nn
 
 from penstock.checkpoint.beside import persistent_buffers, write_buffer
-from penstock.checkpoint.folder import named
-from penstock.checkpoint.format import Manifest, SavedParameter
+from penstock.checkpoint.format import Manifest, SavedParameter, named
 from penstock.checkpoint.reader import Checkpoint, stands_for
 from penstock.checkpoint.tiles import TileReader, digest, read_together
 from penstock.engine.forward_backward.gather import Gatherer

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.beside import fingerprint, other_than, persistent_buffers, read_random, to_tensors
-from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode
+from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode, named
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.reader import LATEST, next_serial
 from penstock.checkpoint.save import Save, check_seen
@@ -104,7 +104,7 @@ class StateSaver:
         folder, worker = Path(path), None
         with contextlib.ExitStack() as undo:
             # A rank that went on alone would wait for the others for ever.
-            with self._control_group.together("save()"), folders.named("Writing", folder):
+            with self._control_group.together("save()"), named("Writing", folder):
                 save = self._take(folder, extra or {}, keep, undo, frozen=frozen)
                 if not blocking:
                     # A thread of its own: one that also served a stream would hold training up behind a disk. Started
