@@ -124,8 +124,9 @@ class StateLoader:
             if verify:
                 with self._finding_damage():
                     self._verify(taken, readers)
-            self._tell_of_buffers(taken)
-            self._tell_of_averages(checkpoint)
+            if self._context.ranks.number == 0:
+                self._warn_of_buffers(taken)
+                self._warn_of_averages(checkpoint)
             self._write(taken, readers)
         return taken.extra
 
@@ -176,13 +177,11 @@ class StateLoader:
     def _is_of_as_many_ranks(self, checkpoint: Checkpoint) -> bool:
         return len(checkpoint.manifest.ranks) == self._context.ranks.world_size
 
-    def _tell_of_buffers(self, taken: LoadPlan) -> None:
+    def _warn_of_buffers(self, taken: LoadPlan) -> None:
         """Say which buffers get another shape, and where those of single ranks cannot go back to them."""
         checkpoint = taken.checkpoint
         ranks = checkpoint.manifest.ranks
         apart = sum(files.tensors is not None for files in ranks)
-        if self._context.ranks.number != 0:
-            return
         for name, buffer in persistent_buffers(self._context.model).items():
             shape = tuple(taken.buffers[name].shape)
             if shape != buffer.shape:
@@ -204,12 +203,10 @@ class StateLoader:
                 self._context.ranks.world_size,
             )
 
-    def _tell_of_averages(self, checkpoint: Checkpoint) -> None:
+    def _warn_of_averages(self, checkpoint: Checkpoint) -> None:
         """Say which averages of the parameters are here and not there, or there and not here."""
         here = {kind for unit in self._context.units if unit.trained is not None for kind in unit.trained.averages}
         there = checkpoint.averages
-        if self._context.ranks.number != 0:
-            return
         for kind in sorted(here - there):
             logger.warning("%s has no average '%s': it begins with the parameters.", checkpoint.folder, kind)
         for kind in sorted(there - here):

@@ -150,14 +150,13 @@ class StateSaver:
 
     def _agree(self, save: Save) -> Save:
         """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
-        first = self._control_group.is_first
         prints = {}
-        if first and self._control_group.size > 1:
-            prints = {key: fingerprint(tensor) for key, tensor in save.tensors.items()}
+        if save.manifest is not None and self._control_group.size > 1:
+            prints = {key: fingerprint(save.tensors[key]) for key in save.manifest.buffers.values()}
         # One token on every rank: names of this save's files begin with it, beside files that the folder has already.
         token, made, prints = self._control_group.share((save.token, [*map(str, save.made)], prints))
         check_seen(save.folder, self._control_group)
-        tensors = save.tensors if first else other_than(save.tensors, prints)
+        tensors = other_than(save.tensors, prints) if save.manifest is None else save.tensors
         return replace(save, token=token, made=[*map(Path, made)], tensors=tensors)
 
     def _run_beside_training(self, save: Save, worker: HostWorker, undo: contextlib.ExitStack) -> None:
