@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.checkpoint.beside import decode_random, from_tensor, persistent_buffers, why_no_fit
 from penstock.checkpoint.reader import Checkpoint
-from penstock.checkpoint.tables import BoxExtent, SlotPart, TileKey, meet
+from penstock.checkpoint.tables import BoxExtent, SlotPart, TileKey, UnitTable, meet
 from penstock.checkpoint.tiles import Tile
 from penstock.config import MASTER, OPTIMIZER, PARAM
 from penstock.engine.step.context import EngineContext
@@ -259,7 +259,6 @@ class LoadPlanner:
         checkpoint.check_whole()
         keys = []
         for key in checkpoint.tiles():
-            grains = {c.kind: c.grain for home in key.unit.homes if home.name == OPTIMIZER for c in home.cells}
             is_needed = False
             for part in key.unit.parts(key.number):
                 here = slots.get(part.slot.name)
@@ -267,7 +266,7 @@ class LoadPlanner:
                     is_needed = True
                     if here.unit.trained is not None:
                         self._check_blocks(checkpoint, here, part)
-                        _check_grains(checkpoint, key.unit.name, grains, here, part)
+                        _check_grains(checkpoint, key.unit, here, part)
             if is_needed:
                 keys.append(key)
         return keys
@@ -284,35 +283,26 @@ class LoadPlanner:
             )
 
 
-def _check_grains(
-    checkpoint: Checkpoint, table: str, grains: Mapping[str, int], here: SlotRange, part: SlotPart
-) -> None:
-    """Refuse states that have not as many values in a tile as the rule reads from it, of whatever shape they are.
-
-    Arguments:
-        checkpoint: the checkpoint.
-        table: the name of the unit there.
-        grains: for how many elements each state has a value there, by the state's name. What was frozen has none.
-        here: what the unit here has of the parameter.
-        part: what the tile has of it.
-    """
+def _check_grains(checkpoint: Checkpoint, table: UnitTable, here: SlotRange, part: SlotPart) -> None:
+    """Refuse states that have not as many values in a tile as the rule reads from it, of whatever shape they are."""
     unit = here.unit
+    grains = {cell.kind: cell.grain for home in table.homes if home.name == OPTIMIZER for cell in home.cells}
     is_whole = not part.inside and part.stop - part.start == part.slot.numel
     for state in unit.rule.states:
         if state.name not in grains:
-            continue
+            continue  # it was frozen there
         grain, needed = grains[state.name], unit.spec.numel_of_its_own(state.name)
         if needed is None:
             why = None if grain == 1 else f"has a value for {grain} elements, and {unit.rule.name} one for each"
         elif not is_whole or BoxExtent.of(part.slot) != BoxExtent.of(here.slot):
             why = "is cut, and its states are of whole parameters"
-        elif part.slot.numel // grain < needed:
-            why = f"has {part.slot.numel // grain} values, and {unit.rule.name} keeps {needed}"
+        elif table.tile_numel // grain < needed:
+            why = f"has {table.tile_numel // grain} values, and {unit.rule.name} keeps {needed}"
         else:
             why = None
         if why is not None:
             raise CheckpointError(
-                f"'{state.name}' of unit '{table}' of {checkpoint.folder} {why}. Load another checkpoint.",
+                f"'{state.name}' of unit '{table.name}' of {checkpoint.folder} {why}. Load another checkpoint.",
                 field="homes",
             )
 
