@@ -98,8 +98,7 @@ class TileWriter:
             raise _write_failed(path, error) from error
         self._file.lock()  # whoever cleans the folder on a file system without locks of folders leaves it alone
         self._ring = ring
-        self._in_flight: list[list[Transfer]] = [[] for _ in self._ring]
-        self._turn = 0
+        self._started: list[list[Transfer]] = []  # of each tile
 
     def write(self) -> tuple[FileEntry, list[UnitTable]]:
         """Write every tile, and have them on the disk.
@@ -111,21 +110,20 @@ class TileWriter:
             CheckpointError: a tile could not be written, or its record in a swap file is damaged.
             Exception: what was to give a tile its values has failed.
         """
-        written: list[list[list[Transfer]]] = []
         try:
             for source in self._sources:
                 # site checkpoint.unit_updated
                 source.ready.synchronize()  # else a tile is copied while its update still writes it
-                written.append([self._write_tile(source, number) for number in source.table.tiles])
+                for number in source.table.tiles:
+                    self._write_tile(source, number)
                 source.copied.settle()  # after the last copy: the unit's next update begins now
-            for transfers in self._in_flight:
-                _wait(transfers)
+            _wait(self._started[-len(self._ring) :])
             self._file.sync()  # after the last write; whoever hears that this rank has written may write the marker
         except OSError as error:
             raise _write_failed(self._path, error) from error
+        checksums = ([transfer.checksum for transfer in transfers] for transfers in self._started)
         tables = [
-            source.table.with_checksums([[transfer.checksum for transfer in of_tile] for of_tile in of_unit])
-            for source, of_unit in zip(self._sources, written, strict=True)
+            source.table.with_checksums([next(checksums) for _ in source.table.tiles]) for source in self._sources
         ]
         return FileEntry(self._path.name, self._nbytes, 0), tables
 
@@ -137,27 +135,24 @@ class TileWriter:
             self._file.close()
         self._ring = ()
 
-    def _write_tile(self, source: UnitSource, number: int) -> list[Transfer]:
+    def _write_tile(self, source: UnitSource, number: int) -> None:
         """Copy a tile into the next buffer of the ring and start to write it: nothing reads it afterwards."""
-        buffer, transfers = self._ring[self._turn], self._in_flight[self._turn]
-        self._turn = (self._turn + 1) % len(self._ring)
-        _wait(transfers)  # else the buffer is filled anew while it is still being written
-        used = 0
-        for record, home in zip(source.table.records(number), source.homes, strict=True):
+        turn, records = len(self._started), source.table.records(number)
+        if turn >= len(self._ring):
+            _wait([self._started[turn - len(self._ring)]])  # else its buffer is filled while it is still being written
+        buffer = self._ring[turn % len(self._ring)][: sum(record.nbytes for record in records)]
+        transfers: list[Transfer] = []
+        self._started.append(transfers)
+        for record, part, home in zip(records, _parts(buffer, records), source.homes, strict=True):
             section, index = home.tile(number)
             what = f"{record.home.name} of unit '{source.table.name}', tile {number}"
-            part = buffer[used : used + record.nbytes]
-            used += record.nbytes
             take_tile(section, index, part, self._streams, Label("save", source.table.name, record.home.name, number))
             transfers.append(self._file.write(record.offset, part, checksum=True, what=what))
-        return list(transfers)
 
 
-def _wait(transfers: list[Transfer]) -> None:
-    """Wait for transfers, and forget them."""
-    for transfer in transfers:
+def _wait(tiles: Sequence[Sequence[Transfer]]) -> None:
+    for transfer in (transfer for transfers in tiles for transfer in transfers):
         transfer.wait()  # site checkpoint.tile_written
-    transfers.clear()
 
 
 def _write_failed(path: Path, error: OSError) -> CheckpointError:
