@@ -21,33 +21,33 @@ from penstock.rules.rule import Scalars, StateSpec
 from penstock.runtime.streams import FailedEvent
 
 # ----------------------------------------------------------------------------------------------------------------------
-# State in parts: something failed between the first write and the last. Whoever needs such a unit gets the error.
+# Failed state: a write stopped between its first and its last byte. Every later use of such a unit raises the error.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class FailedStateEvent(FailedEvent):
-    """The error was raised when it happened, and is raised again wherever the unit is needed."""
+    """The last write of a unit whose state has failed. Its error is raised again at every use of the unit."""
 
 
 class HalfMovedEvent(FailedStateEvent):
-    """Homes are half exchanged: a load would write to some of the old ones, and has to be refused as well."""
+    """The storage of a unit is half exchanged: a load would write to some of the old one, and is refused as well."""
 
 
 def tear(units: Iterable[Unit], error: BaseException, event: type[FailedStateEvent] = FailedStateEvent) -> None:
-    """Note that the state of these units is in parts: whoever waits for one of their homes gets the error."""
+    """Mark the state of units as failed: every wait for one of their storages raises the error."""
     for unit in units:
         for home in unit.updated_homes:
             # site failure.noted
-            home.note_write(event(error))  # the last write: gathers, updates, saves and looks all wait for it
+            home.note_write(event(error))  # the last write: every use of the storage waits for it (ordering rule 7)
 
 
 def state_has_failed(units: Iterable[Unit]) -> bool:
-    """Whether the state of any of them is in parts."""
+    """Return True if the state of one of the units has failed."""
     return any(isinstance(unit.params.memory.written, FailedStateEvent) for unit in units)
 
 
 def check_loadable(units: Iterable[Unit]) -> None:
-    """Raise the error of state that no load makes whole."""
+    """Raise the error of state that no load can replace."""
     for unit in units:
         written = unit.params.memory.written
         if isinstance(written, HalfMovedEvent):
@@ -61,10 +61,10 @@ def failing_as_a_whole(units: Sequence[Unit], verb: str, *, moves: bool = False)
     Arguments:
         units: what is written.
         verb: what is done, for the message.
-        moves: whether homes are exchanged inside: then no load makes the state whole, and the error stays as it is.
+        moves: True if storages are exchanged inside: no load replaces such state, and the error is raised as it is.
 
     Raises:
-        EngineError: says that the state is in parts, and of which units.
+        EngineError: says that the state has failed, and of which units.
     """
     try:
         yield
@@ -89,22 +89,22 @@ def failing_as_a_whole(units: Sequence[Unit], verb: str, *, moves: bool = False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Values of parameters, gradients and states as people give them.
+# Values of parameters, gradients and states as users give them.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def as_state(value: Any) -> Tensor:
-    """Make a value of a `state_dict`, which may be a number, a tensor."""
+    """Return a value of a `state_dict`, which may be a number, as a tensor."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def greater(one: float, other: float) -> float:
-    """Choose the greater of two numbers; NaN where one of them is, which `max` would drop."""
+    """Return the greater of two numbers, or NaN if one of them is NaN, which `max` would drop."""
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def check_value(name: str, slot: Slot, value: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Refuse what cannot be written, before anything is. `shape` is a state's, where it has another than its slot."""
+    """Refuse a value that cannot be written. `shape` is that of a state whose shape is not its slot's."""
     if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
         raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
     if shape not in (None, slot.shape):
@@ -148,19 +148,19 @@ def _shares(unit: Unit, slot: Slot) -> list[tuple[int, int, int]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Looking at training state and changing it, by parameter, wherever it lives.
+# Training state is read and written by parameter, on any tier.
 #
-# Every call is collective: all ranks make it, in the same order. Values are fp32 on the cpu, in the parameter's shape.
+# Every call is collective, in one order on all ranks. Values are fp32 on the cpu, in the parameter's shape.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class StateAccess:
-    """Reads and writes the cells of single parameters.
+    """Read and write the state of single parameters.
 
     Arguments:
-        gatherer: hears of parameters that were written.
+        gatherer: is told of parameters that were written.
         reducer: measures gradients that are set.
-        updater: knows how often each parameter was updated.
+        updater: counts the updates of each parameter.
     """
 
     def __init__(
@@ -178,16 +178,16 @@ class StateAccess:
         self._scalars = updater.scalars
         self._device = context.streams.device
         self._places = {p: (unit, index) for unit in context.units for index, p in enumerate(unit.spec.parameters)}
-        self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
+        self._given_state: set[nn.Parameter] = set()  # by `set_state`, before the first update
 
     def go_on_from(self, other: "StateAccess") -> None:
-        """Go on with what another one knows of the parameters: step counts, scalars, and who has state."""
+        """Take over step counts, scalars, and the set of parameters that have state."""
         self._steps.update(other._steps)
         self._scalars.update(other._scalars)
         self._given_state |= other._given_state
 
     def finish(self) -> None:
-        """Wait on the host until everything that was written has reached its home."""
+        """Wait on the host until everything that was written has reached its storage."""
         for unit in self._context.units:
             for home in unit.homes.values():
                 home.written.synchronize()  # site access.written
@@ -201,7 +201,7 @@ class StateAccess:
 
         Of one that ranks divide, this rank's elements.
         """
-        self.finish()  # an update that is under way writes what is read here
+        self.finish()  # a read follows the last write, and an update may be under way (ordering rule 3)
         unit, index = self._place(parameter)
         dtype = torch.float32 if unit.trained else unit.spec.dtype
 
@@ -227,7 +227,7 @@ class StateAccess:
         return self._assembled(unit, index, self._own(unit, index, read))
 
     def grad_norms(self, norm_type: float) -> list[float]:
-        """Take the norm of each trained parameter's gradient so far, over ranks, by unit and slot. Collective.
+        """Compute the norm of each trained parameter's gradient so far, over ranks, by unit and slot. Collective.
 
         `norm_type` is above 0, infinity too, as in `torch.linalg.vector_norm`; without a gradient the norm is 0.
         """
@@ -323,7 +323,7 @@ class StateAccess:
         trained.gradient.held.add(index)
 
     def scale_grad(self, parameter: nn.Parameter, factor: float) -> None:
-        """Multiply the accumulated gradient, in its home and in its dtype. Not collective: each rank does its shard."""
+        """Multiply the accumulated gradient in its storage and dtype. Not collective: each rank scales its shard."""
         self.finish()
         unit, index, trained = self._trained_place(parameter)
         for part in unit.parts():
@@ -335,7 +335,7 @@ class StateAccess:
         self._reducer.changes += 1
 
     def _write_grad(self, gradient: UnitGradient, part: SlotPiece, values: Tensor) -> None:
-        """Write a part of a gradient as its home keeps it, and measure it."""
+        """Write a part of a gradient in the dtype of its storage, and measure it."""
         rounded = values.to(gradient.home.plans[0].cells[0].dtype)
         for first, last, (kept,) in gradient.home.visit(part.start, part.stop, modify=True):
             kept.copy_(rounded[first - part.start : last - part.start])
@@ -384,7 +384,7 @@ class StateAccess:
             raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
 
     def check_name(self, parameter: nn.Parameter, name: str) -> tuple[int, ...] | None:
-        """Refuse a state that there is not; return its shape, `None` of one that is a single number."""
+        """Refuse the name of a state that does not exist. Return its shape, `None` for a single number."""
         unit, index, _ = self._trained_place(parameter)
         return None if name == "step" or name in self._scalar_names else self._state_of(unit, index, name)[2]
 
@@ -423,7 +423,7 @@ class StateAccess:
         self._given_state.discard(parameter)
 
     def restore_counts(self, parameter: nn.Parameter, *, step: int, scalars: Scalars, has_state: bool) -> None:
-        """Restore what is known of a parameter beside the elements of its states, which are written elsewhere."""
+        """Restore the step count and the scalars of a parameter. The elements of its states are written elsewhere."""
         self._steps[parameter] = step
         self._scalars.pop(parameter, None)
         if scalars:
@@ -433,25 +433,25 @@ class StateAccess:
             self._given_state.add(parameter)
 
     def scalars(self, parameter: nn.Parameter) -> Scalars:
-        """Return the parameter's own scalars, where the rule has some."""
+        """Return the parameter's own scalars; empty if the rule has none."""
         return self._scalars.get(parameter, {})
 
     def has_state(self, parameter: nn.Parameter) -> bool:
-        """Whether it was updated, or its state was set."""
+        """Return True if the parameter was updated, or its state was set."""
         return self._steps[parameter] > 0 or parameter in self._given_state
 
     def state_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """Name what `state` knows of a parameter beside `"step"`."""
+        """Return the names that `state` accepts for a parameter beside `"step"`."""
         unit, index, _ = self._trained_place(parameter)
         return (*self._shapes(unit, index), *(name for name in self._scalar_names if name != "step"))
 
     def steps(self) -> Mapping[nn.Parameter, int]:
-        """Count the updates of each trained parameter."""
+        """Return the count of updates of each trained parameter."""
         return self._steps
 
     def is_trained(self, parameter: Tensor) -> bool:
-        """Whether it is a parameter that has optimizer state, or will."""
-        place = self._places.get(parameter)  # type: ignore[call-overload] # what is no parameter is not there
+        """Return True for a parameter that the optimizer trains."""
+        place = self._places.get(parameter)  # type: ignore[call-overload] # only parameters are keys
         return place is not None and place[0].trained is not None
 
     def unit_of(self, parameter: nn.Parameter) -> Unit:
@@ -463,7 +463,7 @@ class StateAccess:
     def _own(
         self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Put the parts of all shards together. `read` gives the values of a range of this rank's shard. Collective."""
+        """Collect a slot from all shards. `read` yields the values of a range of this rank's shard. Collective."""
         slot = unit.layout.slots[index]
         first = unit.own_range[0] - slot.start  # of this rank's shard, counted from the slot
 
@@ -481,7 +481,7 @@ class StateAccess:
         numel: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Put parts together, flat, each filled by the rank that has it. Collective."""
+        """Broadcast each part from the rank that has it, and return all of them as one flat tensor. Collective."""
         ranks = self._context.ranks
         whole = torch.empty(numel, dtype=dtype, device="cpu")
         failure: NvmeError | None = None
@@ -491,10 +491,10 @@ class StateAccess:
                 try:
                     fill(part, start, stop)
                 except NvmeError as error:
-                    failure = error  # raised below: the other ranks wait for this part, whatever it holds
+                    failure = error  # raised below: the other ranks wait for this part (ordering rule 4)
             ranks.broadcast_part(part, rank)
             whole[start:stop] = part.cpu()
-        # Only a read of a file fails on one rank alone: the others would go on with a part that is not there.
+        # Only a read of a file fails on one rank alone. Without the agreement the others would use values of no file.
         if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
             ranks.control_group.agree(failure)
         elif failure is not None:
@@ -502,7 +502,7 @@ class StateAccess:
         return whole
 
     def _assembled(self, unit: Unit, index: int, own: Tensor) -> Tensor:
-        """Put together what ranks have of a parameter that they divide. Collective."""
+        """Assemble a parameter that tensor-parallel ranks divide. Collective."""
         slot = unit.layout.slots[index]
         if slot.region is None:
             return own
@@ -537,7 +537,7 @@ class StateAccess:
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def _state_of(self, unit: Unit, index: int, name: str) -> tuple[int, StateSpec, tuple[int, ...]]:
-        """Find a state of a parameter by its name: its number, how it is stored, and its shape."""
+        """Return the number, the storage format and the shape of a state, by its name."""
         shapes = self._shapes(unit, index)
         for number, spec in enumerate(unit.rule.states):
             if spec.name == name and name in shapes:
@@ -547,6 +547,6 @@ class StateAccess:
 
 
 def _tile(unit: Unit, index: int) -> tuple[int, int]:
-    """Say where the tile of a whole parameter lies in its rank's shard."""
+    """Return the range of the tile of an uncut parameter in its rank's shard."""
     start = unit.layout.slots[index].start - unit.own_range[0]
     return start, start + unit.spec.whole_numel

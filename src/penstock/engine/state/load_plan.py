@@ -1,4 +1,4 @@
-"""What is taken from a checkpoint, and where each tile goes."""
+"""The load plan: the tiles that a rank reads from a checkpoint, and where their elements go."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from penstock.rules.formats import read_master, read_state, write_state
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an engine takes from a checkpoint: everything that can be wrong is found here, and nothing has changed.
+# Planning checks everything but the tiles, and changes nothing.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -31,7 +31,7 @@ _MOST_NAMED = 8
 
 
 class Destination(NamedTuple):
-    """Elements `start` to `stop` of a unit's shard, which a tile holds from its element `inside` on."""
+    """Elements `start` to `stop` of a unit's shard. A tile holds them from its element `inside` on."""
 
     unit: Unit
     start: int
@@ -49,7 +49,7 @@ class SlotRange(NamedTuple):
     base: int
 
     def runs(self, part: SlotPart) -> Iterator[Destination]:
-        """Yield what a tile's part of the parameter holds of these elements."""
+        """Yield the runs of these elements that a tile's part of the parameter holds."""
         there, here = BoxExtent.of(part.slot), BoxExtent.of(self.slot)
         whole = [(part.start, part.stop, part.start)]
         for begin, end, at in whole if there == here else meet(there, part.start, part.stop, here):
@@ -70,15 +70,15 @@ class SlotRange(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is to be written into an engine, all of it checked but for the tiles themselves.
+    """Everything that a load writes into an engine. All of it is checked, except the bytes of the tiles.
 
     Attributes:
-        keys: the tiles that hold anything of this rank's, in the order of the files.
-        slots: what this rank's shards hold of each parameter, by name.
+        keys: the tiles that hold elements of this rank's shards, in the order of the files.
+        slots: the elements of each parameter in this rank's shards, by name.
         groups: the options of each param group.
         buffers: the values of buffers, by name.
-        random: set this rank's generators; empty where there are no states for it.
-        extra: what the user has added.
+        random: functions that set this rank's generators; empty if no states were saved for it.
+        extra: the values that the user added.
     """
 
     checkpoint: Checkpoint
@@ -90,17 +90,17 @@ class LoadPlan:
     extra: dict[str, Any]
 
     def runs(self, key: TileKey) -> Iterator[Destination]:
-        """Yield what a tile holds of this rank's shards."""
+        """Yield the runs of this rank's shards that a tile holds."""
         for part in key.unit.parts(key.number):
             if part.slot.name in self.slots:
                 yield from self.slots[part.slot.name].runs(part)
 
 
 class LoadPlanner:
-    """Holds checkpoints against one engine.
+    """Check checkpoints against one engine, and plan their loading.
 
     Arguments:
-        updater: says which options of a param group the rule has.
+        updater: checks the options of param groups.
     """
 
     def __init__(self, context: EngineContext, updater: Updater) -> None:
@@ -109,7 +109,7 @@ class LoadPlanner:
         self._device = context.streams.device
 
     def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> LoadPlan:
-        """Find out what this rank takes from a checkpoint, and check it.
+        """Plan what this rank reads from a checkpoint, and check it.
 
         Arguments:
             checkpoint: one that was opened.
@@ -121,7 +121,7 @@ class LoadPlanner:
         """
         self._check_parameters(checkpoint)
         groups: list[dict[str, Any]] = []
-        if self._context.trains:  # else parameters are all that is taken
+        if self._context.trains:  # without an optimizer only parameters are loaded
             self._check_states(checkpoint)
             groups = self._read_groups(checkpoint)
         buffers = self._read_buffers(checkpoint, own)
@@ -166,7 +166,7 @@ class LoadPlanner:
                         "with the optimizer that it was saved from.",
                     )
         for name, saved in manifest.parameters.items():
-            # A count of steps is the parameter's own, whether or not a rule keeps it among its scalars as well.
+            # The count of steps is stored with the parameter. A rule may keep it among its scalars as well.
             if saved.scalars and saved.scalars.keys() - {"step"} != {*self._context.rule.scalar_names} - {"step"}:
                 raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._context.rule.name}.")
         loss = self._context.gradient_scale.loss
@@ -222,21 +222,21 @@ class LoadPlanner:
                 )
             if why is not None:
                 raise checkpoint.fail(f"buffers.{name}", f"{why}. Load it into the model that it was saved of.")
-            if values[name].shape != buffer.shape:  # the memory that it is to have, before anything changes
+            if values[name].shape != buffer.shape:  # allocated before anything changes
                 values[name] = values[name].to(buffer.device, buffer.dtype, copy=True)
         return values
 
     def _shares_memory(self, buffer: Tensor) -> bool:
-        """Whether another parameter or buffer has memory of a buffer, and would lose it."""
+        """Return True if another parameter or buffer shares a buffer's memory."""
         tensors = itertools.chain(self._context.model.parameters(), self._context.model.buffers())
         storages = (t.untyped_storage() for t in tensors if t is not buffer and t.layout == torch.strided)
         own = buffer.untyped_storage().data_ptr()
         return own != 0 and any(storage.data_ptr() == own for storage in storages)
 
     def _read_random(self, checkpoint: Checkpoint) -> Sequence[Callable[[], object]]:
-        """Read the random states of the same rank; one that was not there, or has saved none, goes on with its own.
+        """Read the random states of the same rank. A rank without saved states keeps its own.
 
-        So does a model that nothing trains: these states are the run's, which may be another model's here.
+        So does a model without an optimizer: the states belong to the run of another model.
         """
         rank = self._context.ranks.number
         if not self._context.trains or rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
@@ -245,7 +245,7 @@ class LoadPlanner:
         return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)
 
     def _slots(self) -> dict[str, SlotRange]:
-        """List what this rank's shards hold of each parameter, by name."""
+        """List the elements of each parameter in this rank's shards, by name."""
         slots = {}
         for unit in self._context.units:
             for index, start, stop in unit.parts():
@@ -255,7 +255,7 @@ class LoadPlanner:
         return slots
 
     def _keys(self, checkpoint: Checkpoint, slots: Mapping[str, SlotRange]) -> list[TileKey]:
-        """List the tiles that hold anything of this rank's shards, each in a form that can be loaded."""
+        """List the tiles that hold elements of this rank's shards. Refuse those that cannot be loaded."""
         checkpoint.check_whole()
         keys = []
         for key in checkpoint.tiles():
@@ -272,7 +272,7 @@ class LoadPlanner:
         return keys
 
     def _check_blocks(self, checkpoint: Checkpoint, here: SlotRange, part: SlotPart) -> None:
-        """Refuse 8-bit states that are cut inside of a block: codes of two scales do not make one, exactly."""
+        """Refuse 8-bit states whose blocks would be cut: codes of two scales cannot become one block exactly."""
         if all(state.scale_name is None for state in (*here.unit.rule.states, *checkpoint.manifest.states)):
             return
         if here.cuts_blocks(part):
@@ -284,7 +284,7 @@ class LoadPlanner:
 
 
 def _check_grains(checkpoint: Checkpoint, table: UnitTable, here: SlotRange, part: SlotPart) -> None:
-    """Refuse states that have not as many values in a tile as the rule reads from it, of whatever shape they are."""
+    """Refuse states that have fewer values in a tile than the rule reads from it."""
     unit = here.unit
     grains = {cell.kind: cell.grain for home in table.homes if home.name == OPTIMIZER for cell in home.cells}
     is_whole = not part.inside and part.stop - part.start == part.slot.numel
@@ -308,12 +308,12 @@ def _check_grains(checkpoint: Checkpoint, table: UnitTable, here: SlotRange, par
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tiles of a checkpoint on their way into the homes of an engine, whatever form either has.
+# Tiles of a checkpoint are written into the storage of an engine. Either may have any format.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def write_weights(tile: Tile, run: Destination) -> None:
-    """Write the parameters and master of a run, whatever form they were saved in."""
+    """Write the parameters and master weights of a run, from any saved format."""
     param, master = tile.values(PARAM), tile.values(MASTER)
     for first, last, weights in run.unit.visit(run.start, run.stop, modify=True):
         inside = slice(run.inside + first - run.start, run.inside + last - run.start)
@@ -322,7 +322,7 @@ def write_weights(tile: Tile, run: Destination) -> None:
 
 def _write_piece(weights: WeightRange, param: Tensor | None, master: Tensor | None) -> None:
     written = weights.param if weights.shadow is None else weights.shadow
-    # A parameter that is all that is kept here stays as it was computed with: it is not rounded again.
+    # Without a master here, the saved parameter is copied: rounding the saved master again could change it.
     is_same = weights.master is None or (master is not None and master.dtype == weights.master.dtype)
     if param is not None and ((param.dtype == written.dtype and is_same) or not written.dtype.is_floating_point):
         written.copy_(param)
@@ -338,7 +338,7 @@ def _write_piece(weights: WeightRange, param: Tensor | None, master: Tensor | No
 
 
 def write_averages(tile: Tile, run: Destination) -> None:
-    """Write the averages of a run. One that the tile has not begins with the parameters, which were written before."""
+    """Write the averages of a run, after its parameters. An average that the tile lacks begins with the parameters."""
     trained = run.unit.trained
     assert trained is not None
     for kind, home in trained.averages.items():
@@ -352,7 +352,7 @@ def write_averages(tile: Tile, run: Destination) -> None:
 
 
 def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], own: Sequence[StateSpec]) -> None:
-    """Write the optimizer states of a run from `saved` forms to `own` ones. What was frozen gets zeros."""
+    """Write the optimizer states of a run from `saved` formats to `own` ones. Parameters that were frozen get zeros."""
     trained = run.unit.trained
     assert trained is not None
     there = tile.homes.get(OPTIMIZER, {})
@@ -386,7 +386,7 @@ def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], o
 def _write_other_shapes(
     run: Destination, there: Mapping[str, Tensor], saved: Mapping[str, StateSpec], numels: Mapping[str, int]
 ) -> None:
-    """Write states that have not a value for each element: they stand at the beginning of the parameter's tile."""
+    """Write states without a value for each element. They are stored at the beginning of the parameter's tile."""
     unit, trained = run.unit, run.unit.trained
     assert trained is not None
     for _, _, views in trained.optimizer.visit(run.start, run.start + unit.spec.whole_numel, modify=True):
