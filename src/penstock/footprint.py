@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.blueprint import Blueprint, draw_blueprint, request_for
 from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.format import to_bytes
-from penstock.checkpoint.tables import HomeTable, UnitTable, kept_homes, own_slots, own_tiles
+from penstock.checkpoint.tables import HomeTable, UnitTable, draw_table, kept_homes
 from penstock.config import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.engine.unit.plan import UnitPlan
 from penstock.errors import ConfigError, NvmeError
@@ -249,17 +249,5 @@ def _table_of(plan: UnitPlan, grid: Grid) -> UnitTable:
     """Draw up the table of a unit's tiles as a save of this rank will."""
     homes = {name: plan.sections[name][0].cells for name in (MASTER, OPTIMIZER) if plan.sections.get(name)}
     cells = {PARAM: plan.own_params[0].cells, **homes}
-    tile_numel, shard_numel = plan.tile_numel, plan.shard_numel
-    first, last = own_tiles(shard_numel, tile_numel, grid)
-    kept = kept_homes(cells)
-    return UnitTable(
-        name=plan.spec.name,
-        slots=own_slots(plan.layout.slots, grid),
-        shard_start=plan.layout.shard_range(grid.shard_rank)[0],
-        shard_numel=shard_numel,
-        tile_numel=tile_numel,
-        first_tile=first,
-        homes=tuple(HomeTable(name, cells[name], ()) for name in kept),
-        offset=0,
-        checksums=((0,) * len(kept),) * (last - first),
-    )
+    kept = [HomeTable(name, cells[name], ()) for name in kept_homes(cells)]
+    return draw_table(plan.spec.name, plan.layout, kept, plan.tile_numel, grid, offset=0)

@@ -19,7 +19,7 @@ import penstock
 from penstock.checkpoint.format import MARKER, files_of
 from penstock.checkpoint.reader import checkpoints_in
 from penstock.runtime import finalizers, host_memory
-from tests.support import disks, inline, prepare_on, run_ranks, thorough
+from tests.support import inline, prepare_on, run_ranks, thorough
 
 # The child of a fork stands for the process here, which is made thousands of times: it has what a child has not else.
 PROCESS = os.getpid()
@@ -46,16 +46,15 @@ Values = list[Tensor]
 class Engine:
     """A small model and its optimizer."""
 
-    def __init__(self, home: str) -> None:
+    def __init__(self) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        files = {"nvme_path": disks()} if home == "nvme" else {}
         self.optimizer = prepare_on(
             inline(),
             self.model,
             torch.optim.AdamW(self.model.parameters(), lr=0.1),
-            placement=penstock.Placement(optimizer=home, **files),
+            placement=penstock.Placement(optimizer="cpu"),
             options=penstock.Options(tile_bytes=4096),
         )
 
@@ -76,8 +75,8 @@ class Engine:
 class Training:
     """A model on which two steps were made, with a checkpoint of the first, and another engine that loads."""
 
-    def __init__(self, folder: Path, home: str) -> None:
-        self.engine, self.reader = Engine(home), Engine("cpu")
+    def __init__(self, folder: Path) -> None:
+        self.engine, self.reader = Engine(), Engine()
         self.before = folder / "before"
         self.engine.iterate()
         self.save(self.before / "a")
@@ -102,9 +101,9 @@ def same(ours: Values, theirs: Values) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.fixture(scope="module", params=["cpu", thorough("nvme")])
-def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    training = Training(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    training = Training(tmp_path_factory.mktemp("training"))
     yield training
     training.close()
 
@@ -237,7 +236,7 @@ def test_any_call_that_fails(training: Training, name: str, keep: int | None, tm
 )
 def test_any_call_of_a_save_beside_training_that_fails(name: str, keep: int | None, tmp_path: Path) -> None:
     """The error is said once, training goes on as if nothing had been saved, and the next save works."""
-    training, plain = Training(tmp_path, "cpu"), Engine("cpu")
+    training, plain = Training(tmp_path), Engine()
     for _ in range(2):
         plain.iterate()
     refused: list[str] = []
@@ -264,7 +263,7 @@ def test_any_call_of_a_save_beside_training_that_fails(name: str, keep: int | No
 
 def one_rank_fails_beside_training(rank: int, folder: Path, failing: int) -> int:
     """The same on one rank of two: both say it, both train on, and nobody waits for the other."""
-    engine, plain = Engine("cpu"), Engine("cpu")
+    engine, plain = Engine(), Engine()
     for number in range(1, 1000):
         parent = folder / str(number)
         said, made = fails_beside_training(engine, parent / "a", number if rank == failing else NEVER)

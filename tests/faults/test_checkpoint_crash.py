@@ -35,7 +35,7 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("marked", ["not thorough", thorough("thorough")])
 def test_saves_that_are_killed_or_fail_at_any_call(marked: str, quick_disk: Path, tmp_path: Path) -> None:
-    """Run injected_saves.py. In a forked child swap files are copied by the kernel alone: on their own disk."""
+    """Run injected_saves.py."""
     run_preloaded("crashes.c", "injected_saves.py", quick_disk if marked == "not thorough" else tmp_path, marked)
 
 

@@ -71,13 +71,13 @@ def test_a_flipped_byte_is_refused_by_the_update(
     # Not of the unit whose records of this home were moved last: a buffer holds those still.
     unit = next(u for u in optimizer._engine.context.units if u.trained and u.name == ("1" if home == "grad" else "0"))
     section, number, offset = place_of(unit, home, place)
-    stored = section.stored(number)
-    assert stored is not None
-    file, begin, nbytes = stored.place
+    written = section._transfers[number]
+    assert written is not None
+    file, begin, nbytes = section._places[number]
     flip(Path(file.path), begin + offset)
     flipped, what = bytes_at(file, begin, nbytes), section.name(number)
     with pytest.raises(penstock.NvmeError) as by_the_threads:
-        file.read(begin, page_aligned(nbytes), checksum=stored.checksum, what=what).wait()
+        file.read(begin, page_aligned(nbytes), checksum=written.checksum, what=what).wait()
     with pytest.raises(penstock.NvmeError) as by_the_update:
         step_to_the_end(optimizer)
     error = by_the_update.value

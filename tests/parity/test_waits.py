@@ -48,8 +48,6 @@ REDUNDANT = {
     "checkpoint.tile_read": AT_ONCE,
     "checkpoint.reads_abandoned": AT_ONCE,
     "checkpoint.tile_written": AT_ONCE,
-    "checkpoint.copy_read_back": AT_ONCE,
-    "checkpoint.copies_abandoned": AT_ONCE,
     "checkpoint.record_loaded": AT_ONCE,
     "read_ahead.over": "a transfer and not an event: tests/unit/checkpoint/test_ahead.py",
     "activations.away": KEPT,

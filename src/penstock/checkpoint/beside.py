@@ -14,8 +14,9 @@ The generators that a training loop draws from are torch's, Python's and numpy's
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -156,15 +157,6 @@ def _number_kind(tensor: Tensor) -> tuple[bool, bool]:
 # Random number generators
 
 
-class RandomStates(NamedTuple):
-    """States that generators take; `None` for one that was not saved, or is not here."""
-
-    torch: Tensor
-    python: Any
-    device: Tensor | None
-    numpy: Any
-
-
 def read_random(device: torch.device) -> object:
     """Read the states of this process, as JSON. `device` has a generator of its own, unless it is a cpu."""
     states: dict[str, object] = {
@@ -179,43 +171,37 @@ def read_random(device: torch.device) -> object:
     return encode(states, {}, what="random")
 
 
-def decode_random(field: Field, device: torch.device) -> RandomStates:
-    """Check and take the states of a process. None of its generators changes.
+def decode_random(field: Field, device: torch.device) -> Sequence[Callable[[], object]]:
+    """Check the states of a process, and return what sets its generators. None of them has changed yet.
+
+    A generator whose state was not saved, or that is not here, goes on with its own.
 
     Raises:
         CheckpointError: these are no states.
     """
     found: Any = decode(field, {})
     try:
-        own = found.get(device.type) if device.type != "cpu" else None
-        states = RandomStates(
-            _state(found["torch"]),
-            found["python"],
-            None if own is None else _state(own),
-            found.get("numpy") if "numpy" in sys.modules else None,
-        )
         # Tried on generators that nobody draws from: what is wrong is found before one of the process has changed.
-        torch.Generator().set_state(states.torch)
-        random.Random().setstate(states.python)
-        if states.device is not None:
-            torch.Generator(device).set_state(states.device)
-        if states.numpy is not None:
-            sys.modules["numpy"].random.RandomState().set_state(states.numpy)
-            if not 0 <= states.numpy[2] <= len(states.numpy[1]):  # numpy would read there
-                raise ValueError(f"position {states.numpy[2]}")
+        state = _state(found["torch"])
+        torch.Generator().set_state(state)
+        random.Random().setstate(found["python"])
+        setters: list[Callable[[], object]] = [
+            partial(torch.set_rng_state, state),
+            partial(random.setstate, found["python"]),
+        ]
+        if device.type != "cpu" and found.get(device.type) is not None:
+            state = _state(found[device.type])
+            torch.Generator(device).set_state(state)
+            setters.append(partial(torch.get_device_module(device).set_rng_state, state, device))
+        if "numpy" in sys.modules and found.get("numpy") is not None:
+            numpy, state = sys.modules["numpy"].random, found["numpy"]
+            numpy.RandomState().set_state(state)
+            if not 0 <= state[2] <= len(state[1]):  # numpy would read there
+                raise ValueError(f"position {state[2]}")
+            setters.append(partial(numpy.set_state, state))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise field.fail(f"is no state of a random number generator ({error})") from error
-    return states
-
-
-def write_random(states: RandomStates, device: torch.device) -> None:
-    """Set the generators of this process."""
-    torch.set_rng_state(states.torch)
-    random.setstate(states.python)
-    if states.device is not None:
-        torch.get_device_module(device).set_rng_state(states.device, device)
-    if states.numpy is not None:
-        sys.modules["numpy"].random.set_state(states.numpy)
+    return setters
 
 
 def _state(state: object) -> Tensor:

@@ -22,12 +22,12 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.checkpoint.format import MARKER, FileEntry, Manifest, checksum, files_of
+from penstock.checkpoint.format import MARKER, FileEntry, Manifest, checksum, files_of, named
 from penstock.checkpoint.reader import checkpoints_in, read_marker
-from penstock.errors import CheckpointError, ConfigError, PenstockError, call_failed
+from penstock.errors import CheckpointError, ConfigError, call_failed
 
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 _OURS = re.compile(
@@ -39,21 +39,6 @@ _OURS = re.compile(
 def file_name(token: str, suffix: str, rank: int | None = None) -> str:
     """Name a file of a save: `.tiles` and `.json` (their table) of a rank, `.safetensors` of a rank or of all."""
     return f"{token}{suffix}" if rank is None else f"{token}-{rank:05d}{suffix}"
-
-
-@contextlib.contextmanager
-def named(verb: str, folder: Path) -> Iterator[None]:
-    """Name the checkpoint in errors of the system that nobody has named, such as of a process without descriptors.
-
-    Raises:
-        CheckpointError: in their place.
-    """
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, PenstockError):
-            raise
-        raise call_failed(verb, folder, error) from error
 
 
 # How one appears
@@ -122,14 +107,14 @@ def write_file(file: Path, data: bytes) -> FileEntry:
         CheckpointError: it cannot be written; nothing of it is left.
     """
     try:
-        with open(file, "xb") as opened:
+        with named("Writing", file), open(file, "xb") as opened:
             opened.write(data)
             opened.flush()
             # The marker will say that this file is whole: without the wait, a power failure can leave it empty.
             os.fsync(opened.fileno())
-    except OSError as error:
+    except CheckpointError:
         remove_file(file)
-        raise call_failed("Writing", file, error) from error
+        raise
     return FileEntry(file.name, len(data), checksum(data))
 
 
@@ -145,14 +130,12 @@ def sync_folder(folder: Path) -> None:
     Raises:
         CheckpointError: they may not be.
     """
-    try:
+    with named("Writing", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise call_failed("Writing", folder, error) from error
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -173,11 +156,12 @@ def commit(folder: Path, manifest: Manifest) -> None:
     # The marker's bytes before its name: else one that was there is replaced by one that is cut short.
     write_file(prepared, manifest.to_bytes())
     try:
-        # At once, for everybody who looks: until here the old marker holds, from here on the new one.
-        os.replace(prepared, folder / MARKER)
-    except OSError as error:
+        with named("Writing", folder / MARKER):
+            # At once, for everybody who looks: until here the old marker holds, from here on the new one.
+            os.replace(prepared, folder / MARKER)
+    except CheckpointError:
         remove_file(prepared)
-        raise call_failed("Writing", folder / MARKER, error) from error
+        raise
 
 
 # Who is in it
@@ -194,10 +178,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
+        with named("Writing into", folder):
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise call_failed("Writing into", folder, error) from error
 
     def share(self) -> None:
         """Hold the folder beside others that save into it."""

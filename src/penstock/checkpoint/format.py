@@ -1,10 +1,11 @@
 """The format of a checkpoint's JSON: fields, the manifest and values."""
 
+import contextlib
 import json
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.tensorfiles import DTYPES
-from penstock.errors import CheckpointError, ConfigError, one_line
+from penstock.errors import CheckpointError, ConfigError, PenstockError, call_failed, one_line
 from penstock.files import Field, members, reader
 from penstock.rules.rule import StateSpec
 from penstock.runtime import aio
@@ -24,6 +25,21 @@ from penstock.runtime import aio
 # ----------------------------------------------------------------------------------------------------------------------
 # JSON of checkpoints, parsed within bounds of memory; dtypes and shapes of tensors in it; and how it is written.
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def named(verb: str, path: Path) -> Iterator[None]:
+    """Name a file or folder in errors of the system that have no name yet.
+
+    Raises:
+        CheckpointError: in their place.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PenstockError):
+            raise
+        raise call_failed(verb, path, error) from error
 
 
 #: Of a tensor: more than any has, few enough that nothing about a shape takes long.
@@ -349,68 +365,57 @@ def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
         ConfigError: something in it is none of these; it is named.
     """
     try:
-        return _Encoder(tensors, what).encode(value, what)
+        return _encode(value, what, [], partial(_keep, tensors, what))
     except RecursionError:
         raise ConfigError(f"{what} is nested too deeply. Save lists and dicts of fewer levels.") from None
 
 
-class _Encoder:
-    """Makes one value JSON, and everything that is in it.
+def _encode(value: object, what: str, holders: list[object], keep: Callable[[Tensor, str], object]) -> object:
+    """Make a value JSON, and everything that is in it.
 
     Arguments:
-        tensors: where the tensors that are found go.
-        name: what their keys begin with.
+        value: the value.
+        what: its name in errors.
+        holders: what it is inside of.
+        keep: keeps a tensor, and returns the JSON that stands for it.
     """
-
-    def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
-        self._tensors = tensors
-        self._name = name
-        self._holders: list[object] = []  # that the value is inside of
-
-    def encode(self, value: object, what: str) -> object:
-        """Make a value JSON; `what` it is called in errors."""
-        if isinstance(value, bool) or value is None:
-            return value
-        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            raise ConfigError(f"{what} is a number of more than {_MOST_BITS:,} bits. Save it as bytes.")
-        if isinstance(value, str | int | float):
-            return next(kind(value) for kind in (str, int, float) if isinstance(value, kind))
-        if isinstance(value, bytes):
-            return {TAG: "bytes", "hex": value.hex()}
-        if isinstance(value, Tensor):
-            return self._tensor(value, what)
-        if any(value is holder for holder in self._holders):
-            raise ConfigError(f"{what} contains itself. Save values that end.")
-        self._holders.append(value)
-        encoded = self._several(value, what)
-        self._holders.pop()
-        return encoded
-
-    def _several(self, value: object, what: str) -> object:
-        """Make a list, tuple or dict JSON."""
-        if isinstance(value, list | tuple):
-            items = [self.encode(item, f"{what}[{number}]") for number, item in enumerate(value)]
-            return items if isinstance(value, list) else {TAG: "tuple", "items": items}
-        if isinstance(value, Mapping):
-            if all(isinstance(key, str) and key != TAG for key in value):
-                return {key: self.encode(item, f"{what}[{key!r}]") for key, item in value.items()}
-            items = [
-                [self.encode(key, f"a key of {what}"), self.encode(item, f"{what}[{key!r}]")]
-                for key, item in value.items()
-            ]
-            return {TAG: "dict", "items": items}
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ConfigError(f"{what} is a number of more than {_MOST_BITS:,} bits. Save it as bytes.")
+    if isinstance(value, str | int | float):
+        return next(kind(value) for kind in (str, int, float) if isinstance(value, kind))
+    if isinstance(value, bytes):
+        return {TAG: "bytes", "hex": value.hex()}
+    if isinstance(value, Tensor):
+        return keep(value, what)
+    if any(value is holder for holder in holders):
+        raise ConfigError(f"{what} contains itself. Save values that end.")
+    inside = [*holders, value]
+    if isinstance(value, list | tuple):
+        items = [_encode(item, f"{what}[{number}]", inside, keep) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else {TAG: "tuple", "items": items}
+    if not isinstance(value, Mapping):
         raise ConfigError(
             f"{what} is a {type(value).__name__}, which no checkpoint holds: nothing is pickled. Save numbers, "
             "strings, bytes, tensors, and lists, tuples and dicts of them, such as a state_dict()."
         )
+    if all(isinstance(key, str) and key != TAG for key in value):
+        return {key: _encode(item, f"{what}[{key!r}]", inside, keep) for key, item in value.items()}
+    pairs = [
+        [_encode(key, f"a key of {what}", inside, keep), _encode(item, f"{what}[{key!r}]", inside, keep)]
+        for key, item in value.items()
+    ]
+    return {TAG: "dict", "items": pairs}
 
-    def _tensor(self, value: Tensor, what: str) -> object:
-        """Keep a tensor, and say under which key."""
-        if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
-            raise ConfigError(f"{what} is a tensor that is sparse, complex, quantised or meta. Save a dense, real one.")
-        key = f"{self._name}.{len(self._tensors)}"
-        self._tensors[key] = value.detach().to("cpu", copy=True).contiguous()
-        return {TAG: "tensor", "key": key}
+
+def _keep(tensors: dict[str, Tensor], name: str, tensor: Tensor, what: str) -> object:
+    """Keep a tensor among others, and say under which key, which begins with `name`."""
+    if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized or tensor.is_meta:
+        raise ConfigError(f"{what} is a tensor that is sparse, complex, quantised or meta. Save a dense, real one.")
+    key = f"{name}.{len(tensors)}"
+    tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
+    return {TAG: "tensor", "key": key}
 
 
 def decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:

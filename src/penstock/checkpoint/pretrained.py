@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.format import dtype_name
+from penstock.checkpoint.format import SavedParameter, dtype_name
 from penstock.checkpoint.reader import Checkpoint
 from penstock.errors import ConfigError, one_line
 
@@ -116,15 +116,11 @@ class Merge:
         return (*(self.adapter or ()), *(() if self.scale is None else (self.scale,)))
 
 
-@dataclass(frozen=True)
-class Form:
-    """The shape and dtype of a tensor of the adapted model."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+#: What plans look at: the shape and dtype of each tensor of the adapted model, by name.
+Forms = Mapping[str, SavedParameter] | Mapping[str, Tensor]
 
 
-def plan_merges(forms: Mapping[str, Form], settings: Mapping[str, Any], adapter: str) -> dict[str, Merge]:
+def plan_merges(forms: Forms, settings: Mapping[str, Any], adapter: str) -> dict[str, Merge]:
     """Find every weight of a base that is not written as it is: those with an adapter, and those of codes.
 
     Arguments:
@@ -140,7 +136,9 @@ def plan_merges(forms: Mapping[str, Form], settings: Mapping[str, Any], adapter:
     odd = [name for name in _OTHER_THAN_LORA if settings.get(name)]
     if odd:
         raise ConfigError(f"adapters with {odd[0]} are not merged")
-    merges = {name: Merge(form.shape, scale=f"{name}_scale") for name, form in forms.items() if _is_codes(name, forms)}
+    merges = {
+        name: Merge(tuple(form.shape), scale=f"{name}_scale") for name, form in forms.items() if _is_codes(name, forms)
+    }
     used: set[str] = set()
     down_suffix, up_suffix = f".lora_A.{adapter}.weight", f".lora_B.{adapter}.weight"
     for down in [name for name in forms if name.endswith(down_suffix)]:
@@ -149,7 +147,7 @@ def plan_merges(forms: Mapping[str, Form], settings: Mapping[str, Any], adapter:
         if base not in forms or up not in forms:
             raise ConfigError(f"'{one_line(layer, 200)}' lacks its {'base' if base not in forms else 'lora_B'}")
         used |= {down, up}
-        of_codes = merges.get(base, Merge(forms[base].shape))
+        of_codes = merges.get(base, Merge(tuple(forms[base].shape)))
         merges[base] = _adapted(of_codes, layer, (down, up), forms, settings)
     other = [name for name in forms if name not in used and any(part.startswith("lora_") for part in name.split("."))]
     if other:
@@ -157,16 +155,14 @@ def plan_merges(forms: Mapping[str, Form], settings: Mapping[str, Any], adapter:
     return merges
 
 
-def _is_codes(name: str, forms: Mapping[str, Form]) -> bool:
+def _is_codes(name: str, forms: Forms) -> bool:
     scale, form = forms.get(f"{name}_scale"), forms[name]
     return form.dtype == torch.int8 and len(form.shape) == 2 and scale is not None and scale.shape == form.shape[:1]
 
 
-def _adapted(
-    base: Merge, layer: str, adapter: tuple[str, str], forms: Mapping[str, Form], settings: Mapping[str, Any]
-) -> Merge:
+def _adapted(base: Merge, layer: str, adapter: tuple[str, str], forms: Forms, settings: Mapping[str, Any]) -> Merge:
     """Add an adapter to what a weight is made of."""
-    down, up = (forms[name].shape for name in adapter)
+    down, up = (tuple(forms[name].shape) for name in adapter)
     fits = len(down) == len(up) == 2 and down[0] == up[1] > 0
     straight, turned = ((up[0], down[1]), (down[1], up[0])) if fits else ((), ())
     if not fits or base.shape not in (straight, turned):
@@ -332,9 +328,8 @@ def adapter_name(name: str, adapter: str) -> str:
 
 def _merges(checkpoint: Checkpoint, adapter: str) -> dict[str, Merge]:
     """Find out which weights are merged with adapters, or made of codes."""
-    forms = {name: Form(saved.shape, saved.dtype) for name, saved in checkpoint.manifest.parameters.items()}
     try:
-        return plan_merges(forms, _parse(checkpoint, ADAPTER_CONFIG), adapter)
+        return plan_merges(checkpoint.manifest.parameters, _parse(checkpoint, ADAPTER_CONFIG), adapter)
     except ConfigError as error:
         raise checkpoint.fail(f"model.{ADAPTER_CONFIG}", f"cannot be merged: {error}.") from error
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from os import PathLike
@@ -23,12 +23,13 @@ from penstock.checkpoint.format import (
     decode,
     dtype_name,
     files_of,
+    named,
 )
 from penstock.checkpoint.tables import BoxExtent, RankTable, TileKey, UnitTable, why_not_whole
 from penstock.checkpoint.tensorfiles import read_tensors
 from penstock.checkpoint.tiles import TileReader
 from penstock.config import MASTER, OPTIMIZER, PARAM, is_average
-from penstock.errors import CheckpointError, call_failed
+from penstock.errors import CheckpointError
 from penstock.files import Field, read_bytes
 from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.rules.rule import BLOCK_NUMEL
@@ -123,10 +124,8 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = read_marker(folder)
     for entry in files_of(manifest):
         file = folder / entry.name
-        try:
+        with named("Reading", file):
             nbytes = file.stat().st_size if file.is_file() else -1
-        except OSError as error:
-            raise call_failed("Reading", file, error) from error
         if nbytes != entry.nbytes:
             why = f"has {nbytes:,} bytes, not {entry.nbytes:,}" if nbytes >= 0 else "is missing"
             raise CheckpointError(f"{file} {why}: the checkpoint is damaged. Load another one.", file=str(file))
@@ -140,7 +139,8 @@ def read_marker(folder: Path) -> Manifest:
         CheckpointError: names the file and the field.
     """
     marker = folder / MARKER
-    return Manifest.read(marker, _read(marker, most=MOST_MARKER_BYTES))
+    with named("Reading", marker):
+        return Manifest.read(marker, read_bytes(marker, MOST_MARKER_BYTES))
 
 
 def read_file(folder: Path, entry: FileEntry) -> bytes:
@@ -150,20 +150,13 @@ def read_file(folder: Path, entry: FileEntry) -> bytes:
         CheckpointError: it cannot be read, or is not what was written.
     """
     file = folder / entry.name
-    data = _read(file, most=entry.nbytes)
+    with named("Reading", file):
+        data = read_bytes(file, entry.nbytes)
     if len(data) != entry.nbytes or checksum(data) != entry.checksum:
         raise CheckpointError(
             f"{file} is damaged: its checksum is not the one in {MARKER}. Load another checkpoint.", file=str(file)
         )
     return data
-
-
-def _read(file: Path, *, most: int) -> bytes:
-    """Read a file that has at most so many bytes."""
-    try:
-        return read_bytes(file, most)
-    except OSError as error:
-        raise call_failed("Reading", file, error) from error
 
 
 def _read_tensors(folder: Path, entry: FileEntry | None) -> Mapping[str, Tensor]:
@@ -241,87 +234,58 @@ class Checkpoint:
         homes = (home.name for table in self.tables for unit in table.units for home in unit.homes)
         return {name for name in homes if is_average(name)}
 
-    def check_kinds(self, unit: UnitTable) -> None:
-        """Refuse a unit whose homes have what cannot be, or lack what its parameters need.
-
-        Raises:
-            CheckpointError: names the unit.
-        """
-        wrong = _wrong_kinds(self.manifest, unit)
-        if wrong is not None:
-            raise CheckpointError(f"Unit '{unit.name}' of {self.folder} {wrong}.", field="homes")
-
     def check_whole(self) -> None:
-        """Refuse a checkpoint in which an element of a parameter is not there, or is there twice.
+        """Refuse a checkpoint that has not every element of each parameter once, in kinds that there are.
 
         Raises:
-            CheckpointError: names the file and the parameter.
+            CheckpointError: names the file and the parameter, or the unit.
         """
         found: dict[str, dict[BoxExtent, list[tuple[int, int]]]] = {name: {} for name in self.manifest.parameters}
         for files, table in zip(self.manifest.ranks, self.tables, strict=True):
-            for slot in (slot for unit in table.units for slot in unit.slots if slot.name in found):
-                extent = BoxExtent.of(slot)
-                shape = self.manifest.parameters[slot.name].shape
-                if slot.region is not None and extent.shape != shape:
-                    file = str(self.folder / files.table.name)
-                    raise CheckpointError(
-                        f"{file}: '{slot.name}' is a part of shape {extent.shape}, and {MARKER} says {shape}. Load "
-                        "another checkpoint.",
-                        file=file,
-                        field="slots",
-                    )
-                found[slot.name].setdefault(extent, [])
-        for key in self.tiles():
-            for part in key.unit.parts(key.number):
-                if part.slot.name in found:
+            for unit in table.units:
+                wrong = _wrong_kinds(self.manifest, unit)
+                if wrong is not None:
+                    raise CheckpointError(f"Unit '{unit.name}' of {self.folder} {wrong}.", field="homes")
+                for slot in unit.slots:
+                    shape = self.manifest.parameters[slot.name].shape
+                    if BoxExtent.of(slot).shape != shape:
+                        file = str(self.folder / files.table.name)
+                        raise CheckpointError(
+                            f"{file}: '{slot.name}' has shape {BoxExtent.of(slot).shape}, and {MARKER} says {shape}. "
+                            "Load another checkpoint.",
+                            file=file,
+                            field="slots",
+                        )
+                    found[slot.name].setdefault(BoxExtent.of(slot), [])
+                for part in unit.parts_between(*unit.held_range):
                     found[part.slot.name][BoxExtent.of(part.slot)].append((part.start, part.stop))
         for name, extents in found.items():
             self._check_parts(name, extents)
 
-    def _check_parts(self, name: str, extents: Mapping[BoxExtent, list[tuple[int, int]]]) -> None:
-        """Refuse a parameter whose parts are not all of it, or have no tiles."""
+    def _check_parts(self, name: str, extents: Mapping[BoxExtent, Sequence[tuple[int, int]]]) -> None:
+        """Refuse a parameter whose parts are not all of it, or whose elements have no tile, or several.
+
+        Of one that was left out none is there.
+        """
         saved = self.manifest.parameters[name]
-        whole = BoxExtent(saved.shape, (0,) * len(saved.shape), saved.shape)
-        if all(extent.sizes == extent.shape for extent in extents):  # wherever it is a whole
-            ranges = [pair for of_extent in extents.values() for pair in of_extent]
-            self.check_covered(name, ranges, 0, whole.numel)
-            return
-        if any(extent.shape != saved.shape for extent in extents):
-            raise self.fail(f"parameters.{name}", f"has parts of another shape than {saved.shape}. Load another one.")
+        if saved.left_out and saved.trained:
+            raise self.fail(f"parameters.{name}", "was trained and left out, which no save does. Load another one.")
+        extents = extents or {BoxExtent.whole(saved.shape): []}
         if len(extents) > max(len(self.manifest.ranks), _MANY_PARTS):  # else a look at each pair could take for ever
             raise self.fail(f"parameters.{name}", "has more parts than any rank wrote. Load another one.")
         why = why_not_whole(saved.shape, list(extents))
         if why is not None:
             raise self.fail(f"parameters.{name}", f"{why}. Load another one.")
         for extent, ranges in extents.items():
-            self.check_covered(name, ranges, 0, extent.numel)
-
-    def check_covered(self, name: str, ranges: Iterable[tuple[int, int]], first: int, last: int) -> None:
-        """Refuse a parameter whose elements `first` to `last` are not all there, or some of them twice.
-
-        Of one that was left out none is there.
-
-        Arguments:
-            name: the parameter's.
-            ranges: ranges of its elements, one for each tile that has some.
-            first: the first element that is needed.
-            last: one past the last.
-
-        Raises:
-            CheckpointError: names the parameter.
-        """
-        saved = self.manifest.parameters[name]
-        if saved.left_out and saved.trained:
-            raise self.fail(f"parameters.{name}", "was trained and left out, which no save does. Load another one.")
-        cursor = first
-        for start, stop in sorted(ranges):
-            if start != cursor:
-                break
-            cursor = stop
-        if cursor != (first if saved.left_out else last):
-            raise self.fail(
-                f"parameters.{name}", f"has no tile for its element {cursor:,}, or more than one. Load another one."
-            )
+            cursor = 0
+            for start, stop in sorted(ranges):
+                if start != cursor:
+                    break
+                cursor = stop
+            if cursor != (0 if saved.left_out else extent.numel):
+                raise self.fail(
+                    f"parameters.{name}", f"has no tile for its element {cursor:,}, or more than one. Load another one."
+                )
 
     def value(self, name: str, value: object) -> Any:
         """Decode a part of the marker that is kept encoded; `name` is where it is in the marker."""
@@ -405,7 +369,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
             "rule": manifest.rule,
             "states": {state.name: dtype_name(state.dtype) for state in manifest.states},
             "groups": [
-                {"parameters": len(group.parameters), "options": _shortened(checkpoint, "groups", of_group)}
+                {"parameters": len(group.parameters), "options": _short(of_group)}
                 for group, of_group in zip(manifest.groups, options, strict=True)
             ],
         },
@@ -413,7 +377,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
         "tiers": _tiers(checkpoint),
         "buffers": len(manifest.buffers),
         "loss_scale": None if manifest.loss_scale is None else dict(manifest.loss_scale),
-        "extra": _shortened(checkpoint, "extra", checkpoint.value("extra", manifest.extra)),
+        "extra": _short(checkpoint.value("extra", manifest.extra)),
         "files": files,
         "bytes": sum(file["bytes"] for file in files),
     }
@@ -451,8 +415,7 @@ def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """
     nbytes: Counter[tuple[str, str]] = Counter()
     for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
-        first, last = unit.tile_range(unit.tiles[0])[0], unit.tile_range(unit.tiles[-1])[1]
-        first, last = first + unit.shard_start, last + unit.shard_start
+        first, last = unit.held_range
         ends = (
             (max(slot.start, first), min(slot.start + round_up(slot.numel, ALIGNMENT_NUMEL), last))
             for slot in unit.slots
@@ -470,14 +433,6 @@ def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         for tier, count in home.tiers:
             nbytes[home.name, tier] += count
     return [{"home": home, "tier": tier, "bytes": count} for (home, tier), count in nbytes.items()]
-
-
-def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
-    """Cut a value of the marker short, for people."""
-    try:
-        return _short(value)
-    except RecursionError:
-        raise checkpoint.fail(field, "is nested too deeply.") from None
 
 
 def _short(value: Any) -> Any:

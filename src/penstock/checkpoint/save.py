@@ -18,7 +18,6 @@ from penstock.checkpoint.folder import (
     commit,
     file_name,
     make_folder,
-    named,
     prune,
     remove_file,
     remove_folders,
@@ -26,11 +25,11 @@ from penstock.checkpoint.folder import (
     sync_folder,
     write_file,
 )
-from penstock.checkpoint.format import MARKER, FileEntry, Manifest, RankFiles, to_bytes
+from penstock.checkpoint.format import MARKER, FileEntry, Manifest, RankFiles, named, to_bytes
 from penstock.checkpoint.tables import RankTable, UnitTable
-from penstock.checkpoint.tensorfiles import tensors_to_bytes
+from penstock.checkpoint.tensorfiles import FILE_MODE, tensors_to_bytes
 from penstock.checkpoint.tiles import RingMemory, TileWriter, UnitSource
-from penstock.errors import CheckpointError, call_failed
+from penstock.errors import CheckpointError
 from penstock.files import Field, reader
 from penstock.runtime.control_group import ControlGroup, control_group_of_all
 from penstock.runtime.modes import engine_entry
@@ -77,14 +76,9 @@ def check_seen(folder: Path, control_group: ControlGroup) -> None:
     """
     if control_group.size == 1:
         return
-    name, failure = "", None
     with contextlib.ExitStack() as undo:
-        if control_group.is_first:
-            try:
-                name = _leave(folder, undo)
-            except Exception as error:
-                failure = error
-        control_group.agree(failure)
+        with control_group.together("save()"):
+            name = _leave(folder, undo) if control_group.is_first else ""
         name = control_group.share(name)
         said = control_group.collect([_sees(folder / name), socket.gethostname()])
     blind = [f"{rank} ({host})" for rank, (sees, host) in zip(control_group.members, said, strict=True) if not sees]
@@ -104,10 +98,8 @@ def _leave(folder: Path, undo: contextlib.ExitStack) -> str:
     # While it is held nobody cleans the folder: what is left of a process that was killed here has a name of a save's.
     undo.enter_context(FolderLock(folder)).share()
     file = folder / f"{MARKER}.{secrets.token_hex(4)}"
-    try:
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    except OSError as error:
-        raise call_failed("Writing", file, error) from error
+    with named("Writing", file):
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
     undo.callback(remove_file, file)
     return file.name
 
@@ -131,23 +123,6 @@ def _sees(file: Path) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SaveTarget:
-    """Where a save goes.
-
-    Attributes:
-        folder: the checkpoint's folder; it is there already.
-        made: the folder and those above it, as far as they were made for this save.
-        token: what file names begin with.
-        keep: how many checkpoints stay, with this one; `None` for all.
-    """
-
-    folder: Path
-    made: Sequence[Path]
-    token: str
-    keep: int | None
-
-
 _read_files = reader(RankFiles)
 
 
@@ -157,23 +132,29 @@ class Save:
 
     Attributes:
         control_group: the ranks.
-        target: where it goes.
+        folder: the checkpoint's folder; it is there already.
         sources: this rank's tiles.
         ring: the buffers that they pass.
         streams: those that copy what is on the device.
         random: states of this rank's generators.
         manifest: on the first rank, the marker; its files are filled in.
         tensors: those beside the marker; on another rank, those of its buffers that are not the first one's.
+        made: the folder and those above it, as far as they were made for this save.
+        token: what file names begin with.
+        keep: how many checkpoints stay, with this one; `None` for all.
     """
 
     control_group: ControlGroup
-    target: SaveTarget
+    folder: Path
     sources: Sequence[UnitSource]
     ring: RingMemory
     streams: Streams
     random: object
     manifest: Manifest | None
     tensors: Mapping[str, Tensor]
+    made: Sequence[Path] = ()
+    token: str = ""
+    keep: int | None = None
 
     def run(self) -> None:
         """Write everything. Collective.
@@ -187,13 +168,13 @@ class Save:
             CheckpointError: this checkpoint does not exist, and those before it are whole.
         """
         with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
-            undo.callback(remove_folders, self.target.made)  # by every rank: the last one finds them empty
+            undo.callback(remove_folders, self.made)  # by every rank: the last one finds them empty
             written, failure, hold = None, None, None
             try:
-                with named("Writing", self.target.folder):
+                with named("Writing", self.folder):
                     if self.manifest is not None:
                         # Before the first file is there: whoever cleans the folder would take it for a dead save's.
-                        hold = closing.enter_context(FolderLock(self.target.folder))
+                        hold = closing.enter_context(FolderLock(self.folder))
                         hold.share()
                     written = self._write(closing, undo)
             except BaseException as error:  # an interrupt too: the other ranks wait for this one's word
@@ -218,11 +199,11 @@ class Save:
             closing: gives up what is held until the marker is there.
             undo: removes the files again.
         """
-        rank, token = self.control_group.rank, self.target.token
+        rank, token = self.control_group.rank, self.token
         tables: Sequence[UnitTable] = []
         data: FileEntry | None = None
         if self.sources:
-            file = self.target.folder / file_name(token, ".tiles", rank)
+            file = self.folder / file_name(token, ".tiles", rank)
             writer = TileWriter(file, self.sources, self.ring.buffers, self.streams)
             # Closed after the marker is there: until then the lock of the open file keeps others from cleaning it away.
             closing.callback(writer.close)
@@ -234,12 +215,12 @@ class Save:
         if self.tensors:
             name = file_name(token, ".safetensors", None if self.control_group.is_first else rank)
             tensors = self._write_file(name, tensors_to_bytes(self.tensors), undo)
-        sync_folder(self.target.folder)  # the names; what is in the files is on the disk already
+        sync_folder(self.folder)  # the names; what is in the files is on the disk already
         return RankFiles(data, table, tensors)
 
     def _write_file(self, name: str, content: bytes, undo: contextlib.ExitStack) -> FileEntry:
-        entry = write_file(self.target.folder / name, content)
-        undo.callback(remove_file, self.target.folder / name)
+        entry = write_file(self.folder / name, content)
+        undo.callback(remove_file, self.folder / name)
         return entry
 
     def _commit(self, everyone: Sequence[object]) -> str | None:
@@ -252,22 +233,21 @@ class Save:
             return None
         try:
             first, *others = (
-                _read_files(Field(self.target.folder, f"what rank {rank} wrote", said))
-                for rank, said in enumerate(everyone)
+                _read_files(Field(self.folder, f"what rank {rank} wrote", said)) for rank, said in enumerate(everyone)
             )
             ranks = (replace(first, tensors=None), *others)
-            commit(self.target.folder, replace(self.manifest, ranks=ranks, tensors=first.tensors))
+            commit(self.folder, replace(self.manifest, ranks=ranks, tensors=first.tensors))
         except Exception as error:
-            return str(error) or f"Writing the marker of {self.target.folder} failed: {type(error).__name__}."
+            return str(error) or f"Writing the marker of {self.folder} failed: {type(error).__name__}."
         return None
 
     def _settle(self, hold: FolderLock | None) -> str | None:
         """Have the marker on the disk and remove what is not kept; returns what is unsure."""
         try:
             if hold is not None:
-                settle(self.target.folder, hold)
-                if self.target.keep is not None:
-                    prune(self.target.folder, self.target.keep)
+                settle(self.folder, hold)
+                if self.keep is not None:
+                    prune(self.folder, self.keep)
         except Exception as error:  # whatever it is: the other ranks wait to hear of it
             return f"{error} The checkpoint is whole, but may be gone after a power failure. Save again."
         return None

@@ -13,7 +13,7 @@ import torch
 from penstock.checkpoint.format import MOST_CHECKSUM, dtype_name, parse, read_dtype, read_shape
 from penstock.config import MASTER, PARAM, Tier
 from penstock.files import Field, members, reader
-from penstock.layout import ALIGNMENT_NUMEL, Region, Slot
+from penstock.layout import ALIGNMENT_NUMEL, FlatLayout, Region, Slot
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.topology import Grid
 from penstock.tiers.storage import CellPlan, RecordLayout
@@ -46,7 +46,7 @@ class BoxExtent(NamedTuple):
     def of(cls, slot: Slot) -> "BoxExtent":
         """Say where a slot lies in its parameter."""
         if slot.region is None:
-            return cls(slot.shape, (0,) * len(slot.shape), slot.shape)
+            return cls.whole(slot.shape)
         return cls(slot.region.shape, slot.region.offsets, slot.shape)
 
     @property
@@ -54,52 +54,26 @@ class BoxExtent(NamedTuple):
         """Elements of the box."""
         return prod(self.sizes)
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Find the runs of the box that have elements `start` to `stop` of the tensor.
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "BoxExtent":
+        """Return the box that is all of a tensor."""
+        return cls(shape, (0,) * len(shape), shape)
 
-        Yields:
-            For each its first element in the tensor and the one after its last, and where it begins in the box.
-        """
-        if not self.numel:
-            return
-        count, length, cut = self._rows()
-        number = max(0, bisect_right(range(count), start, key=lambda run: self._begin(run, cut)) - 1)
-        while number < count and (begin := self._begin(number, cut)) < stop:
-            first, last = max(begin, start), min(begin + length, stop)
-            if first < last:
-                yield first, last, number * length + first - begin
-            number += 1
+    def element(self, place: Sequence[int]) -> int:
+        """Count the elements of the box before the one that is at a place of the tensor."""
+        number = 0
+        for at, offset, size in zip(place, self.offsets, self.sizes, strict=True):
+            number = number * size + at - offset
+        return number
 
-    def places(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Find the runs that elements `start` to `stop` of the box are.
-
-        Yields:
-            For each its first element in the tensor and the one after its last, and where it begins in the box.
-        """
-        _, length, cut = self._rows()
-        while start < stop:
-            number, inside = divmod(start, length)
-            first = self._begin(number, cut) + inside
-            numel = min(length - inside, stop - start)
-            yield first, first + numel, start
-            start += numel
-
-    def _rows(self) -> tuple[int, int, int]:
-        """Count the runs and their elements, and say from which dimension on they go through all of it."""
-        cut = max((number for number in range(len(self.shape)) if self.sizes[number] < self.shape[number]), default=0)
-        return prod(self.sizes[:cut]), prod(self.sizes[cut:]), cut
-
-    def _begin(self, run: int, cut: int) -> int:
-        """Count where in the tensor a run begins: it goes through the dimensions from `cut` on as a whole."""
-        begin = 0
-        stride = 1
-        for number in reversed(range(len(self.shape))):
-            place = 0
-            if number < cut:
-                run, place = divmod(run, self.sizes[number])
-            begin += (self.offsets[number] + place) * stride
-            stride *= self.shape[number]
-        return begin
+    def overlap(self, other: "BoxExtent") -> "BoxExtent | None":
+        """Return the box of the elements that two boxes of a tensor have in common; `None` where there are none."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = [
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+        return BoxExtent(self.shape, offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
 def meet(source: BoxExtent, start: int, stop: int, own: BoxExtent) -> Iterator[tuple[int, int, int]]:
@@ -108,11 +82,28 @@ def meet(source: BoxExtent, start: int, stop: int, own: BoxExtent) -> Iterator[t
     Yields:
         For each run its first element in `own` and the one after its last, and where it begins in `source`.
     """
-    if not _overlap(source, own):  # most of what other ranks have: not a look at each of its rows
+    both = source.overlap(own)
+    if both is None:  # most of what other ranks have: not a look at each of its rows
         return
-    for first, last, at in source.places(start, stop):
-        for begin, end, inside in own.runs(first, last):
-            yield inside, inside + end - begin, at + begin - first
+    # A row goes through all of the dimensions behind the last one along which either box has more.
+    wider = [max(sizes) > size for *sizes, size in zip(source.sizes, own.sizes, both.sizes, strict=True)]
+    cut = max((dimension for dimension, is_wider in enumerate(wider) if is_wider), default=0)
+    rows, length = prod(both.sizes[:cut]), prod(both.sizes[cut:])
+
+    def begin(row: int) -> list[int]:
+        place = [*both.offsets]
+        for dimension in reversed(range(cut)):
+            row, inside = divmod(row, both.sizes[dimension])
+            place[dimension] += inside
+        return place
+
+    row = max(0, bisect_right(range(rows), start, key=lambda row: source.element(begin(row))) - 1)
+    while row < rows and (at := source.element(begin(row))) < stop:
+        first, last = max(at, start), min(at + length, stop)
+        if first < last:
+            inside = own.element(begin(row)) + first - at
+            yield inside, inside + last - first, first
+        row += 1
 
 
 def why_not_whole(shape: tuple[int, ...], extents: Sequence[BoxExtent]) -> str | None:
@@ -124,17 +115,11 @@ def why_not_whole(shape: tuple[int, ...], extents: Sequence[BoxExtent]) -> str |
         for other in filled[number + 1 :]:
             if shape and other.offsets[along] >= one.offsets[along] + one.sizes[along]:
                 break
-            if _overlap(one, other):
+            if one.overlap(other) is not None:
                 return f"has parts that overlap, at {list(one.offsets)} and {list(other.offsets)}"
     if (there := sum(extent.numel for extent in filled)) != prod(shape):
         return f"has parts of {there:,} of its {prod(shape):,} elements"
     return None
-
-
-def _overlap(one: BoxExtent, other: BoxExtent) -> bool:
-    """Whether two boxes of a tensor have elements in common."""
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in pairs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -194,17 +179,14 @@ def _read_slots(field: Field) -> tuple[Slot, ...]:
     """Read the slots of a unit, `[name, shape, start]` each, one after the other."""
     slots: list[Slot] = []
     for item in field.items():
-        name, shape, start, *region = item.items() if _has_region(item) else item.items(3)
+        is_part = isinstance(item.value, list) and len(item.value) == _SLOT_FIELDS + 1
+        name, shape, start, *region = item.items(_SLOT_FIELDS + is_part)
         if start.multiple(ALIGNMENT_NUMEL) < (slots[-1].stop if slots else 0):
             raise start.fail("lies in the slot before it")
         sizes = read_shape(shape)
         where = _read_region(region[0], name.string(), sizes) if region else None
         slots.append(Slot(name.string(), sizes, prod(sizes), start.integer(), where))
     return tuple(slots)
-
-
-def _has_region(item: Field) -> bool:
-    return isinstance(item.value, list) and len(item.value) == _SLOT_FIELDS + 1
 
 
 def _read_region(field: Field, name: str, sizes: tuple[int, ...]) -> Region:
@@ -263,35 +245,33 @@ class UnitTable:
     def records(self, number: int) -> list["TileRecord"]:
         """List a tile's records, one after the other."""
         start, stop = self.tile_range(number)
-        offset = self.offset + (number - self.first_tile) * sum(self._whole_tile_bytes)
+        offset = self.offset + (number - self.first_tile) * sum(self._record_bytes(self.tile_numel))
         records = []
         checksums = self.checksums[number - self.first_tile]
-        for home, nbytes, checksum in zip(self.homes, self._home_bytes(stop - start), checksums, strict=True):
+        for home, nbytes, checksum in zip(self.homes, self._record_bytes(stop - start), checksums, strict=True):
             records.append(TileRecord(home, offset, nbytes, checksum))
             offset += nbytes
         return records
 
-    @cached_property
-    def _whole_tile_bytes(self) -> tuple[int, ...]:
-        """Bytes of a whole tile, by home: the same for every tile but a shard's last one."""
-        return tuple(home.layout.record_bytes(self.tile_numel) for home in self.homes)
+    def _record_bytes(self, numel: int) -> list[int]:
+        """Compute the bytes of the records of a tile of so many elements, by home."""
+        return [home.layout.record_bytes(numel) for home in self.homes]
 
-    def _home_bytes(self, numel: int) -> tuple[int, ...]:
-        """Compute the bytes of a tile of so many elements, by home."""
-        if numel == self.tile_numel:
-            return self._whole_tile_bytes
-        return tuple(home.layout.record_bytes(numel) for home in self.homes)
-
-    @cached_property
-    def _slot_ends(self) -> tuple[list[int], list[int]]:
-        """Where slots begin, and where they stop: in order, so that a tile's are found without a look at all."""
-        return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
+    @property
+    def held_range(self) -> tuple[int, int]:
+        """First element of the unit's flat buffer that its tiles hold, and one past the last."""
+        first, last = self.tiles.start * self.tile_numel, self.tiles.stop * self.tile_numel
+        return self.shard_start + first, self.shard_start + min(last, self.shard_numel)
 
     def parts(self, number: int) -> Iterator["SlotPart"]:
         """Go through what a tile holds of each slot, in order."""
-        start, stop = (self.shard_start + element for element in self.tile_range(number))
-        starts, stops = self._slot_ends
-        for slot in self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]:
+        start, stop = self.tile_range(number)
+        return self.parts_between(self.shard_start + start, self.shard_start + stop)
+
+    def parts_between(self, start: int, stop: int) -> Iterator["SlotPart"]:
+        """Go through what elements `start` to `stop` of the unit's flat buffer are of each slot, in order."""
+        first = bisect_right(self.slots, start, key=lambda slot: slot.stop)  # slots are in order: not a look at each
+        for slot in self.slots[first : bisect_left(self.slots, stop, key=lambda slot: slot.start)]:
             first, last = max(slot.start, start), min(slot.stop, stop)
             if first < last:
                 yield SlotPart(slot, first - slot.start, last - slot.start, first - start)
@@ -299,16 +279,14 @@ class UnitTable:
     def pieces(self, number: int) -> Iterator["ParameterPiece"]:
         """Go through what a tile holds of each whole parameter: of one that is cut in columns, a piece for each row."""
         for slot, start, stop, inside in self.parts(number):
-            if slot.region is None:
-                yield ParameterPiece(slot.name, start, stop, inside)
-                continue
-            for first, last, at in BoxExtent.of(slot).places(start, stop):
+            extent = BoxExtent.of(slot)
+            for first, last, at in meet(extent, start, stop, BoxExtent.whole(extent.shape)):
                 yield ParameterPiece(slot.name, first, last, inside + at - start)
 
     @property
     def largest_tile_bytes(self) -> int:
         """Bytes of its largest tile."""
-        return sum(self._home_bytes(min(self.tile_numel, self.shard_numel)))
+        return sum(self._record_bytes(min(self.tile_numel, self.shard_numel)))
 
     @property
     def nbytes(self) -> int:
@@ -316,7 +294,9 @@ class UnitTable:
         if not self.checksums:
             return 0
         start, stop = self.tile_range(self.tiles[-1])
-        return (len(self.checksums) - 1) * sum(self._whole_tile_bytes) + sum(self._home_bytes(stop - start))
+        return (len(self.checksums) - 1) * sum(self._record_bytes(self.tile_numel)) + sum(
+            self._record_bytes(stop - start)
+        )
 
     def with_checksums(self, checksums: Sequence[Sequence[int]]) -> "UnitTable":
         """Copy it with the checksums that its tiles have once they are written."""
@@ -400,11 +380,34 @@ def own_slots(slots: Sequence[Slot], grid: Grid) -> tuple[Slot, ...]:
     return tuple(slot for slot in slots if slot.region is not None or grid.tp_rank == 0)
 
 
-def own_tiles(shard_numel: int, tile_numel: int, grid: Grid) -> tuple[int, int]:
-    """Say which tiles of a shard a rank saves, of those that have a copy of it: the first, and one past the last."""
-    count = -(-shard_numel // tile_numel)
+def draw_table(
+    name: str, layout: FlatLayout, homes: Sequence[HomeTable], tile_numel: int, grid: Grid, offset: int
+) -> UnitTable:
+    """Draw up what a rank saves of a unit. Of the ranks that have a copy of a shard, each saves some of its tiles.
+
+    Arguments:
+        name: the unit's.
+        layout: its flat buffer.
+        homes: what is kept of it.
+        tile_numel: elements of a tile.
+        grid: where the rank stands.
+        offset: where its tiles begin in the data file.
+    """
+    start, stop = layout.shard_range(grid.shard_rank)
+    count = -(-(stop - start) // tile_numel)
     # By numbers alone, which every replica knows: no tile is left out or written twice.
-    return count * grid.replica_rank // grid.replicas, count * (grid.replica_rank + 1) // grid.replicas
+    first, last = (count * number // grid.replicas for number in (grid.replica_rank, grid.replica_rank + 1))
+    return UnitTable(
+        name=name,
+        slots=own_slots(layout.slots, grid),
+        shard_start=start,
+        shard_numel=stop - start,
+        tile_numel=tile_numel,
+        first_tile=first,
+        homes=tuple(homes),
+        offset=offset,
+        checksums=((0,) * len(homes),) * (last - first),
+    )
 
 
 class TileKey(NamedTuple):
@@ -413,6 +416,10 @@ class TileKey(NamedTuple):
     file: Path
     unit: UnitTable
     number: int
+
+    def records(self) -> list["TileRecord"]:
+        """List its records, one after the other."""
+        return self.unit.records(self.number)
 
 
 class TileRecord(NamedTuple):

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -302,16 +302,12 @@ class TensorFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_GRAIN_BYTES)
         self._start = 8 + len(text)
-        try:
+        with _writing(path), contextlib.ExitStack() as undo:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-            try:
-                os.posix_fallocate(self._descriptor, 0, self._start + cursor)  # no room is known before the work
-                self._write(0, memoryview(len(text).to_bytes(8, "little") + text))
-            except OSError:
-                os.close(self._descriptor)
-                raise
-        except OSError as error:
-            raise failed(path, error) from error
+            undo.callback(os.close, self._descriptor)
+            os.posix_fallocate(self._descriptor, 0, self._start + cursor)  # no room is known before the work
+            self._write(0, memoryview(len(text).to_bytes(8, "little") + text))
+            undo.pop_all()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Write elements of a tensor.
@@ -328,11 +324,9 @@ class TensorFile:
         assert values.is_contiguous()
         nbytes = values.numel() * values.element_size()
         memory = (ctypes.c_char * nbytes).from_address(values.data_ptr()) if nbytes else b""
-        try:
-            offset = self._start + self._offsets[name] + start * values.element_size()
+        offset = self._start + self._offsets[name] + start * values.element_size()
+        with _writing(self._path):
             self._write(offset, memoryview(memory).cast("B"))
-        except OSError as error:
-            raise failed(self._path, error) from error
 
     def _write(self, offset: int, data: memoryview) -> None:
         while data:
@@ -345,15 +339,22 @@ class TensorFile:
         Raises:
             CheckpointError: some of it is not.
         """
-        try:
+        with _writing(self._path):
             os.fsync(self._descriptor)  # an export has its name once all of its files are on the disk
-        except OSError as error:
-            raise failed(self._path, error) from error
 
     def close(self) -> None:
         """Close the file. It stays."""
         with contextlib.suppress(OSError):  # `sync` has said it
             os.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the file in errors of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise failed(path, error) from error
 
 
 def failed(path: Path, error: OSError) -> CheckpointError:

@@ -1,30 +1,27 @@
-"""Tiles of one rank on their way to a data file and back, through a ring of buffers, past the page cache.
-
-What lies in a file on the same disk does not pass through memory on its way to a checkpoint: the kernel copies it, or
-lets both files share the blocks. Nobody has seen those bytes then, so they are read back and verified at the end: a
-checkpoint must not take the place of another one with a record that was damaged on the disk.
-"""
+"""Tiles of one rank on their way to a data file and back, through a ring of buffers, past the page cache."""
 
 import contextlib
 import errno
 import os
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.format import FileEntry
+from penstock.checkpoint.format import FileEntry, named
 from penstock.checkpoint.tables import TileKey, TileRecord, UnitTable
 from penstock.checkpoint.tensorfiles import FILE_MODE
-from penstock.errors import OPEN_FILES, CheckpointError, NvmeError, call_failed
+from penstock.errors import OPEN_FILES, CheckpointError, NvmeError
 from penstock.runtime.aio import File, Queue, Transfer
+from penstock.runtime.collectives import LocalRanks
 from penstock.runtime.host_memory import Arena, page_aligned
 from penstock.runtime.streams import Event, HostEvent, Streams
-from penstock.tiers.storage import RecordPlace, Segment, Storage
+from penstock.tiers.storage import Storage
 from penstock.tiers.transfer import take_tile
 from penstock.trace import Label
 
@@ -51,16 +48,6 @@ class UnitSource:
     homes: tuple[Storage, ...]
     ready: Event
     copied: HostEvent
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """A record that the kernel copied from a swap file, where it has this checksum."""
-
-    record: TileRecord
-    source: RecordPlace
-    what: str
-    checksum: int
 
 
 class RingMemory:
@@ -111,9 +98,7 @@ class TileWriter:
             raise _write_failed(path, error) from error
         self._file.lock()  # whoever cleans the folder on a file system without locks of folders leaves it alone
         self._ring = ring
-        self._in_flight: list[list[Transfer]] = [[] for _ in self._ring]
-        self._turn = 0
-        self._unseen: list[_Copied] = []
+        self._started: list[list[Transfer]] = []  # of each tile
 
     def write(self) -> tuple[FileEntry, list[UnitTable]]:
         """Write every tile, and have them on the disk.
@@ -122,25 +107,23 @@ class TileWriter:
             The file, and the tables with their checksums.
 
         Raises:
-            CheckpointError: a tile could not be written, or a record that the kernel copied is damaged.
+            CheckpointError: a tile could not be written, or its record in a swap file is damaged.
             Exception: what was to give a tile its values has failed.
         """
-        written: list[list[list[Transfer | _Copied]]] = []  # what has a checksum, once it is written
         try:
             for source in self._sources:
                 # site checkpoint.unit_updated
                 source.ready.synchronize()  # else a tile is copied while its update still writes it
-                written.append([self._write_tile(source, number) for number in source.table.tiles])
+                for number in source.table.tiles:
+                    self._write_tile(source, number)
                 source.copied.settle()  # after the last copy: the unit's next update begins now
-            for transfers in self._in_flight:
-                _wait(transfers)
+            _wait(self._started[-len(self._ring) :])
             self._file.sync()  # after the last write; whoever hears that this rank has written may write the marker
-            self._verify_copies()  # after the sync: before it, the page cache would say what the disk has not
         except OSError as error:
             raise _write_failed(self._path, error) from error
+        checksums = ([transfer.checksum for transfer in transfers] for transfers in self._started)
         tables = [
-            source.table.with_checksums([[checked.checksum for checked in of_tile] for of_tile in of_unit])
-            for source, of_unit in zip(self._sources, written, strict=True)
+            source.table.with_checksums([next(checksums) for _ in source.table.tiles]) for source in self._sources
         ]
         return FileEntry(self._path.name, self._nbytes, 0), tables
 
@@ -152,77 +135,24 @@ class TileWriter:
             self._file.close()
         self._ring = ()
 
-    def _write_tile(self, source: UnitSource, number: int) -> list[Transfer | _Copied]:
+    def _write_tile(self, source: UnitSource, number: int) -> None:
         """Copy a tile into the next buffer of the ring and start to write it: nothing reads it afterwards."""
-        buffer, transfers = self._ring[self._turn], self._in_flight[self._turn]
-        self._turn = (self._turn + 1) % len(self._ring)
-        _wait(transfers)  # else the buffer is filled anew while it is still being written
-        checked: list[Transfer | _Copied] = []
-        used = 0
-        for record, home in zip(source.table.records(number), source.homes, strict=True):
+        turn, records = len(self._started), source.table.records(number)
+        if turn >= len(self._ring):
+            _wait([self._started[turn - len(self._ring)]])  # else its buffer is filled while it is still being written
+        buffer = self._ring[turn % len(self._ring)][: sum(record.nbytes for record in records)]
+        transfers: list[Transfer] = []
+        self._started.append(transfers)
+        for record, part, home in zip(records, _parts(buffer, records), source.homes, strict=True):
             section, index = home.tile(number)
             what = f"{record.home.name} of unit '{source.table.name}', tile {number}"
-            copied = self._copy_in_kernel(section, index, record, what)
-            if copied is not None:
-                checked.append(copied)
-                continue
-            part = buffer[used : used + record.nbytes]
-            used += record.nbytes
             take_tile(section, index, part, self._streams, Label("save", source.table.name, record.home.name, number))
             transfers.append(self._file.write(record.offset, part, checksum=True, what=what))
-            checked.append(transfers[-1])
-        return checked
-
-    def _verify_copies(self) -> None:
-        """Read back what the kernel copied, a few records at a time. It is on the disk, and the ring is free."""
-        reading: deque[tuple[_Copied, Transfer]] = deque()
-        try:
-            for turn, copied in enumerate(self._unseen):
-                if len(reading) == len(self._ring):
-                    _check_copy(*reading.popleft(), self._path)
-                buffer = self._ring[turn % len(self._ring)][: copied.record.nbytes]
-                reading.append((copied, self._file.read(copied.record.offset, buffer, checksum=copied.checksum)))
-            while reading:
-                _check_copy(*reading.popleft(), self._path)
-        finally:
-            for _, transfer in reading:
-                with contextlib.suppress(NvmeError):
-                    transfer.wait()  # site checkpoint.copies_abandoned
-
-    def _copy_in_kernel(self, section: Segment, index: int, record: TileRecord, what: str) -> _Copied | None:
-        """Copy a record from its file; `None` where that is not possible, or the section has no records."""
-        stored = section.stored(index)
-        if stored is None or not stored.place.file.is_on_disk_of(self._path):
-            return None
-        place = stored.place
-        if not self._file.copy_from(place.file, place.offset, record.offset, record.nbytes):
-            return None
-        self._unseen.append(_Copied(record, place, what, stored.checksum))
-        return self._unseen[-1]
 
 
-def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
-    """Wait until a copy was read back; one that is not what its record was when it was written is an error."""
-    try:
-        transfer.wait()  # site checkpoint.copy_read_back
-    except NvmeError as error:
-        if error.errno != errno.EBADMSG:
-            raise
-        file, offset = copied.source.file.path, copied.source.offset
-        raise CheckpointError(
-            f"{copied.what}, {copied.record.nbytes:,} bytes at offset {offset:,} of {file}, is not what was written "
-            f"there when it was copied to {path}: the disk has damaged it, or another program. Nothing was saved, and "
-            "checkpoints that were whole before still are. Go on from the newest of them.",
-            file=file,
-            field=copied.what,
-        ) from error
-
-
-def _wait(transfers: list[Transfer]) -> None:
-    """Wait for transfers, and forget them."""
-    for transfer in transfers:
+def _wait(tiles: Sequence[Sequence[Transfer]]) -> None:
+    for transfer in (transfer for transfers in tiles for transfer in transfers):
         transfer.wait()  # site checkpoint.tile_written
-    transfers.clear()
 
 
 def _write_failed(path: Path, error: OSError) -> CheckpointError:
@@ -248,10 +178,31 @@ def _write_failed(path: Path, error: OSError) -> CheckpointError:
 
 
 class Tile(NamedTuple):
-    """A tile that was read: by home, the values of its kinds, until the next one is asked for."""
+    """A tile that was read, until the next one is asked for.
+
+    Attributes:
+        key: which tile.
+        data: its records, one after the other, as bytes.
+        homes: the values of its kinds, by home: views of `data`.
+    """
 
     key: TileKey
+    data: Tensor
     homes: Mapping[str, Mapping[str, Tensor]]
+
+    @classmethod
+    def of(cls, key: TileKey, data: Tensor, records: Sequence[TileRecord]) -> "Tile":
+        """View records that lie one after the other."""
+        start, stop = key.unit.tile_range(key.number)
+        homes = {}
+        for record, part in zip(records, _parts(data, records), strict=True):
+            views = record.home.layout.views(part, stop - start)
+            homes[record.home.name] = {cell.kind: view for cell, view in zip(record.home.cells, views, strict=True)}
+        return cls(key, data, homes)
+
+    def values(self, kind: str) -> Tensor | None:
+        """Return the values of a home that has one kind, which is called as it is; `None` where the tile has none."""
+        return self.homes.get(kind, {}).get(kind)
 
 
 class TileReader:
@@ -278,7 +229,7 @@ class TileReader:
             while True:
                 while ring and (key := next(waiting, None)) is not None:
                     buffer = ring.popleft()
-                    nbytes = sum(record.nbytes for record in key.unit.records(key.number))
+                    nbytes = sum(record.nbytes for record in key.records())
                     if buffer.numel() < nbytes:  # not what the table says of other tiles: these are in the file
                         buffer = page_aligned(nbytes)
                     tile, transfers = self._start(key, buffer, homes)
@@ -301,26 +252,18 @@ class TileReader:
     ) -> tuple[Tile, list[tuple[TileRecord, Transfer]]]:
         """Begin to read a tile into a buffer; what the tile says is there once the transfers are over."""
         file = self._open(key.file)
-        start, stop = key.unit.tile_range(key.number)
-        values: dict[str, dict[str, Tensor]] = {}
-        transfers, used = [], 0
-        for record in key.unit.records(key.number):
-            home = record.home
-            if homes is not None and home.name not in homes:
-                continue
-            part = buffer[used : used + record.nbytes]
-            used += record.nbytes
-            transfers.append((record, file.read(record.offset, part, checksum=record.checksum)))
-            views = home.layout.views(part, stop - start)
-            values[home.name] = {cell.kind: view for cell, view in zip(home.cells, views, strict=True)}
-        return Tile(key, values), transfers
+        records = [record for record in key.records() if homes is None or record.home.name in homes]
+        data = buffer[: sum(record.nbytes for record in records)]
+        transfers = [
+            (record, file.read(record.offset, part, checksum=record.checksum))
+            for record, part in zip(records, _parts(data, records), strict=True)
+        ]
+        return Tile.of(key, data, records), transfers
 
     def _open(self, path: Path) -> File:
         if path not in self._files:
-            try:
+            with named("Reading", path):
                 self._files[path] = File.existing(self._queue, path)
-            except OSError as error:
-                raise call_failed("Reading", path, error) from error
         return self._files[path]
 
     def close(self) -> None:
@@ -339,6 +282,12 @@ class TileReader:
         self.close()
 
 
+def _parts(data: Tensor, records: Sequence[TileRecord]) -> Sequence[Tensor]:
+    """View each of some records that lie one after the other."""
+    parts: Sequence[Tensor] = data.split([record.nbytes for record in records])  # type: ignore[no-untyped-call]
+    return parts
+
+
 def _finish(key: TileKey, record: TileRecord, transfer: Transfer) -> None:
     """Wait until a record was read and verified; name what is damaged."""
     try:
@@ -352,3 +301,52 @@ def _finish(key: TileKey, record: TileRecord, transfer: Transfer) -> None:
             file=str(key.file),
             field=what,
         ) from error
+
+
+# Read by several ranks of a host
+
+
+def digest(keys: Sequence[TileKey]) -> str:
+    """Tell apart what is read: ranks that read the same tiles have the same digest; of none it is empty."""
+    said = "|".join(f"{key.file.name} {key.unit.name} {key.number}" for key in keys)
+    return f"{crc32(said.encode()):08x} of {len(keys)}" if keys else ""
+
+
+def read_together(reader: TileReader, keys: Sequence[TileKey], ranks: LocalRanks | None) -> Generator[Tile]:
+    """Read tiles, each on one of the ranks, and yield all of them in order. Collective over these ranks.
+
+    A caller who stops early closes the generator: the others are told in the next round.
+
+    Arguments:
+        reader: reads and verifies this rank's part of them.
+        keys: which tiles, the same on all of these ranks.
+        ranks: of this host; `None` for this one alone.
+
+    Raises:
+        CheckpointError: a tile of any of them cannot be read, or is not what was written.
+    """
+    if ranks is None:
+        yield from reader.read(keys)
+        return
+    own = reader.read(keys[ranks.number :: ranks.size])
+    for first in range(0, len(keys), ranks.size):
+        of_round = [(key, key.records()) for key in keys[first : first + ranks.size]]
+        sizes = [sum(record.nbytes for record in records) for _, records in of_round]
+        packed = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        failure: Exception | None = None
+        try:
+            tile = next(own, None)
+            if tile is not None:
+                packed[: tile.data.numel()] = tile.data
+        except Exception as error:
+            failure = error  # told first: the others wait for this rank
+        if ranks.any(failure is not None):
+            raise failure or CheckpointError("Another rank of this host could not read its part of the tiles.")
+        parts = ranks.exchange(packed).cpu().view(-1, max(sizes))
+        for (key, records), nbytes, part in zip(of_round, sizes, parts, strict=False):
+            try:
+                yield Tile.of(key, part[:nbytes], records)
+            except GeneratorExit:
+                if first + ranks.size < len(keys):
+                    ranks.any(True)
+                raise

@@ -189,7 +189,7 @@ def export(
     with contextlib.closing(control_group), contextlib.ExitStack() as undo:
         with _together(control_group):
             opened = Checkpoint.open(checkpoint)
-            _check_whole(opened)
+            opened.check_whole()
             kind = None if average is False else _kind_of(opened, "" if average is True else average)
             sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only, merge_adapters=merge_adapters)
             left_out = undo.enter_context(contextlib.closing(LeftOut(opened, sets, base)))
@@ -252,14 +252,6 @@ def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> I
         if tensor.dtype not in DTYPES.values():
             raise checkpoint.fail(f"buffers.{name}", f"is {dtype_name(tensor.dtype)}, which no export has.")
         yield ExportSource(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
-
-
-def _check_whole(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint in which an element of a parameter is not in one tile, in a form that there is."""
-    for table in checkpoint.tables:
-        for unit in table.units:
-            checkpoint.check_kinds(unit)
-    checkpoint.check_whole()
 
 
 def _kind_of(checkpoint: Checkpoint, name: str) -> str:
@@ -337,8 +329,8 @@ def _values(
     checkpoint: Checkpoint, tile: Tile, piece: ParameterPiece, dtype: torch.dtype, average: str | None
 ) -> Tensor:
     """Make what is written of a piece: the average, or as trained where that is in `dtype`, else from the master."""
-    param = tile.homes.get(PARAM, {}).get(PARAM)
-    averaged = None if average is None else tile.homes.get(average, {}).get(average)
+    param = tile.values(PARAM)
+    averaged = None if average is None else tile.values(average)
     if averaged is None and param is not None and param.dtype == dtype:
         return param[_inside(piece)]
     return _converted(checkpoint, piece.name, _precise(tile, piece, average), dtype)
@@ -347,12 +339,12 @@ def _values(
 def _precise(tile: Tile, piece: ParameterPiece, average: str | None) -> Tensor:
     """Take a piece as precise as it is there: the average, or the master; codes as they are."""
     inside = _inside(piece)
-    param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
-    averaged = None if average is None else tile.homes.get(average, {}).get(average)
+    param, master = tile.values(PARAM), tile.values(MASTER)
+    averaged = None if average is None else tile.values(average)
     if averaged is not None:
         return averaged[inside]
     if param is None or (master is not None and master.dtype == torch.float32):
-        assert master is not None  # `check_kinds` has seen to it
+        assert master is not None  # `check_whole` has seen to it
         return master[inside]
     return read_master(param[inside], None if master is None else master[inside])
 

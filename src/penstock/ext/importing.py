@@ -17,7 +17,7 @@ from penstock.checkpoint.beside import to_tensors
 from penstock.checkpoint.folder import check_free, make_folder
 from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode
 from penstock.checkpoint.reader import next_serial
-from penstock.checkpoint.save import Save, SaveTarget
+from penstock.checkpoint.save import Save
 from penstock.checkpoint.tables import HomeTable, UnitTable
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.config import MASTER, OPTIMIZER, PARAM, Tier
@@ -120,13 +120,15 @@ def write_checkpoint(
     with contextlib.closing(RingMemory(sources, _CPU)) as ring, contextlib.closing(InlineStreams(_CPU)) as streams:
         Save(
             control_group=ControlGroup(),
-            target=SaveTarget(folder, make_folder(folder), manifest.token, keep=None),
+            folder=folder,
             sources=sources,
             ring=ring,
             streams=streams,
             random=None,
             manifest=manifest,
             tensors=tensors,
+            made=make_folder(folder),
+            token=manifest.token,
         ).run()
 
 

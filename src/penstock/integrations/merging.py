@@ -13,7 +13,6 @@ from penstock.checkpoint.beside import batches
 from penstock.checkpoint.pretrained import (
     ADAPTER,
     ADAPTER_CONFIG,
-    Form,
     Merge,
     adapter_name,
     base_name,
@@ -96,9 +95,8 @@ def _plan(model: nn.Module, entries: Mapping[str, Tensor], dtype: torch.dtype | 
         raise ConfigError(f"{type(model).__name__} has no adapters to merge. Save it as it is.")
     adapter, settings = texts[ADAPTER], json.loads(texts[ADAPTER_CONFIG])
     parameters = {name: entry for name, entry in entries.items() if isinstance(entry, nn.Parameter)}
-    forms = {name: Form(tuple(p.shape), p.dtype) for name, p in parameters.items()}
     try:
-        merges = plan_merges(forms, settings, adapter)
+        merges = plan_merges(parameters, settings, adapter)
     except ConfigError as error:
         raise ConfigError(f"{type(model).__name__} cannot be merged: {error}.") from error
     of_adapter = [name for merge in merges.values() for name in merge.adapter or ()]

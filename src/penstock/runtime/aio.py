@@ -44,8 +44,6 @@ ADVICE = {
     errno.EROFS: "Mount it writable, or give another nvme_path.",
     errno.EEXIST: "Give another nvme_path; remove the file if no other run uses it.",
 }
-# What copy_file_range says between file systems, and on those that cannot do it.
-_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM)
 
 DISK_FAILED = "The disk or its driver failed: see the kernel's log (dmesg), and give an nvme_path on another disk."
 CHANGED = "Another program wrote to the file, or the disk does not keep what it is given: give another nvme_path."
@@ -145,7 +143,7 @@ class File:
     def __init__(self, queue: Queue, path: str | PathLike[str], size: int, mode: int = 0o600) -> None:
         if size <= 0 or size % PAGE_BYTES:
             raise ValueError(f"a file of {size:,} bytes is not whole pages of {PAGE_BYTES}; round it up")
-        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode), writable=True)
+        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode))
 
     @classmethod
     def existing(cls, queue: Queue, path: str | PathLike[str], *, direct: bool = True) -> File:
@@ -161,19 +159,15 @@ class File:
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         file = cls.__new__(cls)
-        file._adopt(queue, os.fspath(path), os.fstat(descriptor).st_size, descriptor, writable=False, direct=direct)
+        file._adopt(queue, os.fspath(path), os.fstat(descriptor).st_size, descriptor, direct=direct)
         return file
 
-    def _adopt(
-        self, queue: Queue, path: str, size: int, descriptor: int, *, writable: bool, direct: bool = True
-    ) -> None:
+    def _adopt(self, queue: Queue, path: str, size: int, descriptor: int, *, direct: bool = True) -> None:
         """Set up the object for an open file; the descriptor is its own from here on."""
         self.path = path
         self.size = size
         self._queue = queue
-        self._writable = writable
         self._descriptor = descriptor
-        self._plain: int | None = None
         self._native: _native.File | None = _native.File(descriptor)
         self._moved_bytes = (0, 0)  # read and written, of a closed file
         self.direct = direct and _set_direct(descriptor)
@@ -228,50 +222,6 @@ class File:
         """
         return self._start(offset, source, what, write=True, sums=checksum and known is None, known=known)
 
-    def copy_from(self, source: File, source_offset: int, offset: int, nbytes: int) -> bool:
-        """Copy bytes of another file inside the kernel, which shares the blocks where the file system can.
-
-        Arguments:
-            source: the file to copy from.
-            source_offset: where the bytes begin there.
-            offset: where they go here.
-            nbytes: how many.
-
-        Returns:
-            Whether it was done. Where not, the kernel cannot copy between these files, and what is in that range of
-            this file now is not defined.
-
-        Raises:
-            OSError: the copy has failed, as on a full disk.
-        """
-        try:
-            while nbytes:
-                descriptors = source._plain_descriptor(), self._plain_descriptor()
-                moved = os.copy_file_range(*descriptors, nbytes, source_offset, offset)
-                if moved == 0:
-                    return False
-                source_offset, offset, nbytes = source_offset + moved, offset + moved, nbytes - moved
-        except OSError as error:
-            if error.errno in _NO_COPY:
-                return False
-            raise
-        return True
-
-    def _plain_descriptor(self) -> int:
-        """Open the file once more, without direct I/O, which would refuse a copy inside the kernel."""
-        if self._plain is None:
-            flags = (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC
-            try:
-                self._plain = os.open(f"/proc/self/fd/{self._descriptor}", flags)  # also where the path is gone
-            except OSError:
-                self._plain = os.open(self.path, flags)
-        return self._plain
-
-    def is_on_disk_of(self, path: str | PathLike[str]) -> bool:
-        """Whether the file is on the file system that a path is on. Its own path may be gone."""
-        assert self._native is not None
-        return os.fstat(self._descriptor).st_dev == os.stat(path).st_dev
-
     def remove(self) -> None:
         """Take the file's name away, if that is still its own. The bytes go when the file is closed."""
         assert self._native is not None
@@ -311,9 +261,6 @@ class File:
         finally:
             self._moved_bytes = (self.bytes_read, self.bytes_written)
             self._native = None
-            if self._plain is not None:
-                os.close(self._plain)
-                self._plain = None
 
     def __enter__(self) -> File:
         return self

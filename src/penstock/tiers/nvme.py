@@ -12,7 +12,7 @@ from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.runtime.aio import File, Queue, Transfer
 from penstock.runtime.swap import SwapFolder
-from penstock.tiers.storage import RecordPlace, Records, Segment, SegmentPlan, StoredRecord, SummedRecord, record_sizes
+from penstock.tiers.storage import RecordPlace, Records, Segment, SegmentPlan, SummedRecord, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
 
 
@@ -59,13 +59,6 @@ class FileRecords(Records):
         if not self._checksums:
             return None
         return SummedRecord(buffer, partial(self._read, number, sums=False), partial(self._write, number))
-
-    def stored(self, number: int) -> StoredRecord | None:
-        """Say where a tile's record is, and its checksum; `None` if none is known, or it was never written."""
-        last = self._transfers[number]
-        if last is None or not self._checksums:
-            return None
-        return StoredRecord(self._places[number], last.checksum)
 
     def cut(self, tile: int, start: int, plan: SegmentPlan) -> "FileRecords":
         """Make a section with records of its own from a byte of a tile's record on; this one keeps nothing there."""

@@ -249,13 +249,6 @@ class RecordPlace(NamedTuple):
     nbytes: int
 
 
-class StoredRecord(NamedTuple):
-    """A record that was written."""
-
-    place: RecordPlace
-    checksum: int
-
-
 class Segment(ABC):
     """Some kinds of a part of a unit's shard, on one tier.
 
@@ -310,11 +303,6 @@ class Segment(ABC):
     @abstractmethod
     def drop(self) -> None:
         """Let go of the values: they are elsewhere now."""
-
-    def stored(self, number: int) -> StoredRecord | None:
-        """Say where the record of a tile is in a file; `None` where it is in none."""
-        del number
-        return None
 
 
 class MemorySegment(Segment):

@@ -20,7 +20,7 @@ from penstock.checkpoint.format import parse, to_bytes
 from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.tables import BoxExtent, SlotPart, UnitTable, meet, own_slots, why_not_whole
 from penstock.checkpoint.tiles import UnitSource
-from penstock.engine.state.load_plan import Scattered, _SlotRange
+from penstock.engine.state.load_plan import SlotRange
 from penstock.errors import CheckpointError
 from penstock.ext import importing
 from penstock.ext.importing import Incoming, write_checkpoint
@@ -157,8 +157,8 @@ def damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Slo
     ("change", "said"),
     [
         (lambda s: replace(s, region=Region((41, 37), (1, 0))), "'parameters.weight' has parts that overlap"),
-        (lambda s: replace(s, region=Region((42, 37), (0, 0))), "'weight' is a part of shape"),
-        (lambda s: replace(s, region=None), "'parameters.weight' has parts of another shape"),
+        (lambda s: replace(s, region=Region((42, 37), (0, 0))), "'weight' has shape"),
+        (lambda s: replace(s, region=None), "'weight' has shape"),
         (lambda s: replace(s, shape=(19, 37), numel=19 * 37), "'parameters.weight' has parts of 1,480 of its 1,517"),
     ],
 )
@@ -195,20 +195,20 @@ def test_a_table_without_parts_has_the_fields_that_it_had(tmp_path: Path) -> Non
     assert unit.to_json()["slots"] == [["weight", (41, 37), 0], ["bias", (41,), 1536]]
 
 
-def scattered(there: BoxExtent, here: BoxExtent) -> Scattered:
+def cuts_blocks(there: BoxExtent, here: BoxExtent) -> bool:
     slots = [Slot("w", e.sizes, e.numel, 0, Region(e.shape, e.offsets)) for e in (there, here)]
     unit: Any = None  # runs are counted without one
-    return Scattered(_SlotRange(unit, slots[1], 0, here.numel, 0), SlotPart(slots[0], 0, there.numel, 0))
+    return SlotRange(unit, slots[1], 0, here.numel, 0).cuts_blocks(SlotPart(slots[0], 0, there.numel, 0))
 
 
 def test_blocks_of_8_bit_states_are_cut_or_not() -> None:
     rows, columns = extents([[0, 2, 4], [0, 512]]), extents([[0, 4], [0, 256, 512]])
-    assert not any(scattered(a, b).cuts_blocks() for a in rows for b in columns)
-    assert not scattered(extents([[0, 256, 300]])[1], extents([[0, 300]])[0]).cuts_blocks()
-    assert scattered(extents([[0, 100, 300]])[1], extents([[0, 300]])[0]).cuts_blocks()
-    assert scattered(extents([[0, 100, 300]])[0], extents([[0, 300]])[0]).cuts_blocks()
+    assert not any(cuts_blocks(a, b) for a in rows for b in columns)
+    assert not cuts_blocks(extents([[0, 256, 300]])[1], extents([[0, 300]])[0])
+    assert cuts_blocks(extents([[0, 100, 300]])[1], extents([[0, 300]])[0])
+    assert cuts_blocks(extents([[0, 100, 300]])[0], extents([[0, 300]])[0])
     narrow = extents([[0, 4], [0, 128, 512]])
-    assert scattered(rows[0], narrow[1]).cuts_blocks()
+    assert cuts_blocks(rows[0], narrow[1])
 
 
 def many_tiles(opened: Checkpoint, ranks: int, tiles: int) -> Checkpoint:
@@ -249,9 +249,6 @@ def test_ten_thousand_tiles_are_checked_within_a_second(tmp_path: Path, monkeypa
         assert time.process_time() - begun < 1, ranks
 
 
-def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, right = extents([[0, 1000], [0, 256, 512]])
-    looks = []
-    monkeypatch.setattr(BoxExtent, "runs", lambda *_: looks.append(1) or [])
+def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows() -> None:
+    left, right = extents([[0, 1 << 40], [0, 256, 512]])  # a look at each row would not end
     assert list(meet(left, 0, left.numel, right)) == []
-    assert not looks

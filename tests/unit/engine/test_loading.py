@@ -149,7 +149,7 @@ def check_torn(run: Run, prepared: Prepared, whole: Path, expected: Values) -> N
     iterate(run, *prepared, 1, 0, 1)
 
 
-@pytest.mark.parametrize("where", ["write_buffer", "write_random", "write_weights"])
+@pytest.mark.parametrize("where", ["write_buffer", "write_averages", "write_weights"])
 @pytest.mark.parametrize(
     "error", [OutOfMemoryError("out of memory"), KeyboardInterrupt()], ids=lambda e: type(e).__name__
 )

@@ -197,7 +197,7 @@ def busy_on_two_ranks(rank: int, parent: Path) -> str:
         patch.setattr(Save, "run", last)
         optimizer.save(parent / "a", blocking=False)
         if rank == 1:
-            optimizer._engine.saver._job.over.synchronize()
+            optimizer._engine.saver._job.synchronize()
         with pytest.raises(penstock.EngineError) as caught:
             optimizer.save(parent / "b", if_busy="raise")
         opened.set()
@@ -340,73 +340,32 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
     optimizer.close()
 
 
-def test_files_on_one_disk_are_copied_by_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bytes in the same places as through memory."""
-    copied: list[int] = []
-    copy = os.copy_file_range
-
-    def counted(*arguments: Any) -> int:
-        copied.append(copy(*arguments))
-        return copied[-1]
-
-    run = Run(BF16, IN_FILES)
-    _, optimizer, _ = after_steps(run)
-    monkeypatch.setattr(aio.os, "copy_file_range", counted)
-    optimizer.save(tmp_path / "kernel")
-    if not copied:
-        pytest.skip("the file system cannot")
-    monkeypatch.setattr(aio.File, "is_on_disk_of", lambda *_: False)
-    count = len(copied)
-    optimizer.save(tmp_path / "memory")
-    assert len(copied) == count
-    optimizer.close()
-    one, other = (next((tmp_path / name).glob("*.tiles")).read_bytes() for name in ("kernel", "memory"))
-    assert one == other
-    assert sum(copied) > len(one) / 2
-    assert different(loaded(tmp_path / "kernel", run), loaded(tmp_path / "memory", run)) == []
-
-
 def save_and_wait(optimizer: penstock.Optimizer, path: Path, **how: Any) -> None:
     optimizer.save(path, **how)
     optimizer.synchronize()
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_damaged_record_that_the_kernel_copies_is_no_checkpoint(
-    blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_record_of_a_swap_file_is_no_checkpoint(blocking: bool, tmp_path: Path) -> None:
     """Found before the last good one goes; the error names the swap file."""
     run = Run(BF16, IN_FILES)
     model, optimizer, _ = after_steps(run)
     optimizer.save(tmp_path / "good")
     good = values(model, optimizer)
-    record = next(
-        stored
-        for unit in optimizer._engine.context.units
-        if unit.trained and (stored := unit.trained.optimizer.sections[0].stored(0)) is not None
-    )
-    with open(record.place.file.path, "r+b") as opened:
-        opened.seek(record.place.offset + 5)
+    trained = next(unit.trained for unit in optimizer._engine.context.units if unit.trained)
+    place = trained.optimizer.sections[0]._places[0]
+    with open(place.file.path, "r+b") as opened:
+        opened.seek(place.offset + 5)
         byte = opened.read(1)
-        opened.seek(record.place.offset + 5)
+        opened.seek(place.offset + 5)
         opened.write(bytes([byte[0] ^ 1]))
         os.fsync(opened.fileno())
-    with pytest.raises(penstock.CheckpointError, match="is not what was written there") as caught:
+    with pytest.raises(penstock.CheckpointError, match=r"was not written\..* checksum") as caught:
         save_and_wait(optimizer, tmp_path / "bad", keep=1, blocking=blocking)
-    assert caught.value.file == record.place.file.path
+    assert caught.value.file == place.file.path
     assert names(tmp_path) == ["good"]
     optimizer.close(keep_params=False)
     assert different(loaded(tmp_path / "good", run), good) == []
-
-
-def test_a_copy_that_the_kernel_refuses_goes_through_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> int:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(aio.os, "copy_file_range", refuse)
-    run = Run(BF16, IN_FILES)
-    goes_on = saved(run, tmp_path / "a", steps=1)
-    assert resumed(run, tmp_path / "a", steps=1).otherwise(goes_on) == []
 
 
 def test_without_checksums_in_the_swap_files_tiles_have_some(tmp_path: Path) -> None:

@@ -114,12 +114,12 @@ def stored(optimizer: penstock.Optimizer) -> Iterator[tuple[str, int, int]]:
         for home in unit.homes.values():
             for section in home.sections:
                 for number in range(section.tiles if isinstance(section, FileRecords) else 0):
-                    found = section.stored(number)
-                    if found is not None:
-                        assert isinstance(section, FileRecords)
-                        buffer = page_aligned(found.place.nbytes)
-                        found.place.file.read(found.place.offset, buffer).wait()
-                        yield section.name(number), found.checksum, checksum(buffer)
+                    assert isinstance(section, FileRecords)
+                    place, written = section._places[number], section._transfers[number]
+                    if written is not None and section._checksums:
+                        buffer = page_aligned(place.nbytes)
+                        place.file.read(place.offset, buffer).wait()
+                        yield section.name(number), written.checksum, checksum(buffer)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,40 +15,39 @@ from penstock.engine.step.update import Updater
 from penstock.engine.unit.dtensor import cut, is_divided, own_part
 from penstock.engine.unit.unit import TrainingState, Unit, UnitGradient
 from penstock.errors import ConfigError, EngineError, NvmeError, PenstockError
-from penstock.layout import Region, Slot, SlotPiece
+from penstock.layout import Slot, SlotPiece
 from penstock.rules.formats import as_param, read_state, write_state
 from penstock.rules.rule import Scalars, StateSpec
-from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import FailedEvent
 
 # ----------------------------------------------------------------------------------------------------------------------
-# State in parts: something failed between the first write and the last. Whoever needs such a unit gets the error.
+# Failed state: a write stopped between its first and its last byte. Every later use of such a unit raises the error.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class FailedStateEvent(FailedEvent):
-    """The error was raised when it happened, and is raised again wherever the unit is needed."""
+    """The last write of a unit whose state has failed. Its error is raised again at every use of the unit."""
 
 
 class HalfMovedEvent(FailedStateEvent):
-    """Homes are half exchanged: a load would write to some of the old ones, and has to be refused as well."""
+    """The storage of a unit is half exchanged: a load would write to some of the old one, and is refused as well."""
 
 
 def tear(units: Iterable[Unit], error: BaseException, event: type[FailedStateEvent] = FailedStateEvent) -> None:
-    """Note that the state of these units is in parts: whoever waits for one of their homes gets the error."""
+    """Mark the state of units as failed: every wait for one of their storages raises the error."""
     for unit in units:
         for home in unit.updated_homes:
             # site failure.noted
-            home.note_write(event(error))  # the last write: gathers, updates, saves and looks all wait for it
+            home.note_write(event(error))  # the last write: every use of the storage waits for it (ordering rule 7)
 
 
 def state_has_failed(units: Iterable[Unit]) -> bool:
-    """Whether the state of any of them is in parts."""
+    """Return True if the state of one of the units has failed."""
     return any(isinstance(unit.params.memory.written, FailedStateEvent) for unit in units)
 
 
 def check_loadable(units: Iterable[Unit]) -> None:
-    """Raise the error of state that no load makes whole."""
+    """Raise the error of state that no load can replace."""
     for unit in units:
         written = unit.params.memory.written
         if isinstance(written, HalfMovedEvent):
@@ -56,66 +55,56 @@ def check_loadable(units: Iterable[Unit]) -> None:
 
 
 @contextmanager
-def broken_on_failure(units: Sequence[Unit], verb: str) -> Iterator[None]:
-    """Mark the engine of these units as of no more use where something fails inside, while homes are exchanged."""
-    try:
-        yield
-    except BaseException as error:
-        reason = str(error) or type(error).__name__
-        tear(
-            units,
-            EngineError(
-                f"{verb} failed while state changed its place. Close the optimizer with keep_params=False, prepare the "
-                f"model again, and load a checkpoint. ({reason})"
-            ),
-            HalfMovedEvent,
-        )
-        raise
+def failing_as_a_whole(units: Sequence[Unit], verb: str, *, moves: bool = False) -> Iterator[None]:
+    """Mark the state of these units as failed where something fails inside, in the middle of writing to them.
 
-
-@contextmanager
-def failing_as_a_whole(units: Sequence[Unit], verb: str) -> Iterator[None]:
-    """Mark the state of these units as in parts where something fails inside, in the middle of writing to them.
+    Arguments:
+        units: what is written.
+        verb: what is done, for the message.
+        moves: True if storages are exchanged inside: no load replaces such state, and the error is raised as it is.
 
     Raises:
-        EngineError: says that it is in parts, and of which units.
+        EngineError: says that the state has failed, and of which units.
     """
     try:
         yield
     except BaseException as error:
-        reason = str(error) or type(error).__name__
-        torn = EngineError(
-            f"{verb} failed in the middle, so the state of {_names(units)} is in parts. Load a checkpoint, or close "
-            f"the optimizer with keep_params=False. ({reason})"
-        )
-        torn.__cause__ = error
-        tear(units, torn)
-        if isinstance(error, PenstockError) or not isinstance(error, Exception):
+        if moves:
+            text = (
+                f"{verb} failed while state changed its place. Close the optimizer with keep_params=False, prepare the "
+                "model again, and load a checkpoint."
+            )
+        else:
+            what = f"unit '{units[0].name}'" if len(units) == 1 else f"{len(units)} units"
+            text = (
+                f"{verb} failed in the middle, so the state of {what} is in parts. Load a checkpoint, or close the "
+                "optimizer with keep_params=False."
+            )
+        failed = EngineError(f"{text} ({str(error) or type(error).__name__})")
+        failed.__cause__ = error
+        tear(units, failed, HalfMovedEvent if moves else FailedStateEvent)
+        if moves or isinstance(error, PenstockError) or not isinstance(error, Exception):
             raise
-        raise torn from error
-
-
-def _names(units: Sequence[Unit]) -> str:
-    return f"unit '{units[0].name}'" if len(units) == 1 else f"{len(units)} units"
+        raise failed from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Values of parameters, gradients and states as people give them.
+# Values of parameters, gradients and states as users give them.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def as_state(value: Any) -> Tensor:
-    """Make a value of a `state_dict`, which may be a number, a tensor."""
+    """Return a value of a `state_dict`, which may be a number, as a tensor."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def greater(one: float, other: float) -> float:
-    """Choose the greater of two numbers; NaN where one of them is, which `max` would drop."""
+    """Return the greater of two numbers, or NaN if one of them is NaN, which `max` would drop."""
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def check_value(name: str, slot: Slot, value: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Refuse what cannot be written, before anything is. `shape` is a state's, where it has another than its slot."""
+    """Refuse a value that cannot be written. `shape` is that of a state whose shape is not its slot's."""
     if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
         raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
     if shape not in (None, slot.shape):
@@ -127,116 +116,8 @@ def check_value(name: str, slot: Slot, value: Tensor, shape: tuple[int, ...] | N
         raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {whole}.")
 
 
-def flat_part(value: Tensor, like: Tensor, slot: Slot) -> Tensor:
-    """Cut a value for a parameter to what its slot holds, flat. Collective where a DTensor is divided otherwise."""
-    value = value.detach()
-    if is_divided(value):
-        value = own_part(value, like)
-    elif slot.region is not None:
-        value = cut(value, slot.shape, slot.region)
-    return value.reshape(-1)
-
-
-def among_zeros(own: Tensor, region: Region) -> Tensor:
-    """Put this rank's elements into a whole tensor, whose others are zeros."""
-    whole = torch.zeros(region.shape, dtype=own.dtype, device="cpu")
-    cut(whole, own.shape, region).copy_(own)
-    return whole
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Putting together what ranks have of a parameter or of a state, and finding this rank's part of a value.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 #: Values of a range of this rank's shard, piece by piece: first element, one past the last, values.
 Pieces = Iterator[tuple[int, int, Tensor]]
-
-
-class _RankPart(NamedTuple):
-    """Elements `start` to `stop` of what is put together, which are the rank's."""
-
-    rank: int
-    start: int
-    stop: int
-
-
-class RankParts:
-    """Puts together what ranks have. Every call that reads is collective.
-
-    Arguments:
-        ranks: all that train the model together.
-        device: where parts are while they travel.
-    """
-
-    def __init__(self, ranks: Collectives, device: torch.device) -> None:
-        self._ranks = ranks
-        self._device = device
-
-    def whole(self, unit: Unit, index: int, read: Callable[[int, int], Pieces]) -> Tensor:
-        """Put the parts of all ranks together, in fp32."""
-        return self.assembled(unit, index, self.own(unit, index, read))
-
-    def assembled(self, unit: Unit, index: int, own: Tensor) -> Tensor:
-        """Put together what ranks have of a parameter that they divide."""
-        slot = unit.layout.slots[index]
-        if slot.region is None:
-            return own
-        whole = among_zeros(own, slot.region).to(self._device)
-        self._ranks.assemble(whole)
-        return whole.cpu()
-
-    def own(
-        self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
-        slot = unit.layout.slots[index]
-        first = unit.own_range[0] - slot.start  # of this rank's shard, counted from the slot
-
-        def fill(part: Tensor, start: int, stop: int) -> None:
-            for begin, end, values in read(start - first, stop - first):
-                part[begin + first - start : end + first - start] = values
-
-        parts = [_RankPart(rank, start - slot.start, stop - slot.start) for rank, start, stop in _shares(unit, slot)]
-        return self._collect(unit, parts, fill, slot.numel, dtype).view(slot.shape)
-
-    def of_owner(self, unit: Unit, index: int, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Tensor:
-        """Give all ranks what the one that has a whole parameter keeps of it, in fp32. `read` gives it there, flat."""
-        ((owner, _, _),) = _shares(unit, unit.layout.slots[index])
-        numel = torch.Size(shape).numel()
-
-        def fill(part: Tensor, start: int, stop: int) -> None:
-            del start, stop
-            part.copy_(read())
-
-        return self._collect(unit, [_RankPart(owner, 0, numel)], fill, numel, torch.float32).view(shape)
-
-    def _collect(
-        self,
-        unit: Unit,
-        parts: Sequence[_RankPart],
-        fill: Callable[[Tensor, int, int], None],
-        numel: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Put parts together, flat, each filled by the rank that has it."""
-        whole = torch.empty(numel, dtype=dtype, device="cpu")
-        failure: NvmeError | None = None
-        for rank, start, stop in parts:
-            part = torch.empty(stop - start, dtype=dtype, device=self._device)
-            if rank == unit.rank:
-                try:
-                    fill(part, start, stop)
-                except NvmeError as error:
-                    failure = error  # raised below: the other ranks wait for this part, whatever it holds
-            self._ranks.broadcast_part(part, rank)
-            whole[start:stop] = part.cpu()
-        # Only a read of a file fails on one rank alone: the others would go on with a part that is not there.
-        if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
-            self._ranks.control_group.agree(failure)
-        elif failure is not None:
-            raise failure
-        return whole
 
 
 def part_of_this_rank(unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:
@@ -251,32 +132,35 @@ def part_of_this_rank(unit: Unit, index: int, value: Tensor) -> tuple[int, int, 
         return None
     start, stop = overlap
     first = unit.own_range[0]
-    values = flat_part(value, unit.parameters[index].tensor, slot)[start - slot.start : stop - slot.start]
+    value = value.detach()
+    if is_divided(value):
+        value = own_part(value, unit.parameters[index].tensor)  # collective where it is divided otherwise
+    elif slot.region is not None:
+        value = cut(value, slot.shape, slot.region)
+    values = value.reshape(-1)[start - slot.start : stop - slot.start]
     return start - first, stop - first, values.float() if unit.trained else values
 
 
-def _shares(unit: Unit, slot: Slot) -> Iterator[_RankPart]:
-    """Say which ranks have which elements of the unit's buffer that are a slot's."""
-    for rank in range(unit.layout.shards):
-        overlap = unit.layout.overlap(slot, rank)
-        if overlap is not None:
-            yield _RankPart(rank, *overlap)
+def _shares(unit: Unit, slot: Slot) -> list[tuple[int, int, int]]:
+    """List which ranks have which elements of a slot: rank, first element, one past the last."""
+    found = [(rank, unit.layout.overlap(slot, rank)) for rank in range(unit.layout.shards)]
+    return [(rank, own[0] - slot.start, own[1] - slot.start) for rank, own in found if own is not None]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Looking at training state and changing it, by parameter, wherever it lives.
+# Training state is read and written by parameter, on any tier.
 #
-# Every call is collective: all ranks make it, in the same order. Values are fp32 on the cpu, in the parameter's shape.
+# Every call is collective, in one order on all ranks. Values are fp32 on the cpu, in the parameter's shape.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class StateAccess:
-    """Reads and writes the cells of single parameters.
+    """Read and write the state of single parameters.
 
     Arguments:
-        gatherer: hears of parameters that were written.
+        gatherer: is told of parameters that were written.
         reducer: measures gradients that are set.
-        updater: knows how often each parameter was updated.
+        updater: counts the updates of each parameter.
     """
 
     def __init__(
@@ -293,33 +177,31 @@ class StateAccess:
         self._steps = updater.steps
         self._scalars = updater.scalars
         self._device = context.streams.device
-        self._parts = RankParts(context.ranks, context.streams.device)
         self._places = {p: (unit, index) for unit in context.units for index, p in enumerate(unit.spec.parameters)}
-        self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
+        self._given_state: set[nn.Parameter] = set()  # by `set_state`, before the first update
 
     def go_on_from(self, other: "StateAccess") -> None:
-        """Go on with what another one knows of the parameters: step counts, scalars, and who has state."""
+        """Take over step counts, scalars, and the set of parameters that have state."""
         self._steps.update(other._steps)
         self._scalars.update(other._scalars)
         self._given_state |= other._given_state
 
     def finish(self) -> None:
-        """Wait on the host until everything that was written has reached its home."""
+        """Wait on the host until everything that was written has reached its storage."""
         for unit in self._context.units:
             for home in unit.homes.values():
                 home.written.synchronize()  # site access.written
 
     def param(self, parameter: nn.Parameter) -> Tensor:
         """Return the parameter at master precision, in fp32."""
-        return self.exact_param(parameter).float()
-
-    def exact_param(self, parameter: nn.Parameter) -> Tensor:
-        """Return the parameter at master precision; a frozen one in its own dtype."""
-        return self._parts.assembled(*self._place(parameter), self.own_param(parameter))
+        return self._assembled(*self._place(parameter), self.own_param(parameter)).float()
 
     def own_param(self, parameter: nn.Parameter) -> Tensor:
-        """Return the same, of one that ranks divide this rank's elements alone."""
-        self.finish()  # an update that is under way writes what is read here
+        """Return the parameter at master precision, or in its own dtype if it is frozen.
+
+        Of one that ranks divide, this rank's elements.
+        """
+        self.finish()  # a read follows the last write, and an update may be under way (ordering rule 3)
         unit, index = self._place(parameter)
         dtype = torch.float32 if unit.trained else unit.spec.dtype
 
@@ -327,7 +209,7 @@ class StateAccess:
             for first, last, weights in unit.visit(start, stop):
                 yield first, last, weights.read() if unit.trained else weights.param
 
-        return self._parts.own(unit, index, read, dtype)
+        return self._own(unit, index, read, dtype)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
@@ -342,10 +224,10 @@ class StateAccess:
             for first, last, (values,) in gradient.home.visit(start, stop):
                 yield first, last, values.float() * self._context.gradient_scale.value
 
-        return self._parts.whole(unit, index, read)
+        return self._assembled(unit, index, self._own(unit, index, read))
 
     def grad_norms(self, norm_type: float) -> list[float]:
-        """Take the norm of each trained parameter's gradient so far, over ranks, by unit and slot. Collective.
+        """Compute the norm of each trained parameter's gradient so far, over ranks, by unit and slot. Collective.
 
         `norm_type` is above 0, infinity too, as in `torch.linalg.vector_norm`; without a gradient the norm is 0.
         """
@@ -394,9 +276,15 @@ class StateAccess:
                 yield first, last, read_state(spec, states[state], scales[state])
 
         if shape == unit.layout.slots[index].shape:
-            return self._parts.whole(unit, index, read)
-        # Values of another shape stand at the beginning of the parameter's tile.
-        return self._parts.of_owner(unit, index, shape, lambda: next(read(*_tile(unit, index)))[2][: math.prod(shape)])
+            return self._assembled(unit, index, self._own(unit, index, read))
+        # Values of another shape stand at the beginning of the parameter's tile, on the rank that has all of it.
+        ((owner, _, _),) = _shares(unit, unit.layout.slots[index])
+        numel = math.prod(shape)
+
+        def fill(part: Tensor, *_: int) -> None:
+            part.copy_(next(read(*_tile(unit, index)))[2][:numel])
+
+        return self._collect(unit, [(owner, 0, numel)], fill, numel, torch.float32).view(shape)
 
     def set_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the parameter and its master weights."""
@@ -435,7 +323,7 @@ class StateAccess:
         trained.gradient.held.add(index)
 
     def scale_grad(self, parameter: nn.Parameter, factor: float) -> None:
-        """Multiply the accumulated gradient, in its home and in its dtype. Not collective: each rank does its shard."""
+        """Multiply the accumulated gradient in its storage and dtype. Not collective: each rank scales its shard."""
         self.finish()
         unit, index, trained = self._trained_place(parameter)
         for part in unit.parts():
@@ -447,7 +335,7 @@ class StateAccess:
         self._reducer.changes += 1
 
     def _write_grad(self, gradient: UnitGradient, part: SlotPiece, values: Tensor) -> None:
-        """Write a part of a gradient as its home keeps it, and measure it."""
+        """Write a part of a gradient in the dtype of its storage, and measure it."""
         rounded = values.to(gradient.home.plans[0].cells[0].dtype)
         for first, last, (kept,) in gradient.home.visit(part.start, part.stop, modify=True):
             kept.copy_(rounded[first - part.start : last - part.start])
@@ -496,7 +384,7 @@ class StateAccess:
             raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
 
     def check_name(self, parameter: nn.Parameter, name: str) -> tuple[int, ...] | None:
-        """Refuse a state that there is not; return its shape, `None` of one that is a single number."""
+        """Refuse the name of a state that does not exist. Return its shape, `None` for a single number."""
         unit, index, _ = self._trained_place(parameter)
         return None if name == "step" or name in self._scalar_names else self._state_of(unit, index, name)[2]
 
@@ -535,7 +423,7 @@ class StateAccess:
         self._given_state.discard(parameter)
 
     def restore_counts(self, parameter: nn.Parameter, *, step: int, scalars: Scalars, has_state: bool) -> None:
-        """Restore what is known of a parameter beside the elements of its states, which are written elsewhere."""
+        """Restore the step count and the scalars of a parameter. The elements of its states are written elsewhere."""
         self._steps[parameter] = step
         self._scalars.pop(parameter, None)
         if scalars:
@@ -545,25 +433,25 @@ class StateAccess:
             self._given_state.add(parameter)
 
     def scalars(self, parameter: nn.Parameter) -> Scalars:
-        """Return the parameter's own scalars, where the rule has some."""
+        """Return the parameter's own scalars; empty if the rule has none."""
         return self._scalars.get(parameter, {})
 
     def has_state(self, parameter: nn.Parameter) -> bool:
-        """Whether it was updated, or its state was set."""
+        """Return True if the parameter was updated, or its state was set."""
         return self._steps[parameter] > 0 or parameter in self._given_state
 
     def state_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """Name what `state` knows of a parameter beside `"step"`."""
+        """Return the names that `state` accepts for a parameter beside `"step"`."""
         unit, index, _ = self._trained_place(parameter)
         return (*self._shapes(unit, index), *(name for name in self._scalar_names if name != "step"))
 
     def steps(self) -> Mapping[nn.Parameter, int]:
-        """Count the updates of each trained parameter."""
+        """Return the count of updates of each trained parameter."""
         return self._steps
 
     def is_trained(self, parameter: Tensor) -> bool:
-        """Whether it is a parameter that has optimizer state, or will."""
-        place = self._places.get(parameter)  # type: ignore[call-overload] # what is no parameter is not there
+        """Return True for a parameter that the optimizer trains."""
+        place = self._places.get(parameter)  # type: ignore[call-overload] # only parameters are keys
         return place is not None and place[0].trained is not None
 
     def unit_of(self, parameter: nn.Parameter) -> Unit:
@@ -571,6 +459,58 @@ class StateAccess:
         return self._place(parameter)[0]
 
     # Helpers
+
+    def _own(
+        self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Collect a slot from all shards. `read` yields the values of a range of this rank's shard. Collective."""
+        slot = unit.layout.slots[index]
+        first = unit.own_range[0] - slot.start  # of this rank's shard, counted from the slot
+
+        def fill(part: Tensor, start: int, stop: int) -> None:
+            for begin, end, values in read(start - first, stop - first):
+                part[begin + first - start : end + first - start] = values
+
+        return self._collect(unit, _shares(unit, slot), fill, slot.numel, dtype).view(slot.shape)
+
+    def _collect(
+        self,
+        unit: Unit,
+        shares: Sequence[tuple[int, int, int]],
+        fill: Callable[[Tensor, int, int], None],
+        numel: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Broadcast each part from the rank that has it, and return all of them as one flat tensor. Collective."""
+        ranks = self._context.ranks
+        whole = torch.empty(numel, dtype=dtype, device="cpu")
+        failure: NvmeError | None = None
+        for rank, start, stop in shares:
+            part = torch.empty(stop - start, dtype=dtype, device=self._device)
+            if rank == unit.rank:
+                try:
+                    fill(part, start, stop)
+                except NvmeError as error:
+                    failure = error  # raised below: the other ranks wait for this part (ordering rule 4)
+            ranks.broadcast_part(part, rank)
+            whole[start:stop] = part.cpu()
+        # Only a read of a file fails on one rank alone. Without the agreement the others would use values of no file.
+        if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
+            ranks.control_group.agree(failure)
+        elif failure is not None:
+            raise failure
+        return whole
+
+    def _assembled(self, unit: Unit, index: int, own: Tensor) -> Tensor:
+        """Assemble a parameter that tensor-parallel ranks divide. Collective."""
+        slot = unit.layout.slots[index]
+        if slot.region is None:
+            return own
+        whole = torch.zeros(slot.region.shape, dtype=own.dtype, device="cpu")
+        cut(whole, own.shape, slot.region).copy_(own)
+        whole = whole.to(self._device)
+        self._context.ranks.assemble(whole)
+        return whole.cpu()
 
     def _place(self, parameter: nn.Parameter) -> tuple[Unit, int]:
         place = self._places.get(parameter)
@@ -597,7 +537,7 @@ class StateAccess:
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def _state_of(self, unit: Unit, index: int, name: str) -> tuple[int, StateSpec, tuple[int, ...]]:
-        """Find a state of a parameter by its name: its number, how it is stored, and its shape."""
+        """Return the number, the storage format and the shape of a state, by its name."""
         shapes = self._shapes(unit, index)
         for number, spec in enumerate(unit.rule.states):
             if spec.name == name and name in shapes:
@@ -607,6 +547,6 @@ class StateAccess:
 
 
 def _tile(unit: Unit, index: int) -> tuple[int, int]:
-    """Say where the tile of a whole parameter lies in its rank's shard."""
+    """Return the range of the tile of an uncut parameter in its rank's shard."""
     start = unit.layout.slots[index].start - unit.own_range[0]
     return start, start + unit.spec.whole_numel

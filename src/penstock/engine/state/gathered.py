@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.config import PARAM
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.state.access import StateAccess
 from penstock.engine.step.context import EngineContext
@@ -117,9 +116,7 @@ class GatheredBlocks:
             weights.write(torch.where(changed, new.to(kept.device).float(), kept))
         if unit.secondary is not None:
             unit.outdate_parts()
-        if unit.replica is not None and not unit.resident:
-            for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
-                values.copy_(unit.full[first:last])
+        _write_replica(unit)
 
 
 def _changed(unit: Unit, before: Tensor) -> list[int]:
@@ -129,15 +126,18 @@ def _changed(unit: Unit, before: Tensor) -> list[int]:
 
 
 def _restore(unit: Unit, values: Tensor) -> None:
-    """Undo what was written into the parameters: into the home, too, if they rested where compute reads them."""
+    """Undo what was written into the parameters: into their home, too, if they rested where compute reads them."""
     unit.full.copy_(values)
-    home = unit.homes[PARAM]
-    start, stop = (0, unit.layout.numel) if unit.replica is not None else unit.own_range
-    if not unit.resident:
-        for first, last, (kept,) in home.visit(0, stop - start, modify=True):
-            kept.copy_(values[start + first : start + last])
-    if unit.trained is not None:  # a move inside has made a shadow of what was written
-        start, stop = unit.own_range
-        for first, last, weights in unit.visit(0, stop - start, modify=True):
-            if weights.shadow is not None:
-                weights.shadow.copy_(values[start + first : start + last])
+    _write_replica(unit)
+    start, stop = unit.own_range
+    for first, last, weights in unit.visit(0, stop - start, modify=True):
+        weights.param.copy_(values[start + first : start + last])
+        if weights.shadow is not None:  # a move inside has made it of what was written
+            weights.shadow.copy_(values[start + first : start + last])
+
+
+def _write_replica(unit: Unit) -> None:
+    """Write the full buffer into the home of all parameters, where the unit has one apart from it."""
+    if unit.replica is not None and not unit.resident:
+        for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
+            values.copy_(unit.full[first:last])

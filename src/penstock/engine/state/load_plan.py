@@ -1,16 +1,15 @@
-"""What is taken from a checkpoint, and where each tile goes."""
+"""The load plan: the tiles that a rank reads from a checkpoint, and where their elements go."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
-from penstock.checkpoint.reader import Checkpoint, stands_for
+from penstock.checkpoint.beside import decode_random, from_tensor, persistent_buffers, why_no_fit
+from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.tables import BoxExtent, SlotPart, TileKey, UnitTable, meet
 from penstock.checkpoint.tiles import Tile
 from penstock.config import MASTER, OPTIMIZER, PARAM
@@ -19,72 +18,12 @@ from penstock.engine.step.update import Updater
 from penstock.engine.unit.unit import Unit, WeightRange
 from penstock.errors import CheckpointError, ConfigError
 from penstock.files import Field
-from penstock.layout import ALIGNMENT_NUMEL, Slot
+from penstock.layout import Slot
 from penstock.rules.formats import read_master, read_state, write_state
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
-from penstock.runtime.collectives import Collectives
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which checkpoints a path stands for: the first rank says, and all ranks go by what it says.
-#
-# Each rank for itself could see another newest one: a save is over at another time for each of them, and file systems
-# show new files late.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint as this rank sees it.
-
-    Attributes:
-        folder: the checkpoint's own.
-        token: what the first rank has read in it.
-    """
-
-    folder: Path
-    token: str
-
-    def check(self, token: str) -> None:
-        """Refuse one that is another than the first rank's."""
-        if token != self.token:
-            raise CheckpointError(
-                f"{self.folder} is another checkpoint on this rank ({token}) than on the first ({self.token}). Give "
-                "all ranks the path of one checkpoint, on a file system that they share.",
-                file=str(self.folder),
-                field="token",
-            )
-
-
-def choose(path: Path, ranks: Collectives, failure: Exception | None) -> list[FoundCheckpoint]:
-    """Choose the checkpoints that a path stands for, the newest first; at least one. Collective.
-
-    Arguments:
-        path: itself a checkpoint, or a folder of some, or `latest` in one.
-        ranks: all ranks, which go by what the first one says.
-        failure: what this rank has failed with before, for all to hear of.
-
-    Raises:
-        CheckpointError: there is none.
-        EngineError: another rank has failed.
-    """
-    names: list[list[str]] = []
-    beside = False
-    if failure is None and ranks.number == 0:
-        try:
-            parent, found = stands_for(path)
-            beside = parent != path
-            names = [[name, token] for name, token in found]
-        except Exception as error:
-            failure = error
-    # Before the names: a rank that raised alone would leave the others waiting for them.
-    ranks.control_group.agree(failure)
-    beside, names = ranks.control_group.share([beside, names])
-    base = path.parent if beside else path
-    return [FoundCheckpoint(base / name, token) for name, token in names]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What an engine takes from a checkpoint: everything that can be wrong is found here, and nothing has changed.
+# Planning checks everything but the tiles, and changes nothing.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +31,7 @@ _MOST_NAMED = 8
 
 
 class Destination(NamedTuple):
-    """Elements `start` to `stop` of a unit's shard, which a tile holds from its element `inside` on."""
+    """Elements `start` to `stop` of a unit's shard. A tile holds them from its element `inside` on."""
 
     unit: Unit
     start: int
@@ -100,8 +39,8 @@ class Destination(NamedTuple):
     inside: int
 
 
-class _SlotRange(NamedTuple):
-    """Where elements `first` to `last` of a slot rest: in a unit's shard, the slot's first one at element `base`."""
+class SlotRange(NamedTuple):
+    """Elements `first` to `last` of a slot in a unit's shard, where its element 0 is at element `base`."""
 
     unit: Unit
     slot: Slot
@@ -109,70 +48,59 @@ class _SlotRange(NamedTuple):
     last: int
     base: int
 
-
-class Scattered(NamedTuple):
-    """What a tile has of a slot that is another box of its parameter here: runs that are counted when they are read."""
-
-    place: _SlotRange
-    part: SlotPart
-
-    def runs(self) -> Iterator[Destination]:
-        """Go through the runs that are both in the tile and in this rank's shard."""
-        (unit, slot, first, last, base), part = self
-        for begin, end, at in meet(BoxExtent.of(part.slot), part.start, part.stop, BoxExtent.of(slot)):
-            start, stop = max(begin, first), min(end, last)
+    def runs(self, part: SlotPart) -> Iterator[Destination]:
+        """Yield the runs of these elements that a tile's part of the parameter holds."""
+        there, here = BoxExtent.of(part.slot), BoxExtent.of(self.slot)
+        whole = [(part.start, part.stop, part.start)]
+        for begin, end, at in whole if there == here else meet(there, part.start, part.stop, here):
+            start, stop = max(begin, self.first), min(end, self.last)
             if start < stop:
                 inside = part.inside + at - part.start + start - begin
-                yield Destination(unit, start + base, stop + base, inside)
+                yield Destination(self.unit, start + self.base, stop + self.base, inside)
 
-    def cuts_blocks(self) -> bool:
-        """Whether a block of 8-bit states here would be of parts of several."""
-        base, slot, part = self.place.base, self.place.slot, self.part
-        for run in self.runs():
-            start, stop, there = run.start - base, run.stop - base, part.start + run.inside - part.inside
-            if start % BLOCK_NUMEL or there % BLOCK_NUMEL or (stop % BLOCK_NUMEL and stop != slot.numel):
+    def cuts_blocks(self, part: SlotPart) -> bool:
+        """Return True if a block of 8-bit states here would consist of parts of several blocks there."""
+        for run in self.runs(part):
+            start, stop = run.start - self.base, run.stop - self.base
+            there = part.start + run.inside - part.inside
+            if start % BLOCK_NUMEL or there % BLOCK_NUMEL or (stop % BLOCK_NUMEL and stop != self.slot.numel):
                 return True
         return False
 
 
-#: What is read, in order, and where it goes.
-Plan = list[tuple[TileKey, list[Destination | Scattered]]]
-
-
-def spread(runs: Sequence[Destination | Scattered]) -> Iterator[Destination]:
-    """Go through the runs of a tile, one by one."""
-    for run in runs:
-        if isinstance(run, Destination):
-            yield run
-        else:
-            yield from run.runs()
-
-
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is to be written into an engine, all of it checked but for the tiles themselves.
+    """Everything that a load writes into an engine. All of it is checked, except the bytes of the tiles.
 
     Attributes:
-        plan: which tiles are read, and where they go.
+        keys: the tiles that hold elements of this rank's shards, in the order of the files.
+        slots: the elements of each parameter in this rank's shards, by name.
         groups: the options of each param group.
         buffers: the values of buffers, by name.
-        random: the states of this rank's generators; `None` where there are none for it.
-        extra: what the user has added.
+        random: functions that set this rank's generators; empty if no states were saved for it.
+        extra: the values that the user added.
     """
 
     checkpoint: Checkpoint
-    plan: Plan
+    keys: Sequence[TileKey]
+    slots: Mapping[str, SlotRange]
     groups: Sequence[dict[str, Any]]
     buffers: Mapping[str, Tensor]
-    random: RandomStates | None
+    random: Sequence[Callable[[], object]]
     extra: dict[str, Any]
+
+    def runs(self, key: TileKey) -> Iterator[Destination]:
+        """Yield the runs of this rank's shards that a tile holds."""
+        for part in key.unit.parts(key.number):
+            if part.slot.name in self.slots:
+                yield from self.slots[part.slot.name].runs(part)
 
 
 class LoadPlanner:
-    """Holds checkpoints against one engine.
+    """Check checkpoints against one engine, and plan their loading.
 
     Arguments:
-        updater: says which options of a param group the rule has.
+        updater: checks the options of param groups.
     """
 
     def __init__(self, context: EngineContext, updater: Updater) -> None:
@@ -181,7 +109,7 @@ class LoadPlanner:
         self._device = context.streams.device
 
     def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> LoadPlan:
-        """Find out what this rank takes from a checkpoint, and check it.
+        """Plan what this rank reads from a checkpoint, and check it.
 
         Arguments:
             checkpoint: one that was opened.
@@ -193,15 +121,16 @@ class LoadPlanner:
         """
         self._check_parameters(checkpoint)
         groups: list[dict[str, Any]] = []
-        if self._context.trains:  # else parameters are all that is taken
+        if self._context.trains:  # without an optimizer only parameters are loaded
             self._check_states(checkpoint)
             groups = self._read_groups(checkpoint)
         buffers = self._read_buffers(checkpoint, own)
         extra: dict[str, Any] = checkpoint.value("extra", checkpoint.manifest.extra)
         if not isinstance(extra, dict):
             raise checkpoint.fail("extra", "is not an object.")
-        plan = self._plan(checkpoint)
-        return LoadPlan(checkpoint, plan, groups, buffers, self._read_random(checkpoint), extra)
+        slots = self._slots()
+        keys = self._keys(checkpoint, slots)
+        return LoadPlan(checkpoint, keys, slots, groups, buffers, self._read_random(checkpoint), extra)
 
     def _check_parameters(self, checkpoint: Checkpoint) -> None:
         """Check that the parameters have the model's names, shapes and kinds of dtypes."""
@@ -227,24 +156,17 @@ class LoadPlanner:
     def _check_states(self, checkpoint: Checkpoint) -> None:
         """Check that the states are those of the rule, where there are any, and that the loss scale is one."""
         manifest = checkpoint.manifest
-        here, there = ({state.name for state in states} for states in (self._context.rule.states, manifest.states))
-        if here != there and any(saved.has_state for saved in manifest.parameters.values()):
-            raise checkpoint.fail(
-                "states",
-                f"are {sorted(there)} of {manifest.rule}, and {self._context.rule.name} has {sorted(here)}. Prepare "
-                "with the optimizer that it was saved from.",
-            )
         for unit in (unit for unit in self._context.units if unit.trained is not None):
             for name in unit.spec.names:
-                own, kept = ({s.name for s in states} for states in (unit.rule.states, manifest.states_of(name)))
-                if own != kept and manifest.parameters[name].has_state:
+                here, there = ({s.name for s in states} for states in (unit.rule.states, manifest.states_of(name)))
+                if here != there and manifest.parameters[name].has_state:
                     raise checkpoint.fail(
                         f"parameters.{name}.states",
-                        f"are {sorted(kept)}, and {unit.rule.name}, which updates it here, has {sorted(own)}. Give it "
-                        "to the rule that it was saved from.",
+                        f"are {sorted(there)} of {manifest.rule}, and {unit.rule.name} has {sorted(here)}. Prepare "
+                        "with the optimizer that it was saved from.",
                     )
         for name, saved in manifest.parameters.items():
-            # A count of steps is the parameter's own, whether or not a rule keeps it among its scalars as well.
+            # The count of steps is stored with the parameter. A rule may keep it among its scalars as well.
             if saved.scalars and saved.scalars.keys() - {"step"} != {*self._context.rule.scalar_names} - {"step"}:
                 raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._context.rule.name}.")
         loss = self._context.gradient_scale.loss
@@ -300,94 +222,79 @@ class LoadPlanner:
                 )
             if why is not None:
                 raise checkpoint.fail(f"buffers.{name}", f"{why}. Load it into the model that it was saved of.")
-            if values[name].shape != buffer.shape:  # the memory that it is to have, before anything changes
+            if values[name].shape != buffer.shape:  # allocated before anything changes
                 values[name] = values[name].to(buffer.device, buffer.dtype, copy=True)
         return values
 
     def _shares_memory(self, buffer: Tensor) -> bool:
-        """Whether another parameter or buffer has memory of a buffer, and would lose it."""
+        """Return True if another parameter or buffer shares a buffer's memory."""
         tensors = itertools.chain(self._context.model.parameters(), self._context.model.buffers())
         storages = (t.untyped_storage() for t in tensors if t is not buffer and t.layout == torch.strided)
         own = buffer.untyped_storage().data_ptr()
         return own != 0 and any(storage.data_ptr() == own for storage in storages)
 
-    def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
-        """Read the random states of the same rank; one that was not there, or has saved none, goes on with its own.
+    def _read_random(self, checkpoint: Checkpoint) -> Sequence[Callable[[], object]]:
+        """Read the random states of the same rank. A rank without saved states keeps its own.
 
-        So does a model that nothing trains: these states are the run's, which may be another model's here.
+        So does a model without an optimizer: the states belong to the run of another model.
         """
         rank = self._context.ranks.number
         if not self._context.trains or rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
-            return None
+            return ()
         file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
         return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)
 
-    def _plan(self, checkpoint: Checkpoint) -> Plan:
-        """Plan what of each tile goes where. Every element of this rank's shards comes from one place."""
-        places: dict[str, _SlotRange] = {}
+    def _slots(self) -> dict[str, SlotRange]:
+        """List the elements of each parameter in this rank's shards, by name."""
+        slots = {}
         for unit in self._context.units:
             for index, start, stop in unit.parts():
                 slot = unit.layout.slots[index]
                 base = slot.start - unit.own_range[0]
-                places[slot.name] = _SlotRange(unit, slot, start - base, stop - base, base)
-        checkpoint.check_whole()
-        plan: Plan = []
-        for key in checkpoint.tiles():
-            runs: list[Destination | Scattered] = []
-            for part in key.unit.parts(key.number):
-                place = places.get(part.slot.name)
-                if place is None:
-                    continue
-                if BoxExtent.of(part.slot) != BoxExtent.of(place.slot):
-                    scattered = Scattered(place, part)
-                    if next(scattered.runs(), None) is not None:
-                        self._check_blocks(checkpoint, scattered)
-                        runs.append(scattered)
-                    continue
-                unit, _, first, last, base = place
-                start, stop = max(part.start, first), min(part.stop, last)
-                if start < stop:
-                    _append(runs, Destination(unit, start + base, stop + base, part.inside + start - part.start))
-            if runs:
-                plan.append((key, runs))
-        self._check_kinds(checkpoint, plan)
-        for key, runs in plan:
-            for run in runs:
-                _check_grains(checkpoint, key.unit, run)
-        return plan
+                slots[slot.name] = SlotRange(unit, slot, start - base, stop - base, base)
+        return slots
 
-    def _check_blocks(self, checkpoint: Checkpoint, scattered: Scattered) -> None:
-        """Refuse 8-bit states that are cut inside of a block: codes of two scales do not make one, exactly."""
-        unit = scattered.place.unit
-        if unit.trained is None:
+    def _keys(self, checkpoint: Checkpoint, slots: Mapping[str, SlotRange]) -> list[TileKey]:
+        """List the tiles that hold elements of this rank's shards. Refuse those that cannot be loaded."""
+        checkpoint.check_whole()
+        keys = []
+        for key in checkpoint.tiles():
+            is_needed = False
+            for part in key.unit.parts(key.number):
+                here = slots.get(part.slot.name)
+                if here is not None and next(here.runs(part), None) is not None:
+                    is_needed = True
+                    if here.unit.trained is not None:
+                        self._check_blocks(checkpoint, here, part)
+                        _check_grains(checkpoint, key.unit, here, part)
+            if is_needed:
+                keys.append(key)
+        return keys
+
+    def _check_blocks(self, checkpoint: Checkpoint, here: SlotRange, part: SlotPart) -> None:
+        """Refuse 8-bit states whose blocks would be cut: codes of two scales cannot become one block exactly."""
+        if all(state.scale_name is None for state in (*here.unit.rule.states, *checkpoint.manifest.states)):
             return
-        if all(state.scale_name is None for state in (*unit.rule.states, *checkpoint.manifest.states)):
-            return
-        if scattered.cuts_blocks():
+        if here.cuts_blocks(part):
             raise checkpoint.fail(
-                f"parameters.{scattered.place.slot.name}",
+                f"parameters.{here.slot.name}",
                 f"has 8-bit states in blocks of {BLOCK_NUMEL} elements, which would be cut when its parts change. Load "
                 "it over as many tensor-parallel ranks as it was saved by.",
             )
 
-    def _check_kinds(self, checkpoint: Checkpoint, plan: Plan) -> None:
-        """Check that each tile has the kinds that its parameters need, in the dtypes that they can have."""
-        for unit in {id(key.unit): key.unit for key, _ in plan}.values():
-            checkpoint.check_kinds(unit)
 
-
-def _check_grains(checkpoint: Checkpoint, table: UnitTable, run: Destination | Scattered) -> None:
-    """Refuse states that have not as many values in a tile as the rule reads from it, of whatever shape they are."""
+def _check_grains(checkpoint: Checkpoint, table: UnitTable, here: SlotRange, part: SlotPart) -> None:
+    """Refuse states that have fewer values in a tile than the rule reads from it."""
+    unit = here.unit
     grains = {cell.kind: cell.grain for home in table.homes if home.name == OPTIMIZER for cell in home.cells}
-    unit = run.unit if isinstance(run, Destination) else run.place.unit
-    for state in unit.rule.states if unit.trained is not None else ():
-        grain = grains.get(state.name, 1)
+    is_whole = not part.inside and part.stop - part.start == part.slot.numel
+    for state in unit.rule.states:
         if state.name not in grains:
             continue  # it was frozen there
-        needed = unit.spec.numel_of_its_own(state.name)
+        grain, needed = grains[state.name], unit.spec.numel_of_its_own(state.name)
         if needed is None:
             why = None if grain == 1 else f"has a value for {grain} elements, and {unit.rule.name} one for each"
-        elif not isinstance(run, Destination) or run.inside or run.stop - run.start > table.tile_numel:
+        elif not is_whole or BoxExtent.of(part.slot) != BoxExtent.of(here.slot):
             why = "is cut, and its states are of whole parameters"
         elif table.tile_numel // grain < needed:
             why = f"has {table.tile_numel // grain} values, and {unit.rule.name} keeps {needed}"
@@ -400,26 +307,14 @@ def _check_grains(checkpoint: Checkpoint, table: UnitTable, run: Destination | S
             )
 
 
-def _append(runs: list[Destination | Scattered], run: Destination) -> None:
-    """Add a run, or make the last one longer: between neighbouring slots is a gap that holds zeros in every layout."""
-    last = runs[-1] if runs else None
-    if isinstance(last, Destination):
-        gap = run.start - last.stop
-        alike = run.unit is last.unit and run.start - run.inside == last.start - last.inside
-        if alike and 0 <= gap < ALIGNMENT_NUMEL:
-            runs[-1] = last._replace(stop=run.stop)
-            return
-    runs.append(run)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# Tiles of a checkpoint on their way into the homes of an engine, whatever form either has.
+# Tiles of a checkpoint are written into the storage of an engine. Either may have any format.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def write_weights(tile: Tile, run: Destination) -> None:
-    """Write the parameters and master of a run, whatever form they were saved in."""
-    param, master = tile.homes.get(PARAM, {}).get(PARAM), tile.homes.get(MASTER, {}).get(MASTER)
+    """Write the parameters and master weights of a run, from any saved format."""
+    param, master = tile.values(PARAM), tile.values(MASTER)
     for first, last, weights in run.unit.visit(run.start, run.stop, modify=True):
         inside = slice(run.inside + first - run.start, run.inside + last - run.start)
         _write_piece(weights, None if param is None else param[inside], None if master is None else master[inside])
@@ -427,40 +322,27 @@ def write_weights(tile: Tile, run: Destination) -> None:
 
 def _write_piece(weights: WeightRange, param: Tensor | None, master: Tensor | None) -> None:
     written = weights.param if weights.shadow is None else weights.shadow
-    if param is not None and param.dtype == written.dtype and _alike(weights.master, master):
+    # Without a master here, the saved parameter is copied: rounding the saved master again could change it.
+    is_same = weights.master is None or (master is not None and master.dtype == weights.master.dtype)
+    if param is not None and ((param.dtype == written.dtype and is_same) or not written.dtype.is_floating_point):
         written.copy_(param)
         if weights.master is not None and master is not None:
             weights.master.copy_(master)
-    elif param is not None and (not written.dtype.is_floating_point or _is_all(weights.master, param, written)):
-        written.copy_(param)
+        if weights.shadow is not None:
+            weights.param.copy_(written)
+    elif master is not None and master.dtype == torch.float32:
+        weights.write(master)
     else:
-        value = master if master is not None and master.dtype == torch.float32 else read_master(_some(param), master)
-        weights.write(value)
-        return
-    if weights.shadow is not None:
-        weights.param.copy_(written)
-
-
-def _alike(one: Tensor | None, other: Tensor | None) -> bool:
-    return (one is None and other is None) or (one is not None and other is not None and one.dtype == other.dtype)
-
-
-def _is_all(master: Tensor | None, param: Tensor, written: Tensor) -> bool:
-    """Whether the parameter that was saved is all that is kept here: as it was computed with, not rounded again."""
-    return master is None and param.dtype == written.dtype
-
-
-def _some(param: Tensor | None) -> Tensor:
-    assert param is not None
-    return param
+        assert param is not None  # `check_whole` has seen to it
+        weights.write(read_master(param, master))
 
 
 def write_averages(tile: Tile, run: Destination) -> None:
-    """Write the averages of a run. One that the tile has not begins with the parameters, which were written before."""
+    """Write the averages of a run, after its parameters. An average that the tile lacks begins with the parameters."""
     trained = run.unit.trained
     assert trained is not None
     for kind, home in trained.averages.items():
-        saved = tile.homes.get(kind, {}).get(kind)
+        saved = tile.values(kind)
         for first, last, (values,) in home.visit(run.start, run.stop, modify=True):
             if saved is not None:
                 values.copy_(saved[run.inside + first - run.start : run.inside + last - run.start])
@@ -470,7 +352,7 @@ def write_averages(tile: Tile, run: Destination) -> None:
 
 
 def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], own: Sequence[StateSpec]) -> None:
-    """Write the optimizer states of a run from `saved` forms to `own` ones. What was frozen gets zeros."""
+    """Write the optimizer states of a run from `saved` formats to `own` ones. Parameters that were frozen get zeros."""
     trained = run.unit.trained
     assert trained is not None
     there = tile.homes.get(OPTIMIZER, {})
@@ -504,7 +386,7 @@ def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], o
 def _write_other_shapes(
     run: Destination, there: Mapping[str, Tensor], saved: Mapping[str, StateSpec], numels: Mapping[str, int]
 ) -> None:
-    """Write states that have not a value for each element: they stand at the beginning of the parameter's tile."""
+    """Write states without a value for each element. They are stored at the beginning of the parameter's tile."""
     unit, trained = run.unit, run.unit.trained
     assert trained is not None
     for _, _, views in trained.optimizer.visit(run.start, run.start + unit.spec.whole_numel, modify=True):

@@ -12,28 +12,23 @@ checkpoint has been loaded.
 
 import contextlib
 import logging
-from collections.abc import Generator
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from penstock.checkpoint.beside import persistent_buffers, write_buffer, write_random
-from penstock.checkpoint.folder import named
-from penstock.checkpoint.format import Manifest, SavedParameter
-from penstock.checkpoint.reader import Checkpoint
-from penstock.checkpoint.shared import digest, read_together
-from penstock.checkpoint.tiles import Tile, TileReader
+from penstock.checkpoint.beside import persistent_buffers, write_buffer
+from penstock.checkpoint.format import Manifest, SavedParameter, named
+from penstock.checkpoint.reader import Checkpoint, stands_for
+from penstock.checkpoint.tiles import TileReader, digest, read_together
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.state.access import StateAccess, check_loadable, state_has_failed, tear
 from penstock.engine.state.load_plan import (
-    FoundCheckpoint,
     LoadPlan,
     LoadPlanner,
-    choose,
-    spread,
     write_averages,
     write_states,
     write_weights,
@@ -45,6 +40,14 @@ from penstock.runtime.collectives import LocalRanks
 from penstock.runtime.streams import DONE
 
 logger = logging.getLogger("penstock")
+
+
+class _DamagedError(Exception):
+    """A rank has found the checkpoint damaged. It is raised on every rank, each of which tries the one before."""
+
+    def __init__(self, flaw: CheckpointError) -> None:
+        super().__init__(str(flaw))
+        self.flaw = flaw
 
 
 class StateLoader:
@@ -64,7 +67,7 @@ class StateLoader:
         self._access = access
         self._gatherer = gatherer
         self._reducer = reducer
-        self._taker = LoadPlanner(context, updater)
+        self._planner = LoadPlanner(context, updater)
 
     def load(self, path: str | PathLike[str], *, verify: bool | None) -> dict[str, Any]:
         """Load a checkpoint, and return its `extra`. Collective.
@@ -76,83 +79,74 @@ class StateLoader:
         Raises:
             CheckpointError: there is none, it is damaged or does not fit.
         """
-        failure: Exception | None = None
-        try:
+        path, control_group = Path(path), self._context.ranks.control_group
+        with control_group.together("load()"):
             check_loadable(self._context.units)
             if not state_has_failed(self._context.units):
                 self._access.finish()  # an update that is under way would write over what is loaded
-        except Exception as error:
-            failure = error  # told to all in `choose`: raised here, it would leave the other ranks waiting there
-        candidates = choose(Path(path), self._context.ranks, failure)
+            parent, found = stands_for(path) if control_group.is_first else (path, [])
+        # Each rank for itself could see another newest one: a save is over at another time for each of them, and file
+        # systems show new files late.
+        beside, found = control_group.share([parent != path, found])
         verify = self._was_trained() if verify is None else verify
-        for candidate in candidates:
-            with contextlib.ExitStack() as closing:
-                flaw, taken = self._examine(candidate, closing, verify=verify)
-                if taken is not None:
-                    flaw = self._write(taken)
-                    if flaw is None:
-                        return taken.extra
-            assert flaw is not None
-            if candidate is candidates[-1]:
+        for number, (name, token) in enumerate(found, 1):
+            folder = (path.parent if beside else path) / name
+            try:
+                return self._load(folder, token, verify=verify)
+            except _DamagedError as damaged:
+                flaw = damaged.flaw
+            if number == len(found):
                 raise flaw
-            logger.warning("%s is passed over. %s", candidate.folder, flaw)
-        raise AssertionError("there is at least one candidate")
+            logger.warning("%s is passed over. %s", folder, flaw)
+        raise AssertionError("there is at least one checkpoint")
 
     def _was_trained(self) -> bool:
-        """Whether the state in memory is worth more than one read of a checkpoint."""
+        """Return True if the state in memory is worth more than one read of a checkpoint."""
         return not state_has_failed(self._context.units) and any(map(self._access.has_state, self._access.steps()))
 
-    # Nothing has changed yet
+    def _load(self, folder: Path, token: str, *, verify: bool) -> dict[str, Any]:
+        """Load a checkpoint that has this token on the first rank. No rank writes before all have found it good."""
+        with self._finding_damage(), named("Reading", folder):
+            checkpoint = Checkpoint.read(folder)
+            if checkpoint.manifest.token != token:
+                raise CheckpointError(
+                    f"{folder} is another checkpoint on this rank ({checkpoint.manifest.token}) than on the first "
+                    f"({token}). Give all ranks the path of one checkpoint, on a file system that they share.",
+                    file=str(folder),
+                    field="token",
+                )
+            own = checkpoint.own_tensors(self._context.ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
+        with self._context.ranks.control_group.together("load()"):
+            self._check_left_out(checkpoint)
+            taken = self._planner.take(checkpoint, own)
+        with contextlib.ExitStack() as closing:
+            readers = self._find_readers(taken, closing)
+            if verify:
+                with self._finding_damage():
+                    self._verify(taken, readers)
+            if self._context.ranks.number == 0:
+                self._warn_of_buffers(taken)
+                self._warn_of_averages(checkpoint)
+            self._write(taken, readers)
+        return taken.extra
 
-    def _examine(
-        self, candidate: FoundCheckpoint, closing: contextlib.ExitStack, *, verify: bool
-    ) -> tuple[PenstockError | None, LoadPlan | None]:
-        """Find out what is to be written, or why the checkpoint is damaged, on this rank or another one.
-
-        Arguments:
-            candidate: the checkpoint.
-            closing: is closed when nothing more is read of it.
-            verify: whether to read every tile.
+    @contextlib.contextmanager
+    def _finding_damage(self) -> Iterator[None]:
+        """Stop every rank at the end of a block where one fails in it. Collective.
 
         Raises:
-            CheckpointError: it is whole, as far as is known, and does not fit.
+            _DamagedError: a rank has found the checkpoint damaged.
         """
-        taken: LoadPlan | None = None
-        damage: Exception | None = None
-        failure: Exception | None = None
-        try:
-            with named("Reading", candidate.folder):
-                checkpoint = Checkpoint.read(candidate.folder)
-                candidate.check(checkpoint.manifest.token)
-                own = (
-                    checkpoint.own_tensors(self._context.ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
-                )
-        except CheckpointError as error:
-            damage = error
-        except Exception as error:
-            failure = error
-        else:
+        control_group, damage = self._context.ranks.control_group, None
+        with control_group.together("load()"):
             try:
-                self._check_left_out(checkpoint)
-                taken = self._taker.take(checkpoint, own)
-            except Exception as error:
-                failure = error
-        self._find_readers(taken, closing)
-        if verify and taken is not None:
-            try:
-                self._verify(taken)
+                yield
             except CheckpointError as error:
                 damage = error
-            except Exception as error:
-                failure = error
-        # No rank writes before all have found theirs good: else some would hold this checkpoint, and others would not.
-        flaw = self._agree(failure, damage)
-        if flaw is not None:
-            return flaw, None
-        assert taken is not None
-        self._tell_of_buffers(taken)
-        self._tell_of_averages(taken.checkpoint)
-        return None, taken
+        try:
+            control_group.agree(damage)
+        except PenstockError as error:
+            raise _DamagedError(error if isinstance(error, CheckpointError) else CheckpointError(str(error))) from error
 
     def _check_left_out(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that has not the values of a unit which are in parts: those that it leaves out stay."""
@@ -165,51 +159,29 @@ class StateLoader:
                 "model again.",
             )
 
-    def _agree(self, failure: Exception | None, damage: Exception | None) -> PenstockError | None:
-        """Raise where any rank has failed; return what any rank has found damaged. Collective."""
-        # Both on every rank, whatever each has found: one that left after the first would be waited for at the second.
-        self._context.ranks.control_group.agree(failure)
-        try:
-            self._context.ranks.control_group.agree(damage)
-        except CheckpointError as error:
-            return error
-        except PenstockError as error:  # of another rank
-            return CheckpointError(str(error))
-        return None
-
-    def _find_readers(self, taken: LoadPlan | None, closing: contextlib.ExitStack) -> None:
+    def _find_readers(self, taken: LoadPlan, closing: contextlib.ExitStack) -> LocalRanks | None:
         """Find the ranks of this host that read the same tiles: copies of the same shard. Collective."""
-        self._readers: LocalRanks | None = None
         if self._context.ranks.replicas == 1:
-            return
-        what = "" if taken is None else digest([key for key, _ in taken.plan])
-        self._readers = LocalRanks.that_read(what, self._context.ranks, self._context.streams.device, whole=False)
-        if self._readers is not None:
-            closing.callback(self._readers.close)
+            return None
+        device = self._context.streams.device
+        readers = LocalRanks.that_read(digest(taken.keys), self._context.ranks, device, whole=False)
+        if readers is not None:
+            closing.callback(readers.close)
+        return readers
 
-    def _tiles(self, reader: TileReader, taken: LoadPlan) -> Generator[Tile]:
-        """Read what is to be written, in order."""
-        keys = [key for key, _ in taken.plan]
-        if self._readers is None:
-            yield from reader.read(keys)
-        else:
-            yield from read_together(reader, keys, self._readers)
-
-    def _verify(self, taken: LoadPlan) -> None:
+    def _verify(self, taken: LoadPlan, readers: LocalRanks | None) -> None:
         with TileReader() as reader:
-            for _ in self._tiles(reader, taken):
+            for _ in read_together(reader, taken.keys, readers):
                 pass
 
     def _is_of_as_many_ranks(self, checkpoint: Checkpoint) -> bool:
         return len(checkpoint.manifest.ranks) == self._context.ranks.world_size
 
-    def _tell_of_buffers(self, taken: LoadPlan) -> None:
+    def _warn_of_buffers(self, taken: LoadPlan) -> None:
         """Say which buffers get another shape, and where those of single ranks cannot go back to them."""
         checkpoint = taken.checkpoint
         ranks = checkpoint.manifest.ranks
         apart = sum(files.tensors is not None for files in ranks)
-        if self._context.ranks.number != 0:
-            return
         for name, buffer in persistent_buffers(self._context.model).items():
             shape = tuple(taken.buffers[name].shape)
             if shape != buffer.shape:
@@ -231,12 +203,10 @@ class StateLoader:
                 self._context.ranks.world_size,
             )
 
-    def _tell_of_averages(self, checkpoint: Checkpoint) -> None:
+    def _warn_of_averages(self, checkpoint: Checkpoint) -> None:
         """Say which averages of the parameters are here and not there, or there and not here."""
         here = {kind for unit in self._context.units if unit.trained is not None for kind in unit.trained.averages}
         there = checkpoint.averages
-        if self._context.ranks.number != 0:
-            return
         for kind in sorted(here - there):
             logger.warning("%s has no average '%s': it begins with the parameters.", checkpoint.folder, kind)
         for kind in sorted(there - here):
@@ -248,41 +218,34 @@ class StateLoader:
 
     # Changes
 
-    def _write(self, taken: LoadPlan) -> PenstockError | None:
-        """Write everything; return why the checkpoint is damaged after all. The state is in parts then.
+    def _write(self, taken: LoadPlan, readers: LocalRanks | None) -> None:
+        """Write everything.
 
         Raises:
-            Exception: something else failed. The state is in parts then, too.
+            _DamagedError: the checkpoint is damaged after all. The state has failed then.
+            Exception: something else failed. The state has failed then, too.
         """
-        failure: Exception | None = None
-        damage: Exception | None = None
+        interrupt: BaseException | None = None
         try:
-            with named("Reading", taken.checkpoint.folder):
-                self._read_tiles(taken)
-        except CheckpointError as error:
-            damage = error
-        except Exception as error:
-            failure = error
-        except BaseException as interrupt:  # the other ranks are to hear of it
-            failure = EngineError(f"Loading was interrupted ({type(interrupt).__name__}).")
-            failure.__cause__ = interrupt
-        try:
-            # Before anything counts as written: a rank whose tiles failed would train on beside ranks that have theirs.
-            flaw = self._agree(failure, damage)
-            if flaw is None:
-                self._count_as_written(taken.checkpoint.manifest)
-                self._replace(taken)
-                return None
+            with self._finding_damage(), named("Reading", taken.checkpoint.folder):
+                try:
+                    self._read_tiles(taken, readers)
+                except Exception:
+                    raise
+                except BaseException as error:  # the other ranks are to hear of it
+                    interrupt = error
+                    raise EngineError(f"Loading was interrupted ({type(error).__name__}).") from error
+            # After all ranks have read: one whose tiles failed would train on beside ranks that have theirs.
+            self._count_as_written(taken.checkpoint.manifest)
+            self._replace(taken)
         except BaseException as error:
-            torn = self._tear(error, taken.checkpoint)
-            cause = error.__cause__
-            if failure is not None and cause is not None and not isinstance(cause, Exception):
-                raise cause from None  # the interrupt
-            if torn is error or not isinstance(error, Exception):
+            # On every rank: those that found no damage have written tiles of the checkpoint too.
+            torn = self._tear(error.flaw if isinstance(error, _DamagedError) else error, taken.checkpoint)
+            if interrupt is not None:
+                raise interrupt from None
+            if torn is error or isinstance(error, _DamagedError) or not isinstance(error, Exception):
                 raise
             raise torn from error
-        self._tear(flaw, taken.checkpoint)  # on every rank: those that found no damage have tiles of it too
-        return flaw
 
     def _tear(self, error: BaseException, checkpoint: Checkpoint) -> BaseException:
         """Have whoever needs a unit get an error: writing has failed in the middle. Returns that error."""
@@ -299,11 +262,11 @@ class StateLoader:
         tear((u for u in self._context.units if not all(saved[name].left_out for name in u.spec.names)), error)
         return error
 
-    def _read_tiles(self, taken: LoadPlan) -> None:
+    def _read_tiles(self, taken: LoadPlan, readers: LocalRanks | None) -> None:
         states = {state.name: state for state in taken.checkpoint.manifest.states}
-        with TileReader() as reader, contextlib.closing(self._tiles(reader, taken)) as tiles:
-            for tile, (_, runs) in zip(tiles, taken.plan, strict=True):
-                for run in spread(runs):
+        with TileReader() as reader, contextlib.closing(read_together(reader, taken.keys, readers)) as tiles:
+            for tile in tiles:
+                for run in taken.runs(tile.key):
                     write_weights(tile, run)
                     if run.unit.trained is not None:
                         write_states(tile, run, states, run.unit.rule.states)
@@ -320,8 +283,8 @@ class StateLoader:
         manifest = taken.checkpoint.manifest
         if self._context.gradient_scale.loss is not None and manifest.loss_scale is not None:
             self._context.gradient_scale.loss.restore(manifest.loss_scale)
-        if taken.random is not None:
-            write_random(taken.random, self._context.streams.device)
+        for set_generator in taken.random:
+            set_generator()
 
     def _count_as_written(self, manifest: Manifest) -> None:
         """Let what is in the homes count: the rest of the engine takes note of it."""

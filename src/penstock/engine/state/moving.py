@@ -1,12 +1,11 @@
-"""Homes that move: state is taken off the device, or out of host memory, for a while, and brought back.
+"""Offload and reload: storage moves between tiers while training goes on.
 
-1. Take memory and space for the new homes of all units.
+1. Allocate the new storage of all units.
 2. Copy.
-3. Exchange the homes, on every rank or on none, and give the old ones back.
+3. Exchange the storages, on every rank or on none, and free the old ones.
 
-A move that is not waited for exchanges the homes at once: the new ones know when their values are there. Training goes
-on from wherever the state is: tiles are updated where their optimizer states are, and what they need is brought
-to them.
+A move that is not waited for exchanges the storages at once: the new ones hold the events of their copies. Training
+goes on with state on any tier: a tile is updated where its optimizer states are, and its other kinds are copied there.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
-from penstock.engine.state.access import broken_on_failure
+from penstock.engine.state.access import failing_as_a_whole
 from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit, UnitState
@@ -27,16 +26,16 @@ from penstock.tiers.tier import Reservation
 from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
-#: Where the homes of one unit are to be, by name.
+#: The planned segments of one unit's storages, by name.
 Wanted = Mapping[str, Sequence[SegmentPlan]]
 
 
 @dataclass
 class _Move:
-    """One unit's way to its new homes.
+    """The new storages of one unit.
 
     Attributes:
-        stale: whether the other ranks' parts of the parameters have yet to come from those ranks.
+        stale: True if the shards of other ranks have to be gathered before the parameters are used.
     """
 
     unit: Unit
@@ -48,28 +47,28 @@ class _Move:
         failure: Exception | None = None
         for home in self.homes.values():
             try:
-                # Each, also behind one that failed: else what the copies still write is given back under them.
+                # Each, also behind one that failed: memory lives until the last copy into it is over (ordering rule 1).
                 home.written.synchronize()  # site offload.arrived
             except Exception as error:
                 failure = failure or error
         return failure
 
     def left(self) -> list[Segment]:
-        """List the sections that the unit leaves behind."""
+        """List the old segments of the unit that are freed after the move."""
         return [
             s for name, home in self.homes.items() for s in self.unit.homes[name].sections if s not in home.sections
         ]
 
 
 class StateOffloader:
-    """Moves the homes of all units between tiers.
+    """Move the storage of all units between tiers.
 
     Arguments:
-        plans: what the placement asks for, for each unit.
+        plans: the storage that the placement asks for, for each unit.
         gatherer: keeps the parameters of units that are in use.
         reducer: keeps gradients that are not reduced yet.
-        in_use: says whether compute may read a unit's parameters now.
-        plan_staging: plans the buffers that given homes need.
+        in_use: returns True if compute may read a unit's parameters now.
+        plan_staging: plans the buffers that given storages need.
     """
 
     def __init__(
@@ -88,22 +87,22 @@ class StateOffloader:
         self._reducer = reducer
         self._in_use = in_use
         self._plan_staging = plan_staging
-        self._keep = False  # what the last offload took, once a reload has left it
-        self._cleaned: Event = DONE  # after it, what the last move left behind has been given back
-        self._clean_up: Callable[[], None] | None = None  # the same, as long as no thread does it
+        self._keep = False  # the memory of the last offload, for the next one
+        self._cleaned: Event = DONE  # the old storage of the last move was freed by a thread
+        self._clean_up: Callable[[], None] | None = None  # frees it, as long as no thread does
 
     def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool, keep: bool) -> None:
-        """Move homes to the cpu or the nvme tier. What is there already stays as it is. Collective.
+        """Move storages to the cpu or the nvme tier. Those that are there stay as they are. Collective.
 
-        Updates are over, and gradients are there.
+        Precondition: no update is under way, and gradients have arrived.
 
         Arguments:
-            homes: which homes, by name: param, grad, master, optimizer.
+            homes: the names of the storages: param, grad, master, optimizer.
             to: the tier that they move to.
-            pin: whether to page-lock the host memory.
-            wait: whether to return when it is done; else the state is in flight, and its old memory goes once it has
+            pin: page-lock the host memory.
+            wait: return when the move is done. Else the state is in flight, and its old memory is freed once it has
                 arrived.
-            keep: whether the memory and the files that this takes are kept by the reload, for the next offload.
+            keep: have the reload keep the memory and the files that this allocates, for the next offload.
 
         Raises:
             MemoryBudgetError, NvmeError: there is no room for it, or a transfer failed that was waited for. Nothing has
@@ -118,40 +117,41 @@ class StateOffloader:
         self._gatherer.rest()
         wanted = {unit: self._offloaded(unit, homes, to) for unit in self._context.units}
         if any(_parts_from_shadow(unit, plans, homes, to) for unit, plans in wanted.items()):
-            # Shadows stand between homes of parameters and of the optimizer. Tiles are brought instead. All shadows
-            # go, those of units that stay too: they share slabs.
+            # Parameter staging joins parameters and optimizer states of two tiers. After the move tiles are copied
+            # instead. The staging of all units goes, as they share slabs.
             for unit in self._context.units:
                 if unit.trained is not None:
                     wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
         self._keep = keep
         if not keep:
-            self.finish()  # the last reload may still be about to keep something
+            self.finish()  # the clean-up of the last reload may still keep memory
             self._context.store.give_back_kept()
         self._move(wanted, pin=pin, wait=wait)
 
     def reload(self, *, wait: bool) -> None:
-        """Move every home to where the placement wants it. Collective. Needs and raises what `offload` does."""
+        """Move every storage to the tier of the placement. Collective. Needs and raises the same as `offload`."""
         self._gatherer.drop_unused()
         self._reducer.rest(self._context.units)
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait, back=True)
-        self._context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
+        # Not within a backward: pinning memory may wait for device work that later work completes (ordering rule 5).
+        self._context.staging.take()
 
     @property
     def is_away(self) -> bool:
-        """Whether anything is elsewhere than the placement wants it."""
+        """True if a storage is not where the placement wants it."""
         return any(
             unit.homes[n].plans != tuple(p) for unit, plan in self._plans.items() for n, p in plan.sections.items()
         )
 
     def finish(self) -> None:
-        """Wait until what the last move left behind has been given back, or do what is left of that."""
+        """Wait until the old storage of the last move is freed, or free what is left of it."""
         self._cleaned.synchronize()  # site offload.cleaned_up
         if self._clean_up is not None:
             self._clean_up()
             self._clean_up = None
 
     def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool = False) -> None:
-        self.finish()  # else the memory of two moves would be taken at once
+        self.finish()  # else the memory of two moves would be allocated at once
         changes = {
             unit: {name: plans for name, plans in homes.items() if tuple(plans) != unit.homes[name].plans}
             for unit, homes in wanted.items()
@@ -167,10 +167,11 @@ class StateOffloader:
         old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
         slots = transit_slots([*old, *new])
         ring, buffers, moves = Ring(), Buffers(self._context.store), list[_Move]()
-        failure: Exception | None = None
+        verb = "reload_states()" if back else "offload_states()"
         with contextlib.ExitStack() as undo:
-            undo.callback(self._take_back_lent, changes)  # undone in reverse: after whatever still copies to it
-            try:  # 1.
+            undo.callback(self._take_back_lent, changes)  # undone in reverse: after the last copy into it
+            # 1. No rank copies before all have allocated: else some would move, and the others would not.
+            with self._context.ranks.control_group.together(verb):
                 buffered = [plan for slot in slots for plan in slot.sections()]
                 reserved = self._context.store.reserve(
                     [*new, *buffered], pin=pin, apart=self._away(new), keep=self._keep
@@ -178,24 +179,20 @@ class StateOffloader:
                 undo.callback(reserved.cancel)
                 moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
                 ring.fill(buffers.make_slots(slots, reserved))
-            except Exception as error:  # ours, or torch's where the device has no room
-                failure = error
-            # No rank copies before all have room: else some would move, and the others would not.
-            self._context.ranks.control_group.agree(failure)
-            undo.callback(_wait, moves, ring)  # before memory goes, should the rest fail: copies may be under way
+            undo.callback(_wait, moves, ring)  # if the rest fails, memory lives until its copies end (ordering rule 1)
             movement = Transfers(self._context.streams, ring)  # 2.
             for move in moves:
                 self._copy_unit(move, movement)
             if wait:
                 self._context.ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
-            ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
-            # Here: whatever an interrupt leaves is planned for when it is used.
+            ring.forget()  # else later reads would use its records, and updates behind the clean-up wait for those
+            # Before the exchange: after an interrupt the staging is planned again at its next use.
             self._context.staging.give_back(self._plan_now)
             undo.pop_all()
-        with broken_on_failure(self._context.units, "reload_states()" if back else "offload_states()"):
+        with failing_as_a_whole(self._context.units, verb, moves=True):
             left = [section for move in moves for section in self._commit(move)]  # 3.
-        # Compute has read what is left, and copies what it still needs of it: maybe on another stream than its memory
-        # belongs to.
+        # Compute has read the old segments, and copies of them may still run on other streams than the one that their
+        # memory belongs to (ordering rule 1).
         written = [home.memory.written for move in moves for home in move.homes.values()]
         # site offload.old_memory_unused
         over = all_of(_Settled(event) for event in (self._context.streams.now(), ring.free, *written))
@@ -204,8 +201,8 @@ class StateOffloader:
             over.synchronize()  # site offload.clean_up
             ring.drop()
             buffers.free()
-            while left:  # one by one: after an interrupt the next move goes on
-                # An offload that follows another one is to give memory back.
+            while left:  # one by one: after an interrupt the next move frees the rest
+                # Only a reload keeps memory: an offload that follows another one frees it.
                 self._context.store.free(left[-1], keep=back)
                 left.pop()
             self._context.streams.return_free_memory()
@@ -213,21 +210,21 @@ class StateOffloader:
         self._clean_up = clean_up
         if wait:
             self.finish()
-            self._gatherer.drop_unused()  # the sections that were left had views of full buffers
+            self._gatherer.drop_unused()  # old segments had views of gathered buffers
         else:
-            # A thread of the host waits for all that still uses what is left; updates on the host queue up behind it.
+            # A host thread waits for all that still uses the old segments. Updates on the host queue up behind it.
             # site offload.clean_up_queued
             self._cleaned = self._context.streams.submit(UPDATE, clean_up, after=(over,))
             self._clean_up = None
 
     def _plan_now(self) -> StagingPlan:
-        """Plan the buffers through which tiles pass: they depend on where the homes are."""
+        """Plan the buffers that tiles pass, which depend on the tiers of the storages."""
         return self._plan_staging(
             [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._context.units]
         )
 
     def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SegmentPlan]]:
-        """Plan where the named homes of a unit will be once they are on a tier."""
+        """Plan the segments of a unit's named storages on a tier."""
         wanted: dict[str, Sequence[SegmentPlan]] = {}
         named = {*homes, SECONDARY} if PARAM in homes else set(homes)
         for name in named & unit.homes.keys():
@@ -236,30 +233,30 @@ class StateOffloader:
                 plans = unit.params.plans  # files hold shards
             elif name == PARAM and unit.replica is None:
                 plans = self._plans[unit].sections[PARAM]
-            there = to if name != SECONDARY or to.is_memory else Tier.CPU  # for backward: what files have takes longer
+            there = to if name != SECONDARY or to.is_memory else Tier.CPU  # backward reads it: files would be slower
             wanted[name] = [plan if plan.tier is there or not plan.cells else plan.on(there) for plan in plans]
         return wanted
 
     def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SegmentPlan]:
-        """Yield the sections that need memory or space of their own."""
+        """Yield the segments that need memory or space of their own."""
         for name, plans in homes.items():
             if not (name == PARAM and self._becomes_resident(unit, plans)):
                 yield from (plan for plan in plans if plan.cells and plan not in unit.homes[name].plans)
 
     def _away(self, sections: Collection[SegmentPlan]) -> Collection[SegmentPlan]:
-        """Find those of the new sections that the next reload leaves."""
+        """Return those of the new segments that the next reload frees."""
         return set(sections).difference(*(plans for plan in self._plans.values() for plans in plan.sections.values()))
 
     def _becomes_resident(self, unit: Unit, params: Sequence[SegmentPlan]) -> bool:
         return self._plans[unit].resident and list(params) == list(self._plans[unit].sections[PARAM])
 
     def _make(self, unit: Unit, homes: Wanted, reserved: Reservation) -> dict[str, Storage]:
-        """Make the new homes of a unit, with the sections of the old ones that stay."""
+        """Make the new storages of a unit. Segments that stay are shared with the old ones."""
         made = {}
         for name, plans in homes.items():
             here = {section.plan: section for section in unit.homes[name].sections}
             if name == PARAM and self._becomes_resident(unit, plans):
-                # The full buffer itself: views of it that autograd saved stay good.
+                # The gathered buffer itself: views of it that autograd saved stay valid.
                 made[name] = Storage([MemorySegment(plans[0], [self._gatherer.lend(unit)])])
             else:
                 unset = self._writes_all(unit, name)
@@ -267,7 +264,7 @@ class StateOffloader:
         return made
 
     def _writes_all(self, unit: Unit, name: str) -> bool:
-        """Whether the copy to a new home writes every element of it. Where in doubt it does not."""
+        """Return True if the copy to a new storage is known to write every element of it."""
         if name == PARAM:
             return not self._plans[unit].replicated
         if name == GRAD:
@@ -281,8 +278,8 @@ class StateOffloader:
             self._gatherer.take_back(unit)
 
     def _copy_unit(self, move: _Move, movement: Transfers) -> None:
-        """Submit the copies of a unit. What cannot be submitted fails as a copy does."""
-        # The shadow last: it is a copy of the parameters.
+        """Submit the copies of a unit. A copy that cannot be submitted becomes a failed write of its storage."""
+        # Parameter staging last: it is copied from the parameters.
         for name in (PARAM, SECONDARY, GRAD, MASTER, OPTIMIZER, SHADOW):
             if name in move.homes:
                 try:
@@ -300,14 +297,14 @@ class StateOffloader:
                 movement.copy(unit.trained.gradient.home, new, label)
         elif name == SHADOW:
             params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
-            movement.copy(params, new, label)  # follows the copy of the parameters, which their home knows
-        elif name != SECONDARY or not unit.stale:  # else nothing is in it
+            movement.copy(params, new, label)  # follows the last write of the parameters (ordering rule 3)
+        elif name != SECONDARY or not unit.stale:  # an outdated secondary shard has no values
             movement.copy(unit.homes[name], new, label)
 
     def _copy_params(self, move: _Move, new: Storage, movement: Transfers, label: Label) -> None:
         unit = move.unit
         if unit.holding.residency is UnitState.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
-            return  # the values are there
+            return  # the gathered buffer has the values
         becomes_replica = self._becomes_replica(unit, new)
         if becomes_replica == (unit.replica is not None):
             movement.copy(unit.homes[PARAM], new, label)
@@ -319,11 +316,11 @@ class StateOffloader:
         return self._plans[unit].replicated and not params.in_files
 
     def _own_part(self, unit: Unit, params: Storage) -> Storage:
-        """Make a home of this rank's shard of the new home of the parameters."""
+        """Return the storage of this rank's shard within the new storage of the parameters."""
         return params.part(*unit.own_range) if self._becomes_replica(unit, params) else params
 
     def _commit(self, move: _Move) -> list[Segment]:
-        """Let the new homes count; return the sections that are left behind."""
+        """Put the new storages in the place of the old ones. Return the segments to free."""
         unit, left = move.unit, move.left()
         for section in left:
             self._context.store.leave(section)
@@ -344,7 +341,7 @@ class StateOffloader:
 
 
 def _parts_from_shadow(unit: Unit, wanted: Wanted, homes: Collection[str], to: Tier) -> bool:
-    """Whether a move takes a unit's parameters, master or optimizer from beside the shadow, or means the shadow."""
+    """Return True if a move separates a unit's parameter staging from its other state, or moves the staging itself."""
     if unit.trained is None:
         return False
     moves = any(tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD})
@@ -353,13 +350,13 @@ def _parts_from_shadow(unit: Unit, wanted: Wanted, homes: Collection[str], to: T
 
 
 def _is_whole(home: Storage) -> bool:
-    """Whether all sections of a home have the same cells, none of them nothing."""
+    """Return True if all segments of a storage have the same kinds, at least one."""
     kinds = {tuple((cell.kind, cell.dtype) for cell in section.plan.cells) for section in home.sections}
     return len(kinds) == 1 and () not in kinds
 
 
 class _Settled(Event):
-    """Another event, whether its work has failed or not: whoever needs that work asks for itself."""
+    """The end of work, failed or not. Users of its result check for its error themselves."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
@@ -379,7 +376,7 @@ class _Settled(Event):
 
 
 def _wait(moves: Sequence[_Move], ring: Ring) -> Exception | None:
-    """Wait until nothing is under way; return the first error."""
+    """Wait until no copy is under way. Return the first error."""
     failures = [move.finish() for move in moves]
     ring.drop()
     return next(filter(None, failures), None)

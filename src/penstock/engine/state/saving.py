@@ -10,7 +10,7 @@ Steps 3 and 4 run on a thread of their own unless the caller waits for them.
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.beside import fingerprint, other_than, persistent_buffers, read_random, to_tensors
-from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode
+from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, encode, named
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.reader import LATEST, next_serial
-from penstock.checkpoint.save import Save, SaveTarget, check_seen
-from penstock.checkpoint.tables import BoxExtent, HomeTable, UnitTable, kept_homes, own_slots, own_tiles
+from penstock.checkpoint.save import Save, check_seen
+from penstock.checkpoint.tables import BoxExtent, HomeTable, draw_table, kept_homes
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.config import MASTER, OPTIMIZER, PARAM
 from penstock.engine.state.access import StateAccess
@@ -39,18 +39,16 @@ from penstock.tiers.storage import Storage
 IfBusy = Literal["wait", "raise"]
 
 
-class _SaveDone(HostEvent):
-    """Completion of a save beside training.
+class _RunningSave(HostEvent):
+    """A save beside training, and its completion.
 
     However the save ends, and also if it never begins, training no longer waits for its copies afterwards.
-
-    Arguments:
-        copied: the events of its sources, which updates wait for.
     """
 
-    def __init__(self, copied: Sequence[HostEvent]) -> None:
+    def __init__(self, save: Save, worker: HostWorker) -> None:
         super().__init__()
-        self.copied = copied
+        self.save = save
+        self.worker = worker
 
     def run_from(self, box: list[Work]) -> None:
         """Run the save, and keep its error for `finish`."""
@@ -62,42 +60,8 @@ class _SaveDone(HostEvent):
     def settle(self) -> None:
         """Release the threads that wait for the save or for its copies."""
         super().settle()
-        for event in self.copied:
-            event.settle()
-
-
-@dataclass(frozen=True)
-class _RunningSave:
-    """A save that is under way."""
-
-    worker: HostWorker
-    over: _SaveDone
-    ring: RingMemory
-
-
-@dataclass(frozen=True)
-class _RankState:
-    """What a rank gives to a save, as it was when the save was asked for.
-
-    Attributes:
-        random: the states of its generators.
-        tensors: the buffers of the model, and on the first rank what options and `extra` hold.
-        fingerprints: of the buffers, for the others to leave out what the first one has.
-        sources: its tiles, where they rest.
-        ring: the memory that they pass.
-        worker: the thread that writes; `None` where the caller does.
-        manifest: on the first rank, the marker.
-        made: on the first rank, the folders that were made.
-    """
-
-    random: object
-    tensors: dict[str, Tensor]
-    fingerprints: dict[str, str]
-    sources: Sequence[UnitSource]
-    ring: RingMemory
-    worker: HostWorker | None
-    manifest: Manifest | None = None
-    made: Sequence[Path] = ()
+        for source in self.save.sources:
+            source.copied.settle()
 
 
 class StateSaver:
@@ -137,84 +101,85 @@ class StateSaver:
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
         self.finish()  # two saves at once would answer each other on the control group
-        folder, own, failure = Path(path), None, None
+        folder, worker = Path(path), None
         with contextlib.ExitStack() as undo:
-            try:
-                with folders.named("Writing", folder):
-                    own = self._take(folder, extra or {}, undo, blocking=blocking, frozen=frozen)
-            except Exception as error:
-                failure = error
-            self._control_group.agree(failure)  # a rank that goes on alone would wait for the others for ever
-            assert own is not None
-            save = self._agree(folder, own, keep)
-            if own.worker is None:
+            # A rank that went on alone would wait for the others for ever.
+            with self._control_group.together("save()"), named("Writing", folder):
+                save = self._take(folder, extra or {}, keep, undo, frozen=frozen)
+                if not blocking:
+                    # A thread of its own: one that also served a stream would hold training up behind a disk. Started
+                    # before ranks agree: the others would write, and wait for one that has no thread.
+                    alone = self._context.streams.computes_on_host
+                    worker = HostWorker("save", promised=f"Saving {folder}", alone=alone)
+                    undo.callback(worker.close)
+            save = self._agree(save)
+            if worker is None:
                 save.run()  # nothing is noted in the homes: the caller writes none of them before it returns
             else:
-                self._run_beside_training(save, own.worker, undo)
+                self._run_beside_training(save, worker, undo)
 
     def _take(
-        self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack, *, blocking: bool, frozen: bool
-    ) -> _RankState:
+        self, folder: Path, extra: Mapping[str, Any], keep: int | None, undo: contextlib.ExitStack, *, frozen: bool
+    ) -> Save:
         """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
         # Copies: the user's thread goes on to change what they are of while tiles are written.
         random = read_random(self._context.streams.device)
         buffers, tensors = to_tensors(persistent_buffers(self._context.model))
-        prints = {key: fingerprint(tensor) for key, tensor in tensors.items()} if self._control_group.size > 1 else {}
         sources = self._sources(frozen=frozen)
         # Here, before training goes on: to pin memory may have the device finish its work first.
         ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._context.streams.device)))
-        worker = None
-        if not blocking:
-            # A thread of its own: one that also served a stream would hold training up behind a disk. Started before
-            # ranks agree: the others would write, and wait for one that has no thread.
-            worker = HostWorker("save", promised=f"Saving {folder}", alone=self._context.streams.computes_on_host)
-            undo.callback(worker.close)
-        if not self._control_group.is_first:
-            return _RankState(random, tensors, prints, sources, ring, worker)
-        manifest = self._manifest(folder, buffers, tensors, extra, frozen=frozen)
-        made = folders.make_folder(folder)
-        undo.callback(folders.remove_folders, made)
-        return _RankState(random, tensors, prints, sources, ring, worker, manifest, made)
-
-    def _agree(self, folder: Path, own: _RankState, keep: int | None) -> Save:
-        """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
-        # One token on every rank: names of this save's files begin with it, beside files that the folder has already.
-        token, made, prints = self._control_group.share(
-            (own.manifest.token if own.manifest is not None else "", [str(path) for path in own.made], own.fingerprints)
-        )
-        check_seen(folder, self._control_group)
+        manifest: Manifest | None = None
+        made: Sequence[Path] = ()
+        if self._control_group.is_first:
+            manifest = self._manifest(folder, buffers, tensors, extra, frozen=frozen)
+            made = folders.make_folder(folder)
+            undo.callback(folders.remove_folders, made)
         return Save(
             control_group=self._control_group,
-            target=SaveTarget(folder, [Path(path) for path in made], token, keep),
-            sources=own.sources,
-            ring=own.ring,
+            folder=folder,
+            sources=sources,
+            ring=ring,
             streams=self._context.streams,
-            random=own.random,
-            manifest=own.manifest,
-            tensors=own.tensors if self._control_group.is_first else other_than(own.tensors, prints),
+            random=random,
+            manifest=manifest,
+            tensors=tensors,
+            made=made,
+            token="" if manifest is None else manifest.token,
+            keep=keep,
         )
+
+    def _agree(self, save: Save) -> Save:
+        """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
+        prints = {}
+        if save.manifest is not None and self._control_group.size > 1:
+            prints = {key: fingerprint(save.tensors[key]) for key in save.manifest.buffers.values()}
+        # One token on every rank: names of this save's files begin with it, beside files that the folder has already.
+        token, made, prints = self._control_group.share((save.token, [*map(str, save.made)], prints))
+        check_seen(save.folder, self._control_group)
+        tensors = other_than(save.tensors, prints) if save.manifest is None else save.tensors
+        return replace(save, token=token, made=[*map(Path, made)], tensors=tensors)
 
     def _run_beside_training(self, save: Save, worker: HostWorker, undo: contextlib.ExitStack) -> None:
         """Write on a thread of its own, and have what comes next wait for what has to be copied first."""
-        over = _SaveDone([source.copied for source in save.sources])
+        job = _RunningSave(save, worker)
         try:
             # Inside: noted and then interrupted, it would be waited for without a thread that ever ends it.
-            self._job = _RunningSave(worker, over, save.ring)
+            self._job = job
             for source in save.sources:
                 for home in source.homes:
                     # Else an update would write what is still being copied, and the tile would be of two steps.
                     home.note_read(source.copied)  # site save.read
-            worker.submit(save.run, over)
+            worker.submit(save.run, job)
             undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
         except BaseException:
             self._job = None
             worker.close()  # an interrupt may come when the save is queued: it is finished then
-            over.settle()
+            job.settle()
             raise
 
     def _runs_anywhere(self) -> bool:
         """Whether a save is under way on any rank. Not over the control group, which that one uses on its thread."""
-        running = self._job is not None and not self._job.over.done()
+        running = self._job is not None and not self._job.done()
         found = torch.tensor(int(running), dtype=torch.int64, device=self._context.streams.device)
         self._context.ranks.all_reduce_max(found)
         return bool(found)
@@ -222,9 +187,9 @@ class StateSaver:
     def wait_copied(self) -> None:
         """Wait on the host until nothing reads the homes any more."""
         if self._job is not None:
-            for event in self._job.over.copied:
+            for source in self._job.save.sources:
                 # site save.copied
-                event.synchronize()  # else the save would keep some values from before a change, and some from after
+                source.copied.synchronize()  # else some values would be from before a change, and some from after it
 
     def finish(self) -> None:
         """Wait until the save that is under way is over; raise its error. Collective where there is one."""
@@ -233,10 +198,10 @@ class StateSaver:
             return
         try:
             # site save.over
-            job.over.synchronize()  # before the ring goes: a tile may still be on its way through it to the disk
+            job.synchronize()  # before the ring goes: a tile may still be on its way through it to the disk
         finally:
             job.worker.close()
-            job.ring.close()
+            job.save.ring.close()
             self._job = None  # last: after an interrupt the next call goes on, and no two saves are under way
 
     def close(self) -> None:
@@ -265,22 +230,11 @@ class StateSaver:
             if unit.trained is None and not frozen:
                 continue
             homes = _homes(unit)
+            tables = [_home_table(name, home) for name, home in homes.items()]
             tile_numel = unit.params.sections[0].tile_numel
-            first, last = own_tiles(unit.shard_numel, tile_numel, self._context.ranks.grid)
-            slots = own_slots(unit.layout.slots, self._context.ranks.grid)
-            if first == last or not slots:
+            table = draw_table(unit.name, unit.layout, tables, tile_numel, self._context.ranks.grid, offset)
+            if not table.checksums or not table.slots:
                 continue
-            table = UnitTable(
-                name=unit.name,
-                slots=slots,
-                shard_start=unit.own_range[0],
-                shard_numel=unit.shard_numel,
-                tile_numel=tile_numel,
-                first_tile=first,
-                homes=tuple(_home_table(name, home) for name, home in homes.items()),
-                offset=offset,
-                checksums=((0,) * len(homes),) * (last - first),
-            )
             offset += table.nbytes
             # Else a tile would be saved before the update of this step has written it, or in the middle of that.
             ready = all_of([begun, *(home.written for home in homes.values())])  # site save.compute, save.written

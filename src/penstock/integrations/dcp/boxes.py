@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.tables import BoxExtent
+from penstock.checkpoint.tables import BoxExtent, meet
 from penstock.errors import CheckpointError
 
 
@@ -29,10 +29,12 @@ class Box:
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Find the runs of the box that have elements `start` to `stop` of the tensor.
 
-        Returns:
+        Yields:
             For each its first element in the tensor and the one after its last, and where it begins in the box.
         """
-        return BoxExtent(self.shape, self.offsets, self.sizes).runs(start, stop)
+        box = BoxExtent(self.shape, self.offsets, self.sizes)
+        for inside, end, first in meet(BoxExtent.whole(self.shape), start, stop, box):
+            yield first, first + end - inside, inside
 
 
 def read_boxes(boxes: Sequence[Box], dtype: torch.dtype, start: int, stop: int) -> Tensor:
