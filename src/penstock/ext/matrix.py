@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,21 @@ from torch import Tensor
 from penstock._native import Pool
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.optim.matrix import MatrixRule, states_of
-from penstock.optim.muon import MuonRule, check_options, sizes_of
-from penstock.rules.formats import Rounding, StateFormat, read_master, read_state, step_key, write_param, write_state
-from penstock.rules.fused import unknown_options
+from penstock.optim.muon import MuonRule, sizes_of
+from penstock.optim.muon import check_options as check_muon
+from penstock.rules.formats import StateFormat, read_master, read_state, write_param, write_state
 from penstock.rules.generic import GenericScalars, OptimizerTrial, TrialResult, options_of, same, tried_group
-from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars, StateSpec, StepScalars, UpdateSlice, fp32
+from penstock.rules.rule import (
+    BLOCK_NUMEL,
+    Rule,
+    Scalars,
+    StateSpec,
+    StepScalars,
+    UpdateSlice,
+    check_options,
+    fp32,
+    unknown_options,
+)
 from penstock.rules.select import CombinedRule
 from penstock.rules.standard import AdamRule
 
@@ -42,7 +53,7 @@ _BYTES_PER_ELEMENT_OF_A_PIECE = 96
 _UNSTATED_TENSORS = 4
 
 
-class WholeParameterRule:
+class WholeParameterRule(Rule):
     """The rule that is a `MatrixRule`.
 
     Arguments:
@@ -59,7 +70,8 @@ class WholeParameterRule:
         ConfigError: the rule takes no parameter of some of the shapes.
     """
 
-    scalar_names: tuple[str, ...] = ()
+    whole = True
+    states: tuple[StateSpec, ...] = ()
 
     def __init__(
         self,
@@ -82,16 +94,6 @@ class WholeParameterRule:
         self._written = written
         self._known = {shape: self.shapes(shape) for shape in dict.fromkeys(parameters)}
         self.states = tuple(_specs_of({**self._general(self._known), **self._known}, format_))
-
-    @property
-    def whole(self) -> bool:
-        """Yes: a tile is one whole parameter."""
-        return True
-
-    def part(self, group: Mapping[str, Any]) -> Rule:
-        """Return this rule, which is every group's."""
-        del group
-        return self
 
     def shapes(self, shape: Shape, group: Mapping[str, Any] | None = None) -> Shapes:
         """Return the shapes of the states of a parameter of that shape, by name.
@@ -139,11 +141,6 @@ class WholeParameterRule:
         read = {n: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for n, v in options.items()}
         return GenericScalars(read, step, {})
 
-    def advance(self, hyper: StepScalars) -> Scalars:
-        """Return the parameter's own scalars after the update: none."""
-        del hyper
-        return {}
-
     def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the class writes into its group in a step; see `Rule.advance_group`."""
         return self._written(options_of(group)) if self._written else {}
@@ -178,13 +175,6 @@ class WholeParameterRule:
         # 3. Back to where they rest, piece by piece.
         self._write(segment, value, states, hyper.step)
 
-    def update_many(
-        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
-    ) -> None:
-        """Apply the rule to whole parameters; see `Rule.update_many`."""
-        for segment, hyper in segments:
-            self.update(segment, hyper, grad_scale, pool)
-
     def _stored(self, segment: UpdateSlice, shapes: Shapes) -> Iterator[tuple[StateSpec, Tensor, Tensor | None]]:
         """Give the states that the parameter has, each as it is stored, without padding."""
         for k, spec in enumerate(self.states):
@@ -203,10 +193,7 @@ class WholeParameterRule:
         for start in range(0, numel if rest or encoded else 0, PIECE_NUMEL):
             part = slice(start, min(start + PIECE_NUMEL, numel))
             blocks = slice(start // BLOCK_NUMEL, (start + PIECE_NUMEL) // BLOCK_NUMEL)
-            rounding = None
-            if self._format.stochastic:
-                key = step_key(self._format.seed, step)
-                rounding = Rounding(key, segment.first + start, part.stop - start, value.device)
+            rounding = self._format.rounding_at(step, segment.first + start, part.stop - start, value.device)
             for what, spec, stored, scale, state in encoded:
                 scales = None if scale is None else scale[blocks]
                 write_state(spec, stored[part], scales, state[part], rounding, what)
@@ -294,8 +281,8 @@ def muon(optimizer: torch.optim.Optimizer, format_: StateFormat) -> WholeParamet
     Raises:
         ConfigError: a group has options that the rule does not know.
     """
-    unknown = {name for name in optimizer.defaults if name not in _KNOWN}
-    return _muon("muon", "torch.optim.Muon", optimizer.param_groups, format_, unknown)
+    unknown = unknown_options(type(optimizer), optimizer.defaults, _KNOWN)
+    return _muon("muon", optimizer.param_groups, format_, unknown)
 
 
 def muon_adamw(optimizer: torch.optim.Optimizer, format_: StateFormat) -> CombinedRule:
@@ -307,37 +294,33 @@ def muon_adamw(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Combin
     groups = {rule: [g for g in optimizer.param_groups if g.get("rule") == rule] for rule in ("muon", "adamw")}
     adamw = AdamRule("adamw", format_, amsgrad=any(group["amsgrad"] for group in groups["adamw"]))
     stock = torch.optim.AdamW
-    options = stock([torch.zeros(1)]).defaults
     return CombinedRule(
         "muon_adamw",
         "rule",
         {
-            "muon": _muon("muon", "penstock.optim.MuonAdamW", groups["muon"], format_, set()),
-            "adamw": replace(adamw, unknown=unknown_options(adamw, options, stock)),
+            "muon": _muon("muon", groups["muon"], format_, {}, ours=True),
+            "adamw": replace(adamw, unknown=unknown_options(stock, stock([torch.zeros(1)]).defaults, adamw.honoured)),
         },
     )
 
 
 def _muon(
-    name: str, title: str, groups: Iterable[Mapping[str, Any]], format_: StateFormat, unknown: set[str]
+    name: str,
+    groups: Iterable[Mapping[str, Any]],
+    format_: StateFormat,
+    unknown: Mapping[str, Any],
+    *,
+    ours: bool = False,
 ) -> WholeParameterRule:
-    """Make Muon's rule over some groups, and refuse parameters that it cannot cut."""
-    stock = not title.startswith("penstock")
+    """Make Muon's rule over some groups of torch's class or of ours, and refuse parameters that it cannot cut."""
+    title = "penstock.optim.MuonAdamW" if ours else "torch.optim.Muon"
 
     def check(group: Mapping[str, Any]) -> None:
         """Refuse what the arithmetic does not know."""
-        for option in sorted(unknown):
-            if group.get(option):
-                raise ConfigError(
-                    f"{option}={group[option]!r} is an option of this version of {title} that Penstock does not know. "
-                    f"Set {option} to None or False in every parameter group."
-                )
-        for option in sorted(_KNOWN - {"lr"}):
-            if isinstance(group[option], Tensor):
-                raise ConfigError(f"{option} is a tensor, which Penstock's {name} does not support. Make it a float.")
-        for option in sorted(_OURS & group.keys() if stock else ()):
+        check_options(name, group, _KNOWN, unknown)
+        for option in sorted(_OURS & group.keys() if not ours else ()):
             raise ConfigError(f"{option} is an option of penstock.optim.MuonAdamW, not of {title}.")
-        check_options(group)
+        check_muon(group)
 
     shapes = []
     for group in groups:
@@ -417,15 +400,8 @@ def adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> WholePa
             "Options(state_dtype='int8') is not for Adafactor, whose states are small already. Use 'fp32' or 'bf16'."
         )
 
-    def check(group: Mapping[str, Any]) -> None:
-        """Refuse what the arithmetic does not know."""
-        for option in sorted(optimizer.defaults.keys() - OPTIONS):
-            if group.get(option):
-                raise ConfigError(
-                    f"{option}={group[option]!r} is an option of this version of torch.optim.Adafactor that Penstock "
-                    f"does not know. Set {option} to None or False in every parameter group."
-                )
-
+    unknown = unknown_options(type(optimizer), optimizer.defaults, OPTIONS)
+    check = partial(check_options, "adafactor", honoured=OPTIONS, unknown=unknown)
     shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
     return WholeParameterRule("adafactor", "torch.optim.Adafactor", AdafactorRule(), format_, shapes, check=check)
 

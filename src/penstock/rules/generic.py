@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock._native import Pool
 from penstock.errors import ConfigError, one_line
-from penstock.rules.formats import StateFormat, read_master, read_state, rounding_of, write_param, write_state
-from penstock.rules.rule import BLOCK_NUMEL, Elementwise, Scalars, StateSpec, StepScalars, UpdateSlice, fp32
+from penstock.rules.formats import StateFormat, read_master, read_state, write_param, write_state
+from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars, StateSpec, StepScalars, UpdateSlice, check_options, fp32
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A user's own optimizer class, run on tensors of nobody else.
@@ -230,9 +230,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it names the first such option.
     """
-    for option in ("capturable", "differentiable"):
-        if group.get(option):
-            raise ConfigError(f"{option}=True is not supported. Set {option}=False in every parameter group.")
+    check_options("rule", group)
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -321,7 +319,7 @@ def is_declared(cls: type) -> bool:
     return bool(vars(cls).get(_MARK))
 
 
-class GenericRule(Elementwise):
+class GenericRule(Rule):
     """The rule that is the user's own class.
 
     Arguments:
@@ -331,6 +329,8 @@ class GenericRule(Elementwise):
     Raises:
         ConfigError: the class keeps state of another form, needs 8-bit states, or turns out not to be element-wise.
     """
+
+    states: tuple[StateSpec, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, format_: StateFormat) -> None:
         self.name = type(optimizer).__name__.lower()
@@ -404,18 +404,11 @@ class GenericRule(Elementwise):
                 )
             self._check_written(ran.written)
             # 3. Write back, without the zeros that filled the piece up.
-            rounding = rounding_of(piece, self._format, hyper.step)
+            rounding = self._format.rounding_at(hyper.step, piece.first, numel, piece.param.device)
             for k, spec in enumerate(self.states):
                 if after.get(spec.name) is not None:
                     write_state(spec, piece.states[k], None, after[spec.name][:numel], rounding, k % 3)
             write_param(piece.param, piece.master, value[:numel], rounding)
-
-    def update_many(
-        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
-    ) -> None:
-        """Run the class on segments; see `Rule.update_many`."""
-        for segment, hyper in segments:
-            self.update(segment, hyper, grad_scale, pool)
 
     def _run(self, hyper: GenericScalars, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]) -> TrialResult:
         """Run one step of the class on fp32 tensors of its own, [n] each."""
