@@ -15,7 +15,15 @@ from penstock.optim.matrix import MatrixRule, states_of
 from penstock.optim.muon import MuonRule, sizes_of
 from penstock.optim.muon import check_options as check_muon
 from penstock.rules.formats import StateFormat, read_master, read_state, write_param, write_state
-from penstock.rules.generic import GenericScalars, OptimizerTrial, TrialResult, options_of, same, tried_group
+from penstock.rules.generic import (
+    GenericScalars,
+    OptimizerTrial,
+    TrialResult,
+    alike,
+    options_of,
+    random_rows,
+    tried_group,
+)
 from penstock.rules.rule import (
     BLOCK_NUMEL,
     Rule,
@@ -123,8 +131,9 @@ class WholeParameterRule(Rule):
         """
         numel, shapes = math.prod(shape), self.shapes(shape)
         decoded = sum(math.prod(shapes.get(spec.name, (0,))) for spec in self.states if spec.dtype != torch.float32)
-        values = 4 * (2 * numel + decoded)
-        return values + max(self._temporaries(shape), _BYTES_PER_ELEMENT_OF_A_PIECE * min(numel, PIECE_NUMEL))
+        stated: Callable[[Shape], int] | None = getattr(self._rule, "working_bytes", None)
+        temporaries = stated(shape) if stated else 4 * _UNSTATED_TENSORS * numel
+        return 4 * (2 * numel + decoded) + max(temporaries, _BYTES_PER_ELEMENT_OF_A_PIECE * min(numel, PIECE_NUMEL))
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericScalars:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`. Tensors in it are copied to the host."""
@@ -156,13 +165,16 @@ class WholeParameterRule(Rule):
         shape = segment.shape
         if not shape and segment.param.numel() != 1:
             raise EngineError(f"{self._title} looks at whole parameters, and was given a piece of one.")
-        # 1. The fp32 values: the very memory, where it holds them.
+        # 1. The fp32 values: the very memory of parameter and states, where it holds them.
         value = _value_of(segment)
-        grad = _scaled(segment.grad, fp32(grad_scale))
+        grad = segment.grad.to(torch.float32, copy=True).mul_(fp32(grad_scale))
         states = {}
         shapes = self.shapes(shape)
-        for spec, stored, scale in self._stored(segment, shapes):
-            states[spec.name] = stored if stored.dtype == torch.float32 else _decoded(spec, stored, scale)
+        for k, spec in enumerate(self.states):
+            if spec.name in shapes:
+                stored = segment.states[k][: math.prod(shapes[spec.name])]  # without padding
+                fp32_stored = stored.dtype == torch.float32
+                states[spec.name] = stored if fp32_stored else _decoded(spec, stored, segment.scale(k))
         # 2. The arithmetic, in their shapes.
         try:
             shaped = {n: s.view(shapes[n]) for n, s in states.items()}
@@ -174,12 +186,6 @@ class WholeParameterRule(Rule):
             raise EngineError(f"{self._title} failed on a parameter of shape {shape}: {one_line(error)}") from error
         # 3. Back to where they rest, piece by piece.
         self._write(segment, value, states, hyper.step)
-
-    def _stored(self, segment: UpdateSlice, shapes: Shapes) -> Iterator[tuple[StateSpec, Tensor, Tensor | None]]:
-        """Give the states that the parameter has, each as it is stored, without padding."""
-        for k, spec in enumerate(self.states):
-            if spec.name in shapes:
-                yield spec, segment.states[k][: math.prod(shapes[spec.name])], segment.scale(k)
 
     def _write(self, segment: UpdateSlice, value: Tensor, states: Mapping[str, Tensor], step: int) -> None:
         """Write fp32 values back to where memory holds something else."""
@@ -200,11 +206,6 @@ class WholeParameterRule(Rule):
             if rest:
                 master = None if segment.master is None else segment.master[part]
                 write_param(segment.param[part], master, value[part], rounding)
-
-    def _temporaries(self, shape: Shape) -> int:
-        """Return the bytes that the rule says an update holds beside what it is given, or four tensors of the shape."""
-        stated: Callable[[Shape], int] | None = getattr(self._rule, "working_bytes", None)
-        return stated(shape) if stated else 4 * _UNSTATED_TENSORS * math.prod(shape)
 
     def _general(self, known: Iterable[Shape]) -> dict[Shape, Shapes]:
         """Return the states of shapes whose sides all differ, of those numbers of dimensions that the rule takes."""
@@ -239,14 +240,6 @@ def _value_of(segment: UpdateSlice) -> Tensor:
     for part, target in _pieces(copy):
         target.copy_(read_master(param[part], None if master is None else master[part]))
     return copy
-
-
-def _scaled(grad: Tensor, factor: float) -> Tensor:
-    """Return a gradient in fp32, times the factor: the very memory where that is what it holds."""
-    if grad.dtype != torch.float32:
-        grad = grad.float()
-        return grad if factor == 1 else grad.mul_(factor)
-    return grad if factor == 1 else grad * factor
 
 
 def _decoded(spec: StateSpec, stored: Tensor, scale: Tensor | None) -> Tensor:
@@ -296,11 +289,12 @@ def muon_adamw(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Combin
     stock = torch.optim.AdamW
     return CombinedRule(
         "muon_adamw",
-        "rule",
         {
             "muon": _muon("muon", groups["muon"], format_, {}, ours=True),
             "adamw": replace(adamw, unknown=unknown_options(stock, stock([torch.zeros(1)]).defaults, adamw.honoured)),
         },
+        lambda group: group.get("rule"),
+        "A parameter group of MuonAdamW says 'rule': 'muon' or 'adamw'.",
     )
 
 
@@ -415,37 +409,6 @@ _TRIED_SIDES = (6, 4, 3, 2, 5, 7)
 _STEPS = 3
 _RTOL, _ATOL = 1e-4, 1e-6
 
-#: The states of every shape of an optimizer's parameters under the options of one group, as text.
-Signature = Callable[[Mapping[str, Any]], str]
-
-
-class _ByStates(CombinedRule):
-    """The rule of groups whose options call for other states of the same parameters.
-
-    Arguments:
-        name: the rule's name in reports and checkpoints.
-        signature: tells the groups of one part from those of others.
-        parts: the parts by signature.
-    """
-
-    def __init__(self, name: str, signature: Signature, parts: Mapping[str, Rule]) -> None:
-        super().__init__(name, "states", parts)
-        self._signature = signature
-
-    def part(self, group: Mapping[str, Any]) -> Rule:
-        """Return the part that has the states of the group.
-
-        Raises:
-            ConfigError: no group had such states when the optimizer was prepared.
-        """
-        found = self._parts.get(self._signature(options_of(group)))
-        if found is None:
-            raise ConfigError(
-                f"The rule of {self.name} names other states for the options of a parameter group than for those of "
-                "all groups that were prepared. Prepare again with them."
-            )
-        return found
-
 
 def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateFormat) -> Rule:
     """Make the rule of a class that one was registered for.
@@ -478,7 +441,7 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
         given = options_of(group)
         dims = sorted({p.dim() for p in group["params"] if p.dim() <= len(_TRIED_SIDES)})
         # Two of each: a class that looks at several parameters at once ends elsewhere than its rule.
-        if _try_out(title, running, rule, tried_group(group), [_TRIED_SIDES[:dim] for dim in dims for _ in range(2)]):
+        if _try_out(running, rule, tried_group(group), [_TRIED_SIDES[:dim] for dim in dims for _ in range(2)]):
             writes.append(_TRIED_SIDES[: dims[0]])
         options.setdefault(key := signature(given), given)
         own.setdefault(key, []).extend(tuple(p.shape) for p in group["params"])
@@ -486,12 +449,16 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
     parts = {
         key: WholeParameterRule(name, title, rule, format_, own[key], options[key], written=written) for key in own
     }
-    return next(iter(parts.values())) if len(parts) == 1 else _ByStates(name, signature, parts)
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    refusal = (
+        f"The rule of {name} names other states for the options of a parameter group than for those of all groups that "
+        "were prepared. Prepare again with them."
+    )
+    return CombinedRule(name, parts, lambda group: signature(options_of(group)), refusal)
 
 
-def _try_out(
-    title: str, running: OptimizerTrial, rule: MatrixRule, group: dict[str, Any], shapes: Sequence[Shape]
-) -> bool:
+def _try_out(running: OptimizerTrial, rule: MatrixRule, group: dict[str, Any], shapes: Sequence[Shape]) -> bool:
     """Take the same steps by the class, on all shapes together, and by the rule; refuse a difference.
 
     Returns:
@@ -499,16 +466,13 @@ def _try_out(
     """
     if not shapes:
         return False
-    generator = torch.Generator("cpu").manual_seed(0)
-    values, *grads = [
-        [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
-        for _ in range(1 + _STEPS)
-    ]
+    title = running.cls.__qualname__
+    values, *grads = random_rows(shapes, 1 + _STEPS)
     ran = running.trial(group, [value.clone() for value in values], [[g.clone() for g in row] for row in grads])
     running.check_written(group, ran, _STEPS, shapes[0])
     for k, shape in enumerate(shapes):
         try:
-            states = _by_rule(title, running, rule, group, values[k], [row[k] for row in grads])
+            states = _by_rule(running, rule, group, values[k], [row[k] for row in grads])
         except PenstockError:
             raise
         except Exception as error:
@@ -521,19 +485,14 @@ def _try_out(
 
 
 def _by_rule(
-    title: str,
-    running: OptimizerTrial,
-    rule: MatrixRule,
-    group: Mapping[str, Any],
-    value: Tensor,
-    grads: Sequence[Tensor],
+    running: OptimizerTrial, rule: MatrixRule, group: Mapping[str, Any], value: Tensor, grads: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """Update a parameter in place by the rule, and return its states.
 
     Raises:
         ConfigError: the rule changes the gradient or the group.
     """
-    options = dict(group)
+    title, options = running.cls.__qualname__, dict(group)
     named = states_of(rule, tuple(value.shape), options)
     states = {name: torch.zeros(tuple(form), device="cpu") for name, form in named.items()}
     for step, grad in enumerate(grads, 1):
@@ -542,7 +501,7 @@ def _by_rule(
             rule.update(value, seen, states, given, step)
         if not torch.equal(grad, seen):
             raise ConfigError(f"The rule that was registered for {title} changes the gradient: let it copy it.")
-        if given.keys() != options.keys() or not all(same(given[name], options[name]) for name in given):
+        if not alike(given, options):
             raise ConfigError(f"The rule that was registered for {title} changes the group, which is all ranks'.")
         options |= running.written(options, tuple(value.shape))
     return states

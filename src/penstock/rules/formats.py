@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,46 +56,47 @@ def deposit_part(dst: Tensor, start: int, stop: int, src: Tensor, *, add: bool, 
 
     On the host no view of them is made: it would take longer than to write a small gradient.
     """
-    if src.numel() != stop - start:
-        raise ValueError(
-            f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
-        )
-    return deposit_parts(dst, src, [(0, stop - start)], add=add, pool=pool, start=start)[0]
+    return _deposit(dst, start, stop, src, [(0, stop - start)], add=add, pool=pool)[0]
 
 
-def deposit_parts(
-    dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None, start: int = 0
-) -> Sequence[float | Tensor]:
-    """Write or add the whole of `src` into `dst`, and return the squared norm of each part of it afterwards.
+def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None) -> Sequence[float | Tensor]:
+    """Write or add the whole of `src` into `dst`, and return the squared norm of each part of `dst` afterwards.
 
     It does what `deposit` does with each part; what lies between the parts is zero in both tensors. On a device it is
     one pass that writes and one that measures, however many parts there are.
 
     Arguments:
-        dst: the gradient's home: fp32, bf16 or fp16, contiguous, [n].
-        src: the new gradient: fp32, bf16 or fp16, contiguous, on the device of `dst`.
-        parts: of `src`, the first element of each part, and the one after its last.
-        add: whether to accumulate instead of overwriting.
+        dst: the gradient's storage: fp32, bf16 or fp16, contiguous, [n].
+        src: the new gradient: fp32, bf16 or fp16, contiguous, [n], on the device of `dst`.
+        parts: the first element of each part, and the one after its last.
+        add: True to accumulate instead of overwriting.
         pool: the threads to use on host memory; `None` for the calling thread alone.
-        start: the element of `dst` that the first of `src` is for.
 
     Returns:
         The sums of squares, one for each part, as `deposit` returns them.
     """
+    return _deposit(dst, 0, dst.numel(), src, parts, add=add, pool=pool)
+
+
+def _deposit(
+    dst: Tensor, start: int, stop: int, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None
+) -> Sequence[float | Tensor]:
+    """Write or add `src` into elements `start` to `stop` of `dst`, and measure parts, which are counted from `start`."""
     _require_flat(dst, "dst")
     _require_flat(src, "src")
-    if src.device != dst.device:
-        raise ValueError(f"dst is on {dst.device}, src on {src.device}: they must be alike")
-    # Native code trusts the addresses that it is given.
-    if not 0 <= start <= start + src.numel() <= dst.numel():
-        raise ValueError(f"elements {start} to {start + src.numel()} are not all in dst, which has {dst.numel()}")
+    if src.numel() != stop - start or src.device != dst.device:
+        raise ValueError(
+            f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
+        )
+    if not 0 <= start <= stop <= dst.numel():  # native code trusts the addresses that it is given
+        raise ValueError(f"elements {start} to {stop} are not all in dst, which has {dst.numel()}")
     if dst.device.type != "cpu":
-        return _deposit_in_torch(dst[start : start + src.numel()], src, parts, add=add)
+        return _deposit_in_torch(dst[start:stop], src, parts, add=add)
     dst_dtype, src_dtype = dtype_of(dst, "dst"), dtype_of(src, "src")
     into, source = dst.data_ptr() + start * dst.itemsize, src.data_ptr()
     norms = []
-    for first, stop in parts:
-        numel = stop - first
+    for first, end in parts:
+        numel = end - first
         if is_imagined("penstock.deposit", numel * (src.itemsize + (2 if add else 1) * dst.itemsize)):
             norms.append(0.0)
             continue
@@ -310,12 +311,10 @@ _STRIDE = 0x9E3779B9
 PARAM = 3
 
 
-_Bits = TypeVar("_Bits", int, Tensor)
-
-
 def step_key(seed: int, step: int) -> int:
     """Return the key of a step's random bits: 64 bits, as int64 has them."""
-    return _mix(_mix(_wrapped(seed)) ^ step)
+    key: int = _mix(_mix(_wrapped(seed)) ^ step)
+    return key
 
 
 def random_words(key: int | Tensor, first: int | Tensor, numel: int, draw: int, device: torch.device) -> Tensor:
@@ -335,7 +334,8 @@ def random_words(key: int | Tensor, first: int | Tensor, numel: int, draw: int, 
     x = ((element * (_STRIDE >> 16) << 16) + element * (_STRIDE & 0xFFFF) + (keys & _MASK32)) & _MASK32
     x = ((x ^ (x >> 16)) * 0x7FEB352D & _MASK32) ^ ((keys >> 32) & _MASK32)
     x = (x ^ (x >> 15)) * 0x846CA68B & _MASK32
-    return (x ^ (x >> 16)).view(-1)[:numel]
+    words: Tensor = (x ^ (x >> 16)).view(-1)[:numel]
+    return words
 
 
 def round_up_by(value: Tensor, words: Tensor, what: int) -> Tensor:
@@ -357,14 +357,14 @@ def round_up_by(value: Tensor, words: Tensor, what: int) -> Tensor:
     return high.to(torch.int16).view(torch.bfloat16)
 
 
-def _mix(x: _Bits) -> _Bits:
+def _mix(x: Any) -> Any:
     """Mix 64 bits, so that every bit of the result depends on every bit of `x`: int64 values, or a number."""
     for by, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = _wrapped((x ^ _shifted(x, by)) * _wrapped(factor))
     return x ^ _shifted(x, 31)
 
 
-def _shifted(x: _Bits, by: int) -> _Bits:
+def _shifted(x: Any, by: int) -> Any:
     """Shift the bits of int64 values to the right and bring in zeros, where `>>` would bring in the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 

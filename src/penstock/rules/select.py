@@ -30,16 +30,19 @@ class CombinedRule(Rule):
 
     Arguments:
         name: the rule's name in reports and checkpoints.
-        key: the option of a group that names its part.
-        parts: the parts by that name. None has scalars of a parameter's own; a state of a name is the same in all.
+        parts: the parts by key. None has scalars of a parameter's own; a state of a name is the same in all.
+        key: returns the key of a group's part.
+        refusal: what a group without a part is told.
     """
 
     states: tuple[StateSpec, ...] = ()
 
-    def __init__(self, name: str, key: str, parts: Mapping[str, Rule]) -> None:
+    def __init__(
+        self, name: str, parts: Mapping[str, Rule], key: Callable[[Mapping[str, Any]], Any], refusal: str
+    ) -> None:
         assert not any(part.scalar_names for part in parts.values())
         self.name = name
-        self._key = key
+        self._key, self._refusal = key, refusal
         self._parts = dict(parts)
         specs: dict[str, StateSpec] = {}
         for part in parts.values():
@@ -56,13 +59,12 @@ class CombinedRule(Rule):
         """Return the part of one parameter group; see `Rule.part`.
 
         Raises:
-            ConfigError: the group does not name one.
+            ConfigError: the group has none.
         """
-        named = group.get(self._key)
-        if named not in self._parts:
-            known = " or ".join(map(repr, self._parts))
-            raise ConfigError(f"{self._key}={named!r}: a parameter group of {self.name} says {self._key}={known}.")
-        return self._parts[named]
+        found = self._parts.get(self._key(group))
+        if found is None:
+            raise ConfigError(self._refusal)
+        return found
 
     def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of a state that some part keeps of such a parameter; a group's part says its own."""
