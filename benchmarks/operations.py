@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.engine.gradients import reduce
 from penstock.rules import UpdateSlice, device, fused, rule_for
 from penstock.rules.device import DeviceUpdate
 
@@ -86,36 +85,22 @@ def torchs(which: str) -> dict[str, Any]:
     return {"step": operators(optimizer.step), "parameters": len(parameters)}
 
 
-def takes_the_way_of_a_device(compiled: Callable[..., None] | None, copies: list[int]) -> None:
-    """Force it upon the rule and the gradients, of this version and of the one before."""
-    if hasattr(fused, "update_in_torch"):
+def takes_the_way_of_a_device(copies: list[int]) -> None:
+    """Force it upon the rule and the gradients."""
+    from penstock.engine.step import step
 
-        def update_many(self: Any, segments: Any, grad_scale: float, pool: Any) -> None:
-            self.on_device(self, list(segments), grad_scale, fused.update_in_torch)
+    def update_many(self: Any, segments: Any, grad_scale: float, pool: Any, sums: Any = None) -> None:
+        self.on_device(self, list(segments), grad_scale)
 
-        fused.FusedRule.update_many = update_many  # type: ignore[method-assign]
-        on_device = device._on_device
+    on_device = device._on_device
 
-        def counted(*arguments: Any) -> Tensor:
-            copies.append(1)
-            return on_device(*arguments)
+    def counted(*arguments: Any) -> Tensor:
+        copies.append(1)
+        return on_device(*arguments)
 
-        device._on_device = counted
-        from penstock.engine.step import step
-
-        step.squared_norms_of = deposit._squared_norms_in_torch  # type: ignore[attr-defined]
-    else:
-
-        def update(self: Any, segment: UpdateSlice, hyper: Any, grad_scale: float, pool: Any) -> None:
-            copies.extend([1, 1] if compiled else [])
-            self.on_device(self, segment, hyper, grad_scale, fused.update_reference)
-
-        fused.FusedRule.update = update  # type: ignore[method-assign]
-
-        def in_torch(dst: Tensor, src: Tensor, *, add: bool, pool: Any) -> Any:
-            return deposit._deposit_in_torch(dst, src, [(0, dst.numel())], add=add)[0]
-
-        reduce.deposit = in_torch  # type: ignore[attr-defined]
+    fused.FusedRule.update_many = update_many  # type: ignore[method-assign]
+    device._on_device = counted
+    step.squared_norms_of = deposit._squared_norms_in_torch  # type: ignore[attr-defined]
 
 
 def ours(*, compiled: bool) -> dict[str, Any]:
@@ -123,7 +108,7 @@ def ours(*, compiled: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     calls: list[int] = []
     copies: list[int] = []
-    takes_the_way_of_a_device((lambda *_: calls.append(1)) if compiled else None, copies)
+    takes_the_way_of_a_device(copies)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     optimizer = penstock.prepare(
         model,
@@ -185,20 +170,12 @@ def compiled_call(numel: int = 2048, rounds: int = 300) -> dict[str, float]:
     param, grad = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
     segment = UpdateSlice(param, grad, torch.zeros(numel, dtype=torch.int16), states)
     update = DeviceUpdate(device.compile_pass(device.one_pass))
-    several = hasattr(fused, "update_in_torch")
 
     def alone() -> None:
-        if several:
-            update(rule, [(segment, hyper)], 0.5, fused.update_in_torch)
-        else:
-            update(rule, segment, hyper, 0.5, fused.update_reference)  # type: ignore[arg-type, call-arg]
+        update(rule, [(segment, hyper)], 0.5)
 
     def together() -> None:
-        if several:
-            update(rule, [(segment, hyper)] * 34, 0.5, fused.update_in_torch)
-        else:
-            for _ in range(34):
-                alone()
+        update(rule, [(segment, hyper)] * 34, 0.5)
 
     found = {}
     for name, work, share in (("alone", alone, 1), ("each_of_34", together, 34)):

@@ -1,44 +1,19 @@
 #include "aio.h"
 
 #include <errno.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <stdexcept>
-#include <thread>
 #include <utility>
-#include <vector>
 
 #include "crc32c.h"
+#include "pool.h"
 
 namespace penstock {
 
 File::~File() { ::close(fd); }
-
-struct Transfer::Work {
-  Queue::Request request;
-  std::size_t chunk_bytes;
-  std::size_t chunks;
-  std::size_t handed_out = 0;           // chunks; like all below, guarded by the queue's mutex
-  std::size_t finished = 0;             // chunks
-  std::vector<std::uint32_t> checksums;  // of the chunks
-  std::uint32_t checksum = 0;
-  int error = 0;
-  std::uint64_t error_offset = 0;
-  std::chrono::steady_clock::time_point ended;
-  std::atomic<bool> done{false};
-
-  Work(const Queue::Request& r, std::size_t chunk)
-      : request(r), chunk_bytes(chunk), chunks((r.nbytes + chunk - 1) / chunk), checksums(r.checksum ? chunks : 0) {}
-
-  std::size_t nbytes_of(std::size_t chunk) const noexcept {
-    return std::min(chunk_bytes, request.nbytes - chunk * chunk_bytes);
-  }
-};
 
 namespace {
 
@@ -76,23 +51,15 @@ Outcome move(int fd, bool write, char* memory, std::size_t nbytes, std::uint64_t
 
 }  // namespace
 
-struct Queue::Shared {
+struct Queue::Shared : Workers {
   struct Direction {
     std::deque<std::shared_ptr<Transfer>> waiting;  // transfers with chunks to hand out, first come first
     std::size_t in_flight = 0;                      // chunks
   };
 
-  pid_t owner = getpid();
-  std::mutex mutex;
-  std::condition_variable wake;                  // threads: a transfer came, or the queue closes
-  std::condition_variable finished;              // waiters: a transfer is done
+  std::condition_variable finished;  // waiters: a transfer is done
   Direction reads, writes;
-  bool wrote_last = false;                       // the chunk handed out last was of a write
-  std::vector<std::thread> threads;
-  bool closing = false;
-
-  // The threads and the state of the mutex stay behind in the parent when it forks.
-  bool forked() const noexcept { return getpid() != owner; }
+  bool wrote_last = false;  // the chunk handed out last was of a write
 
   // Where the next chunk comes from, or null. A read does not wait for all writes before it, nor a write for reads:
   // both are kept in flight while there are both. Needs the mutex.
@@ -110,45 +77,41 @@ struct Queue::Shared {
       wake.wait(lock, [&] { return (from = next()) != nullptr || closing; });
       if (!from) return;
       const std::shared_ptr<Transfer> transfer = from->waiting.front();
-      Transfer::Work& work = *transfer->work_;
-      const std::size_t chunk = work.handed_out++;
-      if (work.handed_out == work.chunks) from->waiting.pop_front();
+      const std::size_t chunk = transfer->handed_out_++;
+      if (transfer->handed_out_ == transfer->chunks_) from->waiting.pop_front();
       wrote_last = from == &writes;
       ++from->in_flight;
-      if (work.error == 0) {  // after an error the rest of the transfer is not tried
-        lock.unlock();
-        std::uint32_t checksum = 0;
-        const Outcome outcome = move_chunk(work, chunk, checksum);
-        lock.lock();
-        if (work.request.checksum) work.checksums[chunk] = checksum;
-        if (outcome.error != 0 && work.error == 0) {
-          work.error = outcome.error;
-          work.error_offset = work.request.offset + chunk * work.chunk_bytes + outcome.moved;
-        }
-      }
+      if (transfer->error == 0) move_chunk(*transfer, chunk, lock);  // after an error the rest is not tried
       --from->in_flight;
-      if (++work.finished == work.chunks) finish(work);
+      if (++transfer->finished_ == transfer->chunks_) finish(*transfer);
     }
   }
 
-  static Outcome move_chunk(const Transfer::Work& work, std::size_t chunk, std::uint32_t& checksum) noexcept {
-    const Request& request = work.request;
-    const std::size_t start = chunk * work.chunk_bytes, nbytes = work.nbytes_of(chunk);
-    if (request.checksum && request.write) checksum = crc32c(request.memory + start, nbytes);
-    const Outcome outcome =
-        move(request.file->fd, request.write, request.memory + start, nbytes, request.offset + start);
+  // Reads or writes one chunk, without the mutex.
+  static void move_chunk(Transfer& transfer, std::size_t chunk, std::unique_lock<std::mutex>& lock) {
+    const Request& request = transfer.request_;
+    const std::size_t start = chunk * transfer.chunk_bytes_, nbytes = transfer.nbytes_of(chunk);
+    char* const memory = request.memory + start;
+    lock.unlock();
+    std::uint32_t checksum = 0;
+    if (request.checksum && request.write) checksum = crc32c(memory, nbytes);
+    const Outcome outcome = move(request.file->fd, request.write, memory, nbytes, request.offset + start);
     (request.write ? request.file->bytes_written : request.file->bytes_read) += outcome.moved;
-    if (request.checksum && !request.write && outcome.error == 0) checksum = crc32c(request.memory + start, nbytes);
-    return outcome;
+    if (request.checksum && !request.write && outcome.error == 0) checksum = crc32c(memory, nbytes);
+    lock.lock();
+    if (request.checksum) transfer.checksums_[chunk] = checksum;
+    if (outcome.error == 0 || transfer.error != 0) return;
+    transfer.error = outcome.error;
+    transfer.error_offset = request.offset + start + outcome.moved;
   }
 
   // Needs the mutex.
-  void finish(Transfer::Work& work) {
-    for (std::size_t chunk = 0; chunk < work.checksums.size(); ++chunk)
-      work.checksum = crc32c_join(work.checksum, work.checksums[chunk], work.nbytes_of(chunk));
-    work.request.file.reset();  // who waited for a file's last transfer can close the file
-    work.ended = std::chrono::steady_clock::now();
-    work.done.store(true, std::memory_order_release);
+  void finish(Transfer& transfer) {
+    for (std::size_t chunk = 0; chunk < transfer.checksums_.size(); ++chunk)
+      transfer.checksum = crc32c_join(transfer.checksum, transfer.checksums_[chunk], transfer.nbytes_of(chunk));
+    transfer.request_.file.reset();  // who waited for a file's last transfer can close the file
+    transfer.ended = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    transfer.done_.store(true, std::memory_order_release);
     finished.notify_all();
   }
 };
@@ -157,38 +120,12 @@ Queue::Queue(std::size_t depth, std::size_t chunk_bytes)
     : depth_(depth), chunk_bytes_(chunk_bytes), shared_(std::make_shared<Shared>()) {
   if (depth < 1) throw std::invalid_argument("a queue needs a depth of at least 1");
   if (chunk_bytes < 1 || chunk_bytes % kPageBytes) throw std::invalid_argument("chunks are whole pages of 4096 bytes");
-  // Signals are for the interpreter's thread. Blocking them also turns a write past the limit of file sizes into EFBIG.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    for (std::size_t i = 0; i < depth; ++i)
-      shared_->threads.emplace_back([shared = shared_.get()] { shared->serve(); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    close();
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  shared_->start(depth, [shared = shared_.get()] { shared->serve(); });
 }
 
-Queue::~Queue() {
-  close();
-  // Destroying a std::thread that was never joined ends the process, and there is nothing to join after a fork.
-  if (shared_->forked()) new std::shared_ptr<Shared>(shared_);
-}
+Queue::~Queue() { drop(std::move(shared_)); }
 
-void Queue::close() noexcept {
-  if (shared_->forked()) return;
-  std::vector<std::thread> threads;
-  {
-    std::lock_guard lock(shared_->mutex);
-    shared_->closing = true;
-    threads.swap(shared_->threads);
-  }
-  shared_->wake.notify_all();
-  for (std::thread& thread : threads) thread.join();
-}
+void Queue::close() noexcept { shared_->close(); }
 
 std::shared_ptr<Transfer> Queue::submit(const Request& request) {
   if (request.offset % kPageBytes || reinterpret_cast<std::uintptr_t>(request.memory) % kPageBytes ||
@@ -196,12 +133,12 @@ std::shared_ptr<Transfer> Queue::submit(const Request& request) {
     throw std::invalid_argument("offset, address and length are multiples of 4096");
   if (shared_->forked()) throw std::runtime_error("the queue belongs to the process that this one was forked from");
   auto transfer = std::make_shared<Transfer>(shared_, request, chunk_bytes_);
-  const std::size_t chunks = transfer->work_->chunks;
+  const std::size_t chunks = transfer->chunks_;
   {
     std::lock_guard lock(shared_->mutex);
     if (shared_->closing) throw std::runtime_error("the queue is closed");
     if (chunks == 0) {
-      shared_->finish(*transfer->work_);
+      shared_->finish(*transfer);
     } else {
       (request.write ? shared_->writes : shared_->reads).waiting.push_back(transfer);
     }
@@ -215,27 +152,21 @@ std::shared_ptr<Transfer> Queue::submit(const Request& request) {
 }
 
 Transfer::Transfer(std::shared_ptr<Queue::Shared> queue, const Queue::Request& request, std::size_t chunk_bytes)
-    : queue_(std::move(queue)), work_(std::make_unique<Work>(request, chunk_bytes)) {}
+    : queue_(std::move(queue)),
+      request_(request),
+      chunk_bytes_(chunk_bytes),
+      chunks_((request.nbytes + chunk_bytes - 1) / chunk_bytes),
+      checksums_(request.checksum ? chunks_ : 0) {}
 
-Transfer::~Transfer() = default;
-
-bool Transfer::done() const noexcept { return work_->done.load(std::memory_order_acquire); }
+std::size_t Transfer::nbytes_of(std::size_t chunk) const noexcept {
+  return std::min(chunk_bytes_, request_.nbytes - chunk * chunk_bytes_);
+}
 
 bool Transfer::wait(std::chrono::milliseconds limit) const {
   if (done()) return true;
   if (queue_->forked()) throw std::runtime_error("the transfer belongs to the process that this one was forked from");
   std::unique_lock lock(queue_->mutex);
   return queue_->finished.wait_for(lock, limit, [this] { return done(); });
-}
-
-int Transfer::error() const noexcept { return work_->error; }
-
-std::uint64_t Transfer::error_offset() const noexcept { return work_->error_offset; }
-
-std::uint32_t Transfer::checksum() const noexcept { return work_->checksum; }
-
-double Transfer::ended() const noexcept {
-  return std::chrono::duration<double>(work_->ended.time_since_epoch()).count();
 }
 
 }  // namespace penstock

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace penstock {
 
@@ -64,37 +65,38 @@ class Queue {
   friend class Transfer;
   struct Shared;
 
-  std::size_t depth_;
-  std::size_t chunk_bytes_;
+  const std::size_t depth_;
+  const std::size_t chunk_bytes_;
   std::shared_ptr<Shared> shared_;
 };
 
-// One read or write in flight.
+// One read or write in flight. Results are there once it is done.
 class Transfer {
  public:
   Transfer(std::shared_ptr<Queue::Shared> queue, const Queue::Request& request, std::size_t chunk_bytes);
-  ~Transfer();
 
   // Whether it is done, well or not.
-  bool done() const noexcept;
+  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
   // Blocks until done, at most `limit`; returns done(). Throws std::runtime_error in a forked process that would wait.
   bool wait(std::chrono::milliseconds limit) const;
 
-  // Once done: 0, an errno, or kEndOfFile.
-  int error() const noexcept;
-  // Once done with an error: where in the file.
-  std::uint64_t error_offset() const noexcept;
-  // Once done without error: the CRC-32C of all bytes, 0 where none was asked for.
-  std::uint32_t checksum() const noexcept;
-  // Once done: when, in seconds of the steady clock (CLOCK_MONOTONIC).
-  double ended() const noexcept;
+  int error = 0;                   // an errno, or kEndOfFile
+  std::uint64_t error_offset = 0;  // where in the file
+  std::uint32_t checksum = 0;      // without an error: the CRC-32C of all bytes, 0 where none was asked for
+  double ended = 0;                // when it was done, in seconds of the steady clock (CLOCK_MONOTONIC)
 
  private:
   friend class Queue;
-  struct Work;
 
-  std::shared_ptr<Queue::Shared> queue_;
-  std::unique_ptr<Work> work_;
+  std::size_t nbytes_of(std::size_t chunk) const noexcept;
+
+  const std::shared_ptr<Queue::Shared> queue_;
+  Queue::Request request_;
+  const std::size_t chunk_bytes_, chunks_;
+  std::size_t handed_out_ = 0;            // chunks; like all below, guarded by the queue's mutex
+  std::size_t finished_ = 0;              // chunks
+  std::vector<std::uint32_t> checksums_;  // of the chunks
+  std::atomic<bool> done_{false};
 };
 
 }  // namespace penstock

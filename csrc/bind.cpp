@@ -1,5 +1,6 @@
 // The border between Python and C++: addresses and lengths in, no tensors, no policy.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -127,7 +128,7 @@ NB_MODULE(_native, m) {
             .master_kind = master_kind,
             .grad_dtype = grad_dtype,
             .param = pointer<void>(param),
-            .grad = pointer<const void>(grad),
+            .grad = pointer<void>(grad),
             .master = pointer<void>(master),
             .states = {},
             .scalars = scalars,
@@ -137,12 +138,7 @@ NB_MODULE(_native, m) {
         };
         for (const auto& [values, scales, storage] : states)
           update.states.push_back({pointer<void>(values), pointer<float>(scales), storage});
-        std::vector<const void*> addresses;
-        for (const Address address : summed) addresses.push_back(pointer<const void>(address));
-        std::vector<std::tuple<std::uint32_t, std::uint32_t>> sums;
-        for (const auto& [before, after] : penstock::update(pool, numel, update, addresses))
-          sums.emplace_back(before, after);
-        return sums;
+        return penstock::update(pool, numel, std::move(update), summed);
       },
       Release(), "pool"_a.none(), "rule"_a, "numel"_a, "param"_a, "param_dtype"_a, "grad"_a, "grad_dtype"_a,
       "master"_a, "master_kind"_a, "states"_a, "scalars"_a, nb::kw_only(), "param_random"_a, "random_key"_a,
@@ -193,10 +189,10 @@ NB_MODULE(_native, m) {
           "wait",
           [](const Transfer& transfer, int limit_ms) { return transfer.wait(std::chrono::milliseconds(limit_ms)); },
           Release(), "limit_ms"_a)
-      .def_prop_ro("error", &Transfer::error)
-      .def_prop_ro("error_offset", &Transfer::error_offset)
-      .def_prop_ro("checksum", &Transfer::checksum)
-      .def_prop_ro("ended", &Transfer::ended);
+      .def_ro("error", &Transfer::error)
+      .def_ro("error_offset", &Transfer::error_offset)
+      .def_ro("checksum", &Transfer::checksum)
+      .def_ro("ended", &Transfer::ended);
 
   nb::class_<Queue>(m, "Queue")
       .def(nb::init<std::size_t, std::size_t>(), "depth"_a, "chunk_bytes"_a)

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 namespace penstock {
@@ -22,8 +21,5 @@ const std::vector<Crc32cWay>& crc32c_ways();
 
 // The CRC of A followed by B, of their CRCs and the length of B.
 std::uint32_t crc32c_join(std::uint32_t a, std::uint32_t b, std::size_t b_nbytes) noexcept;
-
-// The way by products without carry, where this processor has them for registers of 64 bytes.
-std::optional<Crc32cWay> crc32c_folded();
 
 }  // namespace penstock

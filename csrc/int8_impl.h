@@ -59,12 +59,14 @@ inline void clear_unless(bool kept, unsigned char* codes) {
 }
 
 template <bool is_signed>
-void decode_int8(float* to, const unsigned char* from, float scale) noexcept {
+void decode_int8(float* to, const void* from, float scale) noexcept {
+  const auto* const codes = static_cast<const unsigned char*>(from);
   const U zero = Map8<is_signed>::zero_of(scale), base = Map8<is_signed>::base_of(scale);
-  for (size_t i = 0; i < block_numel; i += V::width) V::store(to + i, Map8<is_signed>::decode(from + i, zero, base));
+  for (size_t i = 0; i < block_numel; i += V::width) V::store(to + i, Map8<is_signed>::decode(codes + i, zero, base));
 }
 template <bool is_signed>
-float encode_int8(unsigned char* to, const float* from) noexcept {
+float encode_int8(void* to, const float* from, const unsigned*) noexcept {
+  auto* const codes = static_cast<unsigned char*>(to);
   V values[block_vectors];
   U largest = U::splat(0);
   for (size_t v = 0; v < block_vectors; ++v) {
@@ -73,8 +75,8 @@ float encode_int8(unsigned char* to, const float* from) noexcept {
   }
   const unsigned top = U::largest(largest);
   for (size_t v = 0; v < block_vectors; ++v)
-    Map8<is_signed>::encode(to + v * V::width, values[v], Map8<is_signed>::from_of(top));
-  clear_unless(has_codes(top), to);
+    Map8<is_signed>::encode(codes + v * V::width, values[v], Map8<is_signed>::from_of(top));
+  clear_unless(has_codes(top), codes);
   return scale_of(top);
 }
 

@@ -24,14 +24,21 @@ inline constexpr std::size_t norm_block_numel = 16384;
 // Within a block, element i is summed in lane i % norm_lanes; the lanes are added as a balanced tree.
 inline constexpr std::size_t norm_lanes = 32;
 
-// The optimizers' arithmetic. Each has a header of its own; scalars come as there: the factor on the gradient first,
-// flags (0 or 1) last.
+// The optimizers' arithmetic (rules_impl.h). Scalars are the factor on the gradient, those of the rule, and flags, 0 or 1: whether
+// weight decay is added to the gradient, whether exp_avg is interpolated from the gradient, whether this is the first update, and
+// whether the momentum looks ahead (nesterov).
 enum class Rule : int { adam = 0, amsgrad = 1, sgd = 2, sgd_momentum = 3, adagrad = 4, lion = 5 };
 inline constexpr int rule_count = 6;
 inline constexpr int max_states = 3;
+inline constexpr int flag_count = 4;
 // How many states and scalars each takes.
 inline constexpr int state_count[rule_count] = {2, 3, 0, 1, 1, 1};
-inline constexpr int scalar_count[rule_count] = {11, 11, 4, 8, 5, 7};
+inline constexpr int scalar_count[rule_count] = {13, 13, 9, 9, 8, 11};
+
+// How a state, or a parameter without master, is stored. A parameter is bf16 (nearest even unless random) or as its dtype says;
+// states are fp32, bf16 or 8-bit codes with an fp32 scale for each block of 256.
+enum class Storage : int { fp32 = 0, bf16 = 1, bf16_random = 2, int8_signed = 3, int8_unsigned = 4 };
+inline constexpr int storage_count = 5;
 
 // What one update works on. Pointers are to the first element; all arrays have the same number of elements.
 struct Arrays {
@@ -71,19 +78,19 @@ inline std::uint64_t block_key(std::uint64_t random_key, std::uint64_t block, un
 }
 }  // namespace
 
+// One fused pass of a rule over the elements [begin, end), whole blocks.
+using UpdateKernel = void (*)(const Arrays&, const float* scalars, std::size_t begin, std::size_t end) noexcept;
+
 // The kernels of one instruction set, working on elements [begin, end). Null where a combination does not exist.
 struct Kernels {
   const char* isa;
   // By rule, parameter dtype, kind of master and gradient dtype; the states are fp32.
-  void (*update[rule_count][dtype_count][master_count][dtype_count])(const Arrays&, const float* scalars,
-                                                                     std::size_t begin, std::size_t end) noexcept;
-  // The same with all states in bf16, a bf16 parameter, and whole blocks alone: by rounding (nearest or random), rule,
-  // whether there is a remainder (else the parameter has no master and is rounded like the states), gradient dtype.
-  void (*update_bf16[2][rule_count][2][dtype_count])(const Arrays&, const float* scalars, std::size_t begin,
-                                                     std::size_t end) noexcept;
+  UpdateKernel update[rule_count][dtype_count][master_count][dtype_count];
+  // The same with all states in bf16, and a bf16 parameter with a remainder or without a master, which is then rounded like the
+  // states: by rounding (nearest or random), rule, kind of master and gradient dtype.
+  UpdateKernel update_bf16[2][rule_count][master_count][dtype_count];
   // The same with all states in 8 bits, for a bf16 parameter with remainder: by rule and gradient dtype.
-  void (*update_int8[rule_count][dtype_count])(const Arrays&, const float* scalars, std::size_t begin,
-                                               std::size_t end) noexcept;
+  UpdateKernel update_int8[rule_count][dtype_count];
   // dst = src, or dst += src, by dtype of dst, dtype of src and how to write; returns the squared norm of dst's
   // range afterwards. A range is at most one norm block and starts at one.
   double (*deposit[dtype_count][dtype_count][write_count])(void* dst, const void* src, std::size_t begin,
@@ -94,13 +101,10 @@ struct Kernels {
   // Storage of states and parameters in fewer bits, one block at a time.
   // The random words of a block, from its key.
   void (*random)(unsigned* to, std::uint64_t key) noexcept;
-  void (*decode_bf16)(float* to, const unsigned short* from) noexcept;
-  void (*encode_bf16)(unsigned short* to, const float* from) noexcept;
-  // Stochastic: up with the probability of the distance, by the low or the high 16 bits of the block's random words.
-  void (*encode_bf16_random[2])(unsigned short* to, const float* from, const unsigned* random) noexcept;
-  // The dynamic 8-bit map, without and with sign. Encoding returns the scale.
-  void (*decode_int8[2])(float* to, const unsigned char* from, float scale) noexcept;
-  float (*encode_int8[2])(unsigned char* to, const float* from) noexcept;
+  // By storage. Only 8 bits have a scale.
+  void (*decode[storage_count])(float* to, const void* from, float scale) noexcept;
+  // By storage, and whether random bits are the high 16 of each word, or the low. Returns the scale.
+  float (*encode[storage_count][2])(void* to, const float* from, const unsigned* random) noexcept;
 
   // Wire formats, on blocks [begin, end): by format and dtype of the values; the second by whether to add as well, which
   // goes into fp32 alone.

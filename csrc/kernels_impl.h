@@ -24,6 +24,7 @@ struct InMemory {
   }
 };
 struct Fp32 : InMemory<Fp32> {
+  static constexpr DType id = DType::fp32;
   using Word = float;
   static V load(const Word* from) { return V::load(from); }
   static void store(Word* to, V stored) { V::store(to, stored); }
@@ -40,6 +41,7 @@ struct OfHalves {
   static void stream(Word* to, Stored stored) { V::stream_half(to, stored); }
 };
 struct Bf16 : OfHalves, InMemory<Bf16> {
+  static constexpr DType id = DType::bf16;
   static Stored encode(V value) { return V::to_bf16(value); }
   // A parameter's ties go away from zero, whatever its master is: the remainder form knows no other way.
   static Stored encode_param(V value) {
@@ -50,26 +52,29 @@ struct Bf16 : OfHalves, InMemory<Bf16> {
   static V decode(Stored stored) { return V::from_bf16(stored); }
 };
 struct Fp16 : OfHalves, InMemory<Fp16> {
+  static constexpr DType id = DType::fp16;
   static Stored encode(V value) { return V::to_fp16(value); }
   static Stored encode_param(V value) { return encode(value); }
   static V decode(Stored stored) { return V::from_fp16(stored); }
 };
 
 // How the fp32 values behind parameters i, i + 1, ... are read and written back, by dtype and kind of master.
-template <class Param>
+template <class P>
 struct MasterNone {
-  using ParamWord = typename Param::Word;
+  using Param = P;
   using MasterWord = char;
-  static constexpr bool has_master = false;
+  static constexpr Master kind = Master::none;
+  using ParamWord = typename Param::Word;
   static V get(const ParamWord* param, const MasterWord*, size_t i) { return Param::get(param + i); }
   static void put(ParamWord* param, MasterWord*, size_t i, V value) {
     Param::store(param + i, Param::encode_param(value));
   }
 };
 struct MasterRemainder {
-  using ParamWord = unsigned short;
+  using Param = Bf16;
   using MasterWord = unsigned short;
-  static constexpr bool has_master = true;
+  static constexpr Master kind = Master::remainder;
+  using ParamWord = unsigned short;
   static V get(const ParamWord* param, const MasterWord* rest, size_t i) {
     return V::join(V::load_half(param + i), V::load_half(rest + i));
   }
@@ -80,11 +85,12 @@ struct MasterRemainder {
     V::store_half(rest + i, low);
   }
 };
-template <class Param>
+template <class P>
 struct MasterFp32 {
-  using ParamWord = typename Param::Word;
+  using Param = P;
   using MasterWord = float;
-  static constexpr bool has_master = true;
+  static constexpr Master kind = Master::fp32;
+  using ParamWord = typename Param::Word;
   static V get(const ParamWord*, const MasterWord* master, size_t i) { return V::load(master + i); }
   static void put(ParamWord* param, MasterWord* master, size_t i, V value) {
     V::store(master + i, value);
@@ -224,7 +230,7 @@ double deposit(void* dst_address, const void* src_address, size_t begin, size_t 
   return !is_quick<Dst> || holds(sum) ? sum : squares_of<Dst, false>(dst, begin, end);
 }
 
-// An update of one vector. A rule begins it, which changes the states, and ends it from `parts` vectors that it left.
+// An update of one vector.
 template <class R>
 inline __attribute__((always_inline)) V step(const R& rule, V param, V grad, V* states) {
   V begun[R::parts];
@@ -232,158 +238,89 @@ inline __attribute__((always_inline)) V step(const R& rule, V param, V grad, V* 
   return rule.end(begun);
 }
 
-// One fused pass: reads parameter, gradient and states, and writes back all but the gradient.
+// One fused pass over whole blocks: reads parameter, gradient and states, and writes back all but the gradient.
 template <class R, class Store, class Grad>
 void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end) noexcept {
-  using ParamWord = typename Store::ParamWord;
-  using MasterWord = typename Store::MasterWord;
-  using GradWord = typename Grad::Word;
   constexpr int count = state_count[int(R::id)];
-  ParamWord* param = static_cast<ParamWord*>(arrays.param);
-  MasterWord* master = static_cast<MasterWord*>(arrays.master);
-  const GradWord* grad = static_cast<const GradWord*>(arrays.grad);
+  auto* const param = static_cast<typename Store::ParamWord*>(arrays.param);
+  auto* const master = static_cast<typename Store::MasterWord*>(arrays.master);
+  const auto* const grad = static_cast<const typename Grad::Word*>(arrays.grad);
   float* states[count + 1];
   for (int k = 0; k < count; ++k) states[k] = static_cast<float*>(arrays.states[k]);
   const R rule(scalars);
-
-  size_t i = begin;
-  for (; i + V::width <= end; i += V::width) {
+  for (size_t i = begin; i < end; i += V::width) {
     V values[count + 1];
     for (int k = 0; k < count; ++k) {
       look_ahead(i, states[k]);
       look_ahead(i + V::width / 2, states[k]);  // a vector of fp32 is two lines of the cache
     }
     look_ahead(i, param, grad);
-    if constexpr (Store::has_master) look_ahead(i, master);
+    if constexpr (Store::kind != Master::none) look_ahead(i, master);
     for (int k = 0; k < count; ++k) values[k] = V::load(states[k] + i);
     const V p = step(rule, Store::get(param, master, i), Grad::get(grad + i), values);
     for (int k = 0; k < count; ++k) V::store(states[k] + i, values[k]);
     Store::put(param, master, i, p);
   }
-  if (i == end) return;
-
-  const size_t rest = end - i;
-  Tail<ParamWord> p(param + i, rest);
-  Tail<MasterWord> m;
-  if constexpr (Store::has_master) m = Tail<MasterWord>(master + i, rest);
-  const Tail<GradWord> g(grad + i, rest);
-  V values[count + 1];
-  for (int k = 0; k < count; ++k) values[k] = V::load(Tail<float>(states[k] + i, rest).words);
-  Store::put(p.words, m.words, 0, step(rule, Store::get(p.words, m.words, 0), Grad::get(g.words), values));
-  for (int k = 0; k < count; ++k) {
-    Tail<float> s;
-    V::store(s.words, values[k]);
-    s.put(states[k] + i, rest);
-  }
-  p.put(param + i, rest);
-  if constexpr (Store::has_master) m.put(master + i, rest);
 }
 
-// Of a scalar that is 0 or 1, as an integer: a loop tests it again for every vector.
-inline bool flag(float scalar) {
-  unsigned bits;
-  __builtin_memcpy(&bits, &scalar, sizeof bits);
-  return bits != 0;
-}
-
-#include "adam_impl.h"
-#include "adagrad_impl.h"
-#include "lion_impl.h"
-#include "sgd_impl.h"
+#include "rules_impl.h"
 #include "storage_impl.h"
 #include "int8_impl.h"
 #include "wire_impl.h"
 
-template <class R, class Store, class Row>
-constexpr void add_grads(Row& row) {
-  row[int(DType::fp32)] = update<R, Store, Fp32>;
-  row[int(DType::bf16)] = update<R, Store, Bf16>;
-  row[int(DType::fp16)] = update<R, Store, Fp16>;
-}
-
-template <class R, bool random>
-constexpr void add_bf16(Kernels& k) {
-  constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16);
-  auto& rows = k.update_bf16[random][int(R::id)];
-  rows[0][fp32] = update_bf16<R, false, Fp32, random>;
-  rows[0][bf16] = update_bf16<R, false, Bf16, random>;
-  rows[1][fp32] = update_bf16<R, true, Fp32, random>;
-  rows[1][bf16] = update_bf16<R, true, Bf16, random>;
+// Calls body.operator()<T>() for each of the types.
+template <class... T, class Body>
+constexpr void for_types(Body&& body) {
+  (body.template operator()<T>(), ...);
 }
 
 template <class R>
 constexpr void add_rule(Kernels& k) {
-  if constexpr (state_count[int(R::id)] > 0) {
-    add_bf16<R, false>(k);
-    add_bf16<R, true>(k);
-    k.update_int8[int(R::id)][int(DType::fp32)] = update_int8<R, Fp32>;
-    k.update_int8[int(R::id)][int(DType::bf16)] = update_int8<R, Bf16>;
+  constexpr int rule = int(R::id);
+  for_types<MasterNone<Fp32>, MasterNone<Bf16>, MasterRemainder, MasterFp32<Bf16>, MasterFp32<Fp16>>([&]<class Store>() {
+    for_types<Fp32, Bf16, Fp16>([&]<class Grad>() {
+      k.update[rule][int(Store::Param::id)][int(Store::kind)][int(Grad::id)] = update<R, Store, Grad>;
+    });
+  });
+  if constexpr (state_count[rule] > 0) {
+    for_types<Fp32, Bf16>([&]<class Grad>() {
+      k.update_int8[rule][int(Grad::id)] = update_int8<R, Grad>;
+      for_types<MasterNone<Bf16>, MasterRemainder>([&]<class Store>() {
+        k.update_bf16[0][rule][int(Store::kind)][int(Grad::id)] = update_bf16<R, Store, Grad, false>;
+        k.update_bf16[1][rule][int(Store::kind)][int(Grad::id)] = update_bf16<R, Store, Grad, true>;
+      });
+    });
   }
-  constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16), fp16 = int(DType::fp16);
-  auto& rows = k.update[int(R::id)];
-  add_grads<R, MasterNone<Fp32>>(rows[fp32][int(Master::none)]);
-  add_grads<R, MasterNone<Bf16>>(rows[bf16][int(Master::none)]);
-  add_grads<R, MasterRemainder>(rows[bf16][int(Master::remainder)]);
-  add_grads<R, MasterFp32<Bf16>>(rows[bf16][int(Master::fp32)]);
-  add_grads<R, MasterFp32<Fp16>>(rows[fp16][int(Master::fp32)]);
-}
-
-template <class Format>
-constexpr void add_wire(Kernels& k) {
-  auto& pack_row = k.pack[int(Format::id)];
-  pack_row[int(DType::fp32)] = pack<Format, Fp32>;
-  pack_row[int(DType::bf16)] = pack<Format, Bf16>;
-  pack_row[int(DType::fp16)] = pack<Format, Fp16>;
-  auto& unpack_row = k.unpack[int(Format::id)];
-  unpack_row[int(DType::fp32)][0] = unpack<Format, Fp32, false>;
-  unpack_row[int(DType::fp32)][1] = unpack<Format, Fp32, true>;
-  unpack_row[int(DType::bf16)][0] = unpack<Format, Bf16, false>;
-  unpack_row[int(DType::fp16)][0] = unpack<Format, Fp16, false>;
 }
 
 constexpr Kernels make_kernels(const char* isa) {
   Kernels k{};
   k.isa = isa;
-  constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16), fp16 = int(DType::fp16);
-
-  add_rule<Adam<false>>(k);
-  add_rule<Adam<true>>(k);
-  add_rule<Sgd>(k);
-  add_rule<SgdMomentum>(k);
-  add_rule<Adagrad>(k);
-  add_rule<Lion>(k);
-
-  const auto add_deposit = [&]<class Dst, class Src>(Dst, Src, int dst, int src) {
-    k.deposit[dst][src][int(Write::over)] = deposit<Dst, Src, Write::over>;
-    k.deposit[dst][src][int(Write::add)] = deposit<Dst, Src, Write::add>;
-    k.deposit[dst][src][int(Write::past_cache)] = deposit<Dst, Src, Write::past_cache>;
-  };
-  add_deposit(Fp32{}, Fp32{}, fp32, fp32);
-  add_deposit(Fp32{}, Bf16{}, fp32, bf16);
-  add_deposit(Fp32{}, Fp16{}, fp32, fp16);
-  add_deposit(Bf16{}, Fp32{}, bf16, fp32);
-  add_deposit(Bf16{}, Bf16{}, bf16, bf16);
-  add_deposit(Bf16{}, Fp16{}, bf16, fp16);
-  add_deposit(Fp16{}, Fp32{}, fp16, fp32);
-  add_deposit(Fp16{}, Bf16{}, fp16, bf16);
-  add_deposit(Fp16{}, Fp16{}, fp16, fp16);
-
-  k.squared_norm[fp32] = squared_norm<Fp32>;
-  k.squared_norm[bf16] = squared_norm<Bf16>;
-  k.squared_norm[fp16] = squared_norm<Fp16>;
-
+  for_types<Adam<false>, Adam<true>, Sgd<false>, Sgd<true>, Adagrad, Lion>([&]<class R>() { add_rule<R>(k); });
+  for_types<Fp32, Bf16, Fp16>([&]<class Dst>() {
+    constexpr int dst = int(Dst::id);
+    k.squared_norm[dst] = squared_norm<Dst>;
+    for_types<Fp32, Bf16, Fp16>([&]<class Src>() {
+      auto& row = k.deposit[dst][int(Src::id)];
+      row[int(Write::over)] = deposit<Dst, Src, Write::over>;
+      row[int(Write::add)] = deposit<Dst, Src, Write::add>;
+      row[int(Write::past_cache)] = deposit<Dst, Src, Write::past_cache>;
+    });
+    for_types<WireInt8, WireFp8, WireInt4>([&]<class Format>() {
+      k.pack[int(Format::id)][dst] = pack<Format, Dst>;
+      k.unpack[int(Format::id)][dst][0] = unpack<Format, Dst, false>;
+      if constexpr (dst == int(DType::fp32)) k.unpack[int(Format::id)][dst][1] = unpack<Format, Dst, true>;
+    });
+  });
   k.random = random_block;
-  k.decode_bf16 = decode_bf16;
-  k.encode_bf16 = encode_bf16;
-  k.encode_bf16_random[0] = encode_bf16_random<false>;
-  k.encode_bf16_random[1] = encode_bf16_random<true>;
-  k.decode_int8[0] = decode_int8<false>;
-  k.decode_int8[1] = decode_int8<true>;
-  k.encode_int8[0] = encode_int8<false>;
-  k.encode_int8[1] = encode_int8<true>;
-
-  add_wire<WireInt8>(k);
-  add_wire<WireFp8>(k);
-  add_wire<WireInt4>(k);
+  for (const Storage storage : {Storage::bf16, Storage::bf16_random}) k.decode[int(storage)] = decode_bf16;
+  k.decode[int(Storage::int8_signed)] = decode_int8<true>;
+  k.decode[int(Storage::int8_unsigned)] = decode_int8<false>;
+  for (const bool high : {false, true}) {
+    k.encode[int(Storage::bf16)][high] = encode_bf16;
+    k.encode[int(Storage::bf16_random)][high] = high ? encode_bf16_random<true> : encode_bf16_random<false>;
+    k.encode[int(Storage::int8_signed)][high] = encode_int8<true>;
+    k.encode[int(Storage::int8_unsigned)][high] = encode_int8<false>;
+  }
   return k;
 }

@@ -2,16 +2,11 @@
 
 #include <sched.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <stdexcept>
-#include <thread>
-#include <vector>
 
 namespace penstock {
 namespace {
@@ -57,17 +52,35 @@ void bind([[maybe_unused]] const std::vector<int>& cores) noexcept {
 
 }  // namespace
 
-struct Pool::Shared {
-  pid_t owner = getpid();
-  std::mutex mutex;
-  std::condition_variable wake;   // workers: a job came, or the pool closes
-  std::condition_variable done;   // callers: a helper left a job
-  std::deque<Job*> jobs;          // jobs that may still have pieces to hand out, first come first
-  std::vector<std::thread> workers;
-  bool closing = false;
+void Workers::start(std::size_t count, const std::function<void()>& serve) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    while (threads.size() < count) threads.emplace_back(serve);
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    close();
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
 
-  // The threads and the state of the mutex stay behind in the parent when it forks.
-  bool forked() const noexcept { return getpid() != owner; }
+void Workers::close() noexcept {
+  if (forked()) return;
+  std::vector<std::thread> ended;
+  {
+    std::lock_guard lock(mutex);
+    closing = true;
+    ended.swap(threads);
+  }
+  wake.notify_all();
+  for (std::thread& thread : ended) thread.join();
+}
+
+struct Pool::Shared : Workers {
+  std::condition_variable done;  // callers: a helper left a job
+  std::deque<Job*> jobs;         // jobs that may still have pieces to hand out, first come first
 
   void serve() {
     std::unique_lock lock(mutex);
@@ -91,50 +104,21 @@ struct Pool::Shared {
   }
 };
 
-Pool::Pool(int threads, const std::vector<int>& cores) : threads_(threads) {
+Pool::Pool(int threads, const std::vector<int>& cores) : threads_(threads), shared_(std::make_shared<Shared>()) {
   if (threads < 1) throw std::invalid_argument("a pool needs at least 1 thread, the caller's own");
-  shared_ = std::make_unique<Shared>();
-  // Signals are for the interpreter's thread: the workers block them all.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    for (int i = 1; i < threads; ++i) {
-      shared_->workers.emplace_back([shared = shared_.get(), cores] {
-        bind(cores);
-        shared->serve();
-      });
-    }
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    close();
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  shared_->start(static_cast<std::size_t>(threads) - 1, [shared = shared_.get(), cores] {
+    bind(cores);
+    shared->serve();
+  });
 }
 
-Pool::Pool(Parallel parallel) : threads_(1), parallel_(parallel) {
+Pool::Pool(Parallel parallel) : threads_(1), parallel_(parallel), shared_(std::make_shared<Shared>()) {
   if (parallel == nullptr) throw std::invalid_argument("no address of GOMP_parallel");
-  shared_ = std::make_unique<Shared>();
 }
 
-Pool::~Pool() {
-  close();
-  // Destroying a std::thread that was never joined ends the process, and there is nothing to join after a fork.
-  if (shared_ && shared_->forked()) (void)shared_.release();
-}
+Pool::~Pool() { drop(std::move(shared_)); }
 
-void Pool::close() noexcept {
-  if (!shared_ || shared_->forked()) return;
-  std::vector<std::thread> workers;
-  {
-    std::lock_guard lock(shared_->mutex);
-    shared_->closing = true;
-    workers.swap(shared_->workers);
-  }
-  shared_->wake.notify_all();
-  for (std::thread& worker : workers) worker.join();
-}
+void Pool::close() noexcept { shared_->close(); }
 
 void Pool::run(std::size_t count, Piece piece, const void* context) {
   Job job{piece, context, count};

@@ -1,12 +1,44 @@
 // A pool of threads for element-wise work on memory the caller owns.
 #pragma once
 
+#include <unistd.h>
+
+#include <condition_variable>
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace penstock {
+
+// Threads that wait for work of one owner, and what they share with it. The threads and the state of the mutex stay behind in the
+// parent when the process forks.
+struct Workers {
+  const pid_t owner = getpid();
+  std::mutex mutex;
+  std::condition_variable wake;  // work came, or the owner closes
+  std::vector<std::thread> threads;
+  bool closing = false;
+
+  bool forked() const noexcept { return getpid() != owner; }
+  // Starts threads, with all signals blocked: those are for the interpreter's thread. Blocking them also turns a write past the
+  // limit of file sizes into EFBIG.
+  void start(std::size_t count, const std::function<void()>& serve);
+  // Ends and joins the threads, which finish what they have to. Idempotent; does nothing in a forked process.
+  void close() noexcept;
+};
+
+// Closes the workers, and drops them but in a forked process: destroying a std::thread that was never joined ends the process, and
+// there is nothing to join.
+template <class Owner>
+void drop(Owner workers) noexcept {
+  workers->close();
+  if (workers->forked()) new Owner(std::move(workers));
+}
 
 // Runs numbered pieces of work on up to `threads` threads, the caller's own among them.
 //
@@ -48,7 +80,7 @@ class Pool {
 
   int threads_;
   Parallel parallel_ = nullptr;
-  std::unique_ptr<Shared> shared_;
+  std::shared_ptr<Shared> shared_;
 };
 
 }  // namespace penstock

@@ -4,11 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
 #include "pool.h"
-#include "sums.h"
 
 namespace penstock {
 
@@ -22,10 +22,6 @@ void set_isa(const std::string& name);
 // In all of these a null pool means the calling thread alone. Denormals are kept and rounding is to nearest even,
 // whatever mode the calling thread is in. Throws std::invalid_argument for a combination without a kernel.
 
-// How a state, or a parameter without master, is stored. A parameter is bf16 (nearest even unless random) or as its
-// dtype says; states are fp32, bf16 or 8-bit codes with an fp32 scale for each block of 256.
-enum class Storage : int { fp32 = 0, bf16 = 1, bf16_random = 2, int8_signed = 3, int8_unsigned = 4 };
-
 struct State {
   void* values;
   float* scales;  // of 8-bit states, else null
@@ -38,7 +34,7 @@ struct Update {
   Master master_kind;
   DType grad_dtype;
   void* param;
-  const void* grad;
+  void* grad;  // is only read
   void* master;  // null for Master::none
   std::vector<State> states;
   std::vector<float> scalars;
@@ -47,10 +43,12 @@ struct Update {
   std::uint64_t first_block;  // number of the segment's first block of 256, in the order of all parameters
 };
 
-// One fused pass of a rule over `numel` elements, in place. Returns the sums of those arrays of the update whose addresses
-// are `summed`, in their order; throws std::invalid_argument for another address.
-std::vector<Sums> update(Pool* pool, std::size_t numel, const Update& update,
-                         const std::vector<const void*>& summed = {});
+// The CRC-32C of an array before an update, and after it.
+using Sums = std::pair<std::uint32_t, std::uint32_t>;
+
+// One fused pass of a rule over `numel` elements, in place. Returns the sums of those arrays of the update whose addresses are
+// `summed`, in their order; throws std::invalid_argument for another address.
+std::vector<Sums> update(Pool* pool, std::size_t numel, Update update, const std::vector<std::uintptr_t>& summed = {});
 // dst = src or dst += src; returns the squared norm of dst afterwards.
 double deposit(Pool* pool, std::size_t numel, void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add);
 double squared_norm(Pool* pool, std::size_t numel, const void* src, DType dtype);

@@ -18,24 +18,28 @@ U random_half(U word) {
   return high ? word >> 16 : word & U::splat(0xFFFFu);
 }
 
-void decode_bf16(float* to, const unsigned short* from) noexcept {
-  for (size_t i = 0; i < block_numel; i += V::width) V::store(to + i, Bf16::get(from + i));
+void decode_bf16(float* to, const void* from, float) noexcept {
+  const auto* const words = static_cast<const unsigned short*>(from);
+  for (size_t i = 0; i < block_numel; i += V::width) V::store(to + i, Bf16::get(words + i));
 }
-void encode_bf16(unsigned short* to, const float* from) noexcept {
-  for (size_t i = 0; i < block_numel; i += V::width) V::store_half(to + i, V::to_bf16(V::load(from + i)));
+float encode_bf16(void* to, const float* from, const unsigned*) noexcept {
+  auto* const words = static_cast<unsigned short*>(to);
+  for (size_t i = 0; i < block_numel; i += V::width) Bf16::store(words + i, V::to_bf16(V::load(from + i)));
+  return 0;
 }
 template <bool high>
-void encode_bf16_random(unsigned short* to, const float* from, const unsigned* random) noexcept {
-  for (size_t i = 0; i < block_numel; i += V::width) {
-    V::store_half(to + i, V::to_bf16_up<false>(V::load(from + i), random_half<high>(U::load(random + i))));
-  }
+float encode_bf16_random(void* to, const float* from, const unsigned* random) noexcept {
+  auto* const words = static_cast<unsigned short*>(to);
+  for (size_t i = 0; i < block_numel; i += V::width)
+    Bf16::store(words + i, V::to_bf16_up<false>(V::load(from + i), random_half<high>(U::load(random + i))));
+  return 0;
 }
 
 // One fused pass with bf16 states over whole blocks, in registers from end to end.
-template <class R, bool has_remainder, class Grad, bool random>
+template <class R, class Store, class Grad, bool random>
 void update_bf16(const Arrays& arrays, const float* scalars, size_t begin, size_t end) noexcept {
   using Word = unsigned short;
-  using Store = std::conditional_t<has_remainder, MasterRemainder, MasterNone<Bf16>>;
+  constexpr bool has_remainder = Store::kind == Master::remainder;
   constexpr int count = state_count[int(R::id)];
   constexpr bool second_draw = random && (count > 2 || !has_remainder);
   Word* const param = static_cast<Word*>(arrays.param);

@@ -108,7 +108,7 @@ class _TakenMemory(NamedTuple):
 
 
 def _make_pool(blueprint: Blueprint, streams: Streams, *, trains: bool) -> Pool:
-    """Start the threads of the host's updates, which write first values before."""
+    """Start the threads of the host's updates."""
     cores = update_cores(streams.device).with_threads(blueprint.request.options.update_threads if trains else 1)
     return Pool(cores.count, sorted(cores.cores or ()))
 
@@ -145,7 +145,7 @@ def _take_memory(
                 while len(units) <= number:
                     index = len(units)
                     units.append(make_unit(plans[index], index, parameters[index], rank, streams, reserved))
-                fill_unit(units[number], flats, pool)
+                fill_unit(units[number], flats)
                 filled.append(units[number])  # from here on what fails leaves its parameters empty
                 del flats  # before the next unit's come
         staging = Staging(store)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import MemoryBudgetError, Options, Placement, memory_budget
-from penstock.rules.wire import WireFormat
+from penstock.rules.device import DevicePass
+from penstock.rules.wire import WireFormat, WireName, pack_words
 from penstock.runtime.hardware import free_device_memory
 from tests.device.running import late_ranks, strict
 from tests.measured import KIB, SHARES, deep
@@ -111,10 +112,12 @@ COMPRESSED: list[dict[str, Any]] = [
 ]
 
 
-def on_the_host(form: WireFormat, number: int, values: Tensor, words: Tensor, add: bool = False) -> None:
+def on_the_host(
+    run: DevicePass, device: torch.device, name: WireName, values: Tensor, words: Tensor, add: bool = False
+) -> None:
     """Pack or unpack without memory of the device: a compiled pass takes none, plain operations do."""
-    there, codes = values.cpu(), words.cpu().flatten().view(torch.uint8)
-    if number == 0:
+    form, there, codes = WireFormat(name), values.cpu(), words.cpu().flatten().view(torch.uint8)
+    if run._function is pack_words:
         form.pack(there, codes)
         words.copy_(codes.view(torch.int32).view(words.shape))
     else:
@@ -129,7 +132,7 @@ def compressed(rank: int) -> list[tuple[int, dict[str, int]]]:
     found = []
     for options in COMPRESSED:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WireFormat, "_on_device", on_the_host)
+            patch.setattr(DevicePass, "run", on_the_host)
             counted: list[memory_budget.MemoryBudget] = []
             count = memory_budget.budget_of
             patch.setattr(memory_budget, "budget_of", lambda *g, c=count, n=counted: n.append(c(*g)) or n[-1])

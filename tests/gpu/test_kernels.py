@@ -15,7 +15,6 @@ import torch
 
 from penstock.rules import StateFormat
 from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
-from penstock.rules.fused import update_in_torch
 from penstock.rules.wire import WireName, pack_words, unpack_words
 from tests.support import thorough
 from tests.unit.rules.segments import copy_to, make, random_inputs, rule_and_hyper, telling_first
@@ -84,7 +83,7 @@ def test_updates_are_compiled_to_the_hosts_operations_on_vectors(
 ) -> None:
     rule, hyper = rule_and_hyper(name, format_)
     segment = copy_to(make(rule, *random_inputs(NUMEL), storage, torch.bfloat16), torch.device("cuda"))
-    DeviceUpdate(compile_pass(one_pass))(rule, [(segment, hyper)], 0.7, update_in_torch)
+    DeviceUpdate(compile_pass(one_pass))(rule, [(segment, hyper)], 0.7)
     assert kernels
     scalars = 1 + len(hyper.scalars)
     for kernel in kernels:

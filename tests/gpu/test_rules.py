@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.rules import StateFormat
 from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
-from penstock.rules.fused import update_in_torch
 from penstock.rules.wire import WireFormat, WireName, pack_words, unpack_words
 from tests.support import thorough
 from tests.unit.rules.segments import (
@@ -52,7 +51,7 @@ def test_the_compiled_update_gives_the_hosts_bits(
         host = make(rule, *values, storage, torch.bfloat16)
         there = copy_to(host, device)
         rule.update(host, hyper, 0.7, None)
-        update(rule, [(there, hyper)], 0.7, update_in_torch)
+        update(rule, [(there, hyper)], 0.7)
         wrong[kind] = differences(copy_to(there, torch.device("cpu")), host)
     assert not any(wrong.values()), wrong
 

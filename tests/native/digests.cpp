@@ -71,12 +71,12 @@ std::uint64_t digest(std::uint64_t hash, const Bytes& bytes, DType dtype) {
 }
 
 const std::vector<float> scalars[rule_count] = {
-    {0.7f, 0.1f, 0.999f, 0.1f, 0.99f, 0.01f, 0.3f, 1e-8f, -1e-3f, 1, 0},
-    {0.7f, 0.1f, 1.0f, -0.4f, 0.99f, 0.01f, 1.0f, 1e-8f, -1e-3f, 0, 1},
-    {-0.7f, 0.1f, -1e-3f, 1},
-    {0.7f, 0.1f, -1e-3f, 0.9f, 0.7f, 1, 0, 1},
-    {0.7f, 0.1f, 1e-10f, -1e-3f, 1},
-    {0.7f, 0.99f, 0.9f, 0.1f, 0.99f, 0.01f, -1e-3f},
+    {0.7f, 0.1f, 0.999f, 0.1f, 0.99f, 0.01f, 0.3f, 1e-8f, -1e-3f, 1, 0, 0, 0},
+    {0.7f, 0.1f, 1.0f, -0.4f, 0.99f, 0.01f, 1.0f, 1e-8f, -1e-3f, 0, 1, 0, 0},
+    {-0.7f, 0.1f, -1e-3f, 0, 0, 1, 0, 0, 0},
+    {0.7f, 0.1f, -1e-3f, 0.9f, 0.7f, 1, 0, 0, 1},
+    {0.7f, 0.1f, 1e-10f, -1e-3f, 1, 0, 0, 0},
+    {0.7f, 0.99f, 0.9f, 0.1f, 0.99f, 0.01f, -1e-3f, 0, 0, 0, 0},
 };
 
 std::uint64_t one_update(std::uint64_t hash, Pool& pool, int rule, DType param, Master master, DType grad, Storage storage) {
@@ -96,9 +96,11 @@ std::uint64_t one_update(std::uint64_t hash, Pool& pool, int rule, DType param, 
       scales.back().assign((numel + block_numel - 1) / block_numel, 0.01f);
     }
   }
-  for (int k = 0; k < state_count[rule]; ++k)
+  for (int k = 0; k < state_count[rule]; ++k) {
+    const bool is_unsigned = k > 0 || Rule(rule) == Rule::adagrad;
     given.push_back({states[k].data(), coded ? scales[k].data() : nullptr,
-                     coded && k > 0 ? Storage::int8_unsigned : storage});
+                     coded && is_unsigned ? Storage::int8_unsigned : storage});
+  }
   const bool param_random = random && param == DType::bf16 && master == Master::none;
   update(&pool, numel,
          {Rule(rule), param, master, grad, p.data(), g.data(), m.empty() ? nullptr : m.data(), given, scalars[rule],
@@ -201,7 +203,7 @@ void all_patterns(Pool& pool) {
     // A step of no length rounds a parameter the other way.
     master = from;
     update(&pool, count, {Rule::sgd, DType::bf16, Master::fp32, DType::bf16, to.data(), zeros.data(), master.data(), {},
-                          {0, 0, 0, 0}, false, 0, 0});
+                          {0, 0, 0, 0, 0, 0, 0, 0, 0}, false, 0, 0});
     rounded[0] = digest(rounded[0], to, DType::bf16);
     if ((first & 0x7FFFFFFFu) >= 0x40000000u) continue;
     const float two = 2;
@@ -216,7 +218,7 @@ void all_patterns(Pool& pool) {
       // Adagrad's state is the sum of squares, SGD's momentum is 0 times itself and the gradient.
       std::fill(codes.begin(), codes.end(), 0);
       const Rule rule = positive ? Rule::adagrad : Rule::sgd_momentum;
-      std::vector<float> given = positive ? std::vector<float>{1, 0, 1, 0, 0} : std::vector<float>{1, 0, 0, 0, 1, 0, 0, 0};
+      std::vector<float> given = positive ? std::vector<float>{1, 0, 1, 0, 0, 0, 0, 0} : std::vector<float>{1, 0, 0, 0, 1, 0, 0, 0, 0};
       update(&pool, count, {rule, DType::fp32, Master::none, DType::fp32, master.data(), from.data(), nullptr,
                             {{codes.data(), scales.data(), positive ? Storage::int8_unsigned : Storage::int8_signed}},
                             given, false, 0, 0});

@@ -19,7 +19,7 @@ from penstock import _native
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FLAGS = ("-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
-COMMON = ("pool", "rules", "sums", "crc32c", "crc32c_folded")
+COMMON = ("pool", "rules", "crc32c")
 #: What the build gives the compiler for each set.
 KERNELS = re.findall(r"^ *kernels_for\((\w+)(.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)
 BEFORE = (HERE / "digests.txt").read_text().splitlines()

@@ -99,7 +99,6 @@ def test_the_user_has_the_last_word_and_it_is_told_why() -> None:
     lines = optimizer.describe().splitlines()
     assert "tokens.weight          muon   [16, 8]    named by muon=" in lines
     assert "scale                  adamw  []         0-D" in lines
-    assert "muon: 4 parameters" in repr(optimizer)
 
 
 @MUON
@@ -173,7 +172,7 @@ def test_groups_of_the_union_say_which_part() -> None:
     optimizer = MuonAdamW(Model())
     rule = rule_for(optimizer, StateFormat("int8"))
     assert [spec.dtype for spec in rule.states] == [torch.uint8] * 3
-    with pytest.raises(ConfigError, match="rule='sgd': a parameter group of muon_adamw says rule='muon' or 'adamw'"):
+    with pytest.raises(ConfigError, match="A parameter group of MuonAdamW says 'rule': 'muon' or 'adamw'"):
         rule.part({"rule": "sgd"})
     assert rule.state_shape("exp_avg", (4, 5)) == (4, 5)
     assert rule.state_shape("momentum_buffer", (4,)) is None

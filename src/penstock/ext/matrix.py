@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,29 @@ from torch import Tensor
 from penstock._native import Pool
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.optim.matrix import MatrixRule, states_of
-from penstock.optim.muon import MuonRule, check_options, sizes_of
-from penstock.rules.formats import Rounding, StateFormat, read_master, read_state, step_key, write_param, write_state
-from penstock.rules.fused import unknown_options
-from penstock.rules.generic import GenericScalars, OptimizerTrial, TrialResult, options_of, same, tried_group
-from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars, StateSpec, StepScalars, UpdateSlice, fp32
+from penstock.optim.muon import MuonRule, sizes_of
+from penstock.optim.muon import check_options as check_muon
+from penstock.rules.formats import StateFormat, read_master, read_state, write_param, write_state
+from penstock.rules.generic import (
+    GenericScalars,
+    OptimizerTrial,
+    TrialResult,
+    alike,
+    options_of,
+    random_rows,
+    tried_group,
+)
+from penstock.rules.rule import (
+    BLOCK_NUMEL,
+    Rule,
+    Scalars,
+    StateSpec,
+    StepScalars,
+    UpdateSlice,
+    check_options,
+    fp32,
+    unknown_options,
+)
 from penstock.rules.select import CombinedRule
 from penstock.rules.standard import AdamRule
 
@@ -42,7 +61,7 @@ _BYTES_PER_ELEMENT_OF_A_PIECE = 96
 _UNSTATED_TENSORS = 4
 
 
-class WholeParameterRule:
+class WholeParameterRule(Rule):
     """The rule that is a `MatrixRule`.
 
     Arguments:
@@ -59,7 +78,8 @@ class WholeParameterRule:
         ConfigError: the rule takes no parameter of some of the shapes.
     """
 
-    scalar_names: tuple[str, ...] = ()
+    whole = True
+    states: tuple[StateSpec, ...] = ()
 
     def __init__(
         self,
@@ -82,16 +102,6 @@ class WholeParameterRule:
         self._written = written
         self._known = {shape: self.shapes(shape) for shape in dict.fromkeys(parameters)}
         self.states = tuple(_specs_of({**self._general(self._known), **self._known}, format_))
-
-    @property
-    def whole(self) -> bool:
-        """Yes: a tile is one whole parameter."""
-        return True
-
-    def part(self, group: Mapping[str, Any]) -> Rule:
-        """Return this rule, which is every group's."""
-        del group
-        return self
 
     def shapes(self, shape: Shape, group: Mapping[str, Any] | None = None) -> Shapes:
         """Return the shapes of the states of a parameter of that shape, by name.
@@ -121,8 +131,9 @@ class WholeParameterRule:
         """
         numel, shapes = math.prod(shape), self.shapes(shape)
         decoded = sum(math.prod(shapes.get(spec.name, (0,))) for spec in self.states if spec.dtype != torch.float32)
-        values = 4 * (2 * numel + decoded)
-        return values + max(self._temporaries(shape), _BYTES_PER_ELEMENT_OF_A_PIECE * min(numel, PIECE_NUMEL))
+        stated: Callable[[Shape], int] | None = getattr(self._rule, "working_bytes", None)
+        temporaries = stated(shape) if stated else 4 * _UNSTATED_TENSORS * numel
+        return 4 * (2 * numel + decoded) + max(temporaries, _BYTES_PER_ELEMENT_OF_A_PIECE * min(numel, PIECE_NUMEL))
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericScalars:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`. Tensors in it are copied to the host."""
@@ -139,11 +150,6 @@ class WholeParameterRule:
         read = {n: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for n, v in options.items()}
         return GenericScalars(read, step, {})
 
-    def advance(self, hyper: StepScalars) -> Scalars:
-        """Return the parameter's own scalars after the update: none."""
-        del hyper
-        return {}
-
     def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the class writes into its group in a step; see `Rule.advance_group`."""
         return self._written(options_of(group)) if self._written else {}
@@ -159,13 +165,16 @@ class WholeParameterRule:
         shape = segment.shape
         if not shape and segment.param.numel() != 1:
             raise EngineError(f"{self._title} looks at whole parameters, and was given a piece of one.")
-        # 1. The fp32 values: the very memory, where it holds them.
+        # 1. The fp32 values: the very memory of parameter and states, where it holds them.
         value = _value_of(segment)
-        grad = _scaled(segment.grad, fp32(grad_scale))
+        grad = segment.grad.to(torch.float32, copy=True).mul_(fp32(grad_scale))
         states = {}
         shapes = self.shapes(shape)
-        for spec, stored, scale in self._stored(segment, shapes):
-            states[spec.name] = stored if stored.dtype == torch.float32 else _decoded(spec, stored, scale)
+        for k, spec in enumerate(self.states):
+            if spec.name in shapes:
+                stored = segment.states[k][: math.prod(shapes[spec.name])]  # without padding
+                fp32_stored = stored.dtype == torch.float32
+                states[spec.name] = stored if fp32_stored else _decoded(spec, stored, segment.scale(k))
         # 2. The arithmetic, in their shapes.
         try:
             shaped = {n: s.view(shapes[n]) for n, s in states.items()}
@@ -177,19 +186,6 @@ class WholeParameterRule:
             raise EngineError(f"{self._title} failed on a parameter of shape {shape}: {one_line(error)}") from error
         # 3. Back to where they rest, piece by piece.
         self._write(segment, value, states, hyper.step)
-
-    def update_many(
-        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
-    ) -> None:
-        """Apply the rule to whole parameters; see `Rule.update_many`."""
-        for segment, hyper in segments:
-            self.update(segment, hyper, grad_scale, pool)
-
-    def _stored(self, segment: UpdateSlice, shapes: Shapes) -> Iterator[tuple[StateSpec, Tensor, Tensor | None]]:
-        """Give the states that the parameter has, each as it is stored, without padding."""
-        for k, spec in enumerate(self.states):
-            if spec.name in shapes:
-                yield spec, segment.states[k][: math.prod(shapes[spec.name])], segment.scale(k)
 
     def _write(self, segment: UpdateSlice, value: Tensor, states: Mapping[str, Tensor], step: int) -> None:
         """Write fp32 values back to where memory holds something else."""
@@ -203,21 +199,13 @@ class WholeParameterRule:
         for start in range(0, numel if rest or encoded else 0, PIECE_NUMEL):
             part = slice(start, min(start + PIECE_NUMEL, numel))
             blocks = slice(start // BLOCK_NUMEL, (start + PIECE_NUMEL) // BLOCK_NUMEL)
-            rounding = None
-            if self._format.stochastic:
-                key = step_key(self._format.seed, step)
-                rounding = Rounding(key, segment.first + start, part.stop - start, value.device)
+            rounding = self._format.rounding_at(step, segment.first + start, part.stop - start, value.device)
             for what, spec, stored, scale, state in encoded:
                 scales = None if scale is None else scale[blocks]
                 write_state(spec, stored[part], scales, state[part], rounding, what)
             if rest:
                 master = None if segment.master is None else segment.master[part]
                 write_param(segment.param[part], master, value[part], rounding)
-
-    def _temporaries(self, shape: Shape) -> int:
-        """Return the bytes that the rule says an update holds beside what it is given, or four tensors of the shape."""
-        stated: Callable[[Shape], int] | None = getattr(self._rule, "working_bytes", None)
-        return stated(shape) if stated else 4 * _UNSTATED_TENSORS * math.prod(shape)
 
     def _general(self, known: Iterable[Shape]) -> dict[Shape, Shapes]:
         """Return the states of shapes whose sides all differ, of those numbers of dimensions that the rule takes."""
@@ -254,14 +242,6 @@ def _value_of(segment: UpdateSlice) -> Tensor:
     return copy
 
 
-def _scaled(grad: Tensor, factor: float) -> Tensor:
-    """Return a gradient in fp32, times the factor: the very memory where that is what it holds."""
-    if grad.dtype != torch.float32:
-        grad = grad.float()
-        return grad if factor == 1 else grad.mul_(factor)
-    return grad if factor == 1 else grad * factor
-
-
 def _decoded(spec: StateSpec, stored: Tensor, scale: Tensor | None) -> Tensor:
     """Return the values of a state in fp32, flat."""
     value = torch.empty(stored.numel(), dtype=torch.float32, device=stored.device)
@@ -294,8 +274,8 @@ def muon(optimizer: torch.optim.Optimizer, format_: StateFormat) -> WholeParamet
     Raises:
         ConfigError: a group has options that the rule does not know.
     """
-    unknown = {name for name in optimizer.defaults if name not in _KNOWN}
-    return _muon("muon", "torch.optim.Muon", optimizer.param_groups, format_, unknown)
+    unknown = unknown_options(type(optimizer), optimizer.defaults, _KNOWN)
+    return _muon("muon", optimizer.param_groups, format_, unknown)
 
 
 def muon_adamw(optimizer: torch.optim.Optimizer, format_: StateFormat) -> CombinedRule:
@@ -307,37 +287,34 @@ def muon_adamw(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Combin
     groups = {rule: [g for g in optimizer.param_groups if g.get("rule") == rule] for rule in ("muon", "adamw")}
     adamw = AdamRule("adamw", format_, amsgrad=any(group["amsgrad"] for group in groups["adamw"]))
     stock = torch.optim.AdamW
-    options = stock([torch.zeros(1)]).defaults
     return CombinedRule(
         "muon_adamw",
-        "rule",
         {
-            "muon": _muon("muon", "penstock.optim.MuonAdamW", groups["muon"], format_, set()),
-            "adamw": replace(adamw, unknown=unknown_options(adamw, options, stock)),
+            "muon": _muon("muon", groups["muon"], format_, {}, ours=True),
+            "adamw": replace(adamw, unknown=unknown_options(stock, stock([torch.zeros(1)]).defaults, adamw.honoured)),
         },
+        lambda group: group.get("rule"),
+        "A parameter group of MuonAdamW says 'rule': 'muon' or 'adamw'.",
     )
 
 
 def _muon(
-    name: str, title: str, groups: Iterable[Mapping[str, Any]], format_: StateFormat, unknown: set[str]
+    name: str,
+    groups: Iterable[Mapping[str, Any]],
+    format_: StateFormat,
+    unknown: Mapping[str, Any],
+    *,
+    ours: bool = False,
 ) -> WholeParameterRule:
-    """Make Muon's rule over some groups, and refuse parameters that it cannot cut."""
-    stock = not title.startswith("penstock")
+    """Make Muon's rule over some groups of torch's class or of ours, and refuse parameters that it cannot cut."""
+    title = "penstock.optim.MuonAdamW" if ours else "torch.optim.Muon"
 
     def check(group: Mapping[str, Any]) -> None:
         """Refuse what the arithmetic does not know."""
-        for option in sorted(unknown):
-            if group.get(option):
-                raise ConfigError(
-                    f"{option}={group[option]!r} is an option of this version of {title} that Penstock does not know. "
-                    f"Set {option} to None or False in every parameter group."
-                )
-        for option in sorted(_KNOWN - {"lr"}):
-            if isinstance(group[option], Tensor):
-                raise ConfigError(f"{option} is a tensor, which Penstock's {name} does not support. Make it a float.")
-        for option in sorted(_OURS & group.keys() if stock else ()):
+        check_options(name, group, _KNOWN, unknown)
+        for option in sorted(_OURS & group.keys() if not ours else ()):
             raise ConfigError(f"{option} is an option of penstock.optim.MuonAdamW, not of {title}.")
-        check_options(group)
+        check_muon(group)
 
     shapes = []
     for group in groups:
@@ -417,15 +394,8 @@ def adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> WholePa
             "Options(state_dtype='int8') is not for Adafactor, whose states are small already. Use 'fp32' or 'bf16'."
         )
 
-    def check(group: Mapping[str, Any]) -> None:
-        """Refuse what the arithmetic does not know."""
-        for option in sorted(optimizer.defaults.keys() - OPTIONS):
-            if group.get(option):
-                raise ConfigError(
-                    f"{option}={group[option]!r} is an option of this version of torch.optim.Adafactor that Penstock "
-                    f"does not know. Set {option} to None or False in every parameter group."
-                )
-
+    unknown = unknown_options(type(optimizer), optimizer.defaults, OPTIONS)
+    check = partial(check_options, "adafactor", honoured=OPTIONS, unknown=unknown)
     shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
     return WholeParameterRule("adafactor", "torch.optim.Adafactor", AdafactorRule(), format_, shapes, check=check)
 
@@ -438,37 +408,6 @@ def adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> WholePa
 _TRIED_SIDES = (6, 4, 3, 2, 5, 7)
 _STEPS = 3
 _RTOL, _ATOL = 1e-4, 1e-6
-
-#: The states of every shape of an optimizer's parameters under the options of one group, as text.
-Signature = Callable[[Mapping[str, Any]], str]
-
-
-class _ByStates(CombinedRule):
-    """The rule of groups whose options call for other states of the same parameters.
-
-    Arguments:
-        name: the rule's name in reports and checkpoints.
-        signature: tells the groups of one part from those of others.
-        parts: the parts by signature.
-    """
-
-    def __init__(self, name: str, signature: Signature, parts: Mapping[str, Rule]) -> None:
-        super().__init__(name, "states", parts)
-        self._signature = signature
-
-    def part(self, group: Mapping[str, Any]) -> Rule:
-        """Return the part that has the states of the group.
-
-        Raises:
-            ConfigError: no group had such states when the optimizer was prepared.
-        """
-        found = self._parts.get(self._signature(options_of(group)))
-        if found is None:
-            raise ConfigError(
-                f"The rule of {self.name} names other states for the options of a parameter group than for those of "
-                "all groups that were prepared. Prepare again with them."
-            )
-        return found
 
 
 def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateFormat) -> Rule:
@@ -502,7 +441,7 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
         given = options_of(group)
         dims = sorted({p.dim() for p in group["params"] if p.dim() <= len(_TRIED_SIDES)})
         # Two of each: a class that looks at several parameters at once ends elsewhere than its rule.
-        if _try_out(title, running, rule, tried_group(group), [_TRIED_SIDES[:dim] for dim in dims for _ in range(2)]):
+        if _try_out(running, rule, tried_group(group), [_TRIED_SIDES[:dim] for dim in dims for _ in range(2)]):
             writes.append(_TRIED_SIDES[: dims[0]])
         options.setdefault(key := signature(given), given)
         own.setdefault(key, []).extend(tuple(p.shape) for p in group["params"])
@@ -510,12 +449,16 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
     parts = {
         key: WholeParameterRule(name, title, rule, format_, own[key], options[key], written=written) for key in own
     }
-    return next(iter(parts.values())) if len(parts) == 1 else _ByStates(name, signature, parts)
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    refusal = (
+        f"The rule of {name} names other states for the options of a parameter group than for those of all groups that "
+        "were prepared. Prepare again with them."
+    )
+    return CombinedRule(name, parts, lambda group: signature(options_of(group)), refusal)
 
 
-def _try_out(
-    title: str, running: OptimizerTrial, rule: MatrixRule, group: dict[str, Any], shapes: Sequence[Shape]
-) -> bool:
+def _try_out(running: OptimizerTrial, rule: MatrixRule, group: dict[str, Any], shapes: Sequence[Shape]) -> bool:
     """Take the same steps by the class, on all shapes together, and by the rule; refuse a difference.
 
     Returns:
@@ -523,16 +466,13 @@ def _try_out(
     """
     if not shapes:
         return False
-    generator = torch.Generator("cpu").manual_seed(0)
-    values, *grads = [
-        [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
-        for _ in range(1 + _STEPS)
-    ]
+    title = running.cls.__qualname__
+    values, *grads = random_rows(shapes, 1 + _STEPS)
     ran = running.trial(group, [value.clone() for value in values], [[g.clone() for g in row] for row in grads])
     running.check_written(group, ran, _STEPS, shapes[0])
     for k, shape in enumerate(shapes):
         try:
-            states = _by_rule(title, running, rule, group, values[k], [row[k] for row in grads])
+            states = _by_rule(running, rule, group, values[k], [row[k] for row in grads])
         except PenstockError:
             raise
         except Exception as error:
@@ -545,19 +485,14 @@ def _try_out(
 
 
 def _by_rule(
-    title: str,
-    running: OptimizerTrial,
-    rule: MatrixRule,
-    group: Mapping[str, Any],
-    value: Tensor,
-    grads: Sequence[Tensor],
+    running: OptimizerTrial, rule: MatrixRule, group: Mapping[str, Any], value: Tensor, grads: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """Update a parameter in place by the rule, and return its states.
 
     Raises:
         ConfigError: the rule changes the gradient or the group.
     """
-    options = dict(group)
+    title, options = running.cls.__qualname__, dict(group)
     named = states_of(rule, tuple(value.shape), options)
     states = {name: torch.zeros(tuple(form), device="cpu") for name, form in named.items()}
     for step, grad in enumerate(grads, 1):
@@ -566,7 +501,7 @@ def _by_rule(
             rule.update(value, seen, states, given, step)
         if not torch.equal(grad, seen):
             raise ConfigError(f"The rule that was registered for {title} changes the gradient: let it copy it.")
-        if given.keys() != options.keys() or not all(same(given[name], options[name]) for name in given):
+        if not alike(given, options):
             raise ConfigError(f"The rule that was registered for {title} changes the group, which is all ranks'.")
         options |= running.written(options, tuple(value.shape))
     return states

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from penstock.errors import ConfigError
-from penstock.optim.muon import Split, require_matrix, sizes_of
+from penstock.optim.muon import Split, sizes_of
 
 Which = Literal["muon", "adamw"]
 
@@ -26,7 +26,6 @@ class MuonChoice:
 
     Arguments:
         name: its name in the model.
-        shape: its shape.
         parameter: the parameter.
         rule: who updates it.
         reason: why, in a few words.
@@ -35,7 +34,6 @@ class MuonChoice:
     """
 
     name: str
-    shape: tuple[int, ...]
     parameter: nn.Parameter
     rule: Which
     reason: str
@@ -43,28 +41,21 @@ class MuonChoice:
     split: Split = None
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What the user says by patterns of names, as `fnmatch` has them.
-
-    Arguments:
-        muon: names of parameters for Muon.
-        adamw: names of parameters for AdamW, which comes first.
-        split: how parameters of these names are cut.
-    """
-
-    muon: Sequence[str] = ()
-    adamw: Sequence[str] = ()
-    split: Mapping[str, Split] | None = None
-
-
-def choose(model: nn.Module | None, named: Iterable[tuple[str, nn.Parameter]], wishes: Wishes) -> list[MuonChoice]:
+def choose(
+    model: nn.Module | None,
+    named: Iterable[tuple[str, nn.Parameter]],
+    muon: Sequence[str],
+    adamw: Sequence[str],
+    split: Mapping[str, Split],
+) -> list[MuonChoice]:
     """Choose who updates each trainable parameter.
 
     Arguments:
         model: tells what the modules are; `None` where names have to.
         named: the parameters by name.
-        wishes: what the user says.
+        muon: patterns of names (`fnmatch`) for Muon.
+        adamw: patterns of names for AdamW, which comes first.
+        split: how parameters of these patterns are cut.
 
     Raises:
         ConfigError: a pattern names nothing, or Muon gets what is no matrix.
@@ -75,32 +66,27 @@ def choose(model: nn.Module | None, named: Iterable[tuple[str, nn.Parameter]], w
         if not parameter.requires_grad:
             continue
         shape = tuple(parameter.shape)
-        wanted = _wanted(name, wishes)
-        rule, reason = wanted or _usual(name, shape, modules.get(parameter))
-        split = None
+        rule: Which
+        if any(fnmatchcase(name, pattern) for pattern in adamw):
+            rule, reason, is_wanted = "adamw", "named by adamw=", True
+        elif any(fnmatchcase(name, pattern) for pattern in muon):
+            rule, reason, is_wanted = "muon", "named by muon=", True
+        else:
+            (rule, reason), is_wanted = _usual(name, shape, modules.get(parameter)), False
+        cut = None
         if rule == "muon":
-            split = next((cut for pattern, cut in (wishes.split or {}).items() if fnmatchcase(name, pattern)), None)
+            cut = next((cut for pattern, cut in split.items() if fnmatchcase(name, pattern)), None)
             try:
-                require_matrix(shape)
-                sizes_of(shape, split)
+                sizes_of(shape, cut)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
-        choices.append(MuonChoice(name, shape, parameter, rule, reason, wanted is not None, split))
-    for option, patterns in (("muon", wishes.muon), ("adamw", wishes.adamw), ("split", wishes.split or ())):
+        choices.append(MuonChoice(name, parameter, rule, reason, is_wanted, cut))
+    for option, patterns in (("muon", muon), ("adamw", adamw), ("split", split)):
         for pattern in patterns:
             if not any(fnmatchcase(c.name, pattern) and (option != "split" or c.rule == "muon") for c in choices):
                 who = "Muon's" if option == "split" else "trainable"
                 raise ConfigError(f"{option}: the pattern {pattern!r} names none of the {who} parameters.")
     return choices
-
-
-def _wanted(name: str, wishes: Wishes) -> tuple[Which, str] | None:
-    """Say whom the user has named for a parameter, if anybody."""
-    if any(fnmatchcase(name, pattern) for pattern in wishes.adamw):
-        return "adamw", "named by adamw="
-    if any(fnmatchcase(name, pattern) for pattern in wishes.muon):
-        return "muon", "named by muon="
-    return None
 
 
 def _usual(name: str, shape: tuple[int, ...], module: str | None) -> tuple[Which, str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.optim.choosing import MuonChoice, Wishes, choose, not_hidden
+from penstock.optim.choosing import MuonChoice, choose, not_hidden
 from penstock.optim.matrix import run_closure
 from penstock.optim.muon import MuonRule, Split, check_options, sizes_of
 
@@ -115,9 +115,15 @@ class MuonAdamW(torch.optim.Optimizer):
             "adamw": dict(stock.defaults),
         }
         self._chosen: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        super().__init__(self._groups(params, Wishes(_names(muon), _names(adamw), split)), {})
+        super().__init__(self._groups(params, _names(muon), _names(adamw), split or {}), {})
 
-    def _groups(self, params: nn.Module | Iterable[Any], wishes: Wishes) -> list[dict[str, Any]]:
+    def _groups(
+        self,
+        params: nn.Module | Iterable[Any],
+        muon: Sequence[str],
+        adamw: Sequence[str],
+        split: Mapping[str, Split],
+    ) -> list[dict[str, Any]]:
         """Put parameters into groups: Muon's, one for each way of cutting, and AdamW's."""
         model = params if isinstance(params, nn.Module) else None
         given = list(model.named_parameters() if model is not None else params)  # type: ignore[arg-type]
@@ -129,22 +135,22 @@ class MuonAdamW(torch.optim.Optimizer):
                 "the model, MuonAdamW(model); or names, MuonAdamW(model.named_parameters()); or say it yourself: "
                 "MuonAdamW([{'params': matrices, 'rule': 'muon'}, {'params': others, 'rule': 'adamw'}])."
             )
-        choices = choose(model, given, wishes)
+        choices = choose(model, given, muon, adamw, split)
         groups: dict[Any, list[MuonChoice]] = {}
         for choice in sorted(choices, key=lambda choice: choice.rule != "muon"):
             groups.setdefault((choice.rule, choice.split), []).append(choice)
         if not any(rule == "muon" for rule, _ in groups):
             raise ConfigError("MuonAdamW found no matrix for Muon among the parameters: use torch.optim.AdamW.")
-        self._chosen = {choice.name: (choice.rule, choice.shape, choice.reason) for choice in choices}
+        self._chosen = {choice.name: (choice.rule, tuple(choice.parameter.shape), choice.reason) for choice in choices}
         if model is None:
             self._guessed = {c.parameter: c.name for c in choices if c.rule == "muon" and not c.is_wanted}
         return [
             {
                 "params": [choice.parameter for choice in chosen],
                 "rule": rule,
-                **({"split": split} if rule == "muon" else {}),
+                **({"split": cut} if rule == "muon" else {}),
             }
-            for (rule, split), chosen in groups.items()
+            for (rule, cut), chosen in groups.items()
         ]
 
     def check(self, model: nn.Module) -> None:
@@ -216,14 +222,6 @@ class MuonAdamW(torch.optim.Optimizer):
         rows = [(name, rule, str(list(shape)), reason) for name, (rule, shape, reason) in self._chosen.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-    def __repr__(self) -> str:
-        """Return the groups, each with how many parameters it has and its options."""
-        lines = []
-        for group in self.param_groups:
-            options = ", ".join(f"{name}={value!r}" for name, value in group.items() if name not in ("params", "rule"))
-            lines.append(f"    {group['rule']}: {len(group['params'])} parameters, {options}")
-        return "\n".join(["MuonAdamW (", *lines, ")"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies need beside torch's own: the options of each rule, and the reasons."""

@@ -13,11 +13,13 @@ has no room for what the average is more precise by, and the average's 32 bits h
     average    | bits of the parameter | remainder of the average |
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from penstock._native import Pool
-from penstock.rules.formats import join_master, read_master, split_master, write_master
+from penstock.rules.formats import fp32_values, join_master, read_master, split_master, write_master
 from penstock.rules.rule import PIECE_NUMEL, UpdateSlice
 from penstock.rules.standard import SgdRule
 
@@ -32,8 +34,8 @@ def begin(average: Tensor, param: Tensor, master: Tensor | None) -> None:
         param: the parameters in the compute dtype, [n].
         master: what they lack to their fp32 values: int16 remainders, an fp32 copy, or `None`; [n].
     """
-    for part in _pieces(average):
-        average[part].copy_(_values(param, master, part))
+    for mean, part, rest in _pieces(average, param, master):
+        mean.copy_(fp32_values(part, rest))
 
 
 def follow(average: Tensor, param: Tensor, master: Tensor | None, decay: float, pool: Pool | None) -> None:
@@ -51,60 +53,48 @@ def follow(average: Tensor, param: Tensor, master: Tensor | None, decay: float, 
         return
     group = {"lr": 1 - decay, "weight_decay": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
     hyper = _SGD.hyper({**group, "maximize": False}, step=1)
-    for part in _pieces(average):
-        _SGD.update(UpdateSlice(average[part], _values(param, master, part), None, ()), hyper, -1.0, pool)
+    for mean, part, rest in _pieces(average, param, master):
+        _SGD.update(UpdateSlice(mean, fp32_values(part, rest), None, ()), hyper, -1.0, pool)
 
 
 def show(average: Tensor, param: Tensor, master: Tensor | None) -> None:
     """Put an average in the place of the values, and keep the values where it was, for `hide`."""
-    for part in _pieces(average):
-        _show(average[part], param[part], None if master is None else master[part])
+    for mean, part, rest in _pieces(average, param, master):
+        if not _packs(param, master):
+            _exchange(mean, part, rest)
+            continue
+        shown, remainder = split_master(mean)
+        before = part.view(torch.int16).to(torch.int32) << 16
+        mean.view(torch.int32).copy_(before | (remainder.to(torch.int32) & 0xFFFF))
+        part.copy_(shown)
 
 
 def hide(average: Tensor, param: Tensor, master: Tensor | None) -> None:
     """Undo `show`, bit for bit."""
-    for part in _pieces(average):
-        _hide(average[part], param[part], None if master is None else master[part])
-
-
-def _show(average: Tensor, param: Tensor, master: Tensor | None) -> None:
-    if not _packs(param, master):
-        _exchange(average, param, master)
-        return
-    shown, remainder = split_master(average)
-    before = param.view(torch.int16).to(torch.int32) << 16
-    average.view(torch.int32).copy_(before | (remainder.to(torch.int32) & 0xFFFF))
-    param.copy_(shown)
-
-
-def _hide(average: Tensor, param: Tensor, master: Tensor | None) -> None:
-    if not _packs(param, master):
-        _exchange(average, param, master)
-        return
-    packed = average.view(torch.int32)
-    before = (packed >> 16).to(torch.int16).view(param.dtype)
-    average.copy_(join_master(param, packed.to(torch.int16)))
-    param.copy_(before)
+    for mean, part, rest in _pieces(average, param, master):
+        if not _packs(param, master):
+            _exchange(mean, part, rest)
+            continue
+        packed = mean.view(torch.int32)
+        before = (packed >> 16).to(torch.int16).view(part.dtype)
+        mean.copy_(join_master(part, packed.to(torch.int16)))
+        part.copy_(before)
 
 
 def _packs(param: Tensor, master: Tensor | None) -> bool:
-    """Whether the parameters have less room than the average."""
+    """Return True if the parameters have less room than the average."""
     return master is None and param.dtype != torch.float32
 
 
 def _exchange(average: Tensor, param: Tensor, master: Tensor | None) -> None:
+    """Let fp32 values change places."""
     values = read_master(param, master)
     write_master(param, master, average)
     average.copy_(values)
 
 
-def _values(param: Tensor, master: Tensor | None, part: slice) -> Tensor:
-    """Give the values of a part, in memory of their own only where nothing has them in one piece."""
-    if master is None:
-        return param[part]
-    return master[part] if master.dtype == torch.float32 else join_master(param[part], master[part])
-
-
-def _pieces(average: Tensor) -> list[slice]:
-    """Cut a range into pieces, so that temporaries stay small beside it."""
-    return [slice(start, start + PIECE_NUMEL) for start in range(0, average.numel(), PIECE_NUMEL)]
+def _pieces(average: Tensor, param: Tensor, master: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Cut the tensors into pieces, so that temporaries stay small beside them."""
+    for start in range(0, average.numel(), PIECE_NUMEL):
+        part = slice(start, start + PIECE_NUMEL)
+        yield average[part], param[part], None if master is None else master[part]

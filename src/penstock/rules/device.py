@@ -5,13 +5,20 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx.experimental._config as _shape_config
 from torch import Tensor
 
-from penstock.rules.formats import Rounding, read_master, read_state, step_key, write_param, write_state
+from penstock.rules.formats import (
+    Rounding,
+    fp32_values,
+    read_state,
+    step_key,
+    write_param,
+    write_state,
+)
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec, UpdateSlice, fp32
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,54 +69,87 @@ def _knows_rounding() -> bool:
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Whether inductor makes kernels for a device: it knows the type of device, and the compiler behind it is there.
+    """Return True if torch compiles kernels for a device: an accelerator of those that Triton is for, and it is there.
 
-    The answer for a cpu is no: our native kernels are for the host. What is not seen here makes the first compilation
-    fail, of which the user is warned once.
+    What is not seen here makes the first compilation fail, of which the user is warned once.
     """
-    if device.type == "cpu":
-        return False
-    try:  # none of it is public: torch 2.8 to 2.13 have all of it, and what another one lacks is no reason to fail here
-        from torch._dynamo.device_interface import DeviceInterface, get_registered_device_interfaces
+    return device.type in ("cuda", "xpu") and find_spec("triton") is not None
 
-        interface = dict(get_registered_device_interfaces()).get(device.type)
-        if interface is None:
-            return False
-        from torch._inductor.codegen import common  # slow to import: not for devices that the compiler never heard of
 
-        common.init_backend_registration()
-        if common.get_scheduling_for_device(device.type) is None:
+class DevicePass:
+    """A function of tensors on a device, compiled where torch has a compiler for it, until compilation fails.
+
+    Compiled, an element is read and written once; as it is, in many passes over memory. Both give the host's bits.
+    Where the compiler cannot be told to (`rounds_as_host`), the user is warned.
+
+    Arguments:
+        function: the function.
+        what: its name in warnings.
+        compiled: the compiled function; `None` has it compiled at the first call, if the device has a compiler.
+    """
+
+    def __init__(self, function: Callable[..., None], what: str, compiled: Pass | None = None) -> None:
+        self._function, self._what, self._compiled = function, what, compiled
+        self._decided = compiled is not None
+
+    def compiles(self, device: torch.device) -> bool:
+        """Return True if the function is compiled for a device."""
+        if not self._decided:
+            self._decided = True
+            if has_compiler(device):
+                self._compiled = compile_pass(self._function)
+                if not rounds_as_host(device):
+                    warnings.warn(
+                        f"torch {torch.__version__} compiles {self._what} on {device} and cannot be told to round as "
+                        "the host does: the last place of a value may differ. On NVIDIA GPUs torch 2.11 or newer can.",
+                        stacklevel=2,
+                    )
+        return self._compiled is not None
+
+    def __call__(self, device: torch.device, *arguments: Any) -> bool:
+        """Run the compiled function, and return True if it ran. Else nothing of it has: the caller runs it as it is."""
+        if not self.compiles(device):
             return False
-        if interface.is_triton_capable is DeviceInterface.is_triton_capable:
-            return True  # its kernels are of another language
-        if find_spec("triton") is None or not interface.is_triton_capable(device):
+        assert self._compiled is not None
+        try:
+            # Sizes that are equal by chance are not taken for the same: each chance would compile a kernel anew.
+            with _shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                self._compiled(*arguments)
+        except Exception as error:  # compilation fails before anything has run
+            warnings.warn(
+                f"torch.compile failed for {self._what} on {device} ({_reason(error)}). It runs in plain torch "
+                "operations there: the same result in more passes over memory.",
+                stacklevel=2,
+            )
+            self._compiled = None
             return False
-    except Exception:
-        return device.type == "cuda" and find_spec("triton") is not None
-    try:
-        interface.raise_if_triton_unavailable(device)  # a triton of another make
-    except Exception:
-        return False
-    return True
+        return True
+
+    def run(self, device: torch.device, *arguments: Any) -> None:
+        """Run the function, compiled or as it is."""
+        if not self(device, *arguments):
+            self._function(*arguments)
+
+
+def _reason(error: Exception) -> str:
+    """Say why a compilation failed, and what to do where it was one too many."""
+    reason = f"{type(error).__name__}: {error}"
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        limit = torch._dynamo.config.recompile_limit
+        reason += (
+            f"; it was compiled {limit} times, which is torch's limit: raise torch._dynamo.config.recompile_limit, "
+            "or see with TORCH_LOGS=recompiles what changes"
+        )
+    return reason
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The update of a segment on an accelerator: one function of tensors, compiled into one kernel where that works.
-#
-# Compiled, an element is read and written once. Not compiled, the reference runs, in many passes over memory. Both give
-# the host's bits; where the compiler cannot be told to (`rules.compiler.rounds_as_host`), the user is warned.
+# The update of a segment in one function of tensors, which an accelerator runs compiled into one kernel.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 #: For a size of 1 the compiler would make a kernel of its own.
 _LEAST_NUMEL = 2 * BLOCK_NUMEL
-
-
-class Traced(NamedTuple):
-    """A hyper inside of a compiled update: scalars are 0-dim tensors, so that a new learning rate compiles nothing."""
-
-    scalars: Any
-    flags: Any
 
 
 def one_pass(
@@ -120,124 +160,102 @@ def one_pass(
     stochastic: bool,
     tensors: tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor | None]],
     blocks: int,
-    numbers: Tensor,
-    key_and_first: Tensor,
+    numbers: Tensor | Sequence[float],
+    key_and_first: Tensor | Sequence[int],
 ) -> None:
-    """Update one segment of whole blocks in place. Everything before `tensors` is fixed for a compilation.
+    """Update one segment in place. Everything before `tensors` is fixed for a compilation.
 
     Arguments:
-        arithmetic: the rule's `Fused.arithmetic`.
+        arithmetic: the rule's `FusedRule.arithmetic`.
         specs: the states that the update uses.
         make_scalars: the rule's NamedTuple of scalars.
         flags: the rule's flags, a NamedTuple.
         stochastic: whether bf16 is rounded by random bits.
         tensors: param, grad, master, states and their scales, as a `UpdateSlice` has them.
-        blocks: how many blocks of 256 elements the segment has.
-        numbers: the factor on the gradient, then the scalars: fp32, [1 + scalars].
-        key_and_first: the key of the step's random bits, and the number of the first element: int64, [2].
+        blocks: how many blocks of 256 elements the segment has. Compiled, it has whole ones.
+        numbers: the factor on the gradient, then the scalars; as a tensor fp32, [1 + scalars].
+        key_and_first: the key of the step's random bits, and the number of the first element; as a tensor int64, [2].
     """
     param, grad, master, states, scales = tensors
-    # The compiler takes sizes as multiples of 256 from here on: it reads and writes vectors, and nothing is padded.
-    torch._check(param.numel() == BLOCK_NUMEL * blocks)  # type: ignore[no-untyped-call]
-    scale, *scalars = numbers.unbind()
-    key, first = key_and_first.unbind()
-    values = [read_state(spec, states[k], scales[k]) for k, spec in enumerate(specs)]
-    p = read_master(param, master)
-    hyper = Traced(make_scalars(*scalars), flags)
-    p = arithmetic(p, grad.float() * scale, values, hyper)
+    if torch.compiler.is_compiling():
+        # The compiler takes sizes as multiples of 256 from here on: it reads and writes vectors, and nothing is padded.
+        torch._check(param.numel() == BLOCK_NUMEL * blocks)  # type: ignore[no-untyped-call]
+    scale, *scalars = numbers.unbind() if isinstance(numbers, Tensor) else numbers
+    key, first = key_and_first.unbind() if isinstance(key_and_first, Tensor) else key_and_first
+    # May be the very memory of the segment: arithmetic writes into nothing, each operation makes a tensor.
+    p = fp32_values(param, master)
+    values = [
+        states[k] if spec.dtype == torch.float32 else read_state(spec, states[k], scales[k])
+        for k, spec in enumerate(specs)
+    ]
+    # Compiled, scalars are 0-dim tensors, so that a new learning rate compiles nothing.
+    p = arithmetic(p, grad.float() * scale, values, make_scalars(*scalars), flags)
     rounding = Rounding(key, first, param.numel(), param.device) if stochastic else None
     for k, spec in enumerate(specs):
         write_state(spec, states[k], scales[k], values[k], rounding, k)
     write_param(param, master, p, rounding)
 
 
+def _arguments(rule: Any, segment: UpdateSlice, hyper: Any, numbers: Any, key_and_first: Any) -> tuple[Any, ...]:
+    """Return what `one_pass` takes for a segment."""
+    specs = rule.states[: rule.used(hyper)]
+    scales = [segment.scale(k) for k in range(len(specs))]
+    # `data` is no view of anything: for each form of memory that views are of, a kernel would be compiled anew.
+    tensors = (
+        segment.param.data,
+        segment.grad.data,
+        None if segment.master is None else segment.master.data,
+        [state.data for state in segment.states[: len(specs)]],
+        [None if scale is None else scale.data for scale in scales],
+    )
+    fixed = rule.arithmetic, specs, type(hyper.scalars), hyper.flags, rule.format.stochastic
+    return *fixed, tensors, segment.param.numel() // BLOCK_NUMEL, numbers, key_and_first
+
+
+def _numbers(
+    rule: Any, segment: UpdateSlice, hyper: Any, grad_scale: float
+) -> tuple[tuple[float, ...], tuple[int, int]]:
+    """Return the numbers of `one_pass`, and its key and first element, which are of random bits alone."""
+    place = (step_key(rule.format.seed, hyper.step), segment.first) if rule.format.stochastic else (0, 0)
+    return (fp32(grad_scale * hyper.sign), *hyper.scalars), place
+
+
+def update_reference(rule: Any, segment: UpdateSlice, hyper: Any, grad_scale: float) -> None:
+    """Update a segment in plain torch operations, on any device: what every other back end is compared with."""
+    for piece in segment.pieces():
+        one_pass(*_arguments(rule, piece, hyper, *_numbers(rule, piece, hyper, grad_scale)))
+
+
 class DeviceUpdate:
-    """Runs updates by `one_pass`, compiled, where torch has a compiler for the device, and else in another way.
+    """Updates segments by `one_pass`, compiled, where torch has a compiler for the device, and else as it is.
 
     Arguments:
         compiled: a compiled `one_pass`; `None` has it compiled at the first update, if the device has a compiler.
     """
 
     def __init__(self, compiled: Pass | None = None) -> None:
-        self._compiled = compiled
-        self._decided = compiled is not None
+        self._pass = DevicePass(one_pass, "the update", compiled)
 
-    def __call__(
-        self, rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, otherwise: Callable[..., None]
-    ) -> None:
+    def __call__(self, rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float) -> None:
         """Update segments.
 
         Arguments:
-            rule: the rule, a `Fused`.
+            rule: the rule, a `FusedRule`.
             segments: the segments, one or more, all on one device, each with its scalars.
             grad_scale: the factor on the gradient.
-            otherwise: `otherwise(rule, segments, grad_scale)` updates them without a compiler.
         """
         device = segments[0][0].param.device
-        if not self._decided:
-            self._decided = True
-            if has_compiler(device):
-                self._compiled = compile_pass(one_pass)
-                if not rounds_as_host(device):
-                    warnings.warn(
-                        f"Updates on {device} may differ from the host's in the last place of a value: torch "
-                        f"{torch.__version__} compiles them and cannot be told to round as the host does. On NVIDIA "
-                        "GPUs torch 2.11 or newer can.",
-                        stacklevel=2,
-                    )
-        if self._compiled is None:
-            otherwise(rule, segments, grad_scale)
+        if not self._pass.compiles(device):
+            for segment, hyper in segments:
+                update_reference(rule, segment, hyper, grad_scale)
             return
         whole, filled = _in_blocks(segments)
-        if whole:
-            self._update(rule, whole, grad_scale, otherwise)
+        for (segment, hyper), numbers in zip(whole, _numbers_of(rule, whole, grad_scale, device), strict=True):
+            if not self._pass(device, *_arguments(rule, segment, hyper, *numbers)):
+                update_reference(rule, segment, hyper, grad_scale)
         for piece, copy in filled:
             for target, source in zip(_written(piece), _written(copy), strict=True):
                 target.copy_(source[: target.numel()])
-
-    def _update(
-        self, rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, otherwise: Callable[..., None]
-    ) -> None:
-        """Update segments of whole blocks, two or more each; see `__call__`."""
-        assert self._compiled is not None
-        device = segments[0][0].param.device
-        numbers = _numbers_of(rule, segments, grad_scale, device)
-        for done, ((segment, hyper), (scalars, key_and_first)) in enumerate(zip(segments, numbers, strict=True)):
-            specs = rule.states[: rule.used(hyper)]
-            scales = [segment.scale(k) for k in range(len(specs))]
-            # `data` is no view of anything: for each form of memory that views are of, a kernel would be compiled anew.
-            arguments = (
-                rule.arithmetic,
-                specs,
-                type(hyper.scalars),
-                hyper.flags,
-                rule.format.stochastic,
-                (
-                    segment.param.data,
-                    segment.grad.data,
-                    None if segment.master is None else segment.master.data,
-                    [state.data for state in segment.states[: len(specs)]],
-                    [None if scale is None else scale.data for scale in scales],
-                ),
-                segment.param.numel() // BLOCK_NUMEL,
-                scalars,
-                key_and_first,
-            )
-            try:
-                # Sizes that are equal by chance are not taken for the same: each chance would compile a kernel anew.
-                with _shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-                    self._compiled(*arguments)
-            except Exception as error:
-                # Compilation fails before anything of this segment has run, so it is updated in the other way, and so
-                # are those behind it. Those before it are done: a second update would be one too many.
-                warnings.warn(
-                    f"torch.compile failed for the update on {device} ({_reason(error)}). Updates there run in plain "
-                    "torch operations: the same result in more passes over memory.",
-                    stacklevel=2,
-                )
-                self._compiled = None
-                otherwise(rule, segments[done:], grad_scale)
-                return
 
 
 def _in_blocks(
@@ -290,22 +308,10 @@ def _written(segment: UpdateSlice) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _reason(error: Exception) -> str:
-    """Say why a compilation failed, and what to do where it was one too many."""
-    reason = f"{type(error).__name__}: {error}"
-    if type(error).__name__ == "FailOnRecompileLimitHit":
-        limit = torch._dynamo.config.recompile_limit
-        reason += (
-            f"; the update was compiled {limit} times, which is torch's limit: raise "
-            "torch._dynamo.config.recompile_limit, or see with TORCH_LOGS=recompiles what changes"
-        )
-    return reason
-
-
 def _numbers_of(
     rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give what `one_pass` calls `numbers` and `key_and_first`, for each segment, on the device.
+    """Yield `numbers` and `key_and_first` of `one_pass` for each segment, on the device.
 
     The numbers of all segments are copied together, equal ones once: a copy costs the host as much as a kernel does.
     """
@@ -313,13 +319,9 @@ def _numbers_of(
     places: dict[tuple[int, int], int] = {}
     found: list[tuple[int, int, int]] = []
     for segment, hyper in segments:
-        row = fp32(grad_scale * hyper.sign), *hyper.scalars
-        place = 0, 0
-        if rounds_by_its_place(rule, segment, hyper):
-            key = step_key(rule.format.seed, hyper.step)
-            place = key - (1 << 64) if key >> 63 else key, segment.first
+        row, place = _numbers(rule, segment, hyper, grad_scale)
         found.append((rows.setdefault(row, len(rows)), len(row), places.setdefault(place, len(places))))
-    width = max(length for _, length, _ in found)
+    width = max((length for _, length, _ in found), default=0)
     # Every row begins on 16 bytes: before a compiled kernel runs, torch copies inputs that do not.
     width += -width % 4
     scalars = _on_device([[*row, *[0.0] * (width - len(row))] for row in rows], torch.float32, device)
@@ -339,10 +341,3 @@ def _on_device(rows: list[list[Any]], dtype: torch.dtype, device: torch.device) 
             values = values.pin_memory()
     # The pinned values go out of use before the copy is over. torch keeps such memory until then.
     return values.to(device, non_blocking=True)
-
-
-def rounds_by_its_place(rule: Any, segment: UpdateSlice, hyper: Any) -> bool:
-    """Whether some of a segment is rounded by random bits, which depend on the number of each element."""
-    rounded = [spec.dtype for spec in rule.states[: rule.used(hyper)]]
-    rounded += [segment.param.dtype] if segment.master is None else []
-    return rule.format.stochastic and torch.bfloat16 in rounded

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from penstock import _native
 from penstock._native import Pool
-from penstock.rules.rule import BLOCK_NUMEL, StateSpec, UpdateSlice, dtype_of, fma, fp32, is_imagined
+from penstock.rules.rule import BLOCK_NUMEL, StateSpec, dtype_of, fma, fp32, is_imagined
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The dtypes that a precision stands for.
@@ -56,17 +56,7 @@ def deposit_part(dst: Tensor, start: int, stop: int, src: Tensor, *, add: bool, 
 
     On the host no view of them is made: it would take longer than to write a small gradient.
     """
-    _require_flat(dst, "dst")
-    _require_flat(src, "src")
-    if src.numel() != stop - start or src.device != dst.device:
-        raise ValueError(
-            f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
-        )
-    if not 0 <= start <= stop <= dst.numel():  # native code trusts the addresses that it is given
-        raise ValueError(f"elements {start} to {stop} are not all in dst, which has {dst.numel()}")
-    if not dst.is_cpu:
-        return _deposit_in_torch(dst.view(-1)[start:stop], src.view(-1), [(0, stop - start)], add=add)[0]
-    return _deposit_on_host(dst, start, src, 0, stop - start, add=add, pool=pool)
+    return _deposit(dst, start, stop, src, [(0, stop - start)], add=add, pool=pool)[0]
 
 
 def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None) -> Sequence[float | Tensor]:
@@ -76,48 +66,51 @@ def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: P
     one pass that writes and one that measures, however many parts there are.
 
     Arguments:
-        dst: the gradient's home: fp32, bf16 or fp16, contiguous, [n].
+        dst: the gradient's storage: fp32, bf16 or fp16, contiguous, [n].
         src: the new gradient: fp32, bf16 or fp16, contiguous, [n], on the device of `dst`.
         parts: the first element of each part, and the one after its last.
-        add: whether to accumulate instead of overwriting.
+        add: True to accumulate instead of overwriting.
         pool: the threads to use on host memory; `None` for the calling thread alone.
 
     Returns:
         The sums of squares, one for each part, as `deposit` returns them.
     """
-    if dst.device.type != "cpu":
-        return _deposit_in_torch(dst, src, parts, add=add)
+    return _deposit(dst, 0, dst.numel(), src, parts, add=add, pool=pool)
+
+
+def _deposit(
+    dst: Tensor, start: int, stop: int, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None
+) -> Sequence[float | Tensor]:
+    """Write or add `src` into elements `start` to `stop` of `dst`, and measure parts, which are counted from `start`."""
     _require_flat(dst, "dst")
     _require_flat(src, "src")
-    if dst.numel() != src.numel() or src.device != dst.device:
+    if src.numel() != stop - start or src.device != dst.device:
         raise ValueError(
-            f"dst has {dst.numel()} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
+            f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
         )
-    return [_deposit_on_host(dst, start, src, start, stop - start, add=add, pool=pool) for start, stop in parts]
+    if not 0 <= start <= stop <= dst.numel():  # native code trusts the addresses that it is given
+        raise ValueError(f"elements {start} to {stop} are not all in dst, which has {dst.numel()}")
+    if dst.device.type != "cpu":
+        return _deposit_in_torch(dst[start:stop], src, parts, add=add)
+    dst_dtype, src_dtype = dtype_of(dst, "dst"), dtype_of(src, "src")
+    into, source = dst.data_ptr() + start * dst.itemsize, src.data_ptr()
+    norms = []
+    for first, end in parts:
+        numel = end - first
+        if is_imagined("penstock.deposit", numel * (src.itemsize + (2 if add else 1) * dst.itemsize)):
+            norms.append(0.0)
+            continue
+        to, from_ = into + first * dst.itemsize, source + first * src.itemsize
+        norms.append(_native.deposit(pool, numel, to, dst_dtype, from_, src_dtype, add=add))
+    return norms
 
 
 def squared_norms(src: Tensor, parts: Ranges, *, pool: Pool | None) -> Sequence[float | Tensor]:
-    """Return the sum of squares of each part of `src`, as `deposit_parts` does for what it wrote."""
-    if src.device.type != "cpu":
-        return _squared_norms_in_torch([src[start:stop] for start, stop in parts])
-    _require_flat(src, "src")
-    return [_squared_norm_on_host(src, start, stop - start, pool=pool) for start, stop in parts]
-
-
-def squared_norms_of(tensors: Sequence[Tensor]) -> Sequence[float | Tensor]:
-    """Return the sum of squares of each of several tensors on one device, as `squared_norms` of parts of one."""
-    if tensors and tensors[0].device.type != "cpu":
-        return _squared_norms_in_torch(tensors)
-    if is_imagined("penstock.norms", sum(tensor.nbytes for tensor in tensors)):
-        return [0.0] * len(tensors)
-    return [squared_norm(tensor, pool=None) for tensor in tensors]
-
-
-def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
-    """Return the sum of squares of `src`, as `deposit` does for what it wrote.
+    """Return the sum of squares of each part of `src`, as `deposit_parts` does for what it wrote.
 
     Arguments:
         src: any gradient: fp32, bf16 or fp16, contiguous, [n].
+        parts: the first element of each part, and the one after its last.
         pool: the threads to use on host memory; `None` for the calling thread alone.
 
     Raises:
@@ -126,32 +119,26 @@ def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
     """
     _require_flat(src, "src")
     if src.device.type != "cpu":
-        return _squared_norms_in_torch([src])[0]
-    return _squared_norm_on_host(src, 0, src.numel(), pool=pool)
+        return _squared_norms_in_torch([src[start:stop] for start, stop in parts])
+    dtype, at = dtype_of(src, "src"), src.data_ptr()
+    return [
+        0.0
+        if is_imagined("penstock.norm", (stop - start) * src.itemsize)
+        else _native.squared_norm(pool, stop - start, at + start * src.itemsize, dtype)
+        for start, stop in parts
+    ]
 
 
-def _deposit_on_host(
-    dst: Tensor, dst_start: int, src: Tensor, src_start: int, numel: int, *, add: bool, pool: Pool | None
-) -> float:
-    """Write or add elements of `src` from one on into `dst` from another one on. The ranges were checked."""
-    dst_bytes, src_bytes = dst.itemsize, src.itemsize
-    if is_imagined("penstock.deposit", numel * (src_bytes + (2 if add else 1) * dst_bytes)):
-        return 0.0
-    into, source = dst.data_ptr() + dst_start * dst_bytes, src.data_ptr() + src_start * src_bytes
-    return _native.deposit(pool, numel, into, dtype_of(dst, "dst"), source, dtype_of(src, "src"), add=add)
+def squared_norms_of(tensors: Sequence[Tensor]) -> Sequence[float | Tensor]:
+    """Return the sum of squares of each of several tensors on one device, as `squared_norms` of parts of one."""
+    if tensors and tensors[0].device.type != "cpu":
+        return _squared_norms_in_torch(tensors)
+    return [squared_norm(tensor, pool=None) for tensor in tensors]
 
 
-def _squared_norm_on_host(src: Tensor, start: int, numel: int, *, pool: Pool | None) -> float:
-    """Sum the squares of elements of `src` from one on. The range was checked."""
-    if is_imagined("penstock.norm", numel * src.itemsize):
-        return 0.0
-    return _native.squared_norm(pool, numel, src.data_ptr() + start * src.itemsize, dtype_of(src, "src"))
-
-
-def _require_flat(tensor: Tensor, what: str) -> None:
-    """Refuse a tensor that is not contiguous: native code gets its address alone. `what` names it."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"{what} must be contiguous; its shape is {tuple(tensor.shape)}, strides {tensor.stride()}")
+def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
+    """Return the sum of squares of `src`; see `squared_norms`."""
+    return squared_norms(src, [(0, src.numel())], pool=pool)[0]
 
 
 def _deposit_in_torch(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool) -> Sequence[Tensor]:
@@ -170,6 +157,12 @@ def _squared_norms_in_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     # In fp64, as on the host: what is left of the order of summation is far below the fp32 that a norm is rounded to,
     # so that clipping is the same wherever a gradient was measured.
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square().unbind()
+
+
+def _require_flat(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor that is not contiguous: native code gets its address alone. `what` names it."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} must be contiguous; its shape is {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -252,6 +245,12 @@ def read_master(param: Tensor, master: Tensor | None) -> Tensor:
     return master.clone()
 
 
+def fp32_values(param: Tensor, master: Tensor | None) -> Tensor:
+    """Return the fp32 values behind a parameter: the very memory where they are kept in fp32, else a copy."""
+    values = param if master is None else master
+    return values if values.dtype == torch.float32 else read_master(param, master)
+
+
 def write_master(param: Tensor, master: Tensor | None, value: Tensor) -> None:
     """Write fp32 values into a parameter and its master; the reverse of `read_master`.
 
@@ -270,28 +269,18 @@ def write_master(param: Tensor, master: Tensor | None, value: Tensor) -> None:
         master.copy_(value)
 
 
-def write_given(
-    param: Tensor, master: Tensor | None, value: Tensor, *, zeroed: bool = False, pool: Pool | None = None
-) -> None:
+def write_given(param: Tensor, master: Tensor | None, value: Tensor) -> None:
     """Write values as they were given; the same bits as `write_master` of them in fp32, signaling NaNs apart.
 
     Arguments:
         param: where compute reads the parameter, of any shape.
-        master: int16 remainders, an fp32 copy, or `None`.
+        master: int16 remainders, which are zeros, an fp32 copy, or `None`.
         value: the values, of any dtype and the same shape, from anywhere.
-        zeroed: whether the master is zeros already.
-        pool: the threads to use on host memory; `None` for the calling thread alone.
     """
-    if master is None or master.dtype != torch.int16 or value.dtype != torch.bfloat16 or not value.numel():
-        write_master(param, master, value.float().to(param.device))
-        return
-    # A bf16 value is the parameter, and nothing is left of it: one pass that copies, instead of ten over fp32.
-    if all(each.device.type == "cpu" and each.is_contiguous() for each in (param, value)):
-        deposit(param, value, add=False, pool=pool)
+    if master is not None and master.dtype == torch.int16 and value.dtype == torch.bfloat16:
+        param.copy_(value)  # the value is the parameter, and nothing is left of it: one pass, instead of ten over fp32
     else:
-        param.copy_(value)
-    if not zeroed:
-        master.zero_()
+        write_master(param, master, value.float().to(param.device))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -314,39 +303,39 @@ def write_given(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_MASK64 = (1 << 64) - 1
+MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
 _STRIDE = 0x9E3779B9
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 #: Number of the parameter among what is rounded; the states are 0, 1 and 2.
 PARAM = 3
 
 
 def step_key(seed: int, step: int) -> int:
-    """Return the 64-bit key of a step's random bits."""
-    return _mix(_mix(seed & _MASK64) ^ step)
+    """Return the key of a step's random bits: 64 bits, as int64 has them."""
+    key: int = _mix(_mix(_wrapped(seed)) ^ step)
+    return key
 
 
 def random_words(key: int | Tensor, first: int | Tensor, numel: int, draw: int, device: torch.device) -> Tensor:
     """Return the 32-bit words of elements `first` to `first + numel`, as int64.
 
     Arguments:
-        key: the step's key (`step_key`); as a tensor int64, 0-dim, with the same bits.
+        key: the step's key (`step_key`); as a tensor int64, 0-dim.
         first: the number of the first element, a multiple of 256; as a tensor int64, 0-dim.
         numel: how many words.
         draw: 0 for the states 0 and 1, 1 for state 2 and the parameter.
         device: where to compute them.
     """
     blocks = torch.arange(-(-numel // BLOCK_NUMEL), dtype=torch.int64, device=device) + first // BLOCK_NUMEL
-    key = _signed(key) if isinstance(key, int) else key
-    keys = _mix_tensor((2 * blocks + draw) ^ key)[:, None]
+    keys = _mix((2 * blocks + draw) ^ key)[:, None]
     element = torch.arange(BLOCK_NUMEL, dtype=torch.int64, device=device)
     # The product in two halves of 16 bits: Inductor computes with indices in int32, which the whole factor overflows.
     x = ((element * (_STRIDE >> 16) << 16) + element * (_STRIDE & 0xFFFF) + (keys & _MASK32)) & _MASK32
     x = ((x ^ (x >> 16)) * 0x7FEB352D & _MASK32) ^ ((keys >> 32) & _MASK32)
     x = (x ^ (x >> 15)) * 0x846CA68B & _MASK32
-    return (x ^ (x >> 16)).view(-1)[:numel]
+    words: Tensor = (x ^ (x >> 16)).view(-1)[:numel]
+    return words
 
 
 def round_up_by(value: Tensor, words: Tensor, what: int) -> Tensor:
@@ -368,28 +357,21 @@ def round_up_by(value: Tensor, words: Tensor, what: int) -> Tensor:
     return high.to(torch.int16).view(torch.bfloat16)
 
 
-def _mix(x: int) -> int:
-    """Mix 64 bits, so that every bit of the result depends on every bit of `x`."""
-    x = (x ^ (x >> 30)) * _FIRST & _MASK64
-    x = (x ^ (x >> 27)) * _SECOND & _MASK64
-    return x ^ (x >> 31)
-
-
-def _mix_tensor(x: Tensor) -> Tensor:
-    """Mix the bits of int64 values as `_mix` does: their products wrap around at 2^64."""
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
+def _mix(x: Any) -> Any:
+    """Mix 64 bits, so that every bit of the result depends on every bit of `x`: int64 values, or a number."""
+    for by, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = _wrapped((x ^ _shifted(x, by)) * _wrapped(factor))
     return x ^ _shifted(x, 31)
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
+def _shifted(x: Any, by: int) -> Any:
     """Shift the bits of int64 values to the right and bring in zeros, where `>>` would bring in the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _signed(x: int) -> int:
-    """Return the int64 that has the bits of a 64-bit number without sign."""
-    return x - (1 << 64) if x >> 63 else x
+def _wrapped(x: Any) -> Any:
+    """Return the int64 that has the lowest 64 bits of a number: tensors wrap around by themselves."""
+    return x if isinstance(x, Tensor) else (x & MASK64 ^ 1 << 63) - (1 << 63)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -419,9 +401,9 @@ def _signed(x: int) -> int:
 _OCTAVES = {False: 4, True: 3}
 _THIRD = fp32(1 / 3)  # worked out once, and outside of what a compiler traces
 _TOP_BITS = {False: 0x437F8000, True: 0x42FF0000}
-_LEAST_BITS = 31 << 23  # 2^-96: a block below it is zero
-_INFINITE_BITS = 255 << 23
-_MAGNITUDE_BITS = 0x7FFFFFFF
+LEAST_BITS = 31 << 23  # 2^-96: a block below it is zero
+INFINITE_BITS = 255 << 23
+MAGNITUDE_BITS = 0x7FFFFFFF
 
 
 def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -438,10 +420,10 @@ def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     numel = value.numel()
     padded = torch.nn.functional.pad(value, (0, -numel % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
     bits = padded.view(torch.int32)
-    magnitude = bits & _MAGNITUDE_BITS
+    magnitude = bits & MAGNITUDE_BITS
     largest = magnitude.amax(dim=1)
-    finite = largest < _INFINITE_BITS
-    usable = finite & (largest >= _LEAST_BITS)
+    finite = largest < INFINITE_BITS
+    usable = finite & (largest >= LEAST_BITS)
     scale = torch.where(usable, largest.view(torch.float32), torch.where(finite, 0.0, torch.nan))
 
     distance = magnitude - largest[:, None]
@@ -505,6 +487,10 @@ class StateFormat:
         """Whether anything is rounded by random bits."""
         return self.rounding == "stochastic"
 
+    def rounding_at(self, step: int, first: int, numel: int, device: torch.device) -> "Rounding | None":
+        """Return how a segment is rounded to bf16 at a step; `None` to nearest even. See `Rounding`."""
+        return Rounding(step_key(self.seed, step), first, numel, device) if self.stochastic else None
+
     def spec(self, name: str, *, signed: bool, begins_with_update: bool = False) -> StateSpec:
         """Describe a state that is stored in this format; see `StateSpec`."""
         return StateSpec(name, DTYPES[self.dtype], signed, begins_with_update)
@@ -514,7 +500,7 @@ class Rounding:
     """The random bits by which the values of one segment are rounded to bf16 at one step, made when they are asked for.
 
     Arguments:
-        key: the key of the step's random bits (`step_key`); as a tensor int64, 0-dim, with the same bits.
+        key: the key of the step's random bits (`step_key`); as a tensor int64, 0-dim.
         first: the number of the segment's first element; as a tensor int64, 0-dim.
         numel: how many elements the segment has.
         device: where they are.
@@ -538,19 +524,6 @@ class Rounding:
         if draw not in self._words:
             self._words[draw] = random_words(self._key, self._first, self._numel, draw, self._device)
         return round_up_by(value, self._words[draw], what)
-
-
-def rounding_of(segment: UpdateSlice, format_: StateFormat, step: int) -> Rounding | None:
-    """Return how a segment is rounded to bf16 at a step; `None` to nearest even.
-
-    Arguments:
-        segment: the segment.
-        format_: says whether random bits are used, and their seed.
-        step: the number of the update, 1 at the first.
-    """
-    if not format_.stochastic:
-        return None
-    return Rounding(step_key(format_.seed, step), segment.first, segment.param.numel(), segment.param.device)
 
 
 def read_state(spec: StateSpec, values: Tensor, scale: Tensor | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock._native import Pool
 from penstock.errors import ConfigError, one_line
-from penstock.rules.formats import StateFormat, read_master, read_state, rounding_of, write_param, write_state
-from penstock.rules.rule import BLOCK_NUMEL, Elementwise, Scalars, StateSpec, StepScalars, UpdateSlice, fp32
+from penstock.rules.formats import StateFormat, read_master, read_state, write_param, write_state
+from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars, StateSpec, StepScalars, UpdateSlice, check_options, fp32
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A user's own optimizer class, run on tensors of nobody else.
@@ -52,13 +52,13 @@ class GenericScalars(StepScalars):
         """Whether the update is the same: a step asks it of what began in backward."""
         if not isinstance(other, GenericScalars):
             return NotImplemented
-        return self.step == other.step and _alike(self.group, other.group) and _alike(self.scalars, other.scalars)
+        return self.step == other.step and alike(self.group, other.group) and alike(self.scalars, other.scalars)
 
     def __hash__(self) -> int:
         return hash(self.step)
 
 
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return True if options are the same by value."""
     return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
 
@@ -77,11 +77,13 @@ class TrialResult(NamedTuple):
     """Result of some steps of a class.
 
     Attributes:
+        optimizer: the optimizer of the class that took them.
         values: the parameters afterwards.
         states: what the class keeps of each parameter.
         written: the entries of the group that the class has added or changed, by name.
     """
 
+    optimizer: torch.optim.Optimizer
     values: list[Tensor]
     states: list[State]
     written: dict[str, Any]
@@ -117,10 +119,22 @@ class OptimizerTrial:
             grads: for each step the gradients, one for each parameter; the class may change them in place.
             state: what the class keeps of each parameter before; nothing at the first update.
         """
-        optimizer, parameters = self._made(group, values)
+        optimizer: torch.optim.Optimizer = object.__new__(self.cls)
+        vars(optimizer).update(self._attributes)
+        parameters = [nn.Parameter(value) for value in values]
+        optimizer.param_groups = [{**{n: _copied(v, deepcopy) for n, v in group.items()}, "params": parameters}]
+        optimizer.state = defaultdict(dict)
         if state:
             optimizer.state |= {parameter: dict(state) for parameter in parameters}
-        return _run(optimizer, parameters, group, grads)
+        with torch.no_grad():
+            for row in grads:
+                for parameter, grad in zip(parameters, row, strict=True):
+                    parameter.grad = grad
+                optimizer.step()
+        after = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        written = {name: v for name, v in after.items() if name not in group or not same(group[name], v)}
+        states = [dict(optimizer.state[p]) for p in parameters]
+        return TrialResult(optimizer, [p.detach() for p in parameters], states, written)
 
     def trial(
         self, group: Mapping[str, Any], values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
@@ -132,20 +146,19 @@ class OptimizerTrial:
                 writes something into its group that is no number, string or None.
         """
         title = self.cls.__qualname__
+        before = {name: _copied(value, copy) for name, value in self._attributes.items()}
         try:
-            optimizer, parameters = self._made(group, values)
-            before = {name: _copied(value, copy) for name, value in vars(optimizer).items()}
-            ran = _run(optimizer, parameters, group, grads)
+            ran = self.steps(group, values, grads)
         except Exception as error:
             raise ConfigError(f"{title} failed on small parameters: {one_line(error)}") from error
-        for name, value in vars(optimizer).items():
+        for name, value in vars(ran.optimizer).items():
             if name not in ("state", "param_groups") and not (name in before and same(before[name], value)):
                 raise ConfigError(
                     f"{title} keeps {name!r} on the optimizer itself, where Penstock, which runs the class on one "
                     "piece after the other, would lose it. Keep it in the parameter group."
                 )
-        for key in optimizer.state:
-            if key not in {*parameters}:
+        for key in ran.optimizer.state:
+            if key not in {*ran.optimizer.param_groups[0]["params"]}:
                 raise ConfigError(
                     f"{title} keeps {key!r} in its state, which is of no parameter. Keep it in the parameter group."
                 )
@@ -188,34 +201,6 @@ class OptimizerTrial:
                     "in the state of each parameter."
                 )
 
-    def _made(
-        self, group: Mapping[str, Any], values: Sequence[Tensor]
-    ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-        """Make an optimizer of the class, with one group of these parameters."""
-        optimizer: torch.optim.Optimizer = object.__new__(self.cls)
-        vars(optimizer).update(self._attributes)
-        parameters = [nn.Parameter(value) for value in values]
-        optimizer.param_groups = [{**{n: _copied(v, deepcopy) for n, v in group.items()}, "params": parameters}]
-        optimizer.state = defaultdict(dict)
-        return optimizer, parameters
-
-
-def _run(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
-    group: Mapping[str, Any],
-    grads: Sequence[Sequence[Tensor]],
-) -> TrialResult:
-    """Take a step for each row of gradients."""
-    with torch.no_grad():
-        for step in grads:
-            for parameter, grad in zip(parameters, step, strict=True):
-                parameter.grad = grad
-            optimizer.step()
-    after = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    written = {name: v for name, v in after.items() if name not in group or not same(group[name], v)}
-    return TrialResult([p.detach() for p in parameters], [dict(optimizer.state[p]) for p in parameters], written)
-
 
 def _copied(value: Any, how: Callable[[Any], Any]) -> Any:
     """Copy a value that a class might change in place; `copy` for what may hold a whole model."""
@@ -230,9 +215,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it names the first such option.
     """
-    for option in ("capturable", "differentiable"):
-        if group.get(option):
-            raise ConfigError(f"{option}=True is not supported. Set {option}=False in every parameter group.")
+    check_options("rule", group)
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -321,7 +304,7 @@ def is_declared(cls: type) -> bool:
     return bool(vars(cls).get(_MARK))
 
 
-class GenericRule(Elementwise):
+class GenericRule(Rule):
     """The rule that is the user's own class.
 
     Arguments:
@@ -331,6 +314,8 @@ class GenericRule(Elementwise):
     Raises:
         ConfigError: the class keeps state of another form, needs 8-bit states, or turns out not to be element-wise.
     """
+
+    states: tuple[StateSpec, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, format_: StateFormat) -> None:
         self.name = type(optimizer).__name__.lower()
@@ -404,18 +389,11 @@ class GenericRule(Elementwise):
                 )
             self._check_written(ran.written)
             # 3. Write back, without the zeros that filled the piece up.
-            rounding = rounding_of(piece, self._format, hyper.step)
+            rounding = self._format.rounding_at(hyper.step, piece.first, numel, piece.param.device)
             for k, spec in enumerate(self.states):
                 if after.get(spec.name) is not None:
                     write_state(spec, piece.states[k], None, after[spec.name][:numel], rounding, k % 3)
             write_param(piece.param, piece.master, value[:numel], rounding)
-
-    def update_many(
-        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
-    ) -> None:
-        """Run the class on segments; see `Rule.update_many`."""
-        for segment, hyper in segments:
-            self.update(segment, hyper, grad_scale, pool)
 
     def _run(self, hyper: GenericScalars, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]) -> TrialResult:
         """Run one step of the class on fp32 tensors of its own, [n] each."""
@@ -516,14 +494,19 @@ def _trial_data() -> list[list[Tensor]]:
     The last parameter has gradients at right angles to it, as those of a layer before a norm are, for which some
     classes compute something else.
     """
-    generator = torch.Generator("cpu").manual_seed(0)
-    data = [
-        [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in _TRIAL_SHAPES]
-        for _ in range(1 + _STEPS)
-    ]
+    data = random_rows(_TRIAL_SHAPES, 1 + _STEPS)
     for k, row in enumerate(data):
         row[-1][:, k > 0 :: 2] = 0
     return data
+
+
+def random_rows(shapes: Sequence[tuple[int, ...]], count: int) -> list[list[Tensor]]:
+    """Return rows of fp32 tensors of the shapes, with numbers that are the same at each call."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return [
+        [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+        for _ in range(count)
+    ]
 
 
 def _pieces(segment: UpdateSlice, pool: Pool | None) -> Iterator[UpdateSlice]:

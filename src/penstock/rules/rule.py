@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock import _native
 from penstock._native import DType, Master, Pool, Storage
+from penstock.errors import ConfigError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which instruction set the native kernels use here.
@@ -141,6 +144,60 @@ def _require_alike(tensor: Tensor, wanted: int, numel: int, device: torch.device
         )
 
 
+class _SummedPart(NamedTuple):
+    """Bytes that a pass has summed: where they are, and their CRC-32C as they were and as they are."""
+
+    start: int
+    nbytes: int
+    before: int
+    after: int
+
+
+class RecordChecksums:
+    """The CRC-32C of some memory, as it was before an update and as it is after it.
+
+    Arguments:
+        memory: contiguous tensors on the cpu: what is to be known of.
+    """
+
+    def __init__(self, memory: Iterable[Tensor]) -> None:
+        self._ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in memory]
+        self._parts: list[_SummedPart] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything is to be known."""
+        return bool(self._ranges)
+
+    def among(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
+        """Pick out the tensors that lie in the memory: a pass over them is to sum these, whole."""
+        return [
+            tensor
+            for tensor in tensors
+            if tensor is not None and any(start <= tensor.data_ptr() < stop for start, stop in self._ranges)
+        ]
+
+    def note(self, tensors: Sequence[Tensor], sums: Sequence[tuple[int, int]]) -> None:
+        """Note what a pass has found of tensors, before and after."""
+        for tensor, (before, after) in zip(tensors, sums, strict=True):
+            self._parts.append(_SummedPart(tensor.data_ptr(), tensor.nbytes, before, after))
+
+    def of(self, memory: Tensor) -> tuple[int, int]:
+        """Compute the CRC-32C of some of the memory before the update and after it, in the order of its bytes.
+
+        What no pass has summed is as it was: padding, gaps between runs, parameters without a gradient.
+        """
+        at, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        before = after = 0
+        inside = sorted(part for part in self._parts if at <= part.start < stop)
+        for part in (*inside, _SummedPart(stop, 0, 0, 0)):
+            nbytes = part.start - at
+            between = _native.crc32c(at, nbytes)
+            before = _native.crc32c_join(_native.crc32c_join(before, between, nbytes), part.before, part.nbytes)
+            after = _native.crc32c_join(_native.crc32c_join(after, between, nbytes), part.after, part.nbytes)
+            at = part.start + part.nbytes
+        return before, after
+
+
 @dataclass(frozen=True, eq=False)  # without fields all would be equal, also of subclasses that do not compare theirs
 class StepScalars:
     """The scalars of one update, ready for use: they are read from a parameter group once and do not change."""
@@ -151,29 +208,29 @@ class StepScalars:
         return True
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """The arithmetic of one optimizer.
 
     Most are element-wise: the same bits on every back end and in every partition. Those that look at whole parameters
     say so by `whole`. An optimizer with several parameter groups of different arithmetic has a rule of several parts:
     `states` and `scalar_names` are the union, and updates are asked of `part(group)` alone.
+
+    Attributes:
+        name: the name in reports and checkpoints, such as "adamw".
+        scalar_names: the names of a parameter's own scalars, beside its step count.
+        whole: whether some update looks at whole parameters: a tile is one, and its segment has the parameter's shape.
+        sums: whether `update_many` can sum the host memory that it touches.
     """
 
-    @property
-    def name(self) -> str:
-        """The name in reports and checkpoints, such as "adamw"."""
+    name: str
+    scalar_names: tuple[str, ...] = ()
+    whole: bool = False
+    sums: bool = False
 
     @property
-    def whole(self) -> bool:
-        """Whether some update looks at whole parameters: a tile is one, and its segment has the parameter's shape."""
-
-    @property
+    @abstractmethod
     def states(self) -> tuple[StateSpec, ...]:
         """The states that some parameter group needs, and how they are stored."""
-
-    @property
-    def scalar_names(self) -> tuple[str, ...]:
-        """The names of a parameter's own scalars, beside its step count."""
 
     def part(self, group: Mapping[str, Any]) -> Rule:
         """Return the rule of one parameter group: this one itself, unless the optimizer has several.
@@ -181,6 +238,8 @@ class Rule(Protocol):
         Raises:
             ConfigError: the group does not say which.
         """
+        del group
+        return self
 
     def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of a state of a parameter of that shape; `None` where it has no such state.
@@ -189,13 +248,17 @@ class Rule(Protocol):
             name: the state's name, one of `states`.
             shape: the parameter's shape, which every state of an element-wise rule has.
         """
+        return shape if name in (spec.name for spec in self.states) else None
 
     def working_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the most bytes that an update of a whole parameter holds beside its segment.
 
         0 where the rule is element-wise: its temporaries are of pieces.
         """
+        del shape
+        return 0
 
+    @abstractmethod
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> StepScalars:  # noqa: B006 - never changed
         """Read the scalars of an update from a parameter group.
 
@@ -210,6 +273,8 @@ class Rule(Protocol):
 
     def advance(self, hyper: StepScalars) -> Scalars:
         """Return the parameter's own scalars after the update."""
+        del hyper
+        return {}
 
     def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what one step writes into a parameter group, whichever of its parameters have a gradient.
@@ -217,7 +282,10 @@ class Rule(Protocol):
         Raises:
             ConfigError: the class writes something that it did not write when it was tried out.
         """
+        del group
+        return {}
 
+    @abstractmethod
     def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to one segment, in one pass, in place.
 
@@ -229,9 +297,88 @@ class Rule(Protocol):
         """
 
     def update_many(
-        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
+        self,
+        segments: Iterable[tuple[UpdateSlice, StepScalars]],
+        grad_scale: float,
+        pool: Pool | None,
+        sums: RecordChecksums | None = None,
     ) -> None:
-        """Apply the rule to segments of one device, each with its scalars, as `update` does to each of them."""
+        """Apply the rule to segments of one device, each with its scalars, as `update` does to each of them.
+
+        Arguments:
+            segments: the segments, each with its scalars.
+            grad_scale: as `update` takes it.
+            pool: as `update` takes it.
+            sums: notes the checksums of what of the segments it asks for; of rules with `sums` alone.
+        """
+        assert not sums
+        for segment, hyper in segments:
+            self.update(segment, hyper, grad_scale, pool)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options of an optimizer class.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Options that change how torch runs a class, and have to be off.
+_REFUSED = ("capturable", "differentiable")
+#: Options that choose among torch's back ends.
+_WITHOUT_EFFECT = ("foreach", "fused")
+
+
+def check_options(
+    title: str, group: Mapping[str, Any], honoured: Iterable[str] = (), unknown: Mapping[str, Any] = {}
+) -> None:
+    """Refuse a parameter group with an option that the update would not obey.
+
+    Arguments:
+        title: the rule, for messages.
+        group: the group.
+        honoured: options that the update obeys: numbers, of which `lr` alone may be a tensor.
+        unknown: options that the rule does not know; see `unknown_options`.
+
+    Raises:
+        ConfigError: it names the first such option.
+    """
+    for option in _REFUSED:
+        if group.get(option):
+            raise ConfigError(
+                f"{option}={group[option]!r} is not supported by Penstock's {title}. "
+                f"Set {option}=False in every parameter group."
+            )
+    for option in honoured:
+        given = group.get(option)
+        values = given if isinstance(given, tuple | list) else (given,)
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor) and option != "lr":
+                name = f"{option}[{index}]" if len(values) > 1 else option
+                raise ConfigError(f"{name} is a tensor, which Penstock's {title} does not support. Make it a float.")
+    for option, nothing in unknown.items():
+        value = group.get(option, nothing)
+        if value is not nothing and (isinstance(value, Tensor) or value != nothing):
+            raise ConfigError(
+                f"{option}={value!r} is an option of this version of the class that Penstock's {title} does "
+                f"not know. Set {option}={nothing!r} in every parameter group."
+            )
+
+
+def unknown_options(
+    cls: type[torch.optim.Optimizer], options: Iterable[str], honoured: Iterable[str]
+) -> dict[str, Any]:
+    """Return the options of a class that a rule does not know, such as those of a newer torch.
+
+    Arguments:
+        cls: the class.
+        options: its options in this version.
+        honoured: those that the rule obeys.
+
+    Returns:
+        The default of the class's constructor for each, at which the option asks for nothing.
+    """
+    constructor = inspect.signature(cls).parameters
+    known = {*honoured, *_REFUSED, *_WITHOUT_EFFECT}
+    return {name: constructor[name].default if name in constructor else None for name in options if name not in known}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -295,34 +442,6 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 # What all rules answer alike that update each element by itself.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-class Elementwise:
-    """The part of a `Rule` that is the same for every element-wise one."""
-
-    @property
-    def whole(self) -> bool:
-        """No: elements are updated each by itself, wherever a parameter is cut."""
-        return False
-
-    def part(self, group: Mapping[str, Any]) -> Self:
-        """Return this rule, which is every group's."""
-        del group
-        return self
-
-    def state_shape(self: Rule, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the parameter's: there is a value for each element; see `Rule.state_shape`."""
-        return shape if name in (spec.name for spec in self.states) else None
-
-    def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return nothing: the arithmetic writes into no group; see `Rule.advance_group`."""
-        del group
-        return {}
-
-    def working_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return 0: temporaries are of pieces; see `Rule.working_bytes`."""
-        del shape
-        return 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

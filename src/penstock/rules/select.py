@@ -1,6 +1,6 @@
 """Which rule an optimizer gets."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -12,9 +12,9 @@ from penstock._native import Pool
 from penstock.errors import ConfigError
 from penstock.optim.matrix import rule_of
 from penstock.rules.formats import StateFormat
-from penstock.rules.fused import FusedRule, unknown_options
+from penstock.rules.fused import FusedRule
 from penstock.rules.generic import GenericRule, is_declared
-from penstock.rules.rule import Rule, Scalars, StateSpec, StepScalars, UpdateSlice
+from penstock.rules.rule import Rule, Scalars, StateSpec, StepScalars, UpdateSlice, unknown_options
 from penstock.rules.standard import AdagradRule, AdamRule, LionUpdateRule, SgdRule
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -25,21 +25,24 @@ from penstock.rules.standard import AdagradRule, AdamRule, LionUpdateRule, SgdRu
 Answer = TypeVar("Answer")
 
 
-class CombinedRule:
+class CombinedRule(Rule):
     """The rule of groups that each say which part is theirs. Updates are asked of the parts.
 
     Arguments:
         name: the rule's name in reports and checkpoints.
-        key: the option of a group that names its part.
-        parts: the parts by that name. None has scalars of a parameter's own; a state of a name is the same in all.
+        parts: the parts by key. None has scalars of a parameter's own; a state of a name is the same in all.
+        key: returns the key of a group's part.
+        refusal: what a group without a part is told.
     """
 
-    scalar_names: tuple[str, ...] = ()
+    states: tuple[StateSpec, ...] = ()
 
-    def __init__(self, name: str, key: str, parts: Mapping[str, Rule]) -> None:
+    def __init__(
+        self, name: str, parts: Mapping[str, Rule], key: Callable[[Mapping[str, Any]], Any], refusal: str
+    ) -> None:
         assert not any(part.scalar_names for part in parts.values())
         self.name = name
-        self._key = key
+        self._key, self._refusal = key, refusal
         self._parts = dict(parts)
         specs: dict[str, StateSpec] = {}
         for part in parts.values():
@@ -50,23 +53,18 @@ class CombinedRule:
                         "shape in another. Give it two names, or use Options(state_dtype='fp32')."
                     )
         self.states = tuple(specs.values())
-
-    @property
-    def whole(self) -> bool:
-        """Whether some part looks at whole parameters."""
-        return any(part.whole for part in self._parts.values())
+        self.whole = any(part.whole for part in parts.values())
 
     def part(self, group: Mapping[str, Any]) -> Rule:
         """Return the part of one parameter group; see `Rule.part`.
 
         Raises:
-            ConfigError: the group does not name one.
+            ConfigError: the group has none.
         """
-        named = group.get(self._key)
-        if named not in self._parts:
-            known = " or ".join(map(repr, self._parts))
-            raise ConfigError(f"{self._key}={named!r}: a parameter group of {self.name} says {self._key}={known}.")
-        return self._parts[named]
+        found = self._parts.get(self._key(group))
+        if found is None:
+            raise ConfigError(self._refusal)
+        return found
 
     def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of a state that some part keeps of such a parameter; a group's part says its own."""
@@ -87,23 +85,12 @@ class CombinedRule:
         """Read a parameter group by its part; see `Rule.hyper`."""
         return self.part(group).hyper(group, step, scalars)
 
-    def advance(self, hyper: StepScalars) -> Scalars:
-        """Return nothing: no part has scalars of a parameter's own."""
-        del hyper
-        return {}
-
     def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the group's part writes into it; see `Rule.advance_group`."""
         return self.part(group).advance_group(group)
 
     def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
         """Refuse this: a segment has the states of a part."""
-        raise NotImplementedError(f"{self.name} has several parts: update by part(group)")
-
-    def update_many(
-        self, segments: Iterable[tuple[UpdateSlice, StepScalars]], grad_scale: float, pool: Pool | None
-    ) -> None:
-        """Refuse this: segments have the states of a part."""
         raise NotImplementedError(f"{self.name} has several parts: update by part(group)")
 
 
@@ -189,7 +176,7 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
     rule: Rule
     if name in FUSED:
         fused = FUSED[name](optimizer, format_)
-        rule = replace(fused, unknown=unknown_options(fused, optimizer.defaults, cls))
+        rule = replace(fused, unknown=unknown_options(cls, optimizer.defaults, fused.honoured))
     elif name in WHOLE:
         rule = _of_matrices(WHOLE[name])(optimizer, format_)
     elif registered := rule_of(cls):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.errors import ConfigError
-from penstock.rules.device import Traced
-from penstock.rules.fused import FusedRule, FusedScalars
+from penstock.rules.fused import Flags, FusedRule, FusedScalars
 from penstock.rules.rule import StateSpec, fma, fp32, sqrt
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,19 +61,6 @@ class AdamScalars(NamedTuple):
     neg_step_size: float
 
 
-class AdamFlags(NamedTuple):
-    """What is fixed for a run.
-
-    Arguments:
-        l2: whether weight decay is added to the gradient.
-        lerp_from_grad: whether the interpolation of exp_avg starts at the gradient. That end is the more exact one for
-            1 - beta1 >= 0.5, and then torch's choice.
-    """
-
-    l2: bool
-    lerp_from_grad: bool
-
-
 @dataclass(frozen=True)
 class AdamRule(FusedRule):
     """The rule of `torch.optim.Adam` and `torch.optim.AdamW`; a group's `decoupled_weight_decay` tells them apart.
@@ -90,7 +76,6 @@ class AdamRule(FusedRule):
     amsgrad: bool = False
 
     honoured: ClassVar = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
-    refused: ClassVar = ("capturable", "differentiable")
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -98,7 +83,7 @@ class AdamRule(FusedRule):
         squares = ("exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg_sq",)
         return (self.format.spec("exp_avg", signed=True), *(self.format.spec(name, signed=False) for name in squares))
 
-    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, AdamScalars, AdamFlags]:
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, AdamScalars, Flags]:
         """Read the kernel, the scalars and the flags of an update; see `FusedRule.read_group`."""
         if group["amsgrad"] and not self.amsgrad:
             raise ConfigError("amsgrad was turned on after prepare(), which made no memory for it. Prepare again.")
@@ -126,15 +111,14 @@ class AdamRule(FusedRule):
             neg_step_size=fp32(-step_size),
         )
         kernel = _native.Rule.AMSGRAD if group["amsgrad"] else _native.Rule.ADAM
-        return kernel, scalars, AdamFlags(l2=l2 != 0, lerp_from_grad=lerp_from_grad)
+        return kernel, scalars, Flags(l2=l2 != 0, lerp_from_grad=lerp_from_grad)
 
     def used(self, hyper: FusedScalars) -> int:
         """Return how many states this update uses: two, three with amsgrad."""
         return 3 if hyper.kernel == _native.Rule.AMSGRAD else 2
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], c: Any, flags: Flags) -> Tensor:
         """Compute one update; see `FusedRule.arithmetic`."""
-        c, flags = hyper.scalars, hyper.flags
         exp_avg, exp_avg_sq = states[:2]
         if flags.l2:
             g = fma(c.l2, p, g)
@@ -172,12 +156,6 @@ class AdagradScalars(NamedTuple):
     neg_lr: float
 
 
-class AdagradFlags(NamedTuple):
-    """Whether there is weight decay."""
-
-    l2: bool
-
-
 @dataclass(frozen=True)
 class AdagradRule(FusedRule):
     """The rule of `torch.optim.Adagrad`."""
@@ -190,16 +168,15 @@ class AdagradRule(FusedRule):
         """The sum of squares."""
         return (self.format.spec("sum", signed=False),)
 
-    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, AdagradScalars, AdagradFlags]:
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, AdagradScalars, Flags]:
         """Read the kernel, the scalars and the flags of an update; see `FusedRule.read_group`."""
         l2 = fp32(group["weight_decay"])
         neg_lr = fp32(-(group["lr"] / (1 + (step - 1) * group["lr_decay"])))
-        return _native.Rule.ADAGRAD, AdagradScalars(l2, fp32(group["eps"]), neg_lr), AdagradFlags(l2 != 0)
+        return _native.Rule.ADAGRAD, AdagradScalars(l2, fp32(group["eps"]), neg_lr), Flags(l2 != 0)
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], c: Any, flags: Flags) -> Tensor:
         """Compute one update; see `FusedRule.arithmetic`."""
-        c = hyper.scalars
-        if hyper.flags.l2:
+        if flags.l2:
             g = fma(c.l2, p, g)
         states[0] = fma(g, g, states[0])
         update: Tensor = g * c.neg_lr / (sqrt(states[0]) + c.eps)
@@ -230,23 +207,18 @@ class LionScalars(NamedTuple):
     neg_lr: float
 
 
-class LionFlags(NamedTuple):
-    """No flags: the same operations at every step."""
-
-
 @dataclass(frozen=True)
 class LionUpdateRule(FusedRule):
     """The rule of `penstock.optim.Lion` and `lion_pytorch.Lion`."""
 
     honoured: ClassVar = ("lr", "betas", "weight_decay", "maximize")
-    refused: ClassVar = ()
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """The moving average."""
         return (self.format.spec("exp_avg", signed=True),)
 
-    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, LionScalars, LionFlags]:
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, LionScalars, Flags]:
         """Read the kernel, the scalars and the flags of an update; see `FusedRule.read_group`."""
         del step
         if group.get("cautious_factor", 1) != 1:
@@ -261,11 +233,10 @@ class LionUpdateRule(FusedRule):
             grad_weight2=fp32(1 - beta2),
             neg_lr=fp32(-lr),
         )
-        return _native.Rule.LION, scalars, LionFlags()
+        return _native.Rule.LION, scalars, Flags()
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], c: Any, flags: Flags) -> Tensor:
         """Compute one update; see `FusedRule.arithmetic`."""
-        c = hyper.scalars
         u = fma(c.grad_weight1, g, states[0] * c.beta1)
         states[0] = fma(c.grad_weight2, g, states[0] * c.beta2)
         direction = (u > 0).to(torch.float32) - (u < 0).to(torch.float32)
@@ -286,34 +257,13 @@ class LionUpdateRule(FusedRule):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class PlainScalars(NamedTuple):
-    """The scalars without momentum: weight decay and minus the learning rate."""
-
-    l2: float
-    neg_lr: float
-
-
-class PlainFlags(NamedTuple):
-    """Whether there is weight decay."""
-
-    l2: bool
-
-
-class MomentumScalars(NamedTuple):
-    """The scalars with momentum; `grad_weight` is 1 - dampening."""
+class SgdScalars(NamedTuple):
+    """Weight decay, minus the learning rate, the momentum, and 1 - dampening."""
 
     l2: float
     neg_lr: float
     momentum: float
     grad_weight: float
-
-
-class MomentumFlags(NamedTuple):
-    """Whether there is weight decay, whether this is the first update, and whether to look ahead."""
-
-    l2: bool
-    first: bool
-    nesterov: bool
 
 
 @dataclass(frozen=True)
@@ -333,24 +283,22 @@ class SgdRule(FusedRule):
         """The momentum buffer, where some group has momentum."""
         return (self.format.spec("momentum_buffer", signed=True, begins_with_update=True),) if self.momentum else ()
 
-    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, Any, Any]:
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, SgdScalars, Flags]:
         """Read the kernel, the scalars and the flags of an update; see `FusedRule.read_group`."""
-        l2, neg_lr = fp32(group["weight_decay"]), fp32(-group["lr"])
-        if group["momentum"] == 0:
-            return _native.Rule.SGD, PlainScalars(l2, neg_lr), PlainFlags(l2 != 0)
-        if not self.momentum:
+        momentum = group["momentum"] != 0
+        if momentum and not self.momentum:
             raise ConfigError("momentum was turned on after prepare(), which made no memory for it. Prepare again.")
-        scalars = MomentumScalars(l2, neg_lr, fp32(group["momentum"]), fp32(1 - group["dampening"]))
-        flags = MomentumFlags(l2 != 0, first=step == 1, nesterov=bool(group["nesterov"]))
-        return _native.Rule.SGD_MOMENTUM, scalars, flags
+        l2, neg_lr = fp32(group["weight_decay"]), fp32(-group["lr"])
+        scalars = SgdScalars(l2, neg_lr, fp32(group["momentum"]), fp32(1 - group["dampening"]))
+        flags = Flags(l2 != 0, first=step == 1, nesterov=bool(group["nesterov"])) if momentum else Flags(l2 != 0)
+        return _native.Rule.SGD_MOMENTUM if momentum else _native.Rule.SGD, scalars, flags
 
     def used(self, hyper: FusedScalars) -> int:
         """Return how many states this update uses: none without momentum."""
         return int(hyper.kernel == _native.Rule.SGD_MOMENTUM)
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedScalars | Traced) -> Tensor:
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], c: Any, flags: Flags) -> Tensor:
         """Compute one update; see `FusedRule.arithmetic`."""
-        c, flags = hyper.scalars, hyper.flags
         if flags.l2:
             g = fma(c.l2, p, g)
         if states:

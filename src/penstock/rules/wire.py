@@ -16,22 +16,19 @@ Sources: T. Dettmers, M. Lewis, S. Shleifer and L. Zettlemoyer, "8-bit Optimizer
 2022; G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023.
 """
 
-import warnings
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock import _native
 from penstock._native import Pool, Wire
-from penstock.rules.device import Pass, compile_pass, has_compiler
+from penstock.rules.device import DevicePass
+from penstock.rules.formats import INFINITE_BITS, LEAST_BITS, MAGNITUDE_BITS
 from penstock.rules.rule import BLOCK_NUMEL, dtype_of, is_imagined
 
 WireName = Literal["int8", "fp8", "int4"]
 
-_LEAST_BITS = 31 << 23  # 2^-96: a block below it is zero
-_INFINITE_BITS = 255 << 23
-_MAGNITUDE_BITS = 0x7FFFFFFF
 _SCALE_BYTES = 4
 # Of e4m3 among the bits of fp32: the distance between the exponents, the least number that is not denormal (2^-6), and
 # the one whose last place is that of denormals (2^14).
@@ -86,7 +83,9 @@ class WireFormat:
     def __init__(self, name: WireName) -> None:
         self.name: WireName = name
         self._kind = _KINDS[name]
-        self._passes: tuple[Pass, Pass] | None = None  # on devices, compiled where that works
+        self._pack, self._unpack = (
+            DevicePass(function, f"the {name} wire format") for function in (pack_words, unpack_words)
+        )
 
     def packed_bytes(self, numel: int) -> int:
         """Return the bytes of some elements: whole blocks.
@@ -114,7 +113,7 @@ class WireFormat:
         if not values.numel():
             return
         if values.device.type != "cpu":
-            self._on_device(0, values, self._words(packed))
+            self._pack.run(values.device, self.name, values, self._words(packed))
         elif not is_imagined("penstock.pack", values.nbytes + packed.nbytes):
             blocks = values.numel() // BLOCK_NUMEL
             _native.pack(pool, blocks, self._kind.native, packed.data_ptr(), values.data_ptr(), dtype)
@@ -138,7 +137,7 @@ class WireFormat:
         if not values.numel():
             return
         if values.device.type != "cpu":
-            self._on_device(1, values, self._words(packed), add)
+            self._unpack.run(values.device, self.name, values, self._words(packed), add)
         elif not is_imagined("penstock.unpack", (2 if add else 1) * values.nbytes + packed.nbytes):
             blocks = values.numel() // BLOCK_NUMEL
             _native.unpack(pool, blocks, self._kind.native, values.data_ptr(), dtype, packed.data_ptr(), add=add)
@@ -162,26 +161,6 @@ class WireFormat:
         """View bytes as 32-bit words, [blocks, words of a block]."""
         return packed.view(torch.int32).view(-1, (_SCALE_BYTES + self._kind.code_bytes) // 4)
 
-    def _on_device(self, number: int, *arguments: Any) -> None:
-        """Run a pass on a device: compiled, where torch has a compiler for it. See `rules/device.py`."""
-        plain = pack_words, unpack_words
-        if self._passes is None:
-            compiled = has_compiler(arguments[0].device)
-            self._passes = (compile_pass(pack_words), compile_pass(unpack_words)) if compiled else plain
-        try:
-            self._passes[number](self.name, *arguments)
-        except Exception as error:
-            if self._passes == plain:
-                raise
-            # Compilation fails before anything has run.
-            warnings.warn(
-                f"torch.compile failed for the {self.name} wire format on {arguments[0].device} "
-                f"({type(error).__name__}: {error}). It runs in plain torch operations there: more passes over memory.",
-                stacklevel=2,
-            )
-            self._passes = plain
-            plain[number](self.name, *arguments)
-
 
 def pack_words(name: WireName, values: Tensor, words: Tensor) -> None:
     """Write values in a format: the reference, in torch operations, on any device.
@@ -193,9 +172,9 @@ def pack_words(name: WireName, values: Tensor, words: Tensor) -> None:
     """
     kind = _KINDS[name]
     blocks = values.view(-1, BLOCK_NUMEL).float()
-    largest = (blocks.view(torch.int32) & _MAGNITUDE_BITS).amax(dim=1)
-    finite = largest < _INFINITE_BITS
-    usable = finite & (largest >= _LEAST_BITS)
+    largest = (blocks.view(torch.int32) & MAGNITUDE_BITS).amax(dim=1)
+    finite = largest < INFINITE_BITS
+    usable = finite & (largest >= LEAST_BITS)
     magnitude = torch.where(usable, largest, _FP8_DENORMAL).view(torch.float32)  # any number where there are no codes
     # By numbers, and what they know to be numbers, torch and its compiler divide by way of a rounded reciprocal.
     tops = torch.where(usable, kind.top, torch.ones_like(magnitude))
@@ -234,7 +213,7 @@ def _fp8_codes(scaled: Tensor) -> Tensor:
     they count 2^-9. Of the two ways to round, the right one is the smaller: both agree up to 2^-5.
     """
     bits = scaled.view(torch.int32)
-    magnitude = bits & _MAGNITUDE_BITS
+    magnitude = bits & MAGNITUDE_BITS
     denormal = torch.full((), _FP8_DENORMAL, dtype=torch.int32, device=bits.device).view(torch.float32)
     counted = (magnitude.view(torch.float32) + denormal).view(torch.int32) - _FP8_DENORMAL
     normal = magnitude.clamp(min=_FP8_LEAST)

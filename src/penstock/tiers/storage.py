@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.config import Tier
 from penstock.layout import round_up
-from penstock.rules.fused import RecordChecksums
+from penstock.rules.rule import RecordChecksums
 from penstock.runtime.aio import File, Transfer
 from penstock.runtime.host_memory import PAGE_BYTES, Arena, page_aligned
 from penstock.runtime.streams import DONE, Event, Pending, PendingEvent, all_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.rules.fused import RecordChecksums
+from penstock.rules.rule import RecordChecksums
 from penstock.runtime.aio import File, Transfer, checksum
 from penstock.runtime.host_memory import page_aligned
 from penstock.runtime.streams import Streams

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from penstock.optim import Lion
 from penstock.rules import Pool, Rule, StateFormat, UpdateSlice, rule_for, split_master
+from penstock.rules.device import update_reference
 from penstock.rules.formats import read_master
-from penstock.rules.fused import FusedRule, FusedScalars, update_reference
+from penstock.rules.fused import FusedRule, FusedScalars
 from tests.unit.rules.segments import FORMATS, make, rule_and_hyper
 
 NUMEL = 2000

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.rules import Pool, StateFormat, UpdateSlice
-from penstock.rules.fused import update_reference
+from penstock.rules.device import update_reference
 from tests.unit.rules.segments import (
     FORMATS,
     GRADS,

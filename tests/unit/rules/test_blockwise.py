@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.layout import ALIGNMENT_NUMEL
+from penstock.rules.device import update_reference
 from penstock.rules.formats import decode_blocks, encode_blocks
-from penstock.rules.fused import update_reference
 from penstock.rules.rule import BLOCK_NUMEL
 from tests.unit.rules.segments import FORMATS, copy_of, make, parts, rule_and_hyper
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.rules import StateFormat
-from penstock.rules.device import ROUNDING, DeviceUpdate, compile_pass, one_pass
-from penstock.rules.fused import update_in_torch, update_reference
+from penstock.rules.device import ROUNDING, DeviceUpdate, compile_pass, one_pass, update_reference
 from penstock.rules.rule import fma, sqrt
 from tests.support import sampled_rows
 from tests.unit.rules.segments import (
@@ -46,7 +45,7 @@ def test_one_pass_gives_the_native_bits(
         native = make(rule, *random_inputs(numel), storage, torch.bfloat16)
         device = copy_of(native)
         rule.update(native, hyper, 0.7, None)
-        DeviceUpdate(one_pass)(rule, [(device, hyper)], 0.7, update_in_torch)
+        DeviceUpdate(one_pass)(rule, [(device, hyper)], 0.7)
         for (_, a), (_, b) in zip(parts(device), parts(native), strict=True):
             assert_same_bits(a, b)
 
@@ -84,7 +83,7 @@ def test_one_graph_of_the_native_bits_serves_every_step(
         native = make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16)
         traced = copy_of(native)
         rule.update(native, hyper, 0.1 * step, None)
-        compiled(rule, [(traced, hyper)], 0.1 * step, update_in_torch)
+        compiled(rule, [(traced, hyper)], 0.1 * step)
         for (_, a), (_, b) in zip(parts(traced), parts(native), strict=True):
             assert_same_bits(a, b)
     (graph,) = backend.graphs
@@ -102,7 +101,7 @@ def test_views_of_whatever_memory_compile_nothing_anew() -> None:
     segment = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
     slab = torch.zeros(10, 4096, dtype=torch.uint8)
     for param in (segment.param, torch.zeros(4096)[:2048], slab[1:3].view(-1).view(torch.float32)):
-        compiled(rule, [(replace(segment, param=param), hyper)], 1.0, update_in_torch)
+        compiled(rule, [(replace(segment, param=param), hyper)], 1.0)
     assert len(backend.graphs) == 1
 
 
@@ -120,7 +119,7 @@ def test_sizes_that_are_equal_by_chance_compile_nothing_anew(blocks: int) -> Non
     rule, hyper = rule_and_hyper("adamw", StateFormat("int8"))
     for sizes in ((256 * blocks,), (256 * 40,), (256 * 3, 512)):
         inputs = [make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16) for numel in sizes]
-        compiled(rule, [(segment, hyper) for segment in inputs], 0.7, update_in_torch)
+        compiled(rule, [(segment, hyper) for segment in inputs], 0.7)
     assert len(graphs) == 1
 
 
@@ -132,9 +131,9 @@ def test_the_limit_of_compilations_is_named() -> None:
         make(rule, *random_inputs(512), (dtype, None), torch.bfloat16) for dtype in (torch.bfloat16, torch.float32)
     )
     with torch._dynamo.config.patch(recompile_limit=1):
-        update(rule, [(first, hyper)], 0.7, update_in_torch)
+        update(rule, [(first, hyper)], 0.7)
         with pytest.warns(UserWarning, match="compiled 1 times, which is torch's limit"):
-            update(rule, [(second, hyper)], 0.7, update_in_torch)
+            update(rule, [(second, hyper)], 0.7)
 
 
 def test_the_compiler_rounds_otherwise_for_our_functions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +151,7 @@ def test_the_compiler_rounds_otherwise_for_our_functions_alone(monkeypatch: pyte
     torch._dynamo.reset()
     rule, hyper = rule_and_hyper("lion")
     segment = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
-    DeviceUpdate(compile_pass(one_pass))(rule, [(segment, hyper)], 0.7, update_in_torch)
+    DeviceUpdate(compile_pass(one_pass))(rule, [(segment, hyper)], 0.7)
     torch.compile(lambda value: value + 1)(torch.ones(3))
     assert seen[0].items() >= ROUNDING.items()
     assert not (seen[1] or {}).keys() & ROUNDING.keys()
@@ -170,7 +169,7 @@ def test_factors_of_indices_fit_32_bits() -> None:
     torch._dynamo.reset()
     rule, hyper = rule_and_hyper("adamw", StateFormat("bf16", rounding="stochastic"))
     segment = make(rule, *random_inputs(2048), (torch.bfloat16, None), torch.bfloat16)
-    DeviceUpdate(compile_pass(one_pass, backend))(rule, [(segment, hyper)], 0.7, update_in_torch)
+    DeviceUpdate(compile_pass(one_pass, backend))(rule, [(segment, hyper)], 0.7)
     from_inputs: set[Any] = set()
     factors = []
     for node in graphs[0].graph.nodes:
@@ -194,7 +193,7 @@ def test_many_rules_in_one_process_are_all_compiled(recwarn: pytest.WarningsReco
     for name, format_ in cases:
         rule, hyper = rule_and_hyper(name, format_)
         segment = make(rule, *random_inputs(512), (torch.bfloat16, torch.int16), torch.bfloat16)
-        DeviceUpdate(compile_pass(one_pass, backend))(rule, [(segment, hyper)], 0.7, update_in_torch)
+        DeviceUpdate(compile_pass(one_pass, backend))(rule, [(segment, hyper)], 0.7)
     assert len(graphs) == len(cases) > torch._dynamo.config.recompile_limit
     assert not [w for w in recwarn if "torch.compile failed" in str(w.message)]
 
@@ -208,8 +207,8 @@ def test_a_compiler_that_fails_is_said_once_and_the_reference_runs(assert_same_b
     actual = copy_of(expected)
     update = DeviceUpdate(broken)
     with pytest.warns(UserWarning, match=r"torch\.compile failed for the update on cpu \(RuntimeError: no compiler\)"):
-        update(rule, [(actual, hyper)], 1.0, update_in_torch)
-    update(rule, [(actual, hyper)], 1.0, update_in_torch)
+        update(rule, [(actual, hyper)], 1.0)
+    update(rule, [(actual, hyper)], 1.0)
     for _ in range(2):
         update_reference(rule, expected, hyper, 1.0)
     assert_same_bits(actual.param, expected.param)
@@ -219,6 +218,6 @@ def test_without_a_compiler_the_reference_runs(assert_same_bits: Check) -> None:
     rule, hyper = rule_and_hyper("lion")
     expected = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
     actual = copy_of(expected)
-    rule.on_device(rule, [(actual, hyper)], 1.0, update_in_torch)
+    rule.on_device(rule, [(actual, hyper)], 1.0)
     update_reference(rule, expected, hyper, 1.0)
     assert_same_bits(actual.param, expected.param)

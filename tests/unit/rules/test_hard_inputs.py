@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.rules import StateFormat, UpdateSlice, join_master, rule_for
-from penstock.rules.fused import update_reference
+from penstock.rules.device import update_reference
 from tests.support import sampled
 from tests.unit.rules.segments import FORMATS, GRADS, RULES, STORAGES, copy_of, make, parts, rule_and_hyper
 from tests.unit.rules.test_against_torch import EXACT, stock

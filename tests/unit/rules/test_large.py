@@ -20,8 +20,8 @@ from penstock.construct import number_elements
 from penstock.engine.step.update import UpdateRun, merge
 from penstock.layout import FlatLayout, SlotPiece
 from penstock.rules import Pool, StateFormat, UpdateSlice, deposit, squared_norm
+from penstock.rules.device import update_reference
 from penstock.rules.formats import random_words, step_key
-from penstock.rules.fused import update_reference
 from penstock.rules.rule import BLOCK_NUMEL, StepScalars
 from tests.support import thorough
 from tests.unit.rules.segments import FORMATS, copy_of, make, parts, random_inputs, rule_and_hyper

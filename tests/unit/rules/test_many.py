@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.rules import StateFormat, UpdateSlice, device
-from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
-from penstock.rules.fused import FusedRule, FusedScalars, update_in_torch, update_reference
+from penstock.rules.device import DeviceUpdate, compile_pass, one_pass, update_reference
+from penstock.rules.fused import FusedRule, FusedScalars
 from penstock.rules.rule import BLOCK_NUMEL
-from tests.unit.rules.segments import FORMATS, RULES, STORAGES, copy_of, make, parts, random_inputs, rule_and_hyper
+from tests.unit.rules.segments import FORMATS, STORAGES, copy_of, make, parts, random_inputs, rule_and_hyper
 
 Check = Callable[[Tensor, Tensor], None]
 REMAINDER, FULL = STORAGES[2], STORAGES[3]
@@ -56,47 +56,11 @@ def several(
     return rule, segments
 
 
-@pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f"{f.dtype}-{f.rounding}")
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
-@pytest.mark.parametrize("name", RULES)
-def test_small_segments_are_updated_together_as_they_are_alone(
-    name: str, storage: tuple[Any, Any], format_: StateFormat, assert_same_bits: Check
-) -> None:
-    rule, together = several(name, storage, format_, steps=(3, 3, 4))
-    alone = [copy_of(segment) for segment, _ in together]
-    update_in_torch(rule, together, 0.7)
-    for segment, (other, hyper) in zip(alone, together, strict=True):
-        update_reference(rule, segment, hyper, 0.7)
-        for (_, a), (_, b) in zip(parts(other), parts(segment), strict=True):
-            assert_same_bits(a, b)
-
-
-def test_batches_hold_no_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporaries are bounded by the piece, however many segments there are."""
-    seen = []
-
-    def note(rule: FusedRule, segment: UpdateSlice, *rest: Any) -> None:
-        seen.append(segment.param.numel())
-        update_reference(rule, segment, *rest)
-
-    monkeypatch.setattr("penstock.rules.fused.PIECE_NUMEL", 1000)
-    monkeypatch.setattr("penstock.rules.fused.update_reference", note)
-    rule, segments = several("adamw", REMAINDER)
-    update_in_torch(rule, segments, 0.7)
-    assert seen == [2048, 300 + 1, 777, 256]
-
-
 @pytest.mark.parametrize(("storage", "most"), [(REMAINDER, 60), (FULL, 59)], ids=str)
 def test_adamw_without_a_compiler_takes_no_more_operations_than_this(storage: tuple[Any, Any], most: int) -> None:
     rule, hyper = rule_and_hyper("adamw")
     segment = make(rule, *random_inputs(2048), storage, torch.bfloat16)
     assert launches(lambda: update_reference(rule, segment, hyper, 0.7)) <= most
-
-
-def test_many_small_segments_take_hardly_more_operations_than_one() -> None:
-    rule, segments = several("adamw", REMAINDER)
-    alone = launches(lambda: update_in_torch(rule, segments[:1], 0.7))
-    assert launches(lambda: update_in_torch(rule, segments, 0.7)) <= alone + 9  # five arrays together, four apart again
 
 
 @pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3]], ids=lambda f: f.dtype)
@@ -113,11 +77,11 @@ def test_scalars_reach_the_device_in_two_copies_however_many_segments_there_are(
     monkeypatch.setattr(device, "_on_device", note)
     rule, together = several("adamw", REMAINDER, format_, steps=(3, 4))
     alone = [copy_of(segment) for segment, _ in together]
-    DeviceUpdate(one_pass)(rule, together, 0.7, update_in_torch)
+    DeviceUpdate(one_pass)(rule, together, 0.7)
     pieces = len(SIZES) + 1  # 777 are three blocks and a rest
     assert copies == [2, pieces if format_.stochastic else 1], "what is equal is there once"
     for segment, (other, hyper) in zip(alone, together, strict=True):
-        DeviceUpdate(one_pass)(rule, [(segment, hyper)], 0.7, update_in_torch)
+        DeviceUpdate(one_pass)(rule, [(segment, hyper)], 0.7)
         for (_, a), (_, b) in zip(parts(other), parts(segment), strict=True):
             assert_same_bits(a, b)
 
@@ -156,7 +120,7 @@ def test_one_graph_serves_every_segment_of_a_call() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            update(rule, segments, 0.7, update_in_torch)
+            update(rule, segments, 0.7)
     assert len(graphs) == 1, "also for one element, and for one block"
 
 
@@ -172,10 +136,10 @@ def test_a_compiler_that_fails_midway_leaves_the_rest_to_the_reference(assert_sa
     rule, together = several("lion", REMAINDER)
     alone = [copy_of(segment) for segment, _ in together]
     with pytest.warns(UserWarning, match=r"torch\.compile failed for the update on cpu"):
-        DeviceUpdate(fails_at_the_third)(rule, together, 0.7, update_in_torch)
+        DeviceUpdate(fails_at_the_third)(rule, together, 0.7)
     for number, (segment, (other, hyper)) in enumerate(zip(alone, together, strict=True)):
         if number < 2:
-            DeviceUpdate(one_pass)(rule, [(segment, hyper)], 0.7, update_in_torch)
+            DeviceUpdate(one_pass)(rule, [(segment, hyper)], 0.7)
         else:
             update_reference(rule, segment, hyper, 0.7)
         for (_, a), (_, b) in zip(parts(other), parts(segment), strict=True):

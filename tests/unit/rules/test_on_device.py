@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.rules import StateFormat, deposit
-from penstock.rules.fused import update_reference
+from penstock.rules.device import update_reference
 from penstock.runtime.hardware import default_device
 from tests.support import thorough
 from tests.unit.rules.segments import copy_to, make, parts, random_inputs, rule_and_hyper, telling_first

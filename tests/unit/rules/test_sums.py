@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.rules import Pool, StateFormat, UpdateSlice, rule_for
-from penstock.rules.fused import FusedRule, FusedScalars, RecordChecksums, Summing, update_many
-from penstock.rules.rule import StepScalars
+from penstock.rules.fused import FusedRule, FusedScalars
+from penstock.rules.rule import RecordChecksums, StepScalars
 from penstock.runtime.aio import checksum
 from penstock.runtime.host_memory import page_aligned
 from tests.support import memory
@@ -42,7 +42,7 @@ def check(
     plain, before = copy_of(segment), [checksum(tensor) for tensor in touched(segment)]
     rule.update(plain, hyper, 0.7, pool)
     sums = RecordChecksums(touched(segment))
-    rule.update_summed([(segment, hyper)], 0.7, pool, sums)
+    rule.update_many([(segment, hyper)], 0.7, pool, sums)
     found = [sums.of(tensor) for tensor in touched(segment)]
     assert found == [(b, checksum(tensor)) for b, tensor in zip(before, touched(segment), strict=True)]
     for (_, actual), (_, expected) in zip(parts(segment), parts(plain), strict=True):
@@ -72,7 +72,7 @@ def test_native_code_sums_all_that_it_is_asked_to(monkeypatch: pytest.MonkeyPatc
     rule, hyper = rule_and_hyper("adamw", FORMATS[4])
     segment = make(rule, *random_inputs(1000), STORAGES[2], GRADS[1])
     sums = RecordChecksums(touched(segment))
-    rule.update_summed([(segment, hyper)], 0.7, None, sums)
+    rule.update_many([(segment, hyper)], 0.7, None, sums)
     lengths: list[int] = []
     crc32c = _native.crc32c
     monkeypatch.setattr(_native, "crc32c", lambda at, nbytes: lengths.append(nbytes) or crc32c(at, nbytes))
@@ -120,7 +120,7 @@ def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
     before, param = checksum(record), whole.param.clone()
     sums = RecordChecksums([record])
     assert sums.among([whole.param, None, master, record]) == [master, record]
-    update_many(rule, [run(0, 300), run(512, 1200)], 0.7, None, sums)
+    rule.update_many([run(0, 300), run(512, 1200)], 0.7, None, sums)
     assert sums.of(record) == (before, checksum(record))
     assert before != checksum(record)
     assert not torch.equal(param, whole.param)
@@ -143,7 +143,7 @@ def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) ->
         return update(*args, **kwargs)
 
     monkeypatch.setattr(_native, "update", note)
-    update_many(rule, [(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), hyper)], 1.0, None, RecordChecksums([]))
+    rule.update_many([(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), hyper)], 1.0, None, RecordChecksums([]))
     assert asked == [[]]
 
 
@@ -172,6 +172,6 @@ def test_what_is_summed_is_of_the_update() -> None:
 
 def test_rules_with_kernels_sum_and_others_do_not() -> None:
     for name in RULES:
-        assert isinstance(rule_and_hyper(name)[0], Summing)
+        assert rule_and_hyper(name)[0].sums
     for optimizer in (torch.optim.RMSprop, torch.optim.Adafactor):
-        assert not isinstance(rule_for(optimizer([torch.nn.Parameter(torch.zeros(4, 4))])), Summing)
+        assert not rule_for(optimizer([torch.nn.Parameter(torch.zeros(4, 4))])).sums

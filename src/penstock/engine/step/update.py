@@ -13,8 +13,7 @@ from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.unit import StateFields, Unit
 from penstock.layout import SlotPiece
-from penstock.rules.fused import RecordChecksums, Summing, update_many
-from penstock.rules.rule import BLOCK_NUMEL, Scalars, StepScalars, UpdateSlice
+from penstock.rules.rule import BLOCK_NUMEL, RecordChecksums, Scalars, StepScalars, UpdateSlice
 from penstock.runtime.hardware import Clock, HostClock
 from penstock.runtime.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.tiers.storage import Storage, Views
@@ -267,7 +266,7 @@ class Updater:
         homes = _homes(unit, tile.number)
         written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", unit.name, tile=tile.number)
         # What a pass of the host touches anyway is summed by it, and not by those who move it.
-        sums = tile.runs_on is Tier.CPU and isinstance(unit.rule, Summing)
+        sums = tile.runs_on is Tier.CPU and unit.rule.sums
         brought = self._pipelines[tile.runs_on].bring(
             tile.number, homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
         )
@@ -330,7 +329,7 @@ class Updater:
         sums = RecordChecksums(record.buffer for record in brought.summed)
         if updates:
             segments = self._segments(tile, fields, brought.views)
-            update_many(tile.unit.rule, segments, tile.scale, self._context.pool, sums)
+            tile.unit.rule.update_many(segments, tile.scale, self._context.pool, sums)
         for record in brought.summed:  # what has stayed as it was is put back all the same
             record.check(sums)
         if updates and tile.then is not None:

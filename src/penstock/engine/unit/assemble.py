@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from penstock._native import Pool
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW
 from penstock.engine.unit.first_values import FlatValues, ValueRead
 from penstock.engine.unit.parameter import UnitParameter, make_parameters
@@ -72,7 +71,7 @@ def make_trained(plan: UnitPlan, homes: Mapping[str, Storage], rank: int) -> Tra
     )
 
 
-def fill_unit(unit: Unit, flats: Sequence[FlatValues] | None, pool: Pool | None = None) -> None:
+def fill_unit(unit: Unit, flats: Sequence[FlatValues] | None) -> None:
     """Put parameters into their home, and this rank's part of them into the master; their own memory goes.
 
     Nothing is waited for and no event is noted: nobody else knows the homes yet, and whatever is submitted later
@@ -81,10 +80,9 @@ def fill_unit(unit: Unit, flats: Sequence[FlatValues] | None, pool: Pool | None 
     Arguments:
         unit: one whose homes are empty.
         flats: the values of its parameters, in the order of its slots; `None` where nobody has any.
-        pool: the threads that write to host memory; `None` for the calling thread alone.
     """
     if flats is not None:
-        _write(unit, flats, pool)
+        _write(unit, flats)
     unit.hide()  # their own memory goes here, before the values of the next unit come
     unit.note_versions()  # after the last write here: only writes by others are to be refused
 
@@ -114,7 +112,7 @@ def _reads_of_others(layout: FlatLayout, rank: int) -> Iterator[ValueRead]:
                 yield ValueRead(index, start - slot.start, stop - slot.start)
 
 
-def _write(unit: Unit, flats: Sequence[FlatValues], pool: Pool | None) -> None:
+def _write(unit: Unit, flats: Sequence[FlatValues]) -> None:
     """Write the values of a unit's parameters into its homes, which are zeros."""
     if unit.replica is not None:
         for index, start, stop in _reads_of_others(unit.layout, unit.rank):
@@ -130,10 +128,10 @@ def _write(unit: Unit, flats: Sequence[FlatValues], pool: Pool | None) -> None:
             if start < stop:
                 offset = first - unit.layout.slots[index].start
                 for at, value in flats[index].pieces(start + offset, stop + offset):
-                    _write_own(unit, weights, at - offset - begin, value, pool)
+                    _write_own(unit, weights, at - offset - begin, value)
 
 
-def _write_own(unit: Unit, weights: WeightRange, at: int, value: Tensor, pool: Pool | None) -> None:
+def _write_own(unit: Unit, weights: WeightRange, at: int, value: Tensor) -> None:
     """Write values into a range of this rank's shard, from its element `at` on."""
     param = _at(weights.param, at, value)
     if unit.trained is None:
@@ -142,7 +140,7 @@ def _write_own(unit: Unit, weights: WeightRange, at: int, value: Tensor, pool: P
     # The update starts from the shadow where there is one, and the gather from the parameter: the same bits.
     written = param if weights.shadow is None else _at(weights.shadow, at, value)
     master = None if weights.master is None else _at(weights.master, at, value)
-    write_given(written, master, value, zeroed=True, pool=pool)
+    write_given(written, master, value)
     if weights.shadow is not None:
         param.copy_(written)
 
