@@ -21,7 +21,6 @@ from penstock.engine.unit.dtensor import (
     box_of,
     cut,
     give_values,
-    is_alike,
     keep_values,
     let_go,
     most_bytes,
@@ -414,8 +413,7 @@ class FirstRankValues(FirstValues):
             parameters = [parameter for number in together for parameter in specs[number].parameters]
             flats = [_copied(own_elements(parameter), self._device) for parameter in parameters]
             broadcast_together(flats, self._ranks.broadcast)
-            # Not by their regions: of an uneven one a rank may have all.
-            alike = [flat for parameter, flat in zip(parameters, flats, strict=True) if is_alike(parameter)]
+            alike = [flat for parameter, flat in zip(parameters, flats, strict=True) if box_of(parameter) is None]
             broadcast_alike(alike, self._ranks)
             del alike
             flats = flats[::-1]  # one after the other is let go of
@@ -630,21 +628,18 @@ class InitialisedValues(FirstValues):
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield each unit once nothing more initialises what is inside of its outermost module."""
-        own_state = torch.get_rng_state()
-        # Every rank initialises everything by itself, from one state: the values are the same and none has to be sent.
-        if self._ranks.world_size > 1:
-            state = own_state.to(self._device, copy=True)  # the broadcast overwrites it
-            self._ranks.broadcast(state)
-            self._ranks.broadcast_alike(state)
-            torch.set_rng_state(state.cpu())
-        try:
+        # The first rank draws numbers, as it would have without us. The others go on with their own state: that of the
+        # first rank would give all of them the same dropout.
+        with torch.random.fork_rng(devices=[], enabled=self._ranks.rank != 0):
+            # Every rank initialises everything by itself, from one state: the values are the same and none has to be
+            # sent.
+            if self._ranks.world_size > 1:
+                state = torch.get_rng_state().to(self._device, copy=True)  # the broadcast overwrites it
+                self._ranks.broadcast(state)
+                self._ranks.broadcast_alike(state)
+                torch.set_rng_state(state.cpu())
             with standing_in(self._model) as stand_ins:
                 yield from self._initialised(specs, stand_ins)
-        finally:
-            # The first rank has drawn numbers, as it would have without us. The others go on with their own state: that
-            # of the first rank would give all of them the same dropout.
-            if self._ranks.rank != 0:
-                torch.set_rng_state(own_state)
 
     def _initialised(
         self, specs: Sequence[UnitSpec], stand_ins: Mapping[nn.Parameter, nn.Parameter]
@@ -702,12 +697,11 @@ def open_source(
     if weights is None:
         return FirstRankValues(ranks, device)
     undo.callback(keep_values(model))  # first: to open a source fills buffers
-    source: FirstValues | None = None
     with agreeing(weights, ranks):
-        source = InitialisedValues(model, ranks, device) if weights == INIT else GivenValues(model, weights)
-    assert source is not None
-    if isinstance(source, GivenValues):  # on all ranks: those that fail have met
-        source.share(ranks, device, whole=keeps_whole)
+        if weights == INIT:
+            return InitialisedValues(model, ranks, device)
+        source = GivenValues(model, weights)
+    source.share(ranks, device, whole=keeps_whole)  # on all ranks: those that fail have met
     return source
 
 
