@@ -219,7 +219,7 @@ class Adoption:
         engine.hooks.handles.drop()
         engine.restore_model()
         for unit in engine.context.units:
-            unit.reads = ()  # of the hooks that are off
+            unit.reads = []  # of the hooks that are off
 
     def _units(self) -> list[Unit]:
         """Let those change that stay, and make the others."""
