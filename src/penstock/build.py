@@ -16,7 +16,7 @@ from penstock.construct import Lasting, connect, construct
 from penstock.engine.engine import Engine
 from penstock.engine.unit.assemble import fill_unit, lay_again, make_unit, parameters_for, place, train_where_it_rests
 from penstock.engine.unit.dtensor import check_divided
-from penstock.engine.unit.first_values import FirstRankValues, FlatValues, MemoryValues, align_buffers
+from penstock.engine.unit.first_values import FirstRankValues, FlatValues, align_buffers, in_memory
 from penstock.engine.unit.partition import UnitSpec, find_units
 from penstock.engine.unit.plan import UnitPlan, plan_units
 from penstock.engine.unit.unit import Unit
@@ -219,7 +219,7 @@ class Adoption:
         engine.hooks.handles.drop()
         engine.restore_model()
         for unit in engine.context.units:
-            unit.reads = ()  # of the hooks that are off
+            unit.reads = []  # of the hooks that are off
 
     def _units(self) -> list[Unit]:
         """Let those change that stay, and make the others."""
@@ -248,7 +248,7 @@ class Adoption:
         sources = list(dict.fromkeys(unit for unit, _ in left.values()))
         for unit in sources:
             gatherer.acquire_exact(unit)
-        flats |= {p: MemoryValues(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
+        flats |= {p: in_memory(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
         parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()}, ranks)
         made = make_unit(plan, index, parameters, ranks.shard_rank, streams, self._reserved)
         self._new.append(made)  # from here on its parameters give up what they had

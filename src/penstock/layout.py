@@ -142,7 +142,7 @@ class Slot:
     start: int
     region: Region | None = None
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """The element after the last one."""
         return self.start + self.numel
@@ -226,7 +226,7 @@ class FlatLayout:
         """Into how many shards it is cut."""
         return len(self.cuts) - 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """How many elements the buffer has, with padding."""
         return self.cuts[-1]
@@ -268,6 +268,12 @@ class FlatLayout:
         start, stop = max(slot.start, first), min(slot.stop, last)
         return (start, stop) if start < stop else None
 
+    def parts(self, rank: int) -> list[SlotPiece]:
+        """List the parts of slots that are in a rank's shard, counted from its start."""
+        first = self.cuts[rank]
+        overlaps = ((index, self.overlap(slot, rank)) for index, slot in enumerate(self.slots))
+        return [SlotPiece(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
+
     def tiles(self, rank: int, tile_numel: int) -> list[tuple[SlotPiece, ...]]:
         """Cut a rank's shard into tiles.
 
@@ -278,13 +284,8 @@ class FlatLayout:
         Returns:
             For each tile its pieces, in order. Gaps belong to no piece.
         """
-        first, last = self.shard_range(rank)
-        tiles: list[list[SlotPiece]] = [[] for _ in range(0, last - first, tile_numel)]
-        for index, slot in enumerate(self.slots):
-            found = self.overlap(slot, rank)
-            if found is None:
-                continue
-            cursor, stop = found[0] - first, found[1] - first
+        tiles: list[list[SlotPiece]] = [[] for _ in range(0, self.shard_numel(rank), tile_numel)]
+        for index, cursor, stop in self.parts(rank):
             while cursor < stop:
                 tile = cursor // tile_numel
                 end = min(stop, (tile + 1) * tile_numel)

@@ -194,7 +194,7 @@ class Gradients:
         """
         if self._factors:
             self._apply_factors()
-        touched = [parameter for parameter in self._parameters if not parameter.gradient_is_as_left]
+        touched = [parameter for parameter in self._parameters if parameter.tensor.grad is not parameter.left]
         for parameter in touched:
             grad = parameter.tensor.grad
             if grad is not None:
@@ -242,7 +242,7 @@ class Gradients:
             self._factors.pop(parameter, None)
             self._reducer.forget(self._parameters[parameter], parameter.index)
             self._note(f"the gradient that was dropped of '{parameter.name}'", "dropped")
-        if not any(parameter.shows_gradient for parameter in self._parameters):
+        if all(parameter.left is None for parameter in self._parameters):
             self.zero()  # `for p in model.parameters(): p.grad = None`
             self._note("gradients that were dropped", "all")
 
@@ -304,7 +304,7 @@ class Gradients:
             whole = [norm / clip for norm in found]
             self._norms[norm_type] = dict(zip(self._parameters, whole, strict=True))
             known = self._norms[norm_type].items()
-            self._finite = all(math.isfinite(norm) for p, norm in known if p.gradient_is_as_left)
+            self._finite = all(math.isfinite(norm) for p, norm in known if p.tensor.grad is p.left)
             self._known_changes = self._reducer.changes
         return self._norms[norm_type]
 
@@ -312,7 +312,7 @@ class Gradients:
         """Apply what gradients were multiplied with: one factor for all to the update, others to each gradient."""
         factors, self._factors = self._factors, {}
         # Not those that were replaced or dropped since: they are taken over as they are.
-        shown = {p for p in self._parameters if p.shows_gradient and p.gradient_is_as_left}
+        shown = {p for p in self._parameters if p.left is not None and p.tensor.grad is p.left}
         if factors.keys() >= shown and len(set(factors.values())) == 1:
             self._context.gradient_scale.clip *= next(iter(factors.values()))
             return

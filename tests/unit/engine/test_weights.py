@@ -1,6 +1,7 @@
 """`prepare(weights=...)`: the model's first values from files, names, functions and initialisation; meta devices."""
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,19 +274,21 @@ def test_no_more_than_a_unit_is_asked_for_before_it_is_in_its_home(monkeypatch: 
     values = {name: value.clone() for name, value in llama().state_dict().items()}
     alive = peak = 0
 
-    class Counted(first_values.MemoryValues):
-        def __init__(self, value: Tensor) -> None:
-            nonlocal alive, peak
-            super().__init__(value)
-            self.numel = value.numel()
-            alive += self.numel
-            peak = max(peak, alive)
+    make = first_values.in_memory
 
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= self.numel
+    def forget(numel: int) -> None:
+        nonlocal alive
+        alive -= numel
 
-    monkeypatch.setattr(first_values, "MemoryValues", Counted)
+    def counted(value: Tensor) -> first_values.FlatValues:
+        nonlocal alive, peak
+        alive += value.numel()
+        peak = max(peak, alive)
+        made = make(value)
+        weakref.finalize(made, forget, value.numel())
+        return made
+
+    monkeypatch.setattr(first_values, "in_memory", counted)
     model = on_meta()
     largest = sum(p.numel() for p in llama().model.layers[0].parameters())
     penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=values.__getitem__).close()

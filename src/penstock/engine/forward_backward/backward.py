@@ -229,7 +229,9 @@ class Backward:
         """Finish what is left when autograd has come through."""
         self._pass_by(self.uses.end())  # silent here, announced elsewhere: other ranks wait in their collectives
         for unit in self._context.units:
-            unit.holding.end_backward()  # before it is settled: no update begins for a unit that is held
+            unit.holding.drop_all(
+                Holder.BACKWARD, Holder.UNANNOUNCED
+            )  # before it is settled: no update begins for a unit that is held
             self._end_unit(unit)
         self._orders.backward.finish()
         if not user_records():
@@ -245,7 +247,7 @@ class Backward:
         self._arrived.clear()
         self.uses.clear()
         for unit in self._context.units:
-            unit.holding.end_backward()
+            unit.holding.drop_all(Holder.BACKWARD, Holder.UNANNOUNCED)
             self._gatherer.release(unit)
             unit.holding.forget_unseen_saves()  # after its release, which goes by them
         self._gatherer.drop_unused()

@@ -349,7 +349,9 @@ class Forward:
         self._gatherer.announce = None
         self._gatherer.drop_unused()
         for unit in self._context.units:
-            unit.holding.lose_forwards()  # else their counts would keep the units gathered for ever
+            unit.holding.drop_all(
+                Holder.FORWARD, Holder.UNANNOUNCED
+            )  # else their counts would keep the units gathered for ever
             self._gatherer.release(unit)
 
     def _begin(self) -> None:
@@ -388,7 +390,7 @@ class Forward:
             call.saved_hooks.__enter__()
         else:
             for unit in units:
-                unit.holding.note_unseen_saves()
+                unit.holding.empty_views()
 
     def _watch_outputs(
         self, call: ForwardCall, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

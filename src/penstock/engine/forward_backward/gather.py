@@ -470,7 +470,7 @@ class Gatherer:
             for part in unit.event.parts():
                 with contextlib.suppress(Exception):
                     part.synchronize()  # site release.failed_gather_over
-            holding.note_failed_fill()
+            holding.empty_views()
         if recorded.is_alive:
             if recorded.is_new and holding.residency is UnitState.GATHERED:
                 recorded.keep(unit.full)

@@ -150,7 +150,7 @@ class ModelGuards:
         self._copies.state_hooks = {handle.id for handle in self._handles}
         self._copies.plant(planted, modules)
         for parameter, (_, own) in self._places.items():
-            planted.plant(parameter, OWNER, ParameterOwner(self, own.name))
+            planted.plant(parameter, OWNER, ParameterOwner(self.read, own.name))
 
     def remove(self) -> None:
         """Remove the hooks, so that torch's own are left."""
@@ -202,7 +202,7 @@ class ModelGuards:
         converts itself for the time of its forward, as routers do, is let.
         """
         if self._hooks.in_forward:
-            with_gradient = [own for own in self._parameters_of(module, recurse=False) if own.shows_gradient]
+            with_gradient = [own for own in self._parameters_of(module, recurse=False) if own.left is not None]
             for own in with_gradient:  # torch would convert them as well
                 own.hide_gradient()
             type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]

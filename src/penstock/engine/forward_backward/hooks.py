@@ -18,7 +18,7 @@ from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import UnderWay, in_backward
 from penstock.engine.unit.dtensor import is_divided
-from penstock.engine.unit.parameter import KeptSavedTensor, watch_reads, weakly
+from penstock.engine.unit.parameter import KeptSavedTensor, ReadWatch, weakly
 from penstock.engine.unit.unit import Unit
 from penstock.runtime.modes import engine_entry
 
@@ -77,8 +77,16 @@ class Hooks:
         never_compile(SavedTensors._unpack, KeptSavedTensor.take, SavedView.__init__)
         owners = {parameter.tensor: unit for unit in self._context.units for parameter in unit.parameters}
         self.read = untraced(engine_entry(self.forward.gather_for_read))
-        for unit, watches in watch_reads(self._context.model, owners, self.read).items():
-            unit.watch_reads(watches)
+
+        def read(parameter: nn.Parameter) -> None:
+            if parameter in owners:
+                self.read(owners[parameter])
+
+        for module in self._context.model.modules():
+            watch = ReadWatch(module, read)
+            for unit in {owners[p] for p in module.parameters(recurse=False) if p in owners}:
+                unit.reads.append(watch)
+            watch.update()
         for module in {self._context.model: (), **self._turns.anchors}:
             units, cast = self._turns.anchors.get(module, ()), casts.of_layer(module)
             always, passes = module is self._context.model, self.forward.passes

@@ -19,7 +19,7 @@ from penstock.engine.state.access import StateAccess, failing_as_a_whole
 from penstock.engine.step.averaging import Averaging
 from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
-from penstock.engine.unit.unit import Unit
+from penstock.engine.unit.unit import Holder, Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.rules.average import begin, follow, hide, show
 from penstock.tiers.storage import CellPlan, Segment, SegmentPlan, Storage
@@ -176,7 +176,7 @@ class Averages:
         units = self._trained
         if back:
             for unit in units:  # graphs of forwards inside have no backward any more, and what waits for it lets go
-                unit.holding.end_backward()
+                unit.holding.drop_all(Holder.BACKWARD, Holder.UNANNOUNCED)
                 self._gatherer.release(unit)
         with failing_as_a_whole(units, "EMA.applied()"):
             for unit in units:  # before the first write: what is gathered has the values of before

@@ -95,33 +95,30 @@ def reads_of(layout: FlatLayout, rank: int, *, replicated: bool) -> list[ValueRe
         rank: the one whose shard this process has.
         replicated: whether it has the others' too.
     """
-    return [*(_reads_of_others(layout, rank) if replicated else ()), *_reads_of_own(layout, rank)]
-
-
-def _reads_of_own(layout: FlatLayout, rank: int) -> Iterator[ValueRead]:
-    for index, slot in enumerate(layout.slots):
-        if own := layout.overlap(slot, rank):
-            yield ValueRead(index, own[0] - slot.start, own[1] - slot.start)
-
-
-def _reads_of_others(layout: FlatLayout, rank: int) -> Iterator[ValueRead]:
     first, last = layout.shard_range(rank)
+    others = [(0, first), (last, layout.numel)] if replicated else []
+    return [*_reads(layout, others), *_reads(layout, [(first, last)])]
+
+
+def _reads(layout: FlatLayout, ranges: Sequence[tuple[int, int]]) -> Iterator[ValueRead]:
+    """List what lies in ranges of the flat buffer, each parameter's after the other's."""
     for index, slot in enumerate(layout.slots):
-        for start, stop in ((slot.start, min(slot.stop, first)), (max(slot.start, last), slot.stop)):
+        for first, last in ranges:
+            start, stop = max(slot.start, first), min(slot.stop, last)
             if start < stop:
                 yield ValueRead(index, start - slot.start, stop - slot.start)
 
 
 def _write(unit: Unit, flats: Sequence[FlatValues]) -> None:
     """Write the values of a unit's parameters into its homes, which are zeros."""
+    first, last = unit.own_range
     if unit.replica is not None:
-        for index, start, stop in _reads_of_others(unit.layout, unit.rank):
-            first = unit.layout.slots[index].start
-            for begin, end, (values,) in unit.replica.visit(first + start, first + stop, modify=True):
-                for at, value in flats[index].pieces(begin - first, end - first):
-                    _at(values, first + at - begin, value).copy_(as_param(value, values.dtype))
+        for index, start, stop in _reads(unit.layout, [(0, first), (last, unit.layout.numel)]):
+            origin = unit.layout.slots[index].start
+            for begin, end, (values,) in unit.replica.visit(origin + start, origin + stop, modify=True):
+                for at, value in flats[index].pieces(begin - origin, end - origin):
+                    _at(values, origin + at - begin, value).copy_(as_param(value, values.dtype))
     parts = unit.parts()
-    first = unit.own_range[0]
     for begin, end, weights in unit.visit(0, unit.shard_numel, modify=True):
         for index, start, stop in parts:
             start, stop = max(start, begin), min(stop, end)

@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -57,14 +56,6 @@ def give_elements(tensor: Tensor, values: Tensor) -> None:
     held._local_tensor = values
 
 
-def emptied(tensor: Tensor) -> Tensor:
-    """Make a DTensor that is divided as one on the meta device, without elements, on the device of its mesh."""
-    held: Any = tensor
-    device = held.device_mesh.device_type
-    empty: Tensor = _another(held, torch.empty(0, dtype=held.dtype, device=device))
-    return empty
-
-
 def _another(held: Any, values: Tensor) -> Any:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -97,13 +88,8 @@ def most_bytes(tensor: Tensor) -> int:
     """Return the bytes of the largest part that a rank has of a tensor: the same number on each of them."""
     if not is_divided(tensor):
         return tensor.nbytes
-    held: Any = tensor
-    sizes = list(held.shape)
-    for dimension, placement in enumerate(held.placements):
-        if placement.is_shard():
-            sizes[placement.dim] = -(-sizes[placement.dim] // held.device_mesh.size(dimension))
-    nbytes: int = prod(sizes) * held.dtype.itemsize
-    return nbytes
+    sizes, _ = _box(tensor, [0] * tensor.device_mesh.ndim)  # type: ignore[attr-defined]
+    return prod(sizes) * tensor.dtype.itemsize  # the first part of each dimension is the largest
 
 
 def region_of(tensor: Tensor) -> Region | None:
@@ -126,10 +112,16 @@ def box_of(tensor: Tensor) -> tuple[tuple[int, ...], Region] | None:
 
     `None` where each rank has all of it. One that is about to get values may have no elements yet.
     """
-    if not is_divided(tensor):
+    # Where another rank has a part, this one says so too, be it all rows: they put whole tensors together as one.
+    if not any(len(line) > 1 for line in divided_over(tensor)):
         return None
+    sizes, offsets = _box(tensor, tensor.device_mesh.get_coordinate())  # type: ignore[attr-defined]
+    return tuple(sizes), Region(tuple(tensor.shape), tuple(offsets))
+
+
+def _box(tensor: Tensor, coordinate: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Compute the box of a DTensor that a rank at a coordinate of its mesh has: its sizes and offsets."""
     held: Any = tensor
-    coordinate = held.device_mesh.get_coordinate()
     sizes, offsets = list(held.shape), [0] * held.ndim
     for dimension, placement in enumerate(held.placements):
         if placement.is_shard():
@@ -138,9 +130,7 @@ def box_of(tensor: Tensor) -> tuple[tuple[int, ...], Region] | None:
             start = min(sizes[along], chunk * coordinate[dimension])
             sizes[along] = min(sizes[along], start + chunk) - start
             offsets[along] += start
-    # Where another rank has a part, this one says so too, be it all rows: they put whole tensors together as one.
-    parted = any(len(line) > 1 for line in divided_over(tensor))
-    return (tuple(sizes), Region(tuple(held.shape), tuple(offsets))) if parted else None
+    return sizes, offsets
 
 
 def cut(whole: Tensor, shape: Sequence[int], region: Region) -> Tensor:
@@ -149,27 +139,24 @@ def cut(whole: Tensor, shape: Sequence[int], region: Region) -> Tensor:
 
 
 def counts_once(tensor: Tensor, lines: Sequence[Sequence[int]], rank: int) -> bool:
-    """Whether this rank's elements are counted, where others have the same: on the first rank of each line of copies.
+    """Return True if this rank's elements are counted, of those that others have too: on the first rank of each line.
 
     Arguments:
         tensor: a parameter.
         lines: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
         rank: this one.
     """
-    divided = divided_over(tensor) if is_divided(tensor) else []
+    divided = divided_over(tensor)
     return all(line[0] == rank for line in lines if list(line) not in divided)
 
 
 def divided_over(tensor: Tensor) -> list[list[int]]:
-    """List the lines of ranks over which a DTensor's elements are divided."""
+    """List the lines of ranks over which a tensor's elements are divided: of none where it is no DTensor."""
+    if not is_divided(tensor):
+        return []
     held: Any = tensor
     lines = lines_along(held.device_mesh)
     return [line for line, placement in zip(lines, held.placements, strict=True) if placement.is_shard()]
-
-
-def is_alike(tensor: Tensor) -> bool:
-    """Whether ranks that divide parameters have the same elements of it: of no dimension of its mesh a part each."""
-    return not (is_divided(tensor) and divided_over(tensor))
 
 
 def give_values(parameter: Tensor, values: Tensor) -> None:
@@ -261,42 +248,30 @@ def check_aliases(model: nn.Module) -> None:
         ConfigError: names both.
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_divided(tensor):
             tensor = own_elements(tensor).detach().requires_grad_(tensor.requires_grad)
         plain = type(tensor) in (Tensor, nn.Parameter)  # wrappers have no memory of their own
         if plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for held in by_storage.values():
-        if len(held) > 1 and any(tensor.requires_grad for _, tensor in held):
-            _check_apart(held)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _check_apart(held: list[tuple[str, Tensor]]) -> None:
-    """Refuse a tensor of a storage that shares an element with a trained one there."""
-    held.sort(key=lambda item: item[1].data_ptr())
-    if all(one.data_ptr() + _extent_bytes(one) <= other.data_ptr() for (_, one), (_, other) in pairwise(held)):
-        return
-    for index, (other_name, other) in enumerate(held):
-        for name, one in held[:index]:
-            if (one.requires_grad or other.requires_grad) and _overlap(one, other):
-                raise ConfigError(
-                    f"'{name}' {tuple(one.shape)} and '{other_name}' {tuple(other.shape)} are two objects over the "
-                    "same memory. They would be trained apart. If they are to be tied, use one Parameter for both "
-                    "(other.weight = one.weight); else give one of them memory of its own (.clone())."
-                )
+        held.sort(key=lambda item: item[1].data_ptr())
+        for index, (name, one) in enumerate(held):
+            end = one.data_ptr() + _extent(one) * one.element_size()
+            for other_name, other in held[index + 1 :]:
+                if other.data_ptr() >= end:
+                    break
+                if (one.requires_grad or other.requires_grad) and _overlap(one, other):
+                    raise ConfigError(
+                        f"'{name}' {tuple(one.shape)} and '{other_name}' {tuple(other.shape)} are two objects over the "
+                        "same memory. They would be trained apart. If they are to be tied, use one Parameter for both "
+                        "(other.weight = one.weight); else give one of them memory of its own (.clone())."
+                    )
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage, the first of which begins first, share an element."""
+    """Return True if two tensors of one storage, the first of which begins first, share an element."""
     distance = other.data_ptr() - one.data_ptr()
-    if distance >= _extent_bytes(one):
-        return False
     if one.element_size() != other.element_size() or distance % one.element_size():
         return True
     start = distance // one.element_size()
@@ -308,10 +283,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def _extent(tensor: Tensor) -> int:
     """Count the elements from the first to the last of a tensor, with those that lie between and are not its own."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _extent_bytes(tensor: Tensor) -> int:
-    return _extent(tensor) * tensor.element_size()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -390,7 +361,11 @@ def renew_references(model: nn.Module) -> None:
 
 
 def _empty(parameter: nn.Parameter) -> Tensor:
-    return emptied(parameter) if is_divided(parameter) else torch.empty(0, dtype=parameter.dtype)
+    if not is_divided(parameter):
+        return torch.empty(0, dtype=parameter.dtype)
+    held: Any = parameter  # on the meta device: divided as it, on the device of its mesh
+    empty: Tensor = _another(held, torch.empty(0, dtype=held.dtype, device=held.device_mesh.device_type))
+    return empty
 
 
 def _exchange(parameter: nn.Parameter, value: Tensor) -> None:

@@ -1,13 +1,12 @@
 """First values of parameters: drawn, read from files, or sent by another rank."""
 
 import contextlib
-import math
 import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.checkpoint.ahead import ReadAhead, ReadSpan
-from penstock.checkpoint.beside import batches
+from penstock.checkpoint.beside import write_buffer
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.unit.dtensor import (
     box_of,
     cut,
     give_values,
-    is_alike,
     keep_values,
     let_go,
     most_bytes,
@@ -31,7 +29,7 @@ from penstock.engine.unit.dtensor import (
 )
 from penstock.engine.unit.partition import UnitSpec
 from penstock.errors import ConfigError, EngineError
-from penstock.layout import Region, round_up
+from penstock.layout import round_up
 from penstock.runtime.collectives import Collectives, LocalRanks, as_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -103,16 +101,10 @@ def visits(model: nn.Module, owners: Mapping[nn.Module, Any]) -> list[nn.Module]
 
     In a transformers model each comes once: it notes which are initialised.
     """
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            yield from walk(child)
-        if module not in seen or module not in owners:
-            seen.add(module)
-            yield module
-
-    return list(walk(model))
+    order: list[nn.Module] = []
+    model.apply(order.append)
+    first = {module: number for number, module in reversed(list(enumerate(order)))}
+    return [module for number, module in enumerate(order) if module not in owners or first[module] == number]
 
 
 def settled(order: list[nn.Module], owners: Mapping[nn.Module, Any]) -> dict[nn.Module, int]:
@@ -128,16 +120,6 @@ def settled(order: list[nn.Module], owners: Mapping[nn.Module, Any]) -> dict[nn.
             for inner in module.modules():
                 last[inner] = max(last[inner], last[module])
     return last
-
-
-def containers(order: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """List for each of these modules those that it is inside of."""
-    found: dict[nn.Module, list[nn.Module]] = {module: [] for module in order}
-    for outer in found:
-        for inner in outer.modules():
-            if inner is not outer:
-                found[inner].append(outer)
-    return found
 
 
 def _name(model: nn.Module, module: nn.Module) -> str:
@@ -165,84 +147,45 @@ class ValueRead(NamedTuple):
     stop: int
 
 
-class FlatValues(ABC):
-    """The values of one parameter, as if it were flat."""
+@dataclass(frozen=True)
+class FlatValues:
+    """The values of one parameter, as if it were flat.
 
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop`, 1-D."""
-
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the same piece by piece: its first element, and the values, until the next one is asked for."""
-        yield start, self.read(start, stop)
-
-
-class MemoryValues(FlatValues):
-    """Values that are in memory."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values.detach().reshape(-1)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """View them in place."""
-        return self._values[start:stop]
-
-
-class FileValues(FlatValues):
-    """Values in files, of which only what is asked for is read.
-
-    Arguments:
-        files: the files.
-        name: the tensor's name there.
-        ahead: what reads it ahead, if anything.
+    Attributes:
+        read: returns elements `start` to `stop`, 1-D.
+        ahead: yields the same as `pieces` does, where files are read ahead.
     """
 
-    def __init__(self, files: StoredTensors, name: str, ahead: ReadAhead | None = None) -> None:
-        self._files = files
-        self._name = name
-        self._ahead = ahead
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Read them."""
-        return self._files.read(self._name, start, stop)
+    read: Callable[[int, int], Tensor]
+    ahead: Callable[[int, int], Iterator[tuple[int, Tensor]]] | None = None
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield them as they come from the disk."""
-        return super().pieces(start, stop) if self._ahead is None else self._ahead.pieces(self._name, start, stop)
+        """Yield elements piece by piece: the first index, and the values, which are there until the next piece."""
+        return iter([(start, self.read(start, stop))]) if self.ahead is None else self.ahead(start, stop)
 
 
-class BoxValues(FlatValues):
-    """A box of values, of which no more is read than the rows that it lies in.
-
-    Arguments:
-        whole: the values that the box is in.
-        shape: the box's.
-        region: where it lies.
-    """
-
-    def __init__(self, whole: FlatValues, shape: tuple[int, ...], region: Region) -> None:
-        self._whole = whole
-        self._shape = shape
-        self._region = region
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Cut them out of whole rows."""
-        row, whole_row = math.prod(self._shape[1:]), math.prod(self._region.shape[1:])
-        if start == stop:
-            return self._whole.read(0, 0)
-        first, last = start // row, -(-stop // row)
-        above = self._region.offsets[0]
-        rows = self._whole.read((above + first) * whole_row, (above + last) * whole_row)
-        rows = rows.view(last - first, *self._region.shape[1:])
-        offsets, shape = (0, *self._region.offsets[1:]), (last - first, *self._shape[1:])
-        box = cut(rows, shape, Region(tuple(rows.shape), offsets)).reshape(-1)
-        return box[start - first * row : stop - first * row]
+def in_memory(values: Tensor) -> FlatValues:
+    """Return values that are in memory, in place."""
+    flat = values.detach().reshape(-1)
+    return FlatValues(lambda start, stop: flat[start:stop])
 
 
 def cut_to(flat: FlatValues, parameter: nn.Parameter) -> FlatValues:
-    """Cut values to this rank's elements of a parameter."""
+    """Cut values to this rank's elements of a parameter, of which no more is read than the rows that they lie in."""
     box = box_of(parameter)
-    return flat if box is None else BoxValues(flat, *box)
+    if box is None:
+        return flat
+    shape, region = box
+    row, whole_row = prod(shape[1:]), prod(region.shape[1:])
+
+    def read(start: int, stop: int) -> Tensor:
+        first, last = start // row, -(-stop // row)
+        above = region.offsets[0]
+        rows = flat.read((above + first) * whole_row, (above + last) * whole_row).view(-1, *region.shape[1:])
+        own = cut(rows, (last - first, *shape[1:]), region._replace(offsets=(0, *region.offsets[1:])))
+        return own.reshape(-1)[start - first * row : stop - first * row]
+
+    return FlatValues(read)
 
 
 def foreseen(
@@ -278,7 +221,7 @@ def oddity(name: str, value: object) -> list[str]:
 
 def same(one: FlatValues, other: FlatValues, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether two values are the same once they are in a dtype. Compares block by block; NaN is the same as NaN."""
-    numel = math.prod(shape)
+    numel = prod(shape)
     for start in range(0, numel, _COMPARED_NUMEL):
         a, b = (flat.read(start, min(start + _COMPARED_NUMEL, numel)).to(dtype) for flat in (one, other))
         same = a == b.to(a.device)
@@ -306,32 +249,23 @@ def misfit(
 
 
 _GRAIN_BYTES = 16  # any dtype may begin there
-_PACKED_BYTES = 1 << 20  # at most, of several parameters: a larger one goes by itself
+_PACKED_BYTES = 1 << 20  # at most, of several tensors: a larger one goes by itself
 
 
-def broadcast_flat(values: Sequence[Tensor], ranks: Collectives, device: torch.device) -> list[Tensor]:
-    """Give the first rank's values on every rank, flat, each in a place of its own. Collective.
+def broadcast_together(tensors: Sequence[Tensor], broadcast: Callable[[Tensor], None]) -> None:
+    """Overwrite tensors with those of another rank, small ones in one broadcast. Collective.
 
     Arguments:
-        values: this rank's, of the same shapes and dtypes as on the others.
-        ranks: all that get them.
-        device: where they are sent from and received.
+        tensors: contiguous, in the same order, and of the same shapes and dtypes as on the other ranks.
+        broadcast: overwrites one tensor.
     """
-    found: list[Tensor] = []
-    for numbers in _packs([value.nbytes for value in values]):
-        nbytes = [round_up(values[number].nbytes, _GRAIN_BYTES) for number in numbers]
-        # Copies: the broadcast overwrites them, and the model keeps its own values until they are in their homes.
-        packed = torch.empty(sum(nbytes), dtype=torch.uint8, device=device)
-        flats = []
-        starts = accumulate(nbytes, initial=0)
-        for number, start in zip(numbers, starts, strict=False):
-            value = values[number]
-            flats.append(packed[start : start + value.nbytes].view(value.dtype))
-            flats[-1].view(value.shape).copy_(value)
+    for numbers in packs([tensor.nbytes for tensor in tensors]):
+        several = [as_bytes(tensors[number].view(-1)) for number in numbers]
+        packed = several[0] if len(several) == 1 else torch.cat(several)
         if packed.numel():
-            ranks.broadcast(packed)
-        found += flats
-    return found
+            broadcast(packed)
+        if len(several) > 1:
+            torch._foreach_copy_(several, list(torch.split(packed, [each.numel() for each in several])))
 
 
 def broadcast_alike(tensors: Sequence[Tensor], ranks: Collectives) -> None:
@@ -341,28 +275,16 @@ def broadcast_alike(tensors: Sequence[Tensor], ranks: Collectives) -> None:
         tensors: contiguous, in the same order, and of the same shapes and dtypes as on the others.
         ranks: all that have them.
     """
-    if ranks.grid.tp == 1:
-        return
-    for numbers in _packs([tensor.nbytes for tensor in tensors]):
-        several = [tensors[number].view(-1).view(torch.uint8) for number in numbers]
-        packed = several[0] if len(several) == 1 else torch.cat(several)
-        if packed.numel():
-            ranks.broadcast_alike(packed)
-        if len(several) > 1:
-            torch._foreach_copy_(several, list(torch.split(packed, [each.numel() for each in several])))
+    if ranks.grid.tp > 1:
+        broadcast_together(tensors, ranks.broadcast_alike)
 
 
-def groups_of(sizes: Sequence[int]) -> Iterator[range]:
-    """Divide units into those whose values are sent together: tiny ones, so that a model of many has few broadcasts.
+def packs(sizes: Sequence[int]) -> Iterator[range]:
+    """Divide a sequence into ranges of a few bytes each, or of one that has more.
 
     Arguments:
-        sizes: their bytes.
+        sizes: the bytes of each element of the sequence.
     """
-    return _packs(sizes)
-
-
-def _packs(sizes: Sequence[int]) -> Iterator[range]:
-    """Divide a sequence into ranges of a few bytes each, or of one that has more."""
     start = total = 0
     for number, nbytes in enumerate(sizes):
         if number > start and total + nbytes > _PACKED_BYTES:
@@ -484,21 +406,24 @@ class FirstRankValues(FirstValues):
         # another order would take one parameter's values for another's.
         if self._ranks.world_size == 1:
             for number, spec in enumerate(specs):
-                yield number, [MemoryValues(parameter) for parameter in spec.parameters]
+                yield number, [in_memory(parameter) for parameter in spec.parameters]
             return
         # By sizes that are the same on ranks which divide a parameter into uneven parts: they meet once for each group.
-        for together in groups_of([sum(most_bytes(p) for p in spec.parameters) for spec in specs]):
+        for together in packs([sum(most_bytes(p) for p in spec.parameters) for spec in specs]):
             parameters = [parameter for number in together for parameter in specs[number].parameters]
-            values = [own_elements(parameter).detach() for parameter in parameters]
-            flats = broadcast_flat(values, self._ranks, self._device)
-            # Not by their regions: of an uneven one a rank may have all.
-            alike = [flat for parameter, flat in zip(parameters, flats, strict=True) if is_alike(parameter)]
+            flats = [_copied(own_elements(parameter), self._device) for parameter in parameters]
+            broadcast_together(flats, self._ranks.broadcast)
+            alike = [flat for parameter, flat in zip(parameters, flats, strict=True) if box_of(parameter) is None]
             broadcast_alike(alike, self._ranks)
             del alike
             flats = flats[::-1]  # one after the other is let go of
-            del values
             for number in together:
-                yield number, [MemoryValues(flats.pop()) for _ in specs[number].parameters]
+                yield number, [in_memory(flats.pop()) for _ in specs[number].parameters]
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy values to a device, flat, whatever strides they have: a broadcast overwrites the copy."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach()).view(-1)
 
 
 class GivenValues(FirstValues):
@@ -516,14 +441,14 @@ class GivenValues(FirstValues):
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         self._model = model
         self._weights = WeightFiles(weights) if isinstance(weights, str | os.PathLike) else weights
+        self._files = self._weights if isinstance(self._weights, StoredTensors) else None
         self._shared: SharedReads | None = None
         self._ahead: ReadAhead | None = None
         self._held = self._list()
         names: dict[Tensor, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            names.setdefault(buffer, []).append(name)
+        buffers = model.named_buffers(remove_duplicate=False)
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers):
+            names.setdefault(tensor, []).append(name)
         self._names = {tensor: self._known(aliases) for tensor, aliases in names.items()}
         self._shapes = {tensor: tuple(tensor.shape) for tensor in names}
         # Refused here, the model is as it was: no value was moved. What a function gives is looked at as it comes.
@@ -538,19 +463,17 @@ class GivenValues(FirstValues):
             device: where the tensors of their collectives are.
             whole: whether each rank keeps whole parameters, and not its shard alone.
         """
-        files = self._weights if isinstance(self._weights, StoredTensors) else None
         forms = self._held or {}
-        what = "" if files is None else f"{zlib.crc32(repr(sorted(forms.items())).encode()):08x}"
+        what = "" if self._files is None else f"{zlib.crc32(repr(sorted(forms.items())).encode()):08x}"
         local = LocalRanks.that_read(what, ranks, device, whole=whole)
-        if local is not None and files is not None:
-            self._shared = SharedReads(files, forms, local)
+        if local is not None and self._files is not None:
+            self._shared = SharedReads(self._files, forms, local)
 
     def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]) -> None:
         """Begin to read what is in files as it is wanted, unless ranks of a host share the reads."""
-        if not isinstance(self._weights, StoredTensors) or self._shared is not None:
-            return
-        names = {tensor: aliases[0] for tensor, aliases in self._names.items() if aliases}
-        self._ahead = ReadAhead(self._weights, *foreseen(names, specs, reads))
+        if self._files is not None and self._shared is None:
+            names = {tensor: aliases[0] for tensor, aliases in self._names.items() if aliases}
+            self._ahead = ReadAhead(self._files, *foreseen(names, specs, reads))
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield the units in order.
@@ -560,21 +483,18 @@ class GivenValues(FirstValues):
         shared = self._shared
         for number, spec in enumerate(specs):
             if shared is None:
-                yield number, [cut_to(self._flat(parameter), parameter) for parameter in spec.parameters]
-                if isinstance(self._weights, StoredTensors):
-                    self._weights.close()  # the pages that this unit was read from are this process's until then
-                continue
-            values = shared.read([self._names[parameter][0] for parameter in spec.parameters])
+                flats = [self._flat(parameter) for parameter in spec.parameters]
+            else:
+                flats = [in_memory(value) for value in shared.read([self._names[p][0] for p in spec.parameters])]
             try:
-                yield (
-                    number,
-                    [cut_to(MemoryValues(each), one) for each, one in zip(values, spec.parameters, strict=True)],
-                )
+                yield number, [cut_to(flat, parameter) for flat, parameter in zip(flats, spec.parameters, strict=True)]
             except GeneratorExit:
-                if number + 1 < len(specs):
+                if shared is not None and number + 1 < len(specs):
                     shared.give_up()
                 raise
-            del values
+            del flats  # before the next unit's come
+            if self._files is not None:
+                self._files.close()  # the pages that this unit was read from are this process's until then
 
     def close(self) -> None:
         """Close the files."""
@@ -582,13 +502,13 @@ class GivenValues(FirstValues):
             self._ahead.close()
         if self._shared is not None:
             self._shared.close()
-        if isinstance(self._weights, StoredTensors):
-            self._weights.close()
+        if self._files is not None:
+            self._files.close()
 
     def _list(self) -> Forms | None:
         """List the shape and dtype of what there is, by name; `None` where that is not known beforehand."""
-        if isinstance(self._weights, StoredTensors):
-            return self._weights.forms()
+        if self._files is not None:
+            return self._files.forms()
         if isinstance(self._weights, Mapping):
             faults = [fault for name, value in self._weights.items() for fault in oddity(name, value)]
             if faults:
@@ -609,7 +529,7 @@ class GivenValues(FirstValues):
         faults = []
         for tensor, aliases in names.items():
             misfits = [f for n in self._names[tensor] for f in misfit(n, *held[n], tuple(tensor.shape), tensor.dtype)]
-            faults += misfits or self._differences(tensor)
+            faults += misfits or self._differences(tensor, list(map(self._values, self._names[tensor])))
             if isinstance(tensor, nn.Parameter) and not self._names[tensor]:
                 faults.append(f"'{aliases[0]}' is missing")
         expected = {name for aliases in names.values() for name in aliases}
@@ -620,33 +540,31 @@ class GivenValues(FirstValues):
     def _unfit(self, faults: Sequence[str]) -> ConfigError:
         return ConfigError(f"weights do not fit {type(self._model).__name__}: {'; '.join(faults)}.")
 
-    def _differences(self, tensor: Tensor) -> list[str]:
+    def _differences(self, tensor: Tensor, flats: Sequence[FlatValues]) -> list[str]:
         """Find the names of a tied tensor under which there are other values than under its first one."""
-        if len(self._names[tensor]) < 2:
-            return []
-        first, *others = self._names[tensor]
+        names = self._names[tensor]
         return [
-            f"'{first}' and '{other}' are one parameter and have different values"
-            for other in others
-            if not same(self._values(first), self._values(other), self._shapes[tensor], tensor.dtype)
+            f"'{names[0]}' and '{other}' are one parameter and have different values"
+            for other, flat in zip(names[1:], flats[1:], strict=True)
+            if not same(flats[0], flat, self._shapes[tensor], tensor.dtype)
         ]
 
     def _values(self, name: str) -> FlatValues:
-        if isinstance(self._weights, StoredTensors):
-            return FileValues(self._weights, name, self._ahead)
+        if self._files is not None:
+            ahead = None if self._ahead is None else partial(self._ahead.pieces, name)
+            return FlatValues(partial(self._files.read, name), ahead)
         assert isinstance(self._weights, Mapping)
-        return MemoryValues(self._weights[name])
+        return in_memory(self._weights[name])
 
     def _flat(self, parameter: Tensor) -> FlatValues:
-        """Give the values of a parameter; refuse one that is tied and has others under another of its names."""
+        """Return the values of a parameter; refuse one that is tied and has others under another of its names."""
         names = self._names[parameter]
         if self._held is not None:
             return self._values(names[0])
-        first: FlatValues = self._ask(names[0], parameter)
-        for other in names[1:]:
-            if not same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
-                raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
-        return first
+        flats = [self._ask(name, parameter) for name in names]
+        if faults := self._differences(parameter, flats):
+            raise self._unfit(faults)
+        return flats[0]
 
     def _ask(self, name: str, parameter: Tensor) -> FlatValues:
         """Call the function for a name, and refuse what does not fit the parameter."""
@@ -660,7 +578,7 @@ class GivenValues(FirstValues):
         )
         if faults:
             raise self._unfit(faults)
-        return MemoryValues(value)
+        return in_memory(value)
 
     def _fill_buffers(self) -> None:
         """Give buffers the values that are there for them, and initialise those that are still on the meta device."""
@@ -710,21 +628,18 @@ class InitialisedValues(FirstValues):
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield each unit once nothing more initialises what is inside of its outermost module."""
-        own_state = torch.get_rng_state()
-        # Every rank initialises everything by itself, from one state: the values are the same and none has to be sent.
-        if self._ranks.world_size > 1:
-            state = own_state.to(self._device, copy=True)  # the broadcast overwrites it
-            self._ranks.broadcast(state)
-            self._ranks.broadcast_alike(state)
-            torch.set_rng_state(state.cpu())
-        try:
+        # The first rank draws numbers, as it would have without us. The others go on with their own state: that of the
+        # first rank would give all of them the same dropout.
+        with torch.random.fork_rng(devices=[], enabled=self._ranks.rank != 0):
+            # Every rank initialises everything by itself, from one state: the values are the same and none has to be
+            # sent.
+            if self._ranks.world_size > 1:
+                state = torch.get_rng_state().to(self._device, copy=True)  # the broadcast overwrites it
+                self._ranks.broadcast(state)
+                self._ranks.broadcast_alike(state)
+                torch.set_rng_state(state.cpu())
             with standing_in(self._model) as stand_ins:
                 yield from self._initialised(specs, stand_ins)
-        finally:
-            # The first rank has drawn numbers, as it would have without us. The others go on with their own state: that
-            # of the first rank would give all of them the same dropout.
-            if self._ranks.rank != 0:
-                torch.set_rng_state(own_state)
 
     def _initialised(
         self, specs: Sequence[UnitSpec], stand_ins: Mapping[nn.Parameter, nn.Parameter]
@@ -734,8 +649,7 @@ class InitialisedValues(FirstValues):
         last = settled(order, self._owners)
         shapes = self._shapes | {whole: self._shapes[p] for p, whole in stand_ins.items()}
         done: set[nn.Parameter] = set()
-        around = containers(order)
-        gone: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in order}  # inside of it, one of each unit
+        gone: list[tuple[nn.Module, nn.Parameter]] = []  # of each unit in its home: its first anchor, and a parameter
         for number, module in enumerate(order):
             fresh = [p for p in _own(module) if p not in done]
             for parameter in fresh:
@@ -744,19 +658,19 @@ class InitialisedValues(FirstValues):
                 nothing = float("nan") if dtype.is_floating_point else 0
                 give_values(parameter, torch.full(shape, nothing, dtype=dtype, device="cpu"))
             done.update(fresh)
+            inside = set(module.modules())
             # A tied parameter as often as modules own it: as apply() does.
-            initialise(self._model, module, self._owners, gone[module])
+            initialise(self._model, module, self._owners, [p for anchor, p in gone if anchor in inside])
             for index, spec in enumerate(specs):
                 if last[spec.anchors[0]] == number:
-                    yield index, [cut_to(MemoryValues(stand_ins.get(p, p)), p) for p in spec.parameters]
+                    yield index, [cut_to(in_memory(stand_ins.get(p, p)), p) for p in spec.parameters]
                     for parameter in spec.parameters:
                         if parameter in stand_ins:
                             let_go(stand_ins[parameter])
                     # Its parameters are placeholders from here on, and read as NaN. What a module around them writes
                     # there later would be lost in silence: `initialise` looks whether one of each unit still does.
                     if spec.dtype.is_floating_point:
-                        for outer in around[spec.anchors[0]]:
-                            gone[outer].append(stand_ins.get(spec.parameters[0], spec.parameters[0]))
+                        gone.append((spec.anchors[0], stand_ins.get(spec.parameters[0], spec.parameters[0])))
 
 
 def open_source(
@@ -783,31 +697,21 @@ def open_source(
     if weights is None:
         return FirstRankValues(ranks, device)
     undo.callback(keep_values(model))  # first: to open a source fills buffers
-    source: FirstValues | None = None
     with agreeing(weights, ranks):
-        source = InitialisedValues(model, ranks, device) if weights == INIT else GivenValues(model, weights)
-    assert source is not None
-    if isinstance(source, GivenValues):  # on all ranks: those that fail have met
-        source.share(ranks, device, whole=keeps_whole)
+        if weights == INIT:
+            return InitialisedValues(model, ranks, device)
+        source = GivenValues(model, weights)
+    source.share(ranks, device, whole=keeps_whole)  # on all ranks: those that fail have met
     return source
 
 
-@contextlib.contextmanager
-def agreeing(weights: Weights | None, ranks: Collectives) -> Iterator[None]:
+def agreeing(weights: Weights | None, ranks: Collectives) -> contextlib.AbstractContextManager[object]:
     """Stop every rank where what is inside fails on one: values that are given may be others on each. Collective.
 
     Ranks meet at its end. Inside there must be no collective that a rank which failed before it does not come to.
     """
     # The model's own values are the first rank's on every rank: they fit, or were refused before.
-    if weights is None or ranks.world_size == 1:
-        yield
-        return
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error  # not raised yet: the others wait for this rank in the meeting
-    ranks.control_group.agree(failure)
+    return contextlib.nullcontext() if weights is None else ranks.control_group.together("prepare()")
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
@@ -817,9 +721,6 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Buffers of the model at `prepare`: on the device, in their own dtype, the same on every rank.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-_MOST_BYTES = 1 << 26  # that travel at once
 
 
 def align_buffers(model: nn.Module, ranks: Collectives, device: torch.device) -> None:
@@ -836,42 +737,15 @@ def align_buffers(model: nn.Module, ranks: Collectives, device: torch.device) ->
     buffers = [buffer for buffer in model.buffers() if _is_plain(buffer)]
     # One broadcast for many: a model has hundreds of small buffers. Every rank divides them alike, by their sizes: one
     # that sent another size than is expected would end the process group.
-    for batch in batches(buffers, _MOST_BYTES):
-        packed = torch.cat([_packed(buffer) for buffer in batch])
-        ranks.broadcast(packed)
-        cursor = 0
-        for buffer in batch:
-            nbytes = buffer.numel() * buffer.element_size()
-            values = packed[cursor : cursor + nbytes].clone().view(buffer.dtype).view(buffer.shape)
-            cursor += nbytes
-            _replace(model, buffer, values)
+    for numbers in packs([buffer.nbytes for buffer in buffers]):
+        several = [buffers[number] for number in numbers]
+        values = [_copied(buffer, device) for buffer in several]
+        broadcast_together(values, ranks.broadcast)
+        for buffer, value in zip(several, values, strict=True):
+            if not torch.equal(as_bytes(_copied(buffer, device)), as_bytes(value)):
+                write_buffer(buffer, value.view(buffer.shape))
 
 
 def _is_plain(buffer: Tensor) -> bool:
     plain = type(buffer).__torch_dispatch__ is Tensor.__torch_dispatch__ and buffer.layout is torch.strided
     return plain and not buffer.is_quantized and buffer.numel() > 0
-
-
-def _packed(buffer: Tensor) -> Tensor:
-    """Give a buffer's values as bytes, whatever its strides are, and where it is a conjugate or negative view, too."""
-    values = buffer.detach().resolve_conj().resolve_neg().contiguous()
-    return as_bytes(values.view(-1))
-
-
-def _replace(model: nn.Module, buffer: Tensor, values: Tensor) -> None:
-    """Write the values, in place where that is possible: others may hold the buffer too."""
-    if torch.equal(_packed(buffer), _packed(values)):
-        return
-    if buffer.is_inference() or _overlaps(buffer):
-        for module in model.modules():
-            for name, other in module._buffers.items():
-                if other is buffer:
-                    module._buffers[name] = values
-    else:
-        with torch.no_grad():
-            buffer.detach().copy_(values)
-
-
-def _overlaps(buffer: Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded tensor do."""
-    return any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

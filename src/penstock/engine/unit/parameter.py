@@ -1,18 +1,17 @@
 """A parameter of a unit: gathered, released, read and written."""
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
-from types import MethodType, new_class
-from typing import Any, Generic, Protocol, TypeVar, cast
-from weakref import ref
+from collections.abc import Callable, Sequence
+from copy import copy
+from types import new_class
+from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
-from penstock.engine.unit.dtensor import counts_once, give_elements, is_divided, own_elements, own_part
+from penstock.engine.unit.dtensor import counts_once, give_elements, give_values, is_divided, own_elements, own_part
 from penstock.errors import EngineError
 from penstock.layout import FlatLayout, Slot
 from penstock.rules.formats import as_param
@@ -24,11 +23,6 @@ from penstock.rules.formats import as_param
 # does not see it, so they are counted here. What passes saved-tensor hooks, or is computed again, torch does not
 # compare.
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def count_write(tensors: Iterable[Tensor]) -> None:
-    """Have torch count a write of tensors whose values change where it does not see that."""
-    torch.autograd.graph.increment_version(list(tensors))
 
 
 def check_version(tensor: Tensor, expected: int, what: str = "") -> None:
@@ -78,125 +72,22 @@ class KeptSavedTensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reads of parameters that are not there: a released unit is gathered for whoever reads it, whatever module runs.
-#
-# Attention reads its output projection's weight, a parent its child's, a block runs by its `forward` method alone: no
-# hook of a module tells. What every such read passes is the dict that `Module.__getattr__` looks into. So while
-# parameters are placeholders, the modules that own them have one that tells; a module whose parameters are there has
-# the dict it always had, which compilers know.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-OwnerT = TypeVar("OwnerT")
-Named = dict[str, nn.Parameter | None]
-
-
-class ReadWatch(Generic[OwnerT]):
-    """The parameters of one module, and which of their owners (units) have theirs hidden.
-
-    Arguments:
-        module: the one whose parameters are watched.
-        owners: the owner (unit) of each parameter of the model.
-        notice: called with the owner when a hidden parameter is looked up, before the parameter is handed out.
-    """
-
-    def __init__(
-        self, module: nn.Module, owners: Mapping[nn.Parameter, OwnerT], notice: Callable[[OwnerT], None]
-    ) -> None:
-        self._module = module
-        self._owners = {p: owners[p] for p in module.parameters(recurse=False) if p in owners}
-        self._notice = notice
-        self._plain: Named = module._parameters
-        self._watched = _WatchedParameters(self)
-        self._hidden: set[OwnerT] = set()
-
-    def hide(self, owner: OwnerT) -> None:
-        """Watch for reads of the owner's parameters from now on: they are placeholders."""
-        if not self._hidden:
-            self._exchange(self._watched)
-        self._hidden.add(owner)
-
-    def show(self, owner: OwnerT) -> None:
-        """Stop watching for reads of the owner's parameters: they are there."""
-        self._hidden.discard(owner)
-        if not self._hidden:
-            self._exchange(self._plain)
-
-    def end(self) -> None:
-        """Leave the module as it was found."""
-        self._hidden.clear()
-        self._exchange(self._plain)
-
-    def looked_up(self, parameter: nn.Parameter | None) -> None:
-        """Tell that a parameter is read, if it is hidden: its owner is gathered before the parameter is handed out."""
-        owner = self._owners.get(parameter) if parameter is not None else None
-        # Before the look-up returns: who asked gets the same object, and would compute with NaN.
-        if owner is not None and owner in self._hidden:
-            self._notice(owner)
-
-    def _exchange(self, new: Named) -> None:
-        old = self._module._parameters
-        if old is not new:  # else it would be cleared, and be empty
-            new.clear()
-            new.update(old)  # with what was registered or deleted since
-            self._module.__dict__["_parameters"] = new  # Module.__setattr__ looks for modules and buffers first
-
-
-class _WatchedParameters(Named):
-    """Parameters by name, telling of each that is looked up. Copies are plain."""
-
-    def __init__(self, watch: ReadWatch[Any]) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        self._watch.looked_up(parameter)
-        return parameter
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Named:
-        return deepcopy(dict(self), memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-def watch_reads(
-    model: nn.Module, owners: Mapping[nn.Parameter, OwnerT], notice: Callable[[OwnerT], None]
-) -> Mapping[OwnerT, list[ReadWatch[OwnerT]]]:
-    """Make a watch for each module that owns parameters, and list them by the owners (units) of those."""
-    by_owner: dict[OwnerT, list[ReadWatch[OwnerT]]] = {}
-    for module in model.modules():
-        found = {owners[p] for p in module.parameters(recurse=False) if p in owners}
-        if found:
-            watch = ReadWatch(module, owners, notice)
-            for owner in found:
-                by_owner.setdefault(owner, []).append(watch)
-    return by_owner
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Hooks of autograd that keep nothing alive: torch does not show collection what a parameter's hook refers to.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-HookOwner = TypeVar("HookOwner")
-
-
-def weakly(method: Callable[..., Any], owner: HookOwner, *values: int) -> Callable[..., None]:
+def weakly(method: Callable[..., Any], owner: object, *values: int) -> Callable[..., None]:
     """Call a bound method with `owner`, the values and what else comes, as long as its object and `owner` are there.
 
     A parameter would else keep its engine, and the engine that parameter, for ever.
     """
-    bound = cast(MethodType, method)
-    function, of, reference = bound.__func__, weakref.ref(bound.__self__), weakref.ref(owner)
-    del method, bound
+    of, reference = WeakMethod(method), ref(owner)
 
     def hook(*arguments: Any) -> None:
         # Both held for the length of the call: collection may come between the question and the use.
-        itself, first = of(), reference()
-        if itself is not None and first is not None:
-            function(itself, first, *values, *arguments)
+        bound, first = of(), reference()
+        if bound is not None and first is not None:
+            bound(first, *values, *arguments)
 
     return hook
 
@@ -238,23 +129,17 @@ _METADATA = frozenset(
 _STRIDES = frozenset({"stride", "is_contiguous", "dim_order"})
 
 
-class ParameterReader(Protocol):
-    """Whoever may gather a released parameter."""
-
-    def read(self, parameter: nn.Parameter) -> None:
-        """Gather the parameter if a forward of the model is under way in this thread."""
-
-
 class ParameterOwner:
     """The owner of a parameter, without keeping it alive. Pickled with a parameter, it comes back as `None`.
 
     Arguments:
-        owner: gathers the parameter for a read.
+        read: a bound method of the owner, which gathers the parameter if a forward of the model is under way in this
+            thread; `None` where nobody may gather it.
         name: the parameter's name in the model.
     """
 
-    def __init__(self, owner: ParameterReader | None = None, name: str = "") -> None:
-        self._of = None if owner is None else ref(owner)
+    def __init__(self, read: Callable[[nn.Parameter], None] | None = None, name: str = "") -> None:
+        self._read = (lambda: None) if read is None else WeakMethod(read)
         self.name = name
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -263,13 +148,13 @@ class ParameterOwner:
 
     def is_alive(self) -> bool:
         """Return True if the owner is there still."""
-        return self._of is not None and self._of() is not None
+        return self._read() is not None
 
     def read(self, parameter: nn.Parameter) -> None:
         """Have the owner gather the parameter, if it may."""
-        owner = None if self._of is None else self._of()
-        if owner is not None:
-            owner.read(parameter)
+        read = self._read()
+        if read is not None:
+            read(parameter)
 
 
 class ReleasedTensor(Tensor):
@@ -359,6 +244,67 @@ def _described(tensor: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Look-ups of released parameters: their unit is gathered before the module hands one out.
+#
+# Attention reads its output projection's weight, a parent its child's, a block runs by its `forward` method alone: no
+# hook of a module tells. What every such read passes is the dict that `Module.__getattr__` looks into. So while
+# parameters are released, the modules that own them have one that tells; a module whose parameters are there has the
+# dict it always had, which compilers know. The class of a released parameter comes too late for some of these reads:
+# `nn.TransformerEncoder` takes another path for it, scripted functions and extensions in C++ do not ask it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+Named = dict[str, Any]
+
+
+class ReadWatch:
+    """Watches the parameters of one module, while any of them is released, for reads.
+
+    Arguments:
+        module: the module that owns the parameters.
+        read: called with a released parameter that is looked up, before it is handed out.
+    """
+
+    def __init__(self, module: nn.Module, read: Callable[[Any], None]) -> None:
+        self._module = module
+        self._plain: Named = module._parameters
+        self._watched: Named = _WatchedParameters(read)
+
+    def update(self) -> None:
+        """Watch from now on, or no longer: parameters were released or gathered."""
+        old: Named = self._module._parameters
+        new = self._plain
+        for parameter in old.values():
+            if isinstance(parameter, ReleasedTensor):
+                new = self._watched
+                break
+        if old is not new:  # else it would be cleared, and be empty
+            new.clear()
+            new.update(old)  # with what was registered or deleted since
+            self._module.__dict__["_parameters"] = new  # Module.__setattr__ looks for modules and buffers first
+
+    def end(self) -> None:
+        """Leave the module as it was found."""
+        self._watched = self._plain
+        self.update()
+
+
+class _WatchedParameters(Named):
+    """Parameters by name, telling of each released one that is looked up."""
+
+    def __init__(self, read: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if isinstance(parameter, ReleasedTensor):
+            # Before the look-up returns: the caller gets the same object, and would compute with NaN.
+            self._read(parameter)
+        return parameter
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # One parameter of a unit: its place in the full buffer, what it shows now, and what it was before `prepare`.
 #
 #     shown     a view of its slot in a buffer of the unit
@@ -383,7 +329,7 @@ class UnitParameter:
         name: its name in the model.
         required_grad: whether it was trained, and not frozen, when it was prepared.
         handle: what stands for its gradient in `.grad`, once one was made.
-        shows_gradient: whether the handle was put there, and not taken away by us.
+        left: what the engine has left in `.grad`: the handle, or nothing.
         arrived: the gradient that autograd has added to the handle, until it is taken.
         counts: whether this rank's elements count in a norm: of those that `tp` ranks have alike, the first one's do.
     """
@@ -399,23 +345,23 @@ class UnitParameter:
         "counts",
         "handle",
         "index",
+        "left",
         "name",
         "required_grad",
-        "shows_gradient",
         "slot",
         "tensor",
     )
 
-    def __init__(self, tensor: nn.Parameter, index: int, slot: Slot) -> None:
+    def __init__(self, tensor: nn.Parameter, index: int, slot: Slot, *, counts: bool) -> None:
         self.tensor = tensor
         self.index = index
         self.slot = slot
         self.name = slot.name
         self.required_grad = tensor.requires_grad
         self.handle: Tensor | None = None
-        self.shows_gradient = False
+        self.left: Tensor | None = None
         self.arrived: Tensor | None = None
-        self.counts = True
+        self.counts = counts
         self._kind = type(tensor)
         self._released = released_class(self._kind)
         self._dtype = tensor.dtype
@@ -425,10 +371,9 @@ class UnitParameter:
 
     def placed(self, slot: Slot, index: int) -> "UnitParameter":
         """Note the same parameter in another place. What it was before `prepare` stays noted."""
-        other = type(self)(self.tensor, index, slot)
-        other._dtype, other._device, other._version = self._dtype, self._device, self._version
-        other._kind, other._released = self._kind, self._released
-        other.required_grad, other.counts = self.required_grad, self.counts
+        other = copy(self)
+        other.slot, other.index, other.name = slot, index, slot.name
+        other.handle = other.left = other.arrived = None
         return other
 
     @property
@@ -439,8 +384,8 @@ class UnitParameter:
 
     @property
     def memory(self) -> Tensor:
-        """The tensor whose memory it shows."""
-        return self.tensor
+        """The tensor whose memory it shows: of one that ranks divide, that of this rank's elements."""
+        return own_elements(self.tensor)
 
     def view_in(self, buffer: Tensor) -> Tensor:
         """View its elements in the unit's full buffer, or in another one like it, in its shape."""
@@ -482,22 +427,22 @@ class UnitParameter:
         Raises:
             EngineError: they have another shape.
         """
-        own = self.view_in(full)
-        if self.tensor.shape != own.shape:
+        own, given = self.view_in(full), self.memory
+        if given.shape != own.shape:
             raise EngineError(
-                f"Parameter '{self.name}' was given values of shape {tuple(self.tensor.shape)}; it has "
-                f"{self.slot.shape}."
+                f"Parameter '{self.name}' was given values of shape {tuple(given.shape)}; it has {self.slot.shape}."
             )
-        if self.tensor.data_ptr() != own.data_ptr():
-            own.copy_(as_param(self.tensor.detach(), own.dtype))
-            self.tensor.data = own
+        if given.data_ptr() != own.data_ptr():
+            own.copy_(as_param(given.detach(), own.dtype))
+            give_values(self.tensor, own)
 
     def leave(self, value: Tensor | None) -> None:
         """Leave it to the user: with a value that is `as_before`, or without elements."""
         self.hide_gradient()
         self.handle = None
         self.tensor.__class__ = self._kind
-        self.tensor.data = torch.empty(0, dtype=self._dtype, device=self._device) if value is None else value
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
+        give_values(self.tensor, empty if value is None else value)
 
     def as_before(self, value: Tensor) -> Tensor:
         """Bring a value to the dtype and to the device that the parameter had before `prepare`."""
@@ -542,7 +487,7 @@ class UnitParameter:
         assert grad is not None
         # Now, not after the step: gradients of all units would be on the device at once, in memory that no tier counts.
         self.tensor.grad = None
-        self.shows_gradient = False
+        self.left = None
         if grad.is_sparse:
             raise EngineError(f"Parameter '{self.name}' got a sparse gradient. Build its embedding with sparse=False.")
         return grad
@@ -550,30 +495,17 @@ class UnitParameter:
     def drop_gradient(self) -> None:
         """Forget a `.grad` that autograd has left, or somebody has set, or that stands for ours."""
         self.tensor.grad = None
-        self.shows_gradient = False
+        self.left = None
 
     def show_gradient(self) -> None:
         """Put the handle into `.grad`."""
-        self.tensor.grad = self.handle
-        self.shows_gradient = True
+        self.tensor.grad = self.left = self.handle
 
     def hide_gradient(self) -> None:
         """Take the handle out of `.grad`; what somebody has set stays."""
         if self.handle is not None and type(self.tensor.grad) is type(self.handle):
             self.tensor.grad = None
-        self.shows_gradient = False
-
-    @property
-    def gradient_is_as_left(self) -> bool:
-        """Whether `.grad` is what we have left there: the handle, or nothing."""
-        return self.tensor.grad is (self.handle if self.shows_gradient else None)
-
-
-def count_writes(parameters: list[UnitParameter]) -> None:
-    """Have torch count a write of these parameters: a graph from before it cannot be used any more."""
-    count_write(parameter.tensor for parameter in parameters)  # one call for all of them
-    for parameter in parameters:  # else the next step would take this count for a write by people, and refuse it
-        parameter.note_version()
+        self.left = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -585,11 +517,6 @@ class DividedParameter(UnitParameter):
     """A parameter whose slot holds this rank's elements of it."""
 
     __slots__ = ()
-
-    @property
-    def memory(self) -> Tensor:
-        """The tensor of this rank's elements, as they are shown."""
-        return own_elements(self.tensor)
 
     def expose(self, buffer: Tensor) -> None:
         """Make its elements a view of its slot in a buffer of the unit."""
@@ -603,30 +530,6 @@ class DividedParameter(UnitParameter):
         give_elements(self.tensor, released_alias(placeholder.expand(self.slot.shape), self.name))
         self.tensor.__class__ = self._released
 
-    def take_in(self, full: Tensor) -> None:
-        """Put elements that were given to it with other memory into the full buffer.
-
-        Raises:
-            EngineError: they have another shape.
-        """
-        own, given = self.view_in(full), self.memory
-        if given.shape != own.shape:
-            raise EngineError(
-                f"Parameter '{self.name}' was given {tuple(given.shape)} elements on this rank; it has "
-                f"{self.slot.shape}."
-            )
-        if given.data_ptr() != own.data_ptr():
-            own.copy_(as_param(given.detach(), own.dtype))
-            give_elements(self.tensor, own)
-
-    def leave(self, value: Tensor | None) -> None:
-        """Leave it to the user: with this rank's elements that are `as_before`, or without elements."""
-        self.hide_gradient()
-        self.handle = None
-        self.tensor.__class__ = self._kind
-        empty = torch.empty(0, dtype=self._dtype, device=self._device)
-        give_elements(self.tensor, empty if value is None else value)
-
     def take_gradient(self) -> Tensor:
         """Take the gradient that autograd has left, and give this rank's elements of it. Collective over `tp` ranks.
 
@@ -635,11 +538,6 @@ class DividedParameter(UnitParameter):
         """
         grad = super().take_gradient()
         return own_part(grad, self.tensor) if is_divided(grad) else grad
-
-
-def make_parameter(tensor: nn.Parameter, index: int, slot: Slot) -> UnitParameter:
-    """Note what a parameter is, before it gives up its own memory."""
-    return (DividedParameter if is_divided(tensor) else UnitParameter)(tensor, index, slot)
 
 
 def make_parameters(
@@ -653,9 +551,9 @@ def make_parameters(
         lines: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
         rank: this one.
     """
-    made = []
-    for index, (tensor, slot) in enumerate(zip(tensors, layout.slots, strict=True)):
-        parameter = make_parameter(tensor, index, slot)
-        parameter.counts = counts_once(tensor, lines, rank)
-        made.append(parameter)
-    return tuple(made)
+    return tuple(
+        (DividedParameter if is_divided(tensor) else UnitParameter)(
+            tensor, index, slot, counts=counts_once(tensor, lines, rank)
+        )
+        for index, (tensor, slot) in enumerate(zip(tensors, layout.slots, strict=True))
+    )

@@ -98,30 +98,36 @@ def state_numel(rule: Rule, name: str, parameter: nn.Parameter) -> int:
 
 
 class _GroupKey(NamedTuple):
-    """What parameters of one unit have alike: what updates them; where that looks at whole ones, also their sizes.
+    """What parameters of one unit have alike.
 
     Attributes:
-        rule: what updates them.
-        numel: elements of a tile, 0 where tiles cut parameters.
-        states: how many values each state has, of such a parameter.
+        block: the name of their block.
+        dtype: the dtype that they have while computing.
+        small: whether they stay gathered.
+        rule: what updates them; `None` where nothing does.
+        sizes: where the rule looks at whole parameters, the elements of a tile and the values of each state.
     """
 
-    rule: Rule
-    numel: int = 0
-    states: tuple[int, ...] = ()
+    block: str
+    dtype: torch.dtype
+    small: bool
+    rule: Rule | None
+    sizes: tuple[int, ...]
 
-    @classmethod
-    def of(cls, parameter: nn.Parameter, rule: Rule) -> "_GroupKey":
-        if not rule.whole:
-            return cls(rule)
-        states = tuple(state_numel(rule, state.name, parameter) for state in rule.states)
-        return cls(rule, round_up(max(parameter.numel(), 1), ALIGNMENT_NUMEL), states)
 
-    def suffix(self, parameter: nn.Parameter, *, several: bool) -> str:
-        """Name what tells a unit from others of its block."""
-        if self.numel:
-            return f".{self.rule.name}.{'x'.join(map(str, parameter.shape)) or '1'}"
-        return f".{self.rule.name}" if several else ""
+def _sizes(parameter: nn.Parameter, rule: Rule | None) -> tuple[int, ...]:
+    if rule is None or not rule.whole:
+        return ()
+    tile_numel = round_up(max(parameter.numel(), 1), ALIGNMENT_NUMEL)
+    return tile_numel, *(state_numel(rule, state.name, parameter) for state in rule.states)
+
+
+def _name(key: _GroupKey, like: nn.Parameter, *, of_frozen: str, several: bool) -> str:
+    """Name a unit by what tells it from others of its block."""
+    name = key.block + (of_frozen if key.rule is None else "") + (".small" if key.small else "")
+    if key.rule is not None and (key.rule.whole or several):
+        name += f".{key.rule.name}"
+    return name + (f".{'x'.join(map(str, like.shape)) or '1'}" if key.sizes else "")
 
 
 def find_units(
@@ -152,7 +158,7 @@ def find_units(
     owners = _owners(model, blocks)
     names = {parameter: name for name, parameter in model.named_parameters()}
     stay = {parameter for spec in known for parameter in spec.parameters}
-    groups: dict[tuple[str, torch.dtype, bool, bool, _GroupKey | None], list[nn.Parameter]] = {}
+    groups: dict[_GroupKey, list[nn.Parameter]] = {}
     several = rules is not None and len({rule.name for rule in rules.values()}) > 1
     for parameter, name in names.items():
         if parameter in stay:
@@ -162,27 +168,24 @@ def find_units(
         modules = [module for _, module in owners[parameter]]
         dtype = _dtype_in_use(parameter, modules, compute_dtype, trains=rules is not None)
         small = 0 < parameter.numel() * dtype.itemsize <= persistent_bytes
-        trainable = rules is not None and parameter.requires_grad and parameter in rules
-        grain = _GroupKey.of(parameter, rules[parameter]) if rules is not None and trainable else None
-        block = _block_of_all(owners, [parameter])
-        groups.setdefault((ROOT if small else block, dtype, trainable, small, grain), []).append(parameter)
+        rule = rules.get(parameter) if rules is not None and parameter.requires_grad else None
+        block = ROOT if small else _block_of_all(owners, [parameter])
+        groups.setdefault(_GroupKey(block, dtype, small, rule, _sizes(parameter, rule)), []).append(parameter)
 
     specs = []
-    for (block, dtype, trainable, small, grain), members in groups.items():
-        name = block + ("" if trainable or rules is None else ".frozen") + (".small" if small else "")
-        if grain is not None:
-            name += grain.suffix(members[0], several=several)
-        if dtype != compute_dtype:
-            name += f".{str(dtype).removeprefix('torch.')}"
-        rule = grain.rule if grain is not None else None
-        like = UnitSpec(name, (), frozenset(), "", (), tuple(members), dtype, trainable, small, rule)
-        specs.append(_placed(like, model, block, blocks, owners, names))
+    for key, members in groups.items():
+        name = _name(key, members[0], of_frozen="" if rules is None else ".frozen", several=several)
+        if key.dtype != compute_dtype:
+            name += f".{str(key.dtype).removeprefix('torch.')}"
+        trainable = key.rule is not None
+        like = UnitSpec(name, (), frozenset(), "", (), tuple(members), key.dtype, trainable, key.small, key.rule)
+        specs.append(_placed(like, model, key.block, blocks, owners, names))
     for spec in known:
         block = ROOT if spec.persistent else _block_of_all(owners, spec.parameters)
         specs.append(_placed(spec, model, block, blocks, owners, names))
     # The same order on every rank: what goes over all units, such as their first values, issues collectives in it.
-    order = {block: index for index, block in enumerate(blocks)}
-    return sorted(specs, key=lambda spec: min(order.get(_block_of(spec, blocks), 0), len(order)))
+    order = {module: index for index, module in enumerate(blocks.values())}
+    return sorted(specs, key=lambda spec: order[spec.anchors[0]])
 
 
 def _block_of_all(owners: _OwnersOf, parameters: Iterable[nn.Parameter]) -> str:
@@ -237,10 +240,6 @@ def _is_code(parameter: nn.Parameter, *, trains: bool) -> bool:
     """Whether its bytes are no numbers to compute with: integers, booleans, and frozen floats of 8 bits."""
     frozen = not (trains and parameter.requires_grad)
     return not parameter.is_floating_point() or (parameter.dtype.itemsize == 1 and frozen)
-
-
-def _block_of(spec: UnitSpec, blocks: dict[str, nn.Module]) -> str:
-    return next(name for name, module in blocks.items() if module is spec.anchors[0])
 
 
 def _run_by(model: nn.Module, block: str) -> str:

@@ -18,7 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
 from penstock.engine.unit.dtensor import is_divided, own_elements
-from penstock.engine.unit.parameter import ReadWatch, UnitParameter, count_writes
+from penstock.engine.unit.parameter import ReadWatch, UnitParameter
 from penstock.engine.unit.partition import UnitSpec
 from penstock.errors import EngineError
 from penstock.layout import FlatLayout, SlotPiece
@@ -168,36 +168,23 @@ class UnitHolders:
         assert left >= 0, f"{holder.name} does not hold the unit"
         setattr(self, name, left)
 
-    def drop_all(self, holder: Holder) -> None:
-        """Forget every holder of this kind: none of them needs the unit any longer."""
-        setattr(self, holder._value_, 0)
-
-    def lose_forwards(self) -> None:
-        """Forget the forwards, which ended without a word, and what they kept for a backward that nothing announces."""
-        self.drop_all(Holder.FORWARD)
-        self.drop_all(Holder.UNANNOUNCED)
-
-    def end_backward(self) -> None:
-        """Forget the backward that was under way, whether it was announced or not: it needs the unit no longer."""
-        self.drop_all(Holder.BACKWARD)
-        self.drop_all(Holder.UNANNOUNCED)
+    def drop_all(self, *holders: Holder) -> None:
+        """Forget every holder of these kinds: none of them needs the unit any longer."""
+        for holder in holders:
+            setattr(self, holder._value_, 0)
 
     def leave_blocks(self, count: int) -> None:
         """Set how many `gathered` blocks hold the unit from now on."""
         # The number that is left, and not one less: a block that an interrupt stopped in here may say it again.
         self.blocks = count
 
-    def note_unseen_saves(self) -> None:
-        """Note that graphs may have views of the buffer: a forward was recorded where nobody sees what is saved."""
+    def empty_views(self) -> None:
+        """Have the buffer's memory go with the next release: graphs may have views of it, or its fill has failed."""
         self.empties_views = True
 
     def forget_unseen_saves(self) -> None:
         """Note that backward is over, and with it the graphs that may have had views of the buffer."""
         self.empties_views = False
-
-    def note_failed_fill(self) -> None:
-        """Note that what filled the buffer has failed, so that its memory goes: nothing reads it."""
-        self.empties_views = True
 
     def hand_to_caller(self) -> None:
         """Note that a module has returned parameters: views of the buffer are the caller's, and have to stay good."""
@@ -241,7 +228,8 @@ class RecordedGraphs:
     def __init__(self) -> None:
         self.shown: Tensor | None = None
         self.is_new = False
-        self._graphs: list[weakref.ref[_GraphToken]] = []
+        # Weakly: kept here, the token would stay, and the graph seem to live for ever.
+        self._graphs: weakref.WeakSet[_GraphToken] = weakref.WeakSet()
         self._unmarked: list[_GraphToken] = []
 
     def mark(self, grad: Tensor) -> Tensor:
@@ -250,8 +238,7 @@ class RecordedGraphs:
         All that is recorded of the unit follows from the gradient, so a node there lives as long as the graph does.
         """
         graph = _GraphToken()
-        # Weakly: kept here, the token would stay, and the graph seem to live for ever.
-        self._graphs.append(weakref.ref(graph))
+        self._graphs.add(graph)
         self.is_new = True
         if is_functorch_wrapped_tensor(grad):  # nobody can tell when its graph is gone
             self._unmarked.append(graph)
@@ -267,7 +254,6 @@ class RecordedGraphs:
     @property
     def is_alive(self) -> bool:
         """Whether a graph is left that may need the parameters."""
-        self._graphs = [graph for graph in self._graphs if graph() is not None]
         return bool(self._graphs)
 
     def keep(self, buffer: Tensor) -> None:
@@ -392,6 +378,10 @@ class Unit:
         home: where the parameters rest: the whole unit if it is replicated over ranks, else this rank's shard.
         replicated: whether every rank has all of it.
         full: what compute reads; `None` where it reads the home itself.
+
+    Attributes:
+        nbytes: bytes of the full buffer.
+        own_range, shard_numel: the range of its elements that is this rank's, and how many these are.
     """
 
     def __init__(
@@ -412,8 +402,11 @@ class Unit:
         self.layout = layout
         self.parameters = parameters
         self.rank = rank
+        self.nbytes = layout.numel * spec.dtype.itemsize
+        self.own_range = layout.shard_range(rank)
+        self.shard_numel = layout.shard_numel(rank)
         # The part shares the events of the whole: a gather that copies the replica waits for an update of the shard.
-        self.params = home.part(*layout.shard_range(rank)) if replicated else home
+        self.params = home.part(*self.own_range) if replicated else home
         self.replica = home if replicated else None
         self.resident = full is None  # compute reads the replica: nothing to gather, nothing to release
         if full is None:  # the home's own memory, in one section: parameters are views of it
@@ -422,7 +415,7 @@ class Unit:
         self.trained: TrainingState | None = None
         self.holding = UnitHolders()
         self.recorded = RecordedGraphs()
-        self.reads: Sequence[ReadWatch[Unit]] = ()  # told when the parameters are hidden and shown
+        self.reads: list[ReadWatch] = []  # of the modules that own the parameters
         # What fills the full buffer, or copies from it, is over. Whoever shows the buffer or takes its memory waits for
         # this first: else compute reads half a gather, or a copy under way writes into memory that is somebody else's.
         self.event: Event = DONE
@@ -437,16 +430,6 @@ class Unit:
         self._nothing = self.placeholder.clone()
         if not self.resident:
             self.holding.become(UnitState.RELEASED)
-
-    @property
-    def own_range(self) -> tuple[int, int]:
-        """The part of the flat buffer that is this rank's."""
-        return self.layout.shard_range(self.rank)
-
-    @property
-    def shard_numel(self) -> int:
-        """How many elements of the flat buffer are this rank's."""
-        return self.layout.shard_numel(self.rank)
 
     @property
     def is_released_after_use(self) -> bool:
@@ -530,11 +513,6 @@ class Unit:
             yield first, last, WeightRange(param, shadow, master)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the full buffer."""
-        return self.layout.numel * self.spec.dtype.itemsize
-
-    @property
     def shown(self) -> Tensor:
         """What the parameters are views of where they are no placeholders."""
         kept = self.recorded.shown  # for graphs, whose backward nothing announces
@@ -547,7 +525,7 @@ class Unit:
         for parameter in self.parameters:
             parameter.expose(buffer)
         for watch in self.reads:  # last: a module tells of reads as long as any of its parameters is a placeholder
-            watch.show(self)
+            watch.update()
 
     def hide(self) -> None:
         """Make the parameters placeholders: their real shape, one element of memory, no reads and writes."""
@@ -557,14 +535,7 @@ class Unit:
         # Torch lets people write all elements of a placeholder at once. What they wrote would be read for values.
         self.placeholder.copy_(self._nothing)
         for watch in self.reads:
-            watch.hide(self)
-
-    def watch_reads(self, watches: Sequence[ReadWatch["Unit"]]) -> None:
-        """Tell these when the parameters are hidden and shown."""
-        self.reads = watches
-        # Parameters were hidden before there was a watch: it would take them for shown, and their first read be NaN.
-        if self.holding.residency is not UnitState.GATHERED:
-            self.hide()
+            watch.update()
 
     @property
     def is_whole(self) -> bool:
@@ -583,8 +554,10 @@ class Unit:
         Updates write the homes, where torch sees nothing. Without the count, a backward through a graph from before a
         step would give gradients of values that are gone, and no error.
         """
-        indices = range(len(self.parameters)) if slots is None else slots
-        count_writes([self.parameters[index] for index in indices])
+        parameters = self.parameters if slots is None else [self.parameters[index] for index in slots]
+        torch.autograd.graph.increment_version([parameter.tensor for parameter in parameters])  # one call for all
+        for parameter in parameters:  # else the next step would take this count for a write by people, and refuse it
+            parameter.note_version()
 
     def check_written(self) -> None:
         """Refuse a parameter that somebody wrote where no update starts from.
@@ -624,9 +597,7 @@ class Unit:
 
     def parts(self) -> list[SlotPiece]:
         """List the parts of slots that are in this rank's shard, counted from its start."""
-        first = self.own_range[0]
-        overlaps = ((index, self.layout.overlap(slot, self.rank)) for index, slot in enumerate(self.layout.slots))
-        return [SlotPiece(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
+        return self.layout.parts(self.rank)
 
     def pieces(self, number: int, count: int) -> Iterator[SlotPiece]:
         """Yield the pieces of slots that lie in `count` tiles from tile `number` on, each parameter's in one piece."""
@@ -655,12 +626,11 @@ class FrozenParameters:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         parameters = [parameter for unit in units for parameter in unit.parameters]
-        self._before = {p.tensor: p.required_grad for p in parameters if p.tensor.is_floating_point()}
+        self._frozen = [parameter for parameter in parameters if parameter.tensor.is_floating_point()]
         self._handles = []
-        names = {parameter.tensor: parameter.name for parameter in parameters}
-        for tensor in self._before:
-            refuse = engine_entry(partial(_refuse_gradient, names[tensor]))
-            tensor.requires_grad_(True)  # torch takes hooks of no others
+        for parameter in self._frozen:
+            refuse = engine_entry(partial(_refuse_gradient, parameter.name))
+            tensor = parameter.tensor.requires_grad_(True)  # torch takes hooks of no others
             self._handles.append(tensor.register_post_accumulate_grad_hook(refuse))  # type: ignore[no-untyped-call]
             tensor.requires_grad_(False)
 
@@ -669,8 +639,8 @@ class FrozenParameters:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for tensor, required_grad in self._before.items():
-            tensor.requires_grad_(required_grad)
+        for parameter in self._frozen:
+            parameter.tensor.requires_grad_(parameter.required_grad)
 
 
 def _refuse_gradient(name: str, parameter: nn.Parameter) -> None:
