@@ -37,6 +37,7 @@ ADVICE = {
     errno.EDQUOT: "Free space in your quota, or give another nvme_path.",
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or give an nvme_path on another file system.",
     errno.EMFILE: OPEN_FILES,
+    errno.ENFILE: OPEN_FILES,
     errno.ENOENT: "Create the folder, or give another nvme_path.",
     errno.ENOTDIR: "Give an nvme_path that is a folder.",
     errno.EACCES: "Make the folder writable, or give another nvme_path.",
@@ -44,8 +45,9 @@ ADVICE = {
     errno.EROFS: "Mount it writable, or give another nvme_path.",
     errno.EEXIST: "Give another nvme_path; remove the file if no other run uses it.",
 }
-# What copy_file_range says between file systems, and on those that cannot do it.
-_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM)
+# What copy_file_range says between file systems, and on those that cannot do it; and what opening a file again says
+# where /proc is not mounted.
+_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM, errno.ENOENT)
 
 DISK_FAILED = "The disk or its driver failed: see the kernel's log (dmesg), and give an nvme_path on another disk."
 CHANGED = "Another program wrote to the file, or the disk does not keep what it is given: give another nvme_path."
@@ -136,16 +138,20 @@ class File:
         path: where to make it. The path must not exist; its folder must.
         size: its size in bytes, a multiple of 4096.
         mode: its permissions, as `os.open` takes them.
+        named: keep the file's name. A file without one exists as long as it is open: the system frees its blocks when
+            it is closed, and however the process ends.
 
     Raises:
         NvmeError: the file cannot be made, or there is no room for it; nothing is left behind.
         ValueError: `size` is not whole pages.
     """
 
-    def __init__(self, queue: Queue, path: str | PathLike[str], size: int, mode: int = 0o600) -> None:
+    def __init__(
+        self, queue: Queue, path: str | PathLike[str], size: int, mode: int = 0o600, *, named: bool = True
+    ) -> None:
         if size <= 0 or size % PAGE_BYTES:
             raise ValueError(f"a file of {size:,} bytes is not whole pages of {PAGE_BYTES}; round it up")
-        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode), writable=True)
+        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode, named=named), writable=True)
 
     @classmethod
     def existing(cls, queue: Queue, path: str | PathLike[str], *, direct: bool = True) -> File:
@@ -261,23 +267,13 @@ class File:
         """Open the file once more, without direct I/O, which would refuse a copy inside the kernel."""
         if self._plain is None:
             flags = (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC
-            try:
-                self._plain = os.open(f"/proc/self/fd/{self._descriptor}", flags)  # also where the path is gone
-            except OSError:
-                self._plain = os.open(self.path, flags)
+            self._plain = os.open(f"/proc/self/fd/{self._descriptor}", flags)  # the file may have no name
         return self._plain
 
     def is_on_disk_of(self, path: str | PathLike[str]) -> bool:
         """Whether the file is on the file system that a path is on. Its own path may be gone."""
         assert self._native is not None
         return os.fstat(self._descriptor).st_dev == os.stat(path).st_dev
-
-    def remove(self) -> None:
-        """Take the file's name away, if that is still its own. The bytes go when the file is closed."""
-        assert self._native is not None
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path)):
-                os.unlink(self.path)
 
     def sync(self) -> None:
         """Block until everything that was written is on the disk.
@@ -461,17 +457,20 @@ def checksum(memory: Tensor) -> int:
     return _native.crc32c(memory.data_ptr(), memory.nbytes)
 
 
-def _create(path: str, size: int, mode: int) -> int:
+def _create(path: str, size: int, mode: int, *, named: bool) -> int:
     """Make a file with all its blocks allocated, and return its descriptor. Leave nothing behind where that fails."""
     descriptor = None
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        if not named:
+            os.unlink(path)  # before it has blocks: a process that is killed here leaves none behind
         # All blocks now: a disk that is full is found here, and not by a write in the middle of a step.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         if descriptor is not None:  # made, but without room: it must not be found by the next run
             os.close(descriptor)
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         raise NvmeError(
             f"Cannot make a file of {size:,} bytes at {path}: {error.strerror}. "
             f"{ADVICE.get(error.errno or 0, DISK_FAILED)}",

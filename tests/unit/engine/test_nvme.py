@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.config import Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.runtime.aio import File
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.streams import Streams
+from penstock.tiers.nvme import FileSlab
 from penstock.tiers.staging import MOST_FILE_SLOTS, RING_BYTES
+from tests.accounts import swap_files
 from tests.support import inline, prepare_on, separate, shorten_rings, simulated
 
 WIDTH, BLOCKS = 96, 3
@@ -171,7 +172,7 @@ def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
 
 
 def files_of(optimizer: penstock.Optimizer) -> list[File]:
-    return [file for slab in optimizer._engine.context.store.tiers[Tier.NVME]._slabs for file in slab._files]
+    return [f for slab in optimizer._engine.context.store._left if isinstance(slab, FileSlab) for f in slab._files]
 
 
 def of_the_kernel() -> tuple[int, int]:
@@ -215,7 +216,7 @@ def test_the_files_hold_what_the_report_says_and_the_padding_of_records(
     model = stack()
     optimizer = prepared(model, streams(), parents, params="nvme", grads="nvme", optimizer="nvme")
     assert optimizer.locations().bytes(tier="nvme") == (MASTER + MOMENTS + PARAM + GRAD) * sum(shards(model))
-    of_disks = [[f.stat() for f in parent.glob("penstock-*/*.[0-9]*")] for parent in parents]
+    of_disks = [[f.stat() for f in swap_files(parent)] for parent in parents]
     sizes = [sum(f.st_size for f in files) for files in of_disks]
     assert sum(sizes) == sum(in_records(model, nbytes) for nbytes in (MASTER, MOMENTS, PARAM, GRAD))
     assert max(sizes) - min(sizes) <= in_records(model, MASTER + MOMENTS) / BLOCKS, "disks are filled alike"
@@ -268,7 +269,7 @@ def test_close_leaves_no_file_thread_or_descriptor(
     files, threads, native = open_files(), set(threading.enumerate()), native_threads()
     model = stack()
     optimizer = prepared(model, streams(), [tmp_path] * 2, params="nvme", grads="nvme", optimizer="nvme")
-    assert len(list(tmp_path.iterdir())) == 2
+    assert swap_files(tmp_path)
     assert open_files() > files
     for _ in range(2):
         backward(model, optimizer)

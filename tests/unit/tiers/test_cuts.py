@@ -22,7 +22,7 @@ from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.storage import Records
 from penstock.tiers.tier import Store
-from tests.accounts import cells
+from tests.accounts import cells, file_bytes
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -209,14 +209,14 @@ def test_in_files_tiles_go_to_all_folders_and_come_back(tmp_path: Path) -> None:
                     values.fill_(number)
             live.append((cut, number))
             most = max(most, sum(round_up(c.home.stop, PAGE_BYTES) for c, _ in live))
-    sizes = [sum(path.stat().st_size for path in folder.rglob("activation.*")) for folder in folders]
+    sizes = [file_bytes(folder) for folder in folders]
     assert sum(sizes) == cuts.capacity
     assert max(sizes) - min(sizes) == 0
     assert cuts.capacity <= most + max(most // 8, 3 * PAGE_BYTES) + 3 * PAGE_BYTES
     for cut, _ in live:
         cuts.drop(cut)
     cuts.rest()
-    assert not any(list(folder.iterdir()) for folder in folders)
+    assert not any(map(file_bytes, folders))
     store.close()
 
 
