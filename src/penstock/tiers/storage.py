@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,24 +32,6 @@ STRETCH_NUMEL = 16 << 20
 PASSING = "passing"
 
 
-class KeptRecord(NamedTuple):
-    """A buffer that still holds what a record says, once `ready`, until its slot is used for something else."""
-
-    buffer: Tensor
-    ready: Event
-    slot: "RingSlot"
-
-
-class RecordKeeper(Protocol):
-    """Whoever has records.
-
-    Attributes:
-        kept: the buffers from which records can be had without loading, by tile.
-    """
-
-    kept: dict[int, KeptRecord]
-
-
 @dataclass(eq=False)
 class RingSlot:
     """Buffers of bytes for one tile, or for a stretch.
@@ -58,32 +40,11 @@ class RingSlot:
         near: the buffers where the tile is used, by home.
         host: the buffers where records are loaded and stored, by home: the same ones, unless a device uses the tile.
         free: the event after which work on the slot is over.
-        holds: the records that its buffers still hold.
     """
 
     near: Mapping[str, Tensor]
     host: Mapping[str, Tensor]
     free: Event = DONE
-    holds: dict[tuple[RecordKeeper, int], None] = field(default_factory=dict)
-
-    def keep(self, section: RecordKeeper, number: int, buffer: Tensor, ready: Event) -> None:
-        """Let others take a record from the slot until it is used again."""
-        section.kept[number] = KeptRecord(buffer, ready, self)
-        self.holds[section, number] = None
-
-    def forget(self) -> None:
-        """Let nobody take a record from the slot any more: it is used for something else."""
-        for section, number in self.holds:
-            kept = section.kept.get(number)
-            # Another slot may have come to hold the record since: that one's note stays.
-            if kept is not None and kept.slot is self:
-                section.kept.pop(number, None)  # whoever frees what a move has left drops it on another thread
-        self.holds.clear()
-
-    def add_use(self, event: Event) -> None:
-        """Note one more use of the buffers as they are now."""
-        # A record may be taken from a slot that is being put back: it is free after both.
-        self.free = event if self.free.done() else all_of([self.free, event])  # site slot.earlier_use, slot.new_use
 
 
 class Ring:
@@ -112,25 +73,18 @@ class Ring:
         """Return True if there are no slots."""
         return not self._slots
 
-    def take(self, wanted: RingSlot | None = None) -> RingSlot:
-        """Take the slot that was used least recently, or the one that is wanted."""
+    def take(self) -> RingSlot:
+        """Take the slot that was used least recently."""
         if not self._slots:
             self._before_use()
         assert self._slots, "the ring was planned without slots"
-        slot = next((slot for slot in self._slots if slot is wanted), self._slots[0])
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        return slot
+        self._slots.rotate(-1)
+        return self._slots[-1]
 
     @property
     def free(self) -> Event:
         """Work on all slots is over."""
         return all_of(slot.free for slot in self._slots)  # site ring.free
-
-    def forget(self) -> None:
-        """Let nobody take a record from the slots from now on: what is under way with them is all there will be."""
-        for slot in self._slots:
-            slot.forget()
 
     def drop(self) -> None:
         """Let go of the slots, once work on them is over. Who needs what has failed gets its error from it."""
@@ -138,7 +92,6 @@ class Ring:
             with contextlib.suppress(Exception):
                 # Else the memory is taken by others while a copy still writes it.
                 slot.free.synchronize()  # site ring.free_to_drop
-            slot.forget()
         self._slots.clear()
 
 
@@ -307,9 +260,9 @@ class Segment(ABC):
             plan: what the new section is.
         """
 
-    @abstractmethod
     def drop(self) -> None:
         """Let go of the values: they are elsewhere now."""
+        self.tensors = ()
 
     def stored(self, number: int) -> StoredRecord | None:
         """Say where the record of a tile is in a file; `None` where it is in none."""
@@ -356,10 +309,6 @@ class MemorySegment(Segment):
         (memory,) = self.tensors
         first = self.tile_range(tile)[0] + start
         return MemorySegment(plan, [memory[first : first + plan.numel]], self.bounce)
-
-    def drop(self) -> None:
-        """Let go of the tensors."""
-        self.tensors = ()
 
 
 class MemoryEvents:
@@ -630,7 +579,6 @@ class Records(Segment):
 
     Attributes:
         last_stores: the event of the last work that stored each tile's record.
-        kept: the buffers from which records can be had without loading, by tile.
     """
 
     def __init__(self, plan: SegmentPlan, sizes: Sequence[int]) -> None:
@@ -638,7 +586,6 @@ class Records(Segment):
         self._layout = RecordLayout(plan.cells)
         self._sizes = sizes
         self.last_stores: list[Event] = [DONE] * len(sizes)
-        self.kept: dict[int, KeptRecord] = {}
 
     @abstractmethod
     def load(self, number: int, into: Tensor) -> Pending | None:
@@ -697,15 +644,10 @@ class Records(Segment):
                 ),
             )
             if modify:
-                self.kept.pop(number, None)  # it says what was before
                 storing = self.store(number, buffer)
                 if storing is not None:
                     self.last_stores[number] = written = PendingEvent(storing)
                     written.synchronize()  # site records.visit_written: the next tile is loaded into the same buffer
-
-    def drop(self) -> None:
-        """Let go of the records: buffers that hold some hold nothing of use any more."""
-        self.kept.clear()
 
     def name(self, number: int) -> str:
         """Say which tile of which unit a record is, for errors."""

@@ -188,7 +188,6 @@ class StateOffloader:
                 self._copy_unit(move, movement)
             if wait:
                 self._context.ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
-            ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
             # Here: whatever an interrupt leaves is planned for when it is used.
             self._context.staging.give_back(self._plan_now)
             undo.pop_all()
