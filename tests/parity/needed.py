@@ -20,7 +20,6 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "staged_copy.filled": ("looking right after backward", "upload"),
     "staged_copy.source_ready": ("cast into files", "collective"),
     "staged_copy.slot_free": ("looking right after backward", "update"),
-    "records.stored": ("saving what is in files", "download"),
     "release.gather_over": ("skipping what was prefetched", "upload"),
     "gather.over": ("setting a parameter right after step", "upload"),
     "storage.new_read": ("saving beside a step", "device update"),

@@ -82,11 +82,6 @@ class Queue:
         self._pending: set[Transfer] = set()
         self._end_threads = at_end(self, self._native.close)
 
-    @property
-    def depth(self) -> int:
-        """How many requests may be in flight at once."""
-        return self._native.depth
-
     def close(self) -> None:
         """Finish all transfers and end the threads. May be called again.
 
@@ -181,21 +176,10 @@ class File:
         self._descriptor = descriptor
         self._plain: int | None = None
         self._native: _native.File | None = _native.File(descriptor)
-        self._moved_bytes = (0, 0)  # read and written, of a closed file
         self.direct = direct and _set_direct(descriptor)
         if direct and not self.direct and not queue._said_buffered:
             queue._said_buffered = True
             logger.warning("No direct I/O on the file system of %s: its files go through the page cache.", self.path)
-
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes reads have moved, failed ones included."""
-        return self._native.bytes_read if self._native is not None else self._moved_bytes[0]
-
-    @property
-    def bytes_written(self) -> int:
-        """How many bytes writes have moved, failed ones included."""
-        return self._native.bytes_written if self._native is not None else self._moved_bytes[1]
 
     def read(
         self, offset: int, into: Tensor, *, checksum: int | None = None, sums: bool = True, what: str = ""
@@ -301,11 +285,9 @@ class File:
             NvmeError: a transfer that nobody waited for has failed; the first one. The file is closed all the same.
         """
         try:
-            # Transfers keep the descriptor open by themselves. But without this wait nobody would get their errors, and
-            # the bytes that they still move would not be counted.
+            # Transfers keep the descriptor open by themselves. But without this wait nobody would get their errors.
             self._queue._wait_for([transfer for transfer in list(self._queue._pending) if transfer.file is self])
         finally:
-            self._moved_bytes = (self.bytes_read, self.bytes_written)
             self._native = None
             if self._plain is not None:
                 os.close(self._plain)

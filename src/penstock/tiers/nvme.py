@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.aio import File, Queue, Transfer
 from penstock.runtime.swap import check_space, existing_folder
 from penstock.tiers.storage import RecordPlace, Records, Segment, SegmentPlan, StoredRecord, SummedRecord, record_sizes
-from penstock.tiers.tier import Slab, TierMemory
+from penstock.tiers.tier import Slab, TierMemory, close_all
 
 
 class FileRecords(Records):
@@ -30,11 +30,8 @@ class FileRecords(Records):
         self._checksums = checksums
         self._transfers: list[Transfer | None] = [None] * len(places)  # the last write of each
 
-    def load(self, number: int, into: Tensor) -> Transfer | None:
+    def load(self, number: int, into: Tensor, *, sums: bool = True) -> Transfer | None:
         """Start to read a tile's record. One that was never written is zeros, at once."""
-        return self._read(number, into, sums=self._checksums)
-
-    def _read(self, number: int, into: Tensor, *, sums: bool) -> Transfer | None:
         place, last = self._places[number], self._transfers[number]
         if last is None:
             into[: place.nbytes].zero_()
@@ -42,11 +39,8 @@ class FileRecords(Records):
         expected = last.checksum if self._checksums else None
         return place.file.read(place.offset, into[: place.nbytes], checksum=expected, sums=sums, what=self.name(number))
 
-    def store(self, number: int, source: Tensor) -> Transfer:
-        """Start to write a tile's record."""
-        return self._write(number, source)
-
-    def _write(self, number: int, source: Tensor, known: int | None = None) -> Transfer:
+    def store(self, number: int, source: Tensor, known: int | None = None) -> Transfer:
+        """Start to write a tile's record, of which the checksum may be known."""
         place = self._places[number]
         transfer = place.file.write(
             place.offset, source[: place.nbytes], checksum=self._checksums, known=known, what=self.name(number)
@@ -58,7 +52,7 @@ class FileRecords(Records):
         """Have an update sum a tile's record; see `Records.summed`."""
         if not self._checksums:
             return None
-        return SummedRecord(buffer, partial(self._read, number, sums=False), partial(self._write, number))
+        return SummedRecord(buffer, partial(self.load, number, sums=False), partial(self.store, number))
 
     def stored(self, number: int) -> StoredRecord | None:
         """Say where a tile's record is, and its checksum; `None` if none is known, or it was never written."""
@@ -164,9 +158,7 @@ class NvmeTier(TierMemory):
             NvmeError: the failure of a transfer that nobody waited for. All threads have ended all the same.
         """
         queues, self._queues = self._queues, []
-        with contextlib.ExitStack() as closing:
-            for queue in queues:
-                closing.callback(queue.close)
+        close_all(queues)
 
 
 class FileSlab(Slab):
@@ -194,6 +186,4 @@ class FileSlab(Slab):
         Raises:
             NvmeError: the failure of a transfer that nobody waited for. Everything is closed all the same.
         """
-        with contextlib.ExitStack() as closing:
-            for file in self._files:
-                closing.callback(file.close)
+        close_all(self._files)

@@ -4,7 +4,7 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.config import Tier
+from penstock.config import STAGING, Tier
 from penstock.layout import round_up
 from penstock.rules.fused import RecordChecksums
 from penstock.runtime.aio import File, Transfer
@@ -66,12 +66,7 @@ class Ring:
 
     def fill(self, slots: Sequence[RingSlot]) -> None:
         """Use these slots."""
-        self._slots.extend(slots)
-
-    @property
-    def is_empty(self) -> bool:
-        """Return True if there are no slots."""
-        return not self._slots
+        self._slots = deque(slots)
 
     def take(self) -> RingSlot:
         """Take the slot that was used least recently."""
@@ -93,6 +88,7 @@ class Ring:
                 # Else the memory is taken by others while a copy still writes it.
                 slot.free.synchronize()  # site ring.free_to_drop
         self._slots.clear()
+        self.tiles = 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -173,7 +169,7 @@ class SegmentPlan:
     copied: bool = field(default=True, compare=False)  # says nothing of where it is
     streamed: Streamed = field(default="none", compare=False)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.numel
@@ -213,6 +209,7 @@ class Segment(ABC):
     """Some kinds of a part of a unit's shard, on one tier.
 
     Attributes:
+        tiles: how many tiles there are.
         tensors: the values of each kind, where arithmetic can reach them; none of those whose tiles are records.
         bounce: asks for the rings through which copies between the values and the device pass, one for each stream that
             may read; `None` where the device copies by itself. They may be taken by the first call.
@@ -226,25 +223,16 @@ class Segment(ABC):
         self.tier = plan.tier
         self.numel = plan.numel
         self.tile_numel = plan.tile_numel
+        self.tiles = -(-plan.numel // plan.tile_numel)
 
-    @property
-    def tiles(self) -> int:
-        """How many tiles there are."""
-        return -(-self.numel // self.tile_numel)
-
-    def tile_range(self, number: int) -> tuple[int, int]:
-        """Give the first element of a tile, and one past its last."""
+    def tile_range(self, number: int, count: int = 1) -> tuple[int, int]:
+        """Return the first element of a tile, and one past the last of so many from there on."""
         first = number * self.tile_numel
-        return first, min(first + self.tile_numel, self.numel)
+        return first, min(first + count * self.tile_numel, self.numel)
 
-    @property
-    @abstractmethod
-    def written(self) -> Event:
-        """The last writes that the section itself knows of, of all tiles."""
-
-    @abstractmethod
     def views(self, start: int, stop: int) -> Views:
         """View the values of elements `start` to `stop` in place. Of memory alone."""
+        raise AssertionError("records are loaded to be looked at")
 
     @abstractmethod
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
@@ -287,11 +275,6 @@ class MemorySegment(Segment):
         super().__init__(plan)
         self.tensors = tuple(tensors)
         self.bounce = bounce
-
-    @property
-    def written(self) -> Event:
-        """Nothing: the home knows who writes memory."""
-        return DONE
 
     def views(self, start: int, stop: int) -> Views:
         """View the values of elements `start` to `stop` in place."""
@@ -352,17 +335,14 @@ class Storage:
 
     Attributes:
         memory: the events of what of it is memory.
+        records: the sections that arithmetic cannot reach.
     """
 
     def __init__(self, sections: Sequence[Segment], memory: MemoryEvents | None = None) -> None:
         self.sections = tuple(sections)
+        self.records = [section for section in self.sections if isinstance(section, Records)]
         self.memory = memory or MemoryEvents(DONE)
         assert all(a.plan.stop == b.plan.start for a, b in pairwise(self.sections)), "sections follow each other"
-
-    @property
-    def start(self) -> int:
-        """The first element."""
-        return self.sections[0].plan.start
 
     @property
     def stop(self) -> int:
@@ -371,19 +351,19 @@ class Storage:
 
     def section_at(self, element: int) -> Segment:
         """Find the section that holds an element."""
-        if len(self.sections) == 1:
-            return self.sections[0]
         return next(section for section in self.sections if element < section.plan.stop)
 
     def tile(self, number: int) -> tuple[Segment, int]:
         """Find the section that a tile of the shard is in, and its number there."""
-        section = self.section_at(number * self.sections[0].tile_numel)
+        section = self.sections[0]
+        if len(self.sections) > 1:
+            section = self.section_at(number * section.tile_numel)
         return section, number - section.plan.start // section.tile_numel
 
     @property
     def in_files(self) -> bool:
         """Whether any of it is where arithmetic cannot reach."""
-        return any(not section.tier.is_memory and section.plan.cells for section in self.sections)
+        return bool(self.records)
 
     @property
     def plans(self) -> tuple[SegmentPlan, ...]:
@@ -393,9 +373,10 @@ class Storage:
     @property
     def written(self) -> Event:
         """The last write: after it everything is where it rests, in memory and in files. It raises what has failed."""
-        beside = [event for section in self.sections if (event := section.written) is not DONE]
-        # site storage.memory_written, storage.files_written
-        return all_of([self.memory.written, *beside]) if beside else self.memory.written
+        if not self.records:
+            return self.memory.written
+        stores = (event for section in self.records for event in section.last_stores)
+        return all_of([self.memory.written, *stores])  # site storage.memory_written, storage.files_written
 
     @property
     def read(self) -> Event:
@@ -459,22 +440,48 @@ def visit_together(
             yield begin, end, [own, *rest]
 
 
-class SegmentOverlap(NamedTuple):
-    """Elements `start` to `stop` that lie in one section of each of two homes."""
+@dataclass(frozen=True)
+class RingPlan:
+    """The slots of a ring before their memory: each has a buffer for each home.
 
-    start: int
-    stop: int
-    one: Segment
-    other: Segment
+    Attributes:
+        name: what tiles pass it for.
+        count: how many slots there are.
+        tiles: how many tiles a slot holds.
+        near: the tier where tiles are used.
+        sizes: bytes of a slot's buffers, by home.
+        through_host: the homes whose records are loaded and stored in a buffer of their own on the host.
+    """
 
+    name: str = ""
+    count: int = 0
+    tiles: int = 1
+    near: Tier = Tier.CPU
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    through_host: Collection[str] = ()
 
-def shared_sections(one: Storage, other: Storage) -> Iterator[SegmentOverlap]:
-    """Find where the sections of two homes of equal extent overlap, in order."""
-    for a in one.sections:
-        for b in other.sections:
-            start, stop = max(a.plan.start, b.plan.start), min(a.plan.stop, b.plan.stop)
-            if start < stop:
-                yield SegmentOverlap(start, stop, a, b)
+    def sections(self) -> list[SegmentPlan]:
+        """Plan all buffers: a section of those where tiles are used, and one of those of `through_host`."""
+        plans = []
+        for name, tier, homes in ((self.name, self.near, self.sizes), ("file", Tier.CPU, self.through_host)):
+            cells = tuple(
+                CellPlan(f"({name} {number}, {home})", STAGING, tier, torch.uint8, self.sizes[home])
+                for number in range(self.count)
+                for home in homes
+            )
+            if cells:
+                nbytes = sum(cell.numel for cell in cells)
+                plans.append(SegmentPlan(STAGING, tier, cells, 0, nbytes, max(nbytes, 1)))
+        return plans
+
+    def slots(self, made: Sequence[Segment]) -> list[RingSlot]:
+        """Make the slots of the sections that were planned."""
+        buffers = [iter(section.tensors) for section in made]
+        slots = []
+        for _ in range(self.count):
+            near = dict(zip(self.sizes, buffers[0], strict=False))
+            slots.append(RingSlot(near, near | dict(zip(self.through_host, buffers[-1], strict=False))))
+        return slots
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -611,15 +618,6 @@ class Records(Segment):
         """View the values of a tile whose record a buffer holds."""
         start, stop = self.tile_range(number)
         return self._layout.views(buffer, stop - start)
-
-    def views(self, start: int, stop: int) -> Views:
-        """Refuse to view records: they have no values in place."""
-        raise AssertionError("records are loaded to be looked at")
-
-    @property
-    def written(self) -> Event:
-        """The last store of every tile."""
-        return all_of(self.last_stores)  # site records.stored
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
         """Look at a piece for each tile, through a buffer of one record."""

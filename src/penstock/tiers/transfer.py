@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,6 @@ from penstock.tiers.storage import (
     Storage,
     SummedRecord,
     Views,
-    shared_sections,
 )
 from penstock.trace import Label
 
@@ -230,8 +230,9 @@ class Transfers:
         # site transfer.source_written, transfer.target_free
         after = all_of([source.memory.written, target.memory.free])
         copied: list[Event] = []
-        for start, stop, here, there in shared_sections(source, target):
-            if here is there or not here.plan.cells or not there.plan.cells:
+        for here, there in product(source.sections, target.sections):
+            start, stop = max(here.plan.start, there.plan.start), min(here.plan.stop, there.plan.stop)
+            if start >= stop or here is there or not here.plan.cells or not there.plan.cells:
                 continue
             if isinstance(here, Records):
                 copied += self._load(here, there, _range_of(here, start, stop), after, label)
@@ -380,19 +381,25 @@ class TileStreamer:
         self._streams = streams
         self._ring = ring
         self._beside = beside
+        self._reached = {tier for tier in Tier if in_reach(tier, beside, streams.reach)}
         self._copies = CopyRoutes(streams, Ring(), FETCH)
 
     def stretch(self, number: int, homes: Mapping[str, Storage]) -> TileRange:
         """Find out how many tiles from this one on are brought, or used where they rest, at once."""
-        places = [home.tile(number) for home in homes.values()]
-        count = min(section.tiles - local for section, local in places)
-        far = [section for section, _ in places if not self._reaches(section)]
-        if any(isinstance(section, Records) for section in far):
-            return TileRange(1, in_place=False)  # a record holds one tile
-        if not far and self._beside is not Tier.DEVICE:
-            # Its threads divide it among themselves: no more is won, and whoever waits for its end waits longer.
-            count = min(count, max(1, STRETCH_NUMEL // places[0][0].tile_numel))
-        return TileRange(min(count, self._ring.tiles) if far else count, in_place=not far)
+        counts, in_place = [], True
+        for home in homes.values():
+            section, local = home.tile(number)
+            counts.append(section.tiles - local)
+            if not self._reaches(section):
+                if isinstance(section, Records):
+                    return TileRange(1, in_place=False)  # a record holds one tile
+                in_place = False
+        if not in_place:
+            counts.append(self._ring.tiles)
+        elif self._beside is not Tier.DEVICE:
+            # The threads of the host divide it among themselves: no more is won, and a wait for its end takes longer.
+            counts.append(max(1, STRETCH_NUMEL // section.tile_numel))
+        return TileRange(min(counts), in_place)
 
     def bring(
         self,
@@ -416,22 +423,23 @@ class TileStreamer:
             count: how many tiles are brought at once: no more than `stretch` says.
             sums: whether the use sums the records that it is told to.
         """
-        places = {name: home.tile(number) for name, home in homes.items()}
-        far = any(not self._reaches(section) for section, _ in places.values())
-        tile = StagedTile(after, self._ring.take() if far else None, label)
-        for name, (section, local) in places.items():
+        tile = StagedTile(after, None, label)
+        for name, home in homes.items():
+            section, local = home.tile(number)
             if self._reaches(section):
-                tile.views[name] = section.views(*_stretch_range(section, local, count))
-            elif isinstance(section, Records):
+                tile.views[name] = section.views(*section.tile_range(local, count))
+                continue
+            tile.slot = tile.slot or self._ring.take()
+            if isinstance(section, Records):
                 assert count == 1, "a record is one tile"
                 self._bring_record(tile, name, section, local, back=name in written, sums=sums)
             else:
-                extent = _stretch_range(section, local, count)
+                extent = section.tile_range(local, count)
                 self._bring_memory(tile, name, section, extent, back=name in written)
         return tile
 
     def _reaches(self, section: Segment) -> bool:
-        return not section.plan.cells or in_reach(section.tier, self._beside, self._streams.reach)
+        return section.tier in self._reached or not section.plan.cells
 
     def _bring_memory(
         self, tile: StagedTile, name: str, section: Segment, extent: tuple[int, int], *, back: bool
@@ -517,11 +525,6 @@ def _range_of(section: Segment, start: int, stop: int) -> range:
 def _at(section: Segment, start: int, stop: int) -> Views:
     """View the values of a range of a section's home."""
     return section.views(start - section.plan.start, stop - section.plan.start)
-
-
-def _stretch_range(section: Segment, number: int, count: int) -> tuple[int, int]:
-    """Give the first element of some neighbouring tiles of a section, and one past their last."""
-    return section.tile_range(number)[0], section.tile_range(number + count - 1)[1]
 
 
 def _views_like(sources: Views, buffer: Tensor) -> Views:

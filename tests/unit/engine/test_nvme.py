@@ -70,10 +70,12 @@ def moved(optimizer: penstock.Optimizer, work: Callable[[], Any]) -> tuple[int, 
     """Bytes that the tier read and wrote for some work."""
     files = files_of(optimizer)
     optimizer.synchronize()
-    read, written = sum(file.bytes_read for file in files), sum(file.bytes_written for file in files)
+    read, written = sum(file._native.bytes_read for file in files), sum(file._native.bytes_written for file in files)
     work()
     optimizer.synchronize()
-    return sum(file.bytes_read for file in files) - read, sum(file.bytes_written for file in files) - written
+    return sum(file._native.bytes_read for file in files) - read, sum(
+        file._native.bytes_written for file in files
+    ) - written
 
 
 @pytest.mark.parametrize("streams", BACK_ENDS)

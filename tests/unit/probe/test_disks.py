@@ -77,11 +77,11 @@ def disk(tmp_path: Path) -> Any:
 def test_every_record_is_moved_once(disk: _Disk) -> None:
     file = disk._file
     disk.move(reads=False, writes=True)
-    assert (file.bytes_written, file.bytes_read) == (6 * MIB, 0)
+    assert (file._native.bytes_written, file._native.bytes_read) == (6 * MIB, 0)
     disk.move(reads=True, writes=False)
-    assert (file.bytes_written, file.bytes_read) == (6 * MIB, 6 * MIB)
+    assert (file._native.bytes_written, file._native.bytes_read) == (6 * MIB, 6 * MIB)
     disk.move(reads=True, writes=True)
-    assert (file.bytes_written, file.bytes_read) == (9 * MIB, 9 * MIB)
+    assert (file._native.bytes_written, file._native.bytes_read) == (9 * MIB, 9 * MIB)
 
 
 def test_what_is_read_is_checked(disk: _Disk) -> None:

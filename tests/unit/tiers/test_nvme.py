@@ -93,8 +93,8 @@ def test_files_are_as_large_as_what_was_planned(tmp_path: Path) -> None:
         for _ in each.visit(0, each.numel, modify=True):
             pass
     assert isinstance(slab, FileSlab)
-    assert [file.bytes_written for file in slab._files] == found
-    assert not any(file.bytes_read for file in slab._files), "what was never written is not read"
+    assert [file._native.bytes_written for file in slab._files] == found
+    assert not any(file._native.bytes_read for file in slab._files), "what was never written is not read"
     made.close()
     slab.close()
     assert not any(map(file_bytes, parents))

@@ -21,7 +21,7 @@ from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit, UnitState
 from penstock.runtime.streams import DONE, UPDATE, Event, FailedEvent, all_of
-from penstock.tiers.staging import Buffers, Sections, StagingPlan, transit_slots
+from penstock.tiers.staging import Buffers, Sections, StagingPlan, transit_ring
 from penstock.tiers.storage import MemorySegment, Ring, Segment, SegmentPlan, Storage
 from penstock.tiers.tier import Reservation
 from penstock.tiers.transfer import Transfers
@@ -165,19 +165,18 @@ class StateOffloader:
     def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool) -> None:
         new = [plan for unit, homes in changes.items() for plan in self._new_sections(unit, homes)]
         old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
-        slots = transit_slots([*old, *new])
+        transit = transit_ring([*old, *new])
         ring, buffers, moves = Ring(), Buffers(self._context.store), list[_Move]()
         failure: Exception | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._take_back_lent, changes)  # undone in reverse: after whatever still copies to it
             try:  # 1.
-                buffered = [plan for slot in slots for plan in slot.sections()]
                 reserved = self._context.store.reserve(
-                    [*new, *buffered], pin=pin, apart=self._away(new), keep=self._keep
+                    [*new, *transit.sections()], pin=pin, apart=self._away(new), keep=self._keep
                 )
                 undo.callback(reserved.cancel)
                 moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
-                ring.fill(buffers.make_slots(slots, reserved))
+                ring.fill(buffers.make_slots(transit, reserved))
             except Exception as error:  # ours, or torch's where the device has no room
                 failure = error
             # No rank copies before all have room: else some would move, and the others would not.
