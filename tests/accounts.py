@@ -1,6 +1,8 @@
 """The table of an engine against the memory and the files that there are."""
 
+import contextlib
 import gc
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -23,7 +25,18 @@ def slabs(optimizer: penstock.Optimizer) -> list[Arena]:
 
 def file_bytes(folder: Path) -> int:
     """Bytes of the files of all engines in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*.[0-9]*"))
+    return sum(path.stat().st_size for path in swap_files(folder))
+
+
+def swap_files(folder: Path, home: str = "") -> list[Path]:
+    """Find the files of this process's engines in a folder, of one home or of all: open, and without names there."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            path = Path(os.readlink(link).removesuffix(" (deleted)"))
+            if path.is_relative_to(folder.resolve()) and path.match(f"penstock-*-*-{home or '*'}"):
+                found[link.stat().st_ino] = link
+    return list(found.values())
 
 
 def cells(store: Store) -> list[CellPlan]:

@@ -82,7 +82,6 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "faults/test_exits.py": (15, 17),
     "faults/test_probe.py": (5, 2),
     "faults/test_ranks.py": (1, 10),
-    "faults/test_swap.py": (5, 0),
     "faults/test_torchrun.py": (50, 190),
     "faults/test_train_killed.py": (19, 22),
     "faults/test_training.py": (8, 40),

@@ -23,7 +23,7 @@ from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.hardware import free_device_memory, shares_host_memory
 from penstock.runtime.host_memory import HostMemory, available_host_memory
-from penstock.runtime.swap import ELSEWHERE, existing_folder, free_disk_bytes, remove_leftovers
+from penstock.runtime.swap import ELSEWHERE, existing_folder, free_disk_bytes
 from penstock.runtime.system import Host, ranks_of_host, this_host
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import DeviceTier, HostTier
@@ -492,7 +492,7 @@ def check_hosts(control_group: ControlGroup, budget: MemoryBudget | None) -> Non
     """Refuse, on all ranks, what takes more than there is on one of the hosts. Collective; nothing was taken.
 
     Arguments:
-        control_group: the ranks. All of them have counted: none is about to remove a leftover.
+        control_group: the ranks.
         budget: what this rank takes; `None` takes nothing, and finds nothing too small.
 
     Raises:
@@ -588,11 +588,7 @@ class Supply:
         Raises:
             MemoryBudgetError: it says of what, how much is missing, and what to do.
         """
-        budget = check_device(blueprint, model, grid, reach, device)
-        for parent, nbytes in budget.folders:
-            if nbytes:
-                remove_leftovers(parent)  # what dead runs have left counts as free
-        return budget
+        return check_device(blueprint, model, grid, reach, device)
 
     def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:
         """Make the tiers that state may rest on. Nothing is taken yet."""

@@ -34,7 +34,6 @@ ELSEWHERE = {
     "storage.free_of_write",
     "storage.reads",
     "storage.memory_written",
-    "tile.reuse_slot_free",
     "tile.load_slot_free",
     "tile.slot_stored_from",
     "update.storage_free",
@@ -47,7 +46,6 @@ ELSEWHERE = {
     "update.earlier_tiles_written",
     "update.in_place_free",
     "load.stored",
-    "records.stored",
     "storage.files_written",
 }
 #: The device runs beside the host: on a busy machine its work may be over before anything meets it.

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -224,21 +223,6 @@ def test_ranks_with_limits_of_their_own_share_nothing() -> None:
     assert not any(pool.lacks for pool in memory_budget._pools(other))  # two machines of one name
     (pool,) = memory_budget._pools({rank: [host, 2, [["disk", "7", 6, 11 + rank, "x"]]] for rank in (0, 1)})
     assert (pool.lacks, pool.missing) == (True, 1)
-
-
-def test_what_a_dead_run_has_left_counts_as_free() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        dead = Path(folder, "penstock-gone-1-0123abcd")
-        dead.mkdir()
-        (dead / "lock").touch()
-        said = {"pid": 1, "host": os.uname().nodename, "boot": "", "started": "", "command": [], "version": ""}
-        (dead / "identity.json").write_text(json.dumps(said))
-        for nbytes in (0, 5):  # a folder that nothing goes to is left alone
-            found = replace(needs_nothing(), folders=[(folder, nbytes)])
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(memory_budget, "check_device", lambda *given, found=found: found)
-                assert memory_budget.Supply().check(*[None] * 5) is found  # type: ignore[arg-type]
-            assert dead.exists() == (nbytes == 0)
 
 
 def unreachable(rank: int) -> str:

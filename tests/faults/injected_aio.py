@@ -48,14 +48,14 @@ def file(tmp_path: Path) -> Iterator[File]:
 def round_trip(file: File) -> None:
     """Write new bytes and read them back, while whatever was set goes wrong."""
     source, into = memory(NBYTES, seed=2), memory(NBYTES)
-    written, read = file.bytes_written, file.bytes_read
+    written, read = file._native.bytes_written, file._native.bytes_read
     write = file.write(0, source)
     write.wait()
     assert write.checksum == checksum(source)
     file.read(0, into, checksum=write.checksum).wait()
     assert torch.equal(source, into)
     assert Path(file.path).read_bytes()[:NBYTES] == source.numpy().tobytes()
-    assert (file.bytes_written - written, file.bytes_read - read) == (NBYTES, NBYTES)
+    assert (file._native.bytes_written - written, file._native.bytes_read - read) == (NBYTES, NBYTES)
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -210,7 +210,7 @@ def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
         fault("write", 1, ALWAYS, delay_ms=100)
         file.write(0, source)
         file.close()
-        assert file.bytes_written == NBYTES
+        assert file._native.bytes_written == NBYTES
     assert (tmp_path / "file").read_bytes() == source.numpy().tobytes()
     fault("write", ALWAYS)
 

@@ -193,7 +193,7 @@ with Queue(1) as queue:
     except NvmeError as error:
         assert error.errno == errno.EFBIG, error
         assert error.offset == CHUNK + CHUNK // 2, error
-        assert file.bytes_written == CHUNK + CHUNK // 2, file.bytes_written
+        assert file._native.bytes_written == CHUNK + CHUNK // 2, file._native.bytes_written
         assert "File too large. Raise the limit of file sizes (ulimit -f)" in str(error), error
         print("limited")
     try:

@@ -50,7 +50,7 @@ def same_end(folder: Path, out: Path) -> None:
     """Every step was made, and the weights are those of the run to which nothing happened, bit for bit."""
     assert losses(out) == losses(folder / "whole")
     assert weights(out) == weights(folder / "whole")
-    assert list((folder / "swap").iterdir()) == [], "swap folders of ranks that were killed are removed"
+    assert list((folder / "swap").iterdir()) == [], "files of ranks that were killed are gone"
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000093", "step-00000096"]
 
 

@@ -17,6 +17,7 @@ from penstock.memory_budget import MemoryBudget, check_device
 from penstock.runtime.host_memory import Arena, HostMemory
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
+from tests.accounts import file_bytes
 from tests.measured import PLACEMENTS, deep
 from tests.models.modules_rows import Stack, squared
 
@@ -67,8 +68,7 @@ def test_it_is_the_table_that_prepare_makes(
         prepared = penstock.prepare(model, adamw(model), **arguments)
     assert [found.budget] == counted
     assert cells(found.at_rest) == cells(prepared.locations())
-    files = sum(path.stat().st_size for path in tmp_path.glob("*/*.[0-9]*"))  # by home, numbered
-    assert files == sum(room.needed for room in found.rooms if room.name == str(tmp_path))
+    assert file_bytes(tmp_path) == sum(room.needed for room in found.rooms if room.name == str(tmp_path))
     prepared.close()
 
 

@@ -1,7 +1,6 @@
 """What a step consists of, as the bound wants to know it: counted in a rehearsal with all state on the device."""
 
 from collections.abc import Iterable, Sequence
-from math import ceil
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, Tier
 from penstock.engine.forward_backward.gather import packed_bytes
@@ -15,7 +14,6 @@ from penstock.forecast.program import OF_MODEL, Collective, Program, WorkKind
 from penstock.memory_budget import gradient_bytes
 from penstock.rehearsal.rehearse import BACKWARD, FORWARD, Rehearsal
 from penstock.runtime.topology import Grid, Reach
-from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
 
 
 def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, *, micro_batches: int) -> Load:
@@ -57,7 +55,6 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
         forward_gathered_bytes=gathered,
         backward_gathered_bytes=again,
         ahead_bytes=min(gathered, blueprint.request.options.prefetch_bytes + _largest(blueprint.units)),
-        kept_bytes=_ring_bytes(blueprint.request.options.tile_bytes, own, own + grads + optimizer),
         activations=choice.activations,
         activation_peak_bytes={"device": max(0, on_device), "cpu": _more(rehearsal, Tier.CPU)},
         passing_bytes={
@@ -77,12 +74,6 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
 
 # How many tiles buffers beside rings of files have in all.
 _PASSING_TILES = 64
-
-
-def _ring_bytes(tile_bytes: int, params_bytes: int, state_bytes: int) -> int:
-    """Count what the two rings of files hold at most: one of updates, and one of gathers and gradients."""
-    record = ceil(tile_bytes * state_bytes / max(params_bytes, 1))
-    return 2 * max(RING_BYTES, LEAST_FILE_SLOTS * record)
 
 
 def _stays(plan: UnitPlan) -> bool:

@@ -4,6 +4,8 @@ import contextlib
 import errno
 import os
 import random
+import secrets
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from penstock.errors import ConfigError, one_line
 from penstock.probe.sampling import Deadline, Measurement, Turns, quartiles, seconds_of, take_turns
 from penstock.runtime.aio import File, Queue, Transfer
 from penstock.runtime.host_memory import PAGE_BYTES, page_aligned
-from penstock.runtime.swap import SwapFolder, free_disk_bytes
+from penstock.runtime.swap import check_space, existing_folder, free_disk_bytes
 from penstock.runtime.system import core_quota
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -35,7 +37,6 @@ _ADVICE = {
     errno.ENOENT: "Create it, or name another one.",
     errno.ENOTDIR: "Name a folder.",
     errno.ENOSPC: f"Free {LEAST_FREE_BYTES:,} bytes there, or name another one.",
-    errno.EBUSY: "It lies in the folder of a run: name the one around that.",
 }
 
 Folder = str | PathLike[str]
@@ -53,12 +54,13 @@ def check_folders(folders: Sequence[Folder]) -> None:
         ConfigError: a folder is missing, is none, cannot be written, or is full; or two are the same one. The message
             names it.
     """
-    seen: set[str] = set()
+    seen: set[Path] = set()
     for folder in folders:
         shown = f"'{one_line(os.fsdecode(os.fspath(folder)))}'"
         try:
-            SwapFolder(folder, LEAST_FREE_BYTES).close()
-            path = os.path.realpath(folder)
+            path = existing_folder(folder)
+            check_space(path, LEAST_FREE_BYTES)
+            tempfile.TemporaryFile(dir=path).close()
         except (OSError, ValueError) as error:  # an `NvmeError` is an `OSError`; a path may have a null byte
             number = error.errno if isinstance(error, OSError) else None
             why = os.strerror(number) if number else one_line(error)
@@ -121,13 +123,11 @@ def _divided(figure: Measurement, count: int) -> Measurement:
 
 def _measure_folder(folder: Folder, deadline: Deadline) -> dict[str, Measurement]:
     """Measure one folder."""
-    free = free_disk_bytes(folder)
+    path = existing_folder(folder) / f"penstock-{os.getpid()}-{secrets.token_hex(4)}-probe"
     with contextlib.ExitStack() as closing:
-        swap = SwapFolder(folder, LEAST_FREE_BYTES)
-        closing.callback(swap.close)
         queue = closing.enter_context(Queue(Options().io_queue_depth))
-        record, nbytes = _sizes(queue, swap.path, free, deadline)
-        file = closing.enter_context(File(queue, swap.path / "probe", nbytes))
+        record, nbytes = _sizes(queue, path, deadline)
+        file = closing.enter_context(File(queue, path, nbytes, named=False))
         disk = _Disk(file, record)
         disk.move(writes=True, reads=False)  # blocks that were never written are faster to read, and slower to write
         cases: dict[str, Callable[[], float]] = {
@@ -137,18 +137,17 @@ def _measure_folder(folder: Folder, deadline: Deadline) -> dict[str, Measurement
             "disk_seconds": disk.latency,
         }
         turns = take_turns(cases, deadline)
-        where = _where(swap.path, direct=file.direct)
+        where = _where(path.parent, direct=file.direct)
     return _figures(turns, record, nbytes, where) | {"disk_cores": disk.cores_rate()}
 
 
-def _sizes(queue: Queue, folder: Path, free: int, deadline: Deadline) -> tuple[int, int]:
+def _sizes(queue: Queue, path: Path, deadline: Deadline) -> tuple[int, int]:
     """Choose the bytes of a record and of the file, so that a few rounds are over in time."""
-    nbytes = LEAST_FILE_BYTES
-    with File(queue, folder / "first", nbytes) as file:
+    free, nbytes = free_disk_bytes(path.parent), LEAST_FILE_BYTES
+    with File(queue, path, nbytes, named=False) as file:
         disk = _Disk(file, MIB)
         disk.move(writes=True, reads=False)
         rate = nbytes / seconds_of(lambda: disk.move(writes=True, reads=False))
-        file.remove()
     # The file is written once before, and moved three times in a round, half of it each way in the last: five rounds.
     wanted = int(rate * max(deadline.left(), 0.0)) // 16
     nbytes = max(LEAST_FILE_BYTES, min(wanted, MOST_FILE_BYTES, free // 4))

@@ -37,6 +37,7 @@ ADVICE = {
     errno.EDQUOT: "Free space in your quota, or give another nvme_path.",
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or give an nvme_path on another file system.",
     errno.EMFILE: OPEN_FILES,
+    errno.ENFILE: OPEN_FILES,
     errno.ENOENT: "Create the folder, or give another nvme_path.",
     errno.ENOTDIR: "Give an nvme_path that is a folder.",
     errno.EACCES: "Make the folder writable, or give another nvme_path.",
@@ -77,11 +78,6 @@ class Queue:
         # still reads a file into it. The threads end before this set does, also when the interpreter exits.
         self._pending: set[Transfer] = set()
         self._end_threads = at_end(self, self._native.close)
-
-    @property
-    def depth(self) -> int:
-        """How many requests may be in flight at once."""
-        return self._native.depth
 
     def close(self) -> None:
         """Finish all transfers and end the threads. May be called again.
@@ -134,16 +130,20 @@ class File:
         path: where to make it. The path must not exist; its folder must.
         size: its size in bytes, a multiple of 4096.
         mode: its permissions, as `os.open` takes them.
+        named: keep the file's name. A file without one exists as long as it is open: the system frees its blocks when
+            it is closed, and however the process ends.
 
     Raises:
         NvmeError: the file cannot be made, or there is no room for it; nothing is left behind.
         ValueError: `size` is not whole pages.
     """
 
-    def __init__(self, queue: Queue, path: str | PathLike[str], size: int, mode: int = 0o600) -> None:
+    def __init__(
+        self, queue: Queue, path: str | PathLike[str], size: int, mode: int = 0o600, *, named: bool = True
+    ) -> None:
         if size <= 0 or size % PAGE_BYTES:
             raise ValueError(f"a file of {size:,} bytes is not whole pages of {PAGE_BYTES}; round it up")
-        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode))
+        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode, named=named))
 
     @classmethod
     def existing(cls, queue: Queue, path: str | PathLike[str], *, direct: bool = True) -> File:
@@ -169,21 +169,10 @@ class File:
         self._queue = queue
         self._descriptor = descriptor
         self._native: _native.File | None = _native.File(descriptor)
-        self._moved_bytes = (0, 0)  # read and written, of a closed file
         self.direct = direct and _set_direct(descriptor)
         if direct and not self.direct and not queue._said_buffered:
             queue._said_buffered = True
             logger.warning("No direct I/O on the file system of %s: its files go through the page cache.", self.path)
-
-    @property
-    def bytes_read(self) -> int:
-        """How many bytes reads have moved, failed ones included."""
-        return self._native.bytes_read if self._native is not None else self._moved_bytes[0]
-
-    @property
-    def bytes_written(self) -> int:
-        """How many bytes writes have moved, failed ones included."""
-        return self._native.bytes_written if self._native is not None else self._moved_bytes[1]
 
     def read(
         self, offset: int, into: Tensor, *, checksum: int | None = None, sums: bool = True, what: str = ""
@@ -222,13 +211,6 @@ class File:
         """
         return self._start(offset, source, what, write=True, sums=checksum and known is None, known=known)
 
-    def remove(self) -> None:
-        """Take the file's name away, if that is still its own. The bytes go when the file is closed."""
-        assert self._native is not None
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path)):
-                os.unlink(self.path)
-
     def sync(self) -> None:
         """Block until everything that was written is on the disk.
 
@@ -255,11 +237,9 @@ class File:
             NvmeError: a transfer that nobody waited for has failed; the first one. The file is closed all the same.
         """
         try:
-            # Transfers keep the descriptor open by themselves. But without this wait nobody would get their errors, and
-            # the bytes that they still move would not be counted.
+            # Transfers keep the descriptor open by themselves. But without this wait nobody would get their errors.
             self._queue._wait_for([transfer for transfer in list(self._queue._pending) if transfer.file is self])
         finally:
-            self._moved_bytes = (self.bytes_read, self.bytes_written)
             self._native = None
 
     def __enter__(self) -> File:
@@ -408,17 +388,20 @@ def checksum(memory: Tensor) -> int:
     return _native.crc32c(memory.data_ptr(), memory.nbytes)
 
 
-def _create(path: str, size: int, mode: int) -> int:
+def _create(path: str, size: int, mode: int, *, named: bool) -> int:
     """Make a file with all its blocks allocated, and return its descriptor. Leave nothing behind where that fails."""
     descriptor = None
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        if not named:
+            os.unlink(path)  # before it has blocks: a process that is killed here leaves none behind
         # All blocks now: a disk that is full is found here, and not by a write in the middle of a step.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         if descriptor is not None:  # made, but without room: it must not be found by the next run
             os.close(descriptor)
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         raise NvmeError(
             f"Cannot make a file of {size:,} bytes at {path}: {error.strerror}. "
             f"{ADVICE.get(error.errno or 0, DISK_FAILED)}",

@@ -20,7 +20,6 @@ those are over, and who finds no room waits for that before more is taken.
 
 import contextlib
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from operator import attrgetter
 from typing import NamedTuple
@@ -103,7 +102,7 @@ class ActivationPool:
         self._folders = folders if self._in_files else 1
         self.tile_bytes = round_up(tile_bytes, PAGE_BYTES)
         self._blocks: dict[int, _Block] = {}  # by number
-        self._holes: list[SlabExtent] = []  # sorted; neighbours are one
+        self._holes: list[SlabExtent] = []  # neighbours are one
         self._made = 0
         self._dropped: deque[ActivationStorage] = deque()
 
@@ -175,19 +174,7 @@ class ActivationPool:
             self._dropped.popleft()
             for section in home.sections:
                 section.drop()
-            for extent in extents:
-                self._free(extent)
-
-    def _free(self, extent: SlabExtent) -> None:
-        """Make a hole of an extent, and of the holes beside it."""
-        number, start, stop = extent
-        place = bisect_left(self._holes, extent)
-        if place < len(self._holes) and self._holes[place][:2] == (number, stop):
-            stop = self._holes.pop(place).stop
-        if place and self._holes[place - 1].block == number and self._holes[place - 1].stop == start:
-            place -= 1
-            start = self._holes.pop(place).start
-        self._holes.insert(place, SlabExtent(number, start, stop))
+            self._holes = _joined([*self._holes, *extents])
 
     def _take_extent(self, wanted: int) -> SlabExtent:
         """Take bytes that are free: of memory whole if possible, of files a tile at most."""
@@ -203,7 +190,7 @@ class ActivationPool:
         self._holes.remove(hole)
         cut = hole.start + min(wanted, hole.nbytes)
         if cut < hole.stop:
-            insort(self._holes, hole._replace(start=cut))
+            self._holes.append(hole._replace(start=cut))
         return hole._replace(stop=cut)
 
     def _grow(self, missing: int) -> None:
@@ -226,12 +213,22 @@ class ActivationPool:
         for record in range(self._folders):
             space = record if self._in_files else int(section.bounce is not None)
             self._blocks[self._made] = _Block(section, record, space)
-            insort(self._holes, SlabExtent(self._made, 0, each))
+            self._holes.append(SlabExtent(self._made, 0, each))
             self._made += 1
 
     def _plan(self, start: int, numel: int, tile_numel: int) -> SegmentPlan:
         cell = CellPlan(self._unit, self._kind, self._tier, torch.uint8, numel)
         return SegmentPlan(self._kind, self._tier, (cell,), start, numel, tile_numel)
+
+
+def _joined(holes: list[SlabExtent]) -> list[SlabExtent]:
+    """Make one hole of holes that follow each other."""
+    joined: list[SlabExtent] = []
+    for hole in sorted(holes):
+        if joined and (joined[-1].block, joined[-1].stop) == (hole.block, hole.start):
+            hole = joined.pop()._replace(stop=hole.stop)
+        joined.append(hole)
+    return joined
 
 
 def _bytes_of(holes: list[SlabExtent]) -> int:

@@ -11,7 +11,7 @@ from penstock.errors import MemoryBudgetError
 from penstock.runtime import host_memory
 from penstock.runtime.host_memory import Arena, ask_for_huge_pages
 from penstock.runtime.streams import FETCH, READ
-from penstock.tiers.storage import PASSING, CellPlan, MemorySegment, Ring, RingSlot, Segment, SegmentPlan
+from penstock.tiers.storage import PASSING, MemorySegment, Ring, RingPlan, Segment, SegmentPlan
 from penstock.tiers.tier import Slab, TierMemory
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -132,13 +132,12 @@ class HostTier(TierMemory):
         if self._bounce is None:
             nbytes = bounce_bytes(self._tile_bytes)
             slab = _HostSlab(self, self._arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
-            count = len(BOUNCE_READERS) * BOUNCE_SLOTS
-            cells = [CellPlan(f"(bounce {n})", STAGING, Tier.CPU, torch.uint8, self._tile_bytes) for n in range(count)]
-            section = slab.make(SegmentPlan(STAGING, Tier.CPU, tuple(cells), 0, self._tile_bytes, self._tile_bytes))
+            plan = RingPlan("bounce", len(BOUNCE_READERS) * BOUNCE_SLOTS, sizes={PASSING: self._tile_bytes})
+            (section,) = [slab.make(section) for section in plan.sections()]
+            slots = plan.slots([section])
             rings = {reader: Ring() for reader in BOUNCE_READERS}
-            for number, buffer in enumerate(section.tensors):
-                near = {PASSING: buffer}
-                rings[BOUNCE_READERS[number // BOUNCE_SLOTS]].fill([RingSlot(near, near)])
+            for number, ring in enumerate(rings.values()):
+                ring.fill(slots[number * BOUNCE_SLOTS :][:BOUNCE_SLOTS])
             self._bounce = section, slab, rings
         return self._bounce[2]
 

@@ -2,18 +2,18 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
 from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.runtime.aio import File, Queue, Transfer
-from penstock.runtime.swap import SwapFolder
+from penstock.runtime.swap import check_space, existing_folder
 from penstock.tiers.storage import RecordPlace, Records, Segment, SegmentPlan, SummedRecord, record_sizes
-from penstock.tiers.tier import Slab, TierMemory
+from penstock.tiers.tier import Slab, TierMemory, close_all
 
 
 class FileRecords(Records):
@@ -30,11 +30,8 @@ class FileRecords(Records):
         self._checksums = checksums
         self._transfers: list[Transfer | None] = [None] * len(places)  # the last write of each
 
-    def load(self, number: int, into: Tensor) -> Transfer | None:
+    def load(self, number: int, into: Tensor, *, sums: bool = True) -> Transfer | None:
         """Start to read a tile's record. One that was never written is zeros, at once."""
-        return self._read(number, into, sums=self._checksums)
-
-    def _read(self, number: int, into: Tensor, *, sums: bool) -> Transfer | None:
         place, last = self._places[number], self._transfers[number]
         if last is None:
             into[: place.nbytes].zero_()
@@ -42,11 +39,8 @@ class FileRecords(Records):
         expected = last.checksum if self._checksums else None
         return place.file.read(place.offset, into[: place.nbytes], checksum=expected, sums=sums, what=self.name(number))
 
-    def store(self, number: int, source: Tensor) -> Transfer:
-        """Start to write a tile's record."""
-        return self._write(number, source)
-
-    def _write(self, number: int, source: Tensor, known: int | None = None) -> Transfer:
+    def store(self, number: int, source: Tensor, known: int | None = None) -> Transfer:
+        """Start to write a tile's record, of which the checksum may be known."""
         place = self._places[number]
         transfer = place.file.write(
             place.offset, source[: place.nbytes], checksum=self._checksums, known=known, what=self.name(number)
@@ -58,7 +52,7 @@ class FileRecords(Records):
         """Have an update sum a tile's record; see `Records.summed`."""
         if not self._checksums:
             return None
-        return SummedRecord(buffer, partial(self._read, number, sums=False), partial(self._write, number))
+        return SummedRecord(buffer, partial(self.load, number, sums=False), partial(self.store, number))
 
     def cut(self, tile: int, start: int, plan: SegmentPlan) -> "FileRecords":
         """Make a section with records of its own from a byte of a tile's record on; this one keeps nothing there."""
@@ -107,10 +101,7 @@ def bytes_by_folder(planned: Mapping[str, Striping], folders: int) -> list[int]:
 
 
 class NvmeTier(TierMemory):
-    """Files on one disk or several: one in each folder for each home.
-
-    The folders are this run's own, locked; they are there while there are files, and gone at close and when the process
-    ends (`runtime/swap.py`).
+    """Files on one disk or several: one in each folder for each home, without a name.
 
     Arguments:
         parents: existing folders, one for each disk.
@@ -124,10 +115,7 @@ class NvmeTier(TierMemory):
         self._parents = tuple(parents)
         self._queue_depth = queue_depth
         self._checksums = checksums
-        self._folders: list[SwapFolder] = []
-        self._queues: list[Queue] = []
-        self._slabs: list[FileSlab] = []
-        self._made = 0
+        self._queues: list[Queue] = []  # of those folders that have had a file
 
     def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Make a file for each home in each folder, allocated in full."""
@@ -136,77 +124,43 @@ class NvmeTier(TierMemory):
             raise ConfigError(
                 "The nvme tier has no folder for its files. Name one on a fast disk: Placement(nvme_path=...)."
             )
-        slabs: dict[str, Slab] = {}
         planned = stripe(wanted, len(self._parents))
-        needed = bytes_by_folder(planned, len(self._parents))
-        try:
-            self._open_folders(needed)
+        folders = []
+        for parent, nbytes in zip(self._parents, bytes_by_folder(planned, len(self._parents)), strict=True):
+            if nbytes:  # with more folders than records the first ones are filled
+                folders.append(existing_folder(parent))
+                check_space(folders[-1], nbytes)
+        self._queues += [Queue(self._queue_depth) for _ in folders[len(self._queues) :]]
+        slabs: dict[str, Slab] = {}
+        with contextlib.ExitStack() as undo:
             for home, striping in planned.items():
-                slabs[home] = self._make_slab(home, striping.used)
-        except BaseException:
-            for slab in slabs.values():
-                slab.close()
-            self._close_folders()
-            raise
+                files: list[File] = []
+                for folder, queue, nbytes in zip(folders, self._queues, striping.used, strict=False):
+                    if nbytes:
+                        path = folder / f"penstock-{os.getpid()}-{secrets.token_hex(4)}-{home}"
+                        files.append(File(queue, path, nbytes, named=False))
+                        undo.callback(files[-1].close)
+                slabs[home] = FileSlab(files, checksums=self._checksums)
+            undo.pop_all()
         return slabs
 
-    def _open_folders(self, needed: Sequence[int]) -> None:
-        """Make folders, with room for these bytes, where there are none yet."""
-        for parent, nbytes in list(zip(self._parents, needed, strict=True))[len(self._folders) :]:
-            if nbytes == 0:
-                break  # more folders than records: the first ones were filled
-            self._folders.append(SwapFolder(parent, nbytes))
-            self._queues.append(Queue(self._queue_depth))
-
-    def _make_slab(self, home: str, sizes: Sequence[int]) -> "FileSlab":
-        self._made += 1
-        for folder in self._folders:
-            folder.check()
-        files: list[File] = []
-        with contextlib.ExitStack() as undo:
-            for folder, queue, nbytes in zip(self._folders, self._queues, sizes, strict=False):
-                if nbytes:
-                    files.append(File(queue, Path(folder.path, f"{home}.{self._made}"), nbytes))
-                    undo.callback(files[-1].close)
-            undo.pop_all()
-        slab = FileSlab(files, checksums=self._checksums, closed=self._closed)
-        self._slabs.append(slab)
-        return slab
-
-    def _closed(self, slab: "FileSlab") -> None:
-        if slab in self._slabs:
-            self._slabs.remove(slab)
-            self._close_folders()
-
-    def _close_folders(self) -> None:
-        if not self._slabs:
-            folders, queues, self._folders, self._queues = self._folders, self._queues, [], []
-            with contextlib.ExitStack() as closing:  # the last one first, each whatever the others raise
-                for parts in (folders, queues):
-                    for part in parts:
-                        closing.callback(part.close)
-
     def close(self) -> None:
-        """Finish what is under way, and remove files and folders.
+        """Finish what is under way, and end the threads.
 
         Raises:
-            NvmeError: the failure of a transfer that nobody waited for. Everything is removed all the same.
+            NvmeError: the failure of a transfer that nobody waited for. All threads have ended all the same.
         """
-        with contextlib.ExitStack() as closing:
-            closing.callback(self._close_folders)
-            for slab in list(self._slabs):
-                closing.callback(slab.close)
+        queues, self._queues = self._queues, []
+        close_all(queues)
 
 
 class FileSlab(Slab):
     """One preallocated file in each folder, for the sections of one home of every unit."""
 
-    def __init__(self, files: Sequence[File], *, checksums: bool, closed: Callable[["FileSlab"], None]) -> None:
+    def __init__(self, files: Sequence[File], *, checksums: bool) -> None:
         self._files = files
         self._striping = Striping(len(files))
         self._checksums = checksums
-        self._report_closed = closed
-        self._owner = os.getpid()
 
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
         """Make the next of the planned sections."""
@@ -220,14 +174,9 @@ class FileSlab(Slab):
         return not any(file.closed for file in self._files)
 
     def close(self) -> None:
-        """Finish what is under way, and remove the files. Once is enough.
+        """Finish what is under way, and close the files, which are gone then. Once is enough.
 
         Raises:
-            NvmeError: the failure of a transfer that nobody waited for. Everything is removed all the same.
+            NvmeError: the failure of a transfer that nobody waited for. Everything is closed all the same.
         """
-        with contextlib.ExitStack() as closing:
-            closing.callback(self._report_closed, self)
-            for file in self._files:
-                closing.callback(file.close)
-                if os.getpid() == self._owner and not file.closed:  # a forked child has no part in it
-                    closing.callback(file.remove)
+        close_all(self._files)

@@ -11,19 +11,17 @@ they are needed.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
+from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.runtime.topology import Reach
 from penstock.tiers.storage import (
     PASSING,
     STRETCH_NUMEL,
-    CellPlan,
     RecordLayout,
     Ring,
+    RingPlan,
     RingSlot,
     Segment,
     SegmentPlan,
@@ -43,20 +41,11 @@ LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
 # of them to fill and empty the ring behind each other, and to divide between the device and the host.
 STRETCH_RING_BYTES, LEAST_STRETCHES = 768 << 20, 32
 
+#: The tiers beside which updates run.
+SIDES = (Tier.DEVICE, Tier.CPU)
+
 #: The sections of one unit on this rank, by home.
 Sections = Mapping[str, Sequence[SegmentPlan]]
-
-
-@dataclass(frozen=True)
-class SlotPlan:
-    """The buffers of one slot, by home: where a tile is used, and where its files are read and written."""
-
-    near: Mapping[str, SegmentPlan]
-    host: Mapping[str, SegmentPlan]
-
-    def sections(self) -> Iterator[SegmentPlan]:
-        """List every buffer."""
-        yield from (*self.near.values(), *self.host.values())
 
 
 class StagingPlan:
@@ -68,40 +57,36 @@ class StagingPlan:
         reach: what compute reads where it rests.
 
     Attributes:
-        stretch: how many tiles a slot of each ring of updates holds, by the tier beside which they run.
+        rings: the rings of `Staging`, in its order.
     """
 
     def __init__(self, units: Sequence[Sections], *, reduce_dtype: torch.dtype, reach: Reach) -> None:
         self._reach = reach
         plans = [plan for unit in units for sections in unit.values() for plan in sections]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
-        self.landing = self._landing_slots(units, reduce_dtype)
-        rings = {beside: self._ring_beside(beside, units) for beside in (Tier.DEVICE, Tier.CPU)}
-        self.update = {beside: slots for beside, (slots, _) in rings.items()}
-        self.stretch = {beside: stretch for beside, (_, stretch) in rings.items()}
-        self.transit = transit_slots(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ()))
-
-    def sections(self) -> Iterator[SegmentPlan]:
-        """List every buffer."""
-        for slots in (self.landing, *self.update.values(), self.transit):
-            for slot in slots:
-                yield from slot.sections()
-
-    def _landing_slots(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> list[SlotPlan]:
-        """Plan two slots of a stretch: one is filled while the other is added or cast."""
-        if in_reach(Tier.CPU, Tier.DEVICE, self._reach):
-            return []
-        away = [p for unit in units for p in unit.get(GRAD, ()) if p.cells and p.tier is not Tier.DEVICE]
-        if not any(plan.tier is Tier.CPU or plan.cells[0].dtype != reduce_dtype for plan in away):
-            return []
-        nbytes = self._tile * reduce_dtype.itemsize
-        nbytes *= _stretch(self._tile, _tiles(away), MEMORY_SLOTS * nbytes)
-        return [
-            SlotPlan({PASSING: _buffer(f"landing {number}", Tier.CPU, nbytes)}, {}) for number in range(MEMORY_SLOTS)
+        self.rings = [
+            self._landing(units, reduce_dtype),
+            *(self._ring_beside(beside, units) for beside in SIDES),
+            transit_ring(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ())),
         ]
 
-    def _ring_beside(self, beside: Tier, units: Sequence[Sections]) -> tuple[list[SlotPlan], int]:
-        """Plan the ring of the updates beside one tier: its slots, and how many tiles each of them holds."""
+    def sections(self) -> list[SegmentPlan]:
+        """Plan every buffer."""
+        return [section for ring in self.rings for section in ring.sections()]
+
+    def _landing(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> RingPlan:
+        """Plan two slots of a stretch: one is filled while the other is added or cast."""
+        if in_reach(Tier.CPU, Tier.DEVICE, self._reach):
+            return RingPlan()
+        away = [p for unit in units for p in unit.get(GRAD, ()) if p.cells and p.tier is not Tier.DEVICE]
+        if not any(plan.tier is Tier.CPU or plan.cells[0].dtype != reduce_dtype for plan in away):
+            return RingPlan()
+        nbytes = self._tile * reduce_dtype.itemsize
+        nbytes *= _stretch(self._tile, _tiles(away), MEMORY_SLOTS * nbytes)
+        return RingPlan("landing", MEMORY_SLOTS, sizes={PASSING: nbytes})
+
+    def _ring_beside(self, beside: Tier, units: Sequence[Sections]) -> RingPlan:
+        """Plan the ring of the updates beside one tier."""
         updated = (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM)
         sections = (each for unit in units for each in worked_on(beside, unit, OPTIMIZER, updated, streams=True))
         streams = any(plan.streamed != "none" for unit in units for plan in unit.get(OPTIMIZER, ()))
@@ -115,7 +100,7 @@ def plan_ring(
     sections: Iterable[tuple[str, SegmentPlan]],
     reach: Reach,
     in_memory: int = MEMORY_SLOTS,
-) -> tuple[list[SlotPlan], int]:
+) -> RingPlan:
     """Plan the ring through which tiles pass that are worked on beside one tier.
 
     Arguments:
@@ -126,31 +111,25 @@ def plan_ring(
         in_memory: how many slots there are where no file is read.
 
     Returns:
-        The slots, none where all is in reach, and how many tiles each of them holds.
+        A ring without slots where all is in reach.
     """
     passing: dict[str, list[SegmentPlan]] = {}
     for home, plan in sections:
         if plan.cells and not in_reach(plan.tier, beside, reach):
             passing.setdefault(home, []).append(plan)
     if not passing:
-        return [], 1
+        return RingPlan()
     files = {home for home, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
     near = Tier.CPU if reach.aliases_host else beside  # files want pages, which that tier hands out
-    bounced = files if near is Tier.DEVICE else ()  # what is taken from files to a device passes the host
     tile = max(min(plan.numel, plan.tile_numel) for plans in passing.values() for plan in plans)
     sizes, stretch = _sizes(passing, tile), 1
     count = _slots(sum(sizes.values())) if files else in_memory
     if not files:  # a record holds one tile
         stretch = _stretch(tile, max(map(_tiles, passing.values())), count * sum(sizes.values()))
         sizes = _sizes(passing, tile * stretch)
-    slots = [
-        SlotPlan(
-            {home: _buffer(f"{name} {number}, {home}", near, sizes[home]) for home in sizes},
-            {home: _buffer(f"file {number}, {home}", Tier.CPU, sizes[home]) for home in bounced},
-        )
-        for number in range(count)
-    ]
-    return slots, stretch
+    # What is taken from files to a device passes the host.
+    through_host = [home for home in sizes if home in files] if near is Tier.DEVICE else []
+    return RingPlan(name, count, stretch, near, sizes, through_host)
 
 
 def _tiles(plans: Iterable[SegmentPlan]) -> int:
@@ -178,11 +157,10 @@ def _sizes(passing: Mapping[str, Sequence[SegmentPlan]], numel: int) -> dict[str
     }
 
 
-def transit_slots(plans: Iterable[SegmentPlan]) -> list[SlotPlan]:
+def transit_ring(plans: Iterable[SegmentPlan]) -> RingPlan:
     """Plan the ring through which records pass."""
     nbytes = max((max(record_sizes(plan)) for plan in plans if not plan.tier.is_memory and plan.cells), default=0)
-    count = _slots(nbytes) if nbytes else 0
-    return [SlotPlan({PASSING: _buffer(f"transit {n}", Tier.CPU, nbytes)}, {}) for n in range(count)]
+    return RingPlan("transit", _slots(nbytes) if nbytes else 0, sizes={PASSING: nbytes})
 
 
 class Buffers:
@@ -192,20 +170,13 @@ class Buffers:
         self._store = store
         self._sections: list[Segment] = []
 
-    def make(self, plan: SegmentPlan, reserved: Reservation) -> Tensor:
-        """Make one of them, in memory that was reserved."""
-        section = reserved.make(plan)
-        self._sections.append(section)
-        return section.tensors[0]
-
-    def make_slots(self, slots: Sequence[SlotPlan], reserved: Reservation | None = None) -> list[RingSlot]:
-        """Make slots, in memory that was reserved with others or now."""
-        reserved = reserved or self._store.reserve([plan for slot in slots for plan in slot.sections()])
-        made = []
-        for slot in slots:
-            near = {home: self.make(plan, reserved) for home, plan in slot.near.items()}
-            made.append(RingSlot(near, near | {home: self.make(plan, reserved) for home, plan in slot.host.items()}))
-        return made
+    def make_slots(self, ring: RingPlan, reserved: Reservation | None = None) -> list[RingSlot]:
+        """Make the slots of a ring, in memory that was reserved with others or now."""
+        plans = ring.sections()
+        reserved = reserved or self._store.reserve(plans)
+        made = [reserved.make(plan) for plan in plans]
+        self._sections += made
+        return ring.slots(made)
 
     def free(self) -> None:
         """Give all buffers back, or keep them for the next time, if they were reserved for that. None is in use."""
@@ -224,6 +195,7 @@ class Staging:
         landing: the ring of gradients that come down to be added or cast.
         update: the rings of the updates, by the tier beside which they run.
         transit: the ring of gathers and gradients.
+        rings: all of them.
     """
 
     def __init__(self, store: Store) -> None:
@@ -233,8 +205,9 @@ class Staging:
         self._buffers = Buffers(store)
         self._slots: Sequence[tuple[Ring, Sequence[RingSlot]]] | None = None
         self.landing = Ring(self.take)
-        self.update = {beside: Ring(self.take) for beside in (Tier.DEVICE, Tier.CPU)}
+        self.update = {beside: Ring(self.take) for beside in SIDES}
         self.transit = Ring(self.take)
+        self.rings = [self.landing, *self.update.values(), self.transit]
 
     def give_back(self, make_plan: Callable[[], StagingPlan]) -> None:
         """Give back all buffers, before homes move or units change.
@@ -244,9 +217,7 @@ class Staging:
                 needed, also where an interrupt has kept the caller from `replan`.
         """
         self._make_plan, self._plan = make_plan, None
-        for ring in self.update.values():
-            ring.tiles = 1
-        for ring in (self.landing, *self.update.values(), self.transit):
+        for ring in self.rings:
             ring.drop()  # waits for what is under way: its memory goes below
         self._slots = None
         self._buffers.free()
@@ -256,8 +227,8 @@ class Staging:
         if self._plan is None:
             assert self._make_plan is not None
             self._plan = self._make_plan()
-            for beside, ring in self.update.items():
-                ring.tiles = self._plan.stretch[beside]
+            for ring, planned in zip(self.rings, self._plan.rings, strict=True):
+                ring.tiles = planned.tiles
         return self._plan
 
     def take(self, reserved: Reservation | None = None) -> None:
@@ -267,18 +238,15 @@ class Staging:
         if self._slots is None:
             plan = self.replan()
             self._buffers.free()  # those that an interrupt has left
-            update = ((self.update[beside], slots) for beside, slots in plan.update.items())
-            planned = [(self.landing, plan.landing), *update, (self.transit, plan.transit)]
             with contextlib.ExitStack() as undo:
                 if reserved is None:
-                    reserved = self._store.reserve(list(plan.sections()))
+                    reserved = self._store.reserve(plan.sections())
                     undo.callback(reserved.cancel)
-                made = [(ring, self._buffers.make_slots(slots, reserved)) for ring, slots in planned]
+                made = [self._buffers.make_slots(planned, reserved) for planned in plan.rings]
                 undo.pop_all()
-            self._slots = made
+            self._slots = list(zip(self.rings, made, strict=True))
         for ring, slots in self._slots:
-            if ring.is_empty:
-                ring.fill(slots)
+            ring.fill(slots)
 
 
 def worked_on(
@@ -319,8 +287,3 @@ def _covers(shadow: SegmentPlan, plan: SegmentPlan, update: SegmentPlan) -> bool
 
 def _slots(nbytes: int) -> int:
     return max(LEAST_FILE_SLOTS, min(MOST_FILE_SLOTS, RING_BYTES // max(nbytes, 1)))
-
-
-def _buffer(name: str, tier: Tier, nbytes: int) -> SegmentPlan:
-    cell = CellPlan(f"({name})", STAGING, tier, torch.uint8, nbytes)
-    return SegmentPlan(STAGING, tier, (cell,), 0, nbytes, max(nbytes, 1))

@@ -1,19 +1,19 @@
-"""Storage of one unit's training state: sections of tiles, records in files, and buffers used in turn."""
+"""Storage of one unit's training state: segments of tiles, records in files, and rings of buffers."""
 
 import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.config import Tier
+from penstock.config import STAGING, Tier
 from penstock.layout import round_up
 from penstock.rules.rule import RecordChecksums
 from penstock.runtime.aio import File, Transfer
@@ -21,80 +21,41 @@ from penstock.runtime.host_memory import PAGE_BYTES, Arena, page_aligned
 from penstock.runtime.streams import DONE, Event, Pending, PendingEvent, all_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Buffers of a tile each, or of a stretch of tiles, used in turn.
+# Rings: buffers of a tile each, or of a tile range, used in turn.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: Elements of a stretch, at most.
+#: The most elements of a tile range.
 STRETCH_NUMEL = 16 << 20
 
-#: The one buffer of a slot whose values only pass.
+#: The name of the buffer of a slot that has only one.
 PASSING = "passing"
-
-
-class KeptRecord(NamedTuple):
-    """A buffer that still holds what a record says, once `ready`, until its slot is used for something else."""
-
-    buffer: Tensor
-    ready: Event
-    slot: "RingSlot"
-
-
-class RecordKeeper(Protocol):
-    """Whoever has records.
-
-    Attributes:
-        kept: the buffers from which records can be had without loading, by tile.
-    """
-
-    kept: dict[int, KeptRecord]
 
 
 @dataclass(eq=False)
 class RingSlot:
-    """Buffers of bytes for one tile, or for a stretch.
+    """Buffers of bytes for one tile or tile range.
 
     Attributes:
-        near: the buffers where the tile is used, by home.
-        host: the buffers where records are loaded and stored, by home: the same ones, unless a device uses the tile.
+        near: the buffers where the tile is used, by storage.
+        host: the buffers where records are loaded and stored, by storage: the same ones, unless a device uses the tile.
         free: the event after which work on the slot is over.
-        holds: the records that its buffers still hold.
     """
 
     near: Mapping[str, Tensor]
     host: Mapping[str, Tensor]
     free: Event = DONE
-    holds: dict[tuple[RecordKeeper, int], None] = field(default_factory=dict)
-
-    def keep(self, section: RecordKeeper, number: int, buffer: Tensor, ready: Event) -> None:
-        """Let others take a record from the slot until it is used again."""
-        section.kept[number] = KeptRecord(buffer, ready, self)
-        self.holds[section, number] = None
-
-    def forget(self) -> None:
-        """Let nobody take a record from the slot any more: it is used for something else."""
-        for section, number in self.holds:
-            kept = section.kept.get(number)
-            # Another slot may have come to hold the record since: that one's note stays.
-            if kept is not None and kept.slot is self:
-                section.kept.pop(number, None)  # whoever frees what a move has left drops it on another thread
-        self.holds.clear()
-
-    def add_use(self, event: Event) -> None:
-        """Note one more use of the buffers as they are now."""
-        # A record may be taken from a slot that is being put back: it is free after both.
-        self.free = event if self.free.done() else all_of([self.free, event])  # site slot.earlier_use, slot.new_use
 
 
 class Ring:
-    """Slots, used in turn.
+    """Slots that are used in turn.
 
     Arguments:
-        before_use: called when a slot is wanted and there is none: it fills the ring.
+        before_use: fills the ring. Called by `take` where the ring has no slots.
 
     Attributes:
         tiles: how many tiles a slot holds.
-        lock: is held by whoever takes slots one after the other where another thread may do so, too.
+        lock: held by a thread that takes several slots, where another thread may take some too.
     """
 
     def __init__(self, before_use: Callable[[], None] = lambda: None) -> None:
@@ -104,74 +65,61 @@ class Ring:
         self._slots: deque[RingSlot] = deque()
 
     def fill(self, slots: Sequence[RingSlot]) -> None:
-        """Use these slots."""
-        self._slots.extend(slots)
+        """Use these slots from now on."""
+        self._slots = deque(slots)
 
-    @property
-    def is_empty(self) -> bool:
-        """Return True if there are no slots."""
-        return not self._slots
-
-    def take(self, wanted: RingSlot | None = None) -> RingSlot:
-        """Take the slot that was used least recently, or the one that is wanted."""
+    def take(self) -> RingSlot:
+        """Return the slot that was used least recently."""
         if not self._slots:
             self._before_use()
         assert self._slots, "the ring was planned without slots"
-        slot = next((slot for slot in self._slots if slot is wanted), self._slots[0])
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        return slot
+        self._slots.rotate(-1)
+        return self._slots[-1]
 
     @property
     def free(self) -> Event:
-        """Work on all slots is over."""
+        """The event after which work on all slots is over."""
         return all_of(slot.free for slot in self._slots)  # site ring.free
 
-    def forget(self) -> None:
-        """Let nobody take a record from the slots from now on: what is under way with them is all there will be."""
-        for slot in self._slots:
-            slot.forget()
-
     def drop(self) -> None:
-        """Let go of the slots, once work on them is over. Who needs what has failed gets its error from it."""
+        """Drop the slots once work on them is over. Errors of that work are left to its own events."""
         for slot in self._slots:
             with contextlib.suppress(Exception):
-                # Else the memory is taken by others while a copy still writes it.
+                # The memory is handed out again at once, and a copy may still write it (ordering rule 1).
                 slot.free.synchronize()  # site ring.free_to_drop
-            slot.forget()
         self._slots.clear()
+        self.tiles = 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where some kinds of one unit rest, tile by tile: in sections, each on one tier.
+# Storage of some kinds of one unit: segments of whole tiles, each on one tier.
 #
-#     home       | section on the device | section on the cpu     | section in a file |
+#     storage    | segment on the device | segment on the cpu     | segment in a file |
 #     tiles      | 0 | 1 | 2 |           | 3 | 4 |                | 5 | 6 |
 #
-# Most homes are one section. A home is split where the placement splits its kinds between tiers, and its sections are
-# exchanged when it moves. Elements are counted from the start of this rank's shard, in a section from the start of the
-# section; sections are whole tiles.
+# Most storages are one segment. A storage has several where the placement splits its kinds between tiers. Offloading
+# exchanges its segments. Elements are counted from the start of this rank's shard; in a segment, from its own start.
 #
-# A home knows the events of its last write and of its last read. Whoever writes it or reads it beside compute notes
-# that here, and whoever needs it asks here: nobody else keeps an event of it. Sections whose tiles are records
-# (`tiers/storage.py`) know each tile's last write by themselves.
+# A storage keeps the events of its last write and of the reads since then. Work beside compute that writes or reads it
+# records its event here, and later work waits for these events: nothing else keeps them. Segments of records keep the
+# event of each tile's last store instead.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The values of a home's kinds for some range of elements, in the order of its cells.
+#: The values of a storage's kinds for a range of elements, in the order of its cells.
 Views = tuple[Tensor, ...]
 
-#: Which tiles a device updates whose state rests elsewhere.
+#: Which tiles with state on another tier a device updates.
 Streamed = Literal["none", "some", "all"]
 
 
 @dataclass(frozen=True)
 class CellPlan:
-    """A cell before its memory: what will be allocated, where.
+    """Plan of a cell: one kind of a segment.
 
     Attributes:
-        numel: how many values it has.
-        grain: how many elements of the shard one value belongs to: 1, or the block of a scale.
+        numel: the number of values.
+        grain: the number of elements of the shard that share one value: 1, or the block size of a scale.
     """
 
     unit: str
@@ -188,26 +136,26 @@ class CellPlan:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of memory that the cell takes: on the cpu tier whole pages."""
+        """Bytes of memory that the cell takes: whole pages on the cpu tier."""
         return Arena.lease_bytes(self.numel, self.dtype) if self.tier is Tier.CPU else self.nbytes
 
     def part(self, start: int, stop: int) -> slice:
-        """Place the values of elements `start` to `stop` of the section; `start` is the first of a grain."""
+        """Return the slice of values for elements `start` to `stop` of the segment. `start` begins a grain."""
         return slice(start // self.grain, -(-stop // self.grain))
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A section before its memory.
+    """Plan of a segment.
 
     Attributes:
-        home: which home it is a section of: `"param"`, `"grad"`, `"master"`, `"optimizer"`, ...
-        tier: where it will be.
-        cells: its kinds; none where the home keeps nothing of these elements.
+        home: the storage that it belongs to: `"param"`, `"grad"`, `"master"`, `"optimizer"`, ...
+        tier: the tier of its memory or files.
+        cells: its kinds; empty where the storage keeps nothing of these elements.
         start: its first element.
-        numel: its elements.
+        numel: the number of its elements.
         tile_numel: elements of a tile; the last one may be shorter.
-        copied: whether a device copies it from or to the cpu tier, where it is there; else the host alone works on it.
+        copied: True if a device copies it from or to the cpu tier. Otherwise only the host works on it there.
         streamed: which of its tiles a device updates, where it is on another tier.
     """
 
@@ -217,10 +165,10 @@ class SegmentPlan:
     start: int
     numel: int
     tile_numel: int
-    copied: bool = field(default=True, compare=False)  # says nothing of where it is
+    copied: bool = field(default=True, compare=False)  # two plans of the same memory are equal
     streamed: Streamed = field(default="none", compare=False)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.numel
@@ -232,17 +180,17 @@ class SegmentPlan:
 
     @cached_property
     def label(self) -> str:
-        """Say which kinds of which unit they are, for errors: every transfer is named, in case that it fails."""
+        """Name of its kinds and its unit, for errors. Cached, because every transfer is named in case it fails."""
         kinds = " and ".join(dict.fromkeys(cell.kind for cell in self.cells))
         return f"{kinds} of unit '{self.cells[0].unit}'"
 
     def on(self, tier: Tier) -> "SegmentPlan":
-        """Plan the same on another tier, where it is brought."""
+        """Return the plan of the same segment on another tier."""
         return replace(self, tier=tier, copied=True, cells=tuple(replace(cell, tier=tier) for cell in self.cells))
 
 
 class RecordPlace(NamedTuple):
-    """Where a record lies."""
+    """The location of a record: a range of a file."""
 
     file: File
     offset: int
@@ -250,12 +198,13 @@ class RecordPlace(NamedTuple):
 
 
 class Segment(ABC):
-    """Some kinds of a part of a unit's shard, on one tier.
+    """Some kinds of a range of a unit's shard, on one tier.
 
     Attributes:
-        tensors: the values of each kind, where arithmetic can reach them; none of those whose tiles are records.
-        bounce: asks for the rings through which copies between the values and the device pass, one for each stream that
-            may read; `None` where the device copies by itself. They may be taken by the first call.
+        tiles: the number of tiles.
+        tensors: the values of each kind; empty where tiles are records.
+        bounce: returns the rings of bounce buffers that copies between the values and the device pass, by the stream
+            that reads. The first call may allocate them. `None` where the device copies without them.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -266,47 +215,38 @@ class Segment(ABC):
         self.tier = plan.tier
         self.numel = plan.numel
         self.tile_numel = plan.tile_numel
+        self.tiles = -(-plan.numel // plan.tile_numel)
 
-    @property
-    def tiles(self) -> int:
-        """How many tiles there are."""
-        return -(-self.numel // self.tile_numel)
-
-    def tile_range(self, number: int) -> tuple[int, int]:
-        """Give the first element of a tile, and one past its last."""
+    def tile_range(self, number: int, count: int = 1) -> tuple[int, int]:
+        """Return the first element of a tile, and one past the last of so many from there on."""
         first = number * self.tile_numel
-        return first, min(first + self.tile_numel, self.numel)
+        return first, min(first + count * self.tile_numel, self.numel)
 
-    @property
-    @abstractmethod
-    def written(self) -> Event:
-        """The last writes that the section itself knows of, of all tiles."""
-
-    @abstractmethod
     def views(self, start: int, stop: int) -> Views:
-        """View the values of elements `start` to `stop` in place. Of memory alone."""
+        """Return views of elements `start` to `stop`. Only segments in memory have some."""
+        raise AssertionError("records are loaded to be looked at")
 
     @abstractmethod
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
-        """Look at elements `start` to `stop`, piece by piece, on the caller's time. See `Storage.visit`."""
+        """Visit elements `start` to `stop`, piece by piece, in the calling thread. See `Storage.visit`."""
 
     @abstractmethod
     def cut(self, tile: int, start: int, plan: SegmentPlan) -> "Segment":
-        """Make a section of its own over a part of a section of bytes.
+        """Make a segment over a part of this segment, whose only kind is bytes.
 
         Arguments:
             tile: the tile that the part lies in.
-            start: the part's first byte in it.
-            plan: what the new section is.
+            start: the part's first byte in the tile.
+            plan: the plan of the new segment.
         """
 
-    @abstractmethod
     def drop(self) -> None:
-        """Let go of the values: they are elsewhere now."""
+        """Drop the values."""
+        self.tensors = ()
 
 
 class MemorySegment(Segment):
-    """Kinds that are tensors: on the device or the cpu tier.
+    """A segment whose kinds are tensors: on the device or the cpu tier.
 
     Arguments:
         tensors: the values of each kind.
@@ -323,38 +263,29 @@ class MemorySegment(Segment):
         self.tensors = tuple(tensors)
         self.bounce = bounce
 
-    @property
-    def written(self) -> Event:
-        """Nothing: the home knows who writes memory."""
-        return DONE
-
     def views(self, start: int, stop: int) -> Views:
-        """View the values of elements `start` to `stop` in place."""
+        """Return views of elements `start` to `stop`."""
         if start == 0 and stop == self.numel:
             return self.tensors
         return tuple(tensor[cell.part(start, stop)] for cell, tensor in zip(self.plan.cells, self.tensors, strict=True))
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
-        """Look at one piece, in place."""
+        """Visit one piece, in place."""
         del modify
         yield start, stop, self.views(start, stop)
 
     def cut(self, tile: int, start: int, plan: SegmentPlan) -> "MemorySegment":
-        """Make a section over the same memory, of the only kind's values from `start` of the tile on."""
+        """Make a segment over the same memory, from byte `start` of the tile on."""
         (memory,) = self.tensors
         first = self.tile_range(tile)[0] + start
         return MemorySegment(plan, [memory[first : first + plan.numel]], self.bounce)
 
-    def drop(self) -> None:
-        """Let go of the tensors."""
-        self.tensors = ()
-
 
 class MemoryEvents:
-    """Who wrote and who read a home's memory last. Homes over the same memory share it.
+    """Events of the last write and the last reads of a storage's memory. Storages over the same memory share them.
 
     Attributes:
-        written: the last write: values are there after it.
+        written: the last write: the values are complete after it.
     """
 
     def __init__(self, written: Event) -> None:
@@ -362,46 +293,43 @@ class MemoryEvents:
         self._read = DONE
 
     def write(self, event: Event) -> None:
-        """Note the last write. It follows all before it, so nobody has to wait for those any longer."""
+        """Record the last write, and drop earlier events. The work behind it waited for `free` (ordering rule 3)."""
         self.written, self._read = event, DONE  # else the reads would add up for as long as training goes on
 
     @property
     def read(self) -> Event:
-        """The reads since then that are not over yet: memory is written again after them."""
-        if self._read is not DONE:  # not those that are over: events keep their errors, and what those refer to
+        """The reads since the last write that are not over. The next write follows them (ordering rule 3)."""
+        if self._read is not DONE:  # without those that are over: an event keeps its error, and the frames behind it
             self._read = all_of(part for part in self._read.parts() if not part.done())  # site storage.reads
         return self._read
 
     def add_read(self, event: Event) -> None:
-        """Note one more read."""
+        """Record a read."""
         self._read = all_of([*self.read.parts(), event])  # site storage.earlier_reads, storage.new_read
 
     @property
     def free(self) -> Event:
-        """Everything that a write has to follow."""
+        """The event that the next write follows."""
         return all_of([self.written, self.read])  # site storage.free_of_write, storage.free_of_reads
 
 
 class Storage:
-    """Some kinds of one unit, in sections.
+    """Storage of some kinds of one unit.
 
     Arguments:
-        sections: one after the other, without gaps.
-        memory: the events of its memory, where another home shares it.
+        sections: its segments, in order and without gaps.
+        memory: the events of its memory, where another storage shares it.
 
     Attributes:
-        memory: the events of what of it is memory.
+        memory: the events of those segments that are memory.
+        records: those segments that are records.
     """
 
     def __init__(self, sections: Sequence[Segment], memory: MemoryEvents | None = None) -> None:
         self.sections = tuple(sections)
+        self.records = [section for section in self.sections if isinstance(section, Records)]
         self.memory = memory or MemoryEvents(DONE)
         assert all(a.plan.stop == b.plan.start for a, b in pairwise(self.sections)), "sections follow each other"
-
-    @property
-    def start(self) -> int:
-        """The first element."""
-        return self.sections[0].plan.start
 
     @property
     def stop(self) -> int:
@@ -409,51 +337,52 @@ class Storage:
         return self.sections[-1].plan.stop
 
     def section_at(self, element: int) -> Segment:
-        """Find the section that holds an element."""
-        if len(self.sections) == 1:
-            return self.sections[0]
+        """Return the segment that holds an element."""
         return next(section for section in self.sections if element < section.plan.stop)
 
     def tile(self, number: int) -> tuple[Segment, int]:
-        """Find the section that a tile of the shard is in, and its number there."""
-        section = self.section_at(number * self.sections[0].tile_numel)
+        """Return the segment of a tile of the shard, and the tile's number in it."""
+        section = self.sections[0]
+        if len(self.sections) > 1:
+            section = self.section_at(number * section.tile_numel)
         return section, number - section.plan.start // section.tile_numel
 
     @property
     def in_files(self) -> bool:
-        """Whether any of it is where arithmetic cannot reach."""
-        return any(not section.tier.is_memory and section.plan.cells for section in self.sections)
+        """True if some of its segments are records."""
+        return bool(self.records)
 
     @property
     def plans(self) -> tuple[SegmentPlan, ...]:
-        """Its sections as they are now."""
+        """The plans of its segments."""
         return tuple(section.plan for section in self.sections)
 
     @property
     def written(self) -> Event:
-        """The last write: after it everything is where it rests, in memory and in files. It raises what has failed."""
-        beside = [event for section in self.sections if (event := section.written) is not DONE]
-        # site storage.memory_written, storage.files_written
-        return all_of([self.memory.written, *beside]) if beside else self.memory.written
+        """The event after which all writes are over, in memory and in files. Waiting for it raises their errors."""
+        if not self.records:
+            return self.memory.written
+        stores = (event for section in self.records for event in section.last_stores)
+        return all_of([self.memory.written, *stores])  # site storage.memory_written, storage.files_written
 
     @property
     def read(self) -> Event:
-        """The last read that goes on beside compute: nothing is written before it is over."""
+        """The reads of its memory beside compute that are not over."""
         return self.memory.read
 
     def note_write(self, event: Event) -> None:
-        """Note the last write of the memory. It follows the writes and the reads before it."""
+        """Record the last write of the memory, which follows the writes and the reads before it."""
         self.memory.write(event)
 
     def note_read(self, event: Event) -> None:
-        """Note a read of the memory: writes wait for it."""
+        """Record a read of the memory: later writes wait for it."""
         self.memory.add_read(event)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
-        """Look at elements `start` to `stop`, piece by piece, on the caller's time.
+        """Visit elements `start` to `stop`, piece by piece, in the calling thread.
 
-        Work under way has been waited for. Yields the range of each piece and its values; what a `modify` visitor
-        writes into them is kept once it asks for the next piece.
+        The caller has waited for `written`, and to modify, for `read`. Yields the range of each piece and its values.
+        With `modify`, what is written into them is stored when the next piece is asked for.
         """
         for section in self.sections:
             first = section.plan.start
@@ -463,7 +392,7 @@ class Storage:
                     yield begin + first, end + first, views
 
     def part(self, start: int, stop: int) -> "Storage":
-        """Make a home of the elements `start` to `stop` of one in memory, counted from there, over the same memory."""
+        """Make a storage of elements `start` to `stop`, over the same memory. It is in memory as a whole."""
         sections = []
         for section in self.sections:
             first, last = max(start, section.plan.start), min(stop, section.plan.stop)
@@ -472,12 +401,12 @@ class Storage:
                 cells = tuple(replace(c, numel=v.numel()) for c, v in zip(section.plan.cells, views, strict=True))
                 plan = replace(section.plan, cells=cells, start=first - start, numel=last - first)
                 sections.append(MemorySegment(plan, views, section.bounce))
-        # With its events: who writes through one home would not be seen by who reads through the other.
+        # With its events: a write through one of the two must be seen by a read through the other.
         return Storage(sections, self.memory)
 
 
 def buffer_home(values: Tensor, written: Event = DONE) -> Storage:
-    """Make a home of a flat buffer in device memory, to copy from and to; `written` is its last write so far."""
+    """Make a storage of a flat buffer in device memory, whose last write is `written`."""
     cell = CellPlan("", "", Tier.DEVICE, values.dtype, values.numel())
     plan = SegmentPlan("", Tier.DEVICE, (cell,), 0, values.numel(), values.numel())
     return Storage([MemorySegment(plan, [values])], MemoryEvents(written))
@@ -486,7 +415,7 @@ def buffer_home(values: Tensor, written: Event = DONE) -> Storage:
 def visit_together(
     homes: Sequence[Storage], start: int, stop: int, *, modify: bool = False
 ) -> Iterator[tuple[int, int, list[Views]]]:
-    """Visit several homes at once, as `Storage.visit` does one: each piece lies in one piece of all of them."""
+    """Visit several storages at once, as `Storage.visit` does one: each piece lies in one piece of all of them."""
     if not homes:
         yield start, stop, []
         return
@@ -498,35 +427,59 @@ def visit_together(
             yield begin, end, [own, *rest]
 
 
-class SegmentOverlap(NamedTuple):
-    """Elements `start` to `stop` that lie in one section of each of two homes."""
+@dataclass(frozen=True)
+class RingPlan:
+    """Plan of a ring: equal slots with a buffer for each storage.
 
-    start: int
-    stop: int
-    one: Segment
-    other: Segment
+    Attributes:
+        name: what its tiles are used for.
+        count: the number of slots.
+        tiles: how many tiles a slot holds.
+        near: the tier where tiles are used.
+        sizes: bytes of a slot's buffers, by storage.
+        through_host: the storages whose records are loaded and stored in buffers of their own on the host.
+    """
 
+    name: str = ""
+    count: int = 0
+    tiles: int = 1
+    near: Tier = Tier.CPU
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    through_host: Collection[str] = ()
 
-def shared_sections(one: Storage, other: Storage) -> Iterator[SegmentOverlap]:
-    """Find where the sections of two homes of equal extent overlap, in order."""
-    for a in one.sections:
-        for b in other.sections:
-            start, stop = max(a.plan.start, b.plan.start), min(a.plan.stop, b.plan.stop)
-            if start < stop:
-                yield SegmentOverlap(start, stop, a, b)
+    def sections(self) -> list[SegmentPlan]:
+        """Return the plans of its memory: a segment on `near`, and one on the host for `through_host`."""
+        plans = []
+        for name, tier, homes in ((self.name, self.near, self.sizes), ("file", Tier.CPU, self.through_host)):
+            cells = tuple(
+                CellPlan(f"({name} {number}, {home})", STAGING, tier, torch.uint8, self.sizes[home])
+                for number in range(self.count)
+                for home in homes
+            )
+            if cells:
+                nbytes = sum(cell.numel for cell in cells)
+                plans.append(SegmentPlan(STAGING, tier, cells, 0, nbytes, max(nbytes, 1)))
+        return plans
+
+    def slots(self, made: Sequence[Segment]) -> list[RingSlot]:
+        """Make the slots, of the segments that `sections` planned."""
+        buffers = [iter(section.tensors) for section in made]
+        slots = []
+        for _ in range(self.count):
+            near = dict(zip(self.sizes, buffers[0], strict=False))
+            slots.append(RingSlot(near, near | dict(zip(self.through_host, buffers[-1], strict=False))))
+        return slots
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kinds of one unit on a tier that arithmetic cannot reach: a record for each tile.
+# Records: segments on a tier whose bytes the host cannot address. Each tile is a record.
 #
-# A record holds a tile's values of all the kinds of its home, one kind after the other, and fills whole pages: one load
-# brings everything that an update of the tile needs from there, one store takes it back. The optimizer's record of
-# AdamW:
+# A record holds a tile's values of all the kinds of its storage, one kind after the other, and fills whole pages. One
+# load brings all of them for an update of the tile, one store takes them back. The optimizer's record of AdamW:
 #
 #     record of tile i    | exp_avg | exp_avg_sq | padding |
 #
-# A tier of records says how one is loaded into a buffer and stored from it (`Records.load`, `Records.store`);
-# everything else is here and in `tiers/transfer.py`.
+# A tier of records implements `Records.load` and `Records.store`; everything else is here and in `tiers/transfer.py`.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -534,7 +487,7 @@ _FIELD_BYTES = 64  # fields begin on a cache line
 
 
 class RecordLayout:
-    """What a record of each tile holds, and where in it.
+    """Layout of the kinds in the record of a tile.
 
     Arguments:
         cells: the kinds, in order.
@@ -544,14 +497,14 @@ class RecordLayout:
         self.cells = tuple(cells)
 
     def record_bytes(self, numel: int) -> int:
-        """Count the bytes of the record of a tile of `numel` elements: whole pages."""
+        """Return the bytes of the record of a tile of `numel` elements: whole pages."""
         offset = 0
         for cell in self.cells:
             offset = round_up(offset, _FIELD_BYTES) + cell.part(0, numel).stop * cell.dtype.itemsize
         return round_up(offset, PAGE_BYTES)
 
     def views(self, buffer: Tensor, numel: int) -> Views:
-        """View the kinds' values in a buffer that holds the record of a tile of `numel` elements."""
+        """Return views of the kinds in a buffer that holds the record of a tile of `numel` elements."""
         offset, views = 0, []
         for cell in self.cells:
             offset = round_up(offset, _FIELD_BYTES)
@@ -562,22 +515,22 @@ class RecordLayout:
 
 
 def record_sizes(plan: SegmentPlan) -> list[int]:
-    """Count the bytes of the record of each tile of a section."""
+    """Return the bytes of the record of each tile of a segment."""
     layout = RecordLayout(plan.cells)
     whole, rest = divmod(plan.numel, plan.tile_numel)
     return [layout.record_bytes(plan.tile_numel)] * whole + ([layout.record_bytes(rest)] if rest else [])
 
 
 class SummedRecord:
-    """A record on its way to an update and back, whose checksums the update takes, and not the threads that move it.
+    """A record whose checksums an update computes, in place of the threads that load and store it.
 
-    Those would read each byte from memory once more, on its way here and on its way back. An update has each piece in
-    the cache before it changes it, and after.
+    Those threads would read each byte from memory once more. The update has each piece in the cache before and after
+    it changes it.
 
     Arguments:
-        buffer: where it is updated: all of its bytes.
-        read: starts to bring it there, and sums nothing; `None` where there is nothing to check.
-        write: starts to put it back, with its checksum.
+        buffer: all bytes of the record, where it is updated.
+        read: starts to load it without a checksum; returns `None` where there is nothing to check.
+        write: starts to store it with a given checksum.
     """
 
     def __init__(
@@ -589,12 +542,12 @@ class SummedRecord:
         self._after: int | None = None
 
     def load(self) -> Transfer | None:
-        """Start to bring the record: what is there then is checked by `check`."""
+        """Start to load the record. `check` verifies it."""
         self._loading = self._read(self.buffer)
         return self._loading
 
     def check(self, sums: RecordChecksums) -> None:
-        """Take over what the update has summed of the record. Before this, nothing of it is stored.
+        """Verify what was loaded, and keep the checksum of what is stored. Called before `store`.
 
         Raises:
             NvmeError: what was loaded is not what was stored.
@@ -605,20 +558,19 @@ class SummedRecord:
         self._after = after
 
     def store(self) -> Transfer:
-        """Start to put the record back."""
+        """Start to store the record."""
         assert self._after is not None, "the record was not summed"
         return self._write(self.buffer, self._after)
 
 
 class Records(Segment):
-    """Kinds in records.
+    """A segment of records.
 
     Arguments:
         sizes: bytes of each tile's record.
 
     Attributes:
-        last_stores: the event of the last work that stored each tile's record.
-        kept: the buffers from which records can be had without loading, by tile.
+        last_stores: the event of each record's last store.
     """
 
     def __init__(self, plan: SegmentPlan, sizes: Sequence[int]) -> None:
@@ -626,50 +578,40 @@ class Records(Segment):
         self._layout = RecordLayout(plan.cells)
         self._sizes = sizes
         self.last_stores: list[Event] = [DONE] * len(sizes)
-        self.kept: dict[int, KeptRecord] = {}
 
     @abstractmethod
     def load(self, number: int, into: Tensor) -> Pending | None:
-        """Start to bring a tile's record into the front of a page-aligned buffer of bytes.
+        """Start to load a tile's record into the front of a page-aligned buffer of bytes.
 
-        Returns the transfer, or `None` where it is there at once: a record that was never stored is zeros.
+        Returns the transfer, or `None` where the record is complete: one that was never stored is zeros.
         """
 
     @abstractmethod
     def store(self, number: int, source: Tensor) -> Pending | None:
-        """Start to put a tile's record from the front of a page-aligned buffer of bytes; returns the transfer."""
+        """Start to store a tile's record from the front of a page-aligned buffer of bytes; return the transfer."""
 
     def summed(self, number: int, buffer: Tensor) -> SummedRecord | None:
-        """Have an update sum a tile's record in a buffer of its bytes; `None` where records have no checksums."""
+        """Return a tile's record with checksums by the update; `None` where records have no checksums."""
         del number, buffer
         return None
 
     def record_bytes(self, number: int) -> int:
-        """Count the bytes of a tile's record."""
+        """Return the bytes of a tile's record."""
         return self._sizes[number]
 
     def views_of(self, number: int, buffer: Tensor) -> Views:
-        """View the values of a tile whose record a buffer holds."""
+        """Return views of the values of a tile, in a buffer that holds its record."""
         start, stop = self.tile_range(number)
         return self._layout.views(buffer, stop - start)
 
-    def views(self, start: int, stop: int) -> Views:
-        """Refuse to view records: they have no values in place."""
-        raise AssertionError("records are loaded to be looked at")
-
-    @property
-    def written(self) -> Event:
-        """The last store of every tile."""
-        return all_of(self.last_stores)  # site records.stored
-
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
-        """Look at a piece for each tile, through a buffer of one record."""
+        """Visit a piece for each tile, through a buffer of one record."""
         buffer: Tensor | None = None
         for number in range(start // self.tile_numel, -(-stop // self.tile_numel)):
             if buffer is None:
                 buffer = page_aligned(max(self._sizes))
             # site records.visit_stored
-            self.last_stores[number].synchronize()  # what is still being stored would be loaded half
+            self.last_stores[number].synchronize()  # a read follows the last write (ordering rule 3)
             loading = self.load(number, buffer)
             if loading is not None:
                 # site records.visit_loaded
@@ -685,16 +627,11 @@ class Records(Segment):
                 ),
             )
             if modify:
-                self.kept.pop(number, None)  # it says what was before
                 storing = self.store(number, buffer)
                 if storing is not None:
                     self.last_stores[number] = written = PendingEvent(storing)
                     written.synchronize()  # site records.visit_written: the next tile is loaded into the same buffer
 
-    def drop(self) -> None:
-        """Let go of the records: buffers that hold some hold nothing of use any more."""
-        self.kept.clear()
-
     def name(self, number: int) -> str:
-        """Say which tile of which unit a record is, for errors."""
+        """Return the name of a record, for errors: its kinds, unit and tile."""
         return f"{self.plan.label}, tile {self.plan.start // self.tile_numel + number}"

@@ -24,6 +24,7 @@ from penstock.config import (
     parse_tier,
 )
 from penstock.errors import MemoryBudgetError, NvmeError, PenstockError
+from penstock.runtime.aio import File, Queue
 from penstock.tiers.storage import MemorySegment, Segment, SegmentPlan
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -140,10 +141,14 @@ class Reservation:
 
 
 class Store:
-    """All sections of one engine on this rank. A unit and a kind may have several cells: in parts, or with a shadow."""
+    """All sections of one engine on this rank. A unit and a kind may have several cells: in parts, or with a shadow.
+
+    Attributes:
+        tiers: what memory and files are taken from.
+    """
 
     def __init__(self, tiers: Collection[TierMemory]) -> None:
-        self._tiers = {tier.name: tier for tier in tiers}
+        self.tiers = {tier.name: tier for tier in tiers}
         self._sections: dict[Segment, Slab | None] = {}
         self._leaving: dict[Segment, Slab | None] = {}  # their values are on the way to others
         self._lock = threading.Lock()  # state that is in flight is freed by the thread that sees it arrive
@@ -197,7 +202,7 @@ class Store:
                             slabs[tier, name] = self._kept.pop((tier, plans[0].home))
             for tier in sorted(wanted, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
                 rest = {name: plans for name, plans in wanted[tier].items() if (tier, name) not in slabs}
-                taken = self._tiers[tier].reserve(rest, pin=pin) if rest else {}
+                taken = self.tiers[tier].reserve(rest, pin=pin) if rest else {}
                 slabs |= {(tier, name): slab for name, slab in taken.items()}
         except BaseException:
             for slab in slabs.values():
@@ -209,9 +214,7 @@ class Store:
         """Give back what was kept for the next time. Return whether there was anything."""
         with self._lock:
             slabs, self._kept = [*self._kept.values()], {}
-        with contextlib.ExitStack() as closing:
-            for slab in slabs:
-                closing.callback(slab.close)
+        close_all(slabs)
         return bool(slabs)
 
     def enter(self, section: Segment, slab: Slab | None) -> None:
@@ -258,10 +261,9 @@ class Store:
             for section in [section for section, slab in self._sections.items() if slab in slabs]:
                 del self._sections[section]
                 section.drop()
-            with contextlib.ExitStack() as closing:
-                for slab in slabs:
-                    del self._left[slab]
-                    closing.callback(slab.close)
+            for slab in slabs:
+                del self._left[slab]
+            close_all(slabs)
 
     def table(self) -> list[tuple[SegmentPlan, Slab | None, str | None]]:
         """List all that takes memory or space, in the order of allocation, and what the tiers keep for themselves.
@@ -272,17 +274,12 @@ class Store:
         """
         with self._lock:
             here, leaving, kept = [*self._sections.items()], [*self._leaving.items()], [*self._kept.values()]
-        here += [each for tier in self._tiers.values() for each in tier.own]
+        here += [each for tier in self.tiers.values() for each in tier.own]
         return [
             *((section.plan, slab, None) for section, slab in here),
             *((section.plan, slab, LEAVING) for section, slab in leaving),
             *((plan, slab, KEPT) for slab in kept for plan in slab.plans),
         ]
-
-    @property
-    def tiers(self) -> Mapping[Tier, TierMemory]:
-        """What it takes memory and files from."""
-        return self._tiers
 
     def close(self) -> None:
         """Drop every section and give everything back.
@@ -293,11 +290,14 @@ class Store:
         self._sections.clear()
         self._leaving.clear()
         slabs, self._left, self._kept = [*self._left, *self._kept.values()], {}, {}
-        with contextlib.ExitStack() as closing:  # the last one first: files before the memory that they read and write
-            for slab in slabs:
-                closing.callback(slab.close)
-            for tier in self._tiers.values():
-                closing.callback(tier.close)
+        close_all([*slabs, *self.tiers.values()])  # files before the memory that they read and write
+
+
+def close_all(parts: Collection[Slab | TierMemory | File | Queue]) -> None:
+    """Close parts, the last one first, each of them whatever the others raise."""
+    with contextlib.ExitStack() as closing:
+        for part in parts:
+            closing.callback(part.close)
 
 
 def _slab_name(plan: SegmentPlan, apart: Collection[SegmentPlan]) -> str:

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.config import OPTIMIZER, Tier
+from penstock.config import Tier
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.streams import (
     DOWNLOAD,
@@ -37,7 +38,6 @@ from penstock.tiers.storage import (
     Storage,
     SummedRecord,
     Views,
-    shared_sections,
 )
 from penstock.trace import Label
 
@@ -195,8 +195,7 @@ def _put(target: Tensor, start: int, values: Tensor) -> None:
 #
 # Everything is submitted ahead and follows the events of the homes that it reads and writes. What bounds how far it
 # runs are the slots of rings: one is used again once the work that used it last is over, so no buffer is ever larger
-# than a tile, or than the stretch of tiles that a device takes at once. Until then, whoever wants the record that a
-# slot still holds takes it from there instead of loading it.
+# than a tile, or than the stretch of tiles that a device takes at once.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -231,8 +230,9 @@ class Transfers:
         # site transfer.source_written, transfer.target_free
         after = all_of([source.memory.written, target.memory.free])
         copied: list[Event] = []
-        for start, stop, here, there in shared_sections(source, target):
-            if here is there or not here.plan.cells or not there.plan.cells:
+        for here, there in product(source.sections, target.sections):
+            start, stop = max(here.plan.start, there.plan.start), min(here.plan.stop, there.plan.stop)
+            if start >= stop or here is there or not here.plan.cells or not there.plan.cells:
                 continue
             if isinstance(here, Records):
                 copied += self._load(here, there, _range_of(here, start, stop), after, label)
@@ -261,30 +261,21 @@ class Transfers:
         copied = []
         for number in tiles:
             first, last = (element + here.plan.start for element in here.tile_range(number))
-            kept = here.kept.get(number)
-            slot = kept.slot if kept is not None else self._ring.take()
-            if kept is not None:
-                buffer, ready = kept.buffer, kept.ready
-            else:
-                slot.forget()  # before it is filled anew: whoever looked for the old record would be given this one
-                buffer = slot.near[PASSING]
-                # The record may still be on its way to where it rests, and the slot in use for another one.
-                ready = self._streams.submit(
-                    READ,
-                    partial(here.load, number, buffer),
-                    # site load.target_free, load.stored, load.slot_free
-                    after=(after, here.last_stores[number], slot.free),
-                    writes=(buffer,),
-                    nbytes=here.record_bytes(number),
-                    label=label.of_tile(number),
-                )
-                slot.free = ready
-                slot.keep(here, number, buffer, ready)
+            slot = self._ring.take()
+            buffer = slot.near[PASSING]
+            # The record may still be on its way to where it rests, and the slot in use for another one.
+            loaded = self._streams.submit(
+                READ,
+                partial(here.load, number, buffer),
+                # site load.target_free, load.stored, load.slot_free
+                after=(after, here.last_stores[number], slot.free),
+                writes=(buffer,),
+                nbytes=here.record_bytes(number),
+                label=label.of_tile(number),
+            )
             values = here.views_of(number, buffer)
-            # site load.arrived, load.copy_target_free, load.copy_read
-            arrived = all_of(self._copy_all(way, _at(there, first, last), values, all_of([after, ready]), label))
-            slot.add_use(arrived)  # filled anew before, the buffer would give these copies another tile
-            copied.append(arrived)
+            slot.free = all_of(self._copy_all(way, _at(there, first, last), values, loaded, label))  # site load.arrived
+            copied.append(slot.free)
         return copied
 
     def _store(self, here: Segment, there: Records, tiles: range, after: Event, label: Label) -> list[Event]:
@@ -293,7 +284,6 @@ class Transfers:
         taken = []
         for number in tiles:
             slot = self._ring.take()
-            slot.forget()
             buffer = slot.near[PASSING]
             first, last = (element + there.plan.start for element in there.tile_range(number))
             # The slot may still be read by the store of the tile that it had last.
@@ -309,7 +299,6 @@ class Transfers:
                 nbytes=there.record_bytes(number),
                 label=label.of_tile(number),
             )
-            slot.keep(there, number, buffer, landed)
             taken.append(landed)  # the source is free then: the store reads the buffer alone
         return taken
 
@@ -392,19 +381,25 @@ class TileStreamer:
         self._streams = streams
         self._ring = ring
         self._beside = beside
+        self._reached = {tier for tier in Tier if in_reach(tier, beside, streams.reach)}
         self._copies = CopyRoutes(streams, Ring(), FETCH)
 
     def stretch(self, number: int, homes: Mapping[str, Storage]) -> TileRange:
         """Find out how many tiles from this one on are brought, or used where they rest, at once."""
-        places = [home.tile(number) for home in homes.values()]
-        count = min(section.tiles - local for section, local in places)
-        far = [section for section, _ in places if not self._reaches(section)]
-        if any(isinstance(section, Records) for section in far):
-            return TileRange(1, in_place=False)  # a record holds one tile
-        if not far and self._beside is not Tier.DEVICE:
-            # Its threads divide it among themselves: no more is won, and whoever waits for its end waits longer.
-            count = min(count, max(1, STRETCH_NUMEL // places[0][0].tile_numel))
-        return TileRange(min(count, self._ring.tiles) if far else count, in_place=not far)
+        counts, in_place = [], True
+        for home in homes.values():
+            section, local = home.tile(number)
+            counts.append(section.tiles - local)
+            if not self._reaches(section):
+                if isinstance(section, Records):
+                    return TileRange(1, in_place=False)  # a record holds one tile
+                in_place = False
+        if not in_place:
+            counts.append(self._ring.tiles)
+        elif self._beside is not Tier.DEVICE:
+            # The threads of the host divide it among themselves: no more is won, and a wait for its end takes longer.
+            counts.append(max(1, STRETCH_NUMEL // section.tile_numel))
+        return TileRange(min(counts), in_place)
 
     def bring(
         self,
@@ -428,31 +423,23 @@ class TileStreamer:
             count: how many tiles are brought at once: no more than `stretch` says.
             sums: whether the use sums the records that it is told to.
         """
-        places = {name: home.tile(number) for name, home in homes.items()}
-        far = any(not self._reaches(section) for section, _ in places.values())
-        tile = StagedTile(after, self._slot_for(places) if far else None, label)
-        for name, (section, local) in places.items():
+        tile = StagedTile(after, None, label)
+        for name, home in homes.items():
+            section, local = home.tile(number)
             if self._reaches(section):
-                tile.views[name] = section.views(*_stretch_range(section, local, count))
-            elif isinstance(section, Records):
+                tile.views[name] = section.views(*section.tile_range(local, count))
+                continue
+            tile.slot = tile.slot or self._ring.take()
+            if isinstance(section, Records):
                 assert count == 1, "a record is one tile"
                 self._bring_record(tile, name, section, local, back=name in written, sums=sums)
             else:
-                extent = _stretch_range(section, local, count)
+                extent = section.tile_range(local, count)
                 self._bring_memory(tile, name, section, extent, back=name in written)
         return tile
 
-    def _slot_for(self, places: Mapping[str, tuple[Segment, int]]) -> RingSlot:
-        """Take the next slot, or the one that still holds the tile's optimizer state."""
-        section, number = places.get(OPTIMIZER, (None, 0))
-        kept = section.kept.get(number) if isinstance(section, Records) else None
-        slot = self._ring.take(kept.slot if kept else None)
-        if kept is None or kept.slot is not slot:
-            slot.forget()  # its records would be taken from buffers that this tile fills
-        return slot
-
     def _reaches(self, section: Segment) -> bool:
-        return not section.plan.cells or in_reach(section.tier, self._beside, self._streams.reach)
+        return section.tier in self._reached or not section.plan.cells
 
     def _bring_memory(
         self, tile: StagedTile, name: str, section: Segment, extent: tuple[int, int], *, back: bool
@@ -476,29 +463,33 @@ class TileStreamer:
         """Load a record, by way of the host where the tile is used on a device."""
         slot = tile.slot
         assert slot is not None
-        nbytes, kept = section.record_bytes(number), section.kept.get(number)
+        nbytes = section.record_bytes(number)
         near, host = slot.near[name][:nbytes], slot.host[name][:nbytes]
         passes = slot.near[name] is not slot.host[name]
         up, down = CopyRoute(self._beside, True), CopyRoute(Tier.CPU, True)
         load: Work = partial(section.load, number, host)
         put: Work = partial(section.store, number, host)
-        # What a buffer still holds was checked, or made by an update: without a way back nobody needs its checksum.
-        if sums and (back or kept is None) and (summed := section.summed(number, host)) is not None:
+        if sums and (summed := section.summed(number, host)) is not None:
             assert not passes, "an update sums what it works on"
             tile.summed.append(summed)
             load, put = summed.load, summed.store
-        if kept is not None and kept.slot is slot:
-            event = slot.free  # the record is here: complete once its last use is over
-        else:
-            event = self._fetch(section, number, host, tile, load)
-            if passes:
-                event = self._copies.copy(up, near, host, event, tile.label)
-        tile.arrivals.append(event)
+        # The record may still be on its way to where it rests, and the slot in use for another one.
+        arrived = self._streams.submit(
+            FETCH,
+            load,
+            # site tile.load_complete, tile.load_stored, tile.load_slot_free
+            after=(tile.after, section.last_stores[number], slot.free),
+            writes=(host,),
+            nbytes=nbytes,
+            label=tile.label,
+        )
+        if passes:
+            arrived = self._copies.copy(up, near, host, arrived, tile.label)
+        tile.arrivals.append(arrived)
         tile.views[name] = section.views_of(number, near)
 
         def store(used: Event) -> Event:
             landed = self._copies.copy(down, host, near, used, tile.label) if passes else used
-            slot.keep(section, number, host, landed)  # who wants the record next need not wait for the file
             # site tile.store_landed
             written = self._streams.submit(WRITE, put, after=(landed,), nbytes=nbytes, label=tile.label)
             section.last_stores[number] = written  # a load from the file before would bring the old values
@@ -506,34 +497,6 @@ class TileStreamer:
 
         if back:
             tile.to_records.append(store)
-
-    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: StagedTile, load: Work) -> Event:
-        """Bring a record to a buffer: from the slot that still holds it, or from where it rests."""
-        assert tile.slot is not None
-        kept = section.kept.get(number)
-        if kept is None:
-            # The record may still be on its way to where it rests, and the slot in use for another one.
-            return self._streams.submit(
-                FETCH,
-                load,
-                # site tile.load_complete, tile.load_stored, tile.load_slot_free
-                after=(tile.after, section.last_stores[number], tile.slot.free),
-                writes=(buffer,),
-                nbytes=buffer.numel(),
-                label=tile.label,
-            )
-        # Once it is there, and nobody needs what this slot had last.
-        event = self._streams.submit(
-            FETCH,
-            partial(copy, buffer, kept.buffer[: buffer.numel()]),
-            # site tile.reuse_complete, tile.reuse_ready, tile.reuse_slot_free
-            after=(tile.after, kept.ready, tile.slot.free),
-            writes=(buffer,),
-            nbytes=buffer.numel(),
-            label=tile.label,
-        )
-        kept.slot.add_use(event)  # that slot's next tile would be copied in place of this record
-        return event
 
 
 def take_tile(section: Segment, number: int, buffer: Tensor, streams: Streams, label: Label) -> None:
@@ -562,11 +525,6 @@ def _range_of(section: Segment, start: int, stop: int) -> range:
 def _at(section: Segment, start: int, stop: int) -> Views:
     """View the values of a range of a section's home."""
     return section.views(start - section.plan.start, stop - section.plan.start)
-
-
-def _stretch_range(section: Segment, number: int, count: int) -> tuple[int, int]:
-    """Give the first element of some neighbouring tiles of a section, and one past their last."""
-    return section.tile_range(number)[0], section.tile_range(number + count - 1)[1]
 
 
 def _views_like(sources: Views, buffer: Tensor) -> Views:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.accounts import tensor_bytes
+from tests.accounts import swap_files, tensor_bytes
 from tests.parity.rows import Arithmetic, Block, Movement, changed, shares
 from tests.support import inline, prepare_on, separate, simulated, thorough
 from tests.unit.engine.test_memory import hooks_of
@@ -174,7 +174,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_after_the_last_close_everything_is_as_before_the_first_prepare(first_to_close: str, disk: Path) -> None:
     def life() -> None:
         actor, critic = Side(make_model(0), *IN_FILES), Side(make_model(1), *IN_PARTS)
-        assert len(list(disk.iterdir())) == 2
+        assert swap_files(disk)
         play(actor, critic, first_to_close)
         close(actor, critic)
 

@@ -14,6 +14,7 @@ from torch import nn
 import penstock
 from penstock.engine.step import update
 from penstock.tiers import staging, storage
+from tests.accounts import swap_files
 from tests.parity.resuming import SMALL, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import disks, interrupt, separate, simulated, thorough
@@ -212,10 +213,10 @@ def test_an_update_that_ran_out_of_memory_is_told_in_words_where_it_is_met_again
             call()
 
 
-def own_folders() -> set[Path]:
-    """Find the swap folders of this process: those of other tests too, which may have left an optimizer open."""
+def own_files() -> set[str]:
+    """Find the swap files of this process: those of other tests too, which may have left an optimizer open."""
     (folder,) = disks()
-    return {path for path in folder.iterdir() if f"-{os.getpid()}-" in path.name}
+    return {os.readlink(path) for path in swap_files(folder)}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -227,14 +228,14 @@ def test_a_close_that_is_interrupted_is_finished_by_the_next(where: str) -> None
     expected = values(*prepared[:2])
     with interrupt(1 << 60) as happened:
         prepared[1].close()
-    there, threads = own_folders(), threading.active_count()
+    there, threads = own_files(), threading.active_count()
     for number in sorted(happened.places.values())[::EVERY]:
         model, optimizer, _ = after_a_step(run)
         kept = optimizer._engine  # as the traceback of an interrupt does, for a while
         with suppress(KeyboardInterrupt), interrupt(number) as happened:
             optimizer.close()
         optimizer.close()
-        assert own_folders() <= there, happened.where
+        assert own_files() <= there, happened.where
         assert threading.active_count() <= threads, happened.where
         for name, p in model.named_parameters():
             assert torch.equal(p.float(), expected[name].to(p.dtype).float()), (name, happened.where)
@@ -245,7 +246,7 @@ def test_a_close_that_is_interrupted_is_finished_by_the_next(where: str) -> None
 
 @pytest.mark.parametrize("where", ["streams", "store", "hooks"])
 def test_a_close_that_is_interrupted_at_a_step_of_its_end(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, there = RUNS["nvme"], own_folders()
+    run, there = RUNS["nvme"], own_files()
     _, optimizer, _ = after_a_step(run)
     engine = optimizer._engine
     part = {"streams": engine.context.streams, "store": engine.context.store, "hooks": engine.hooks}[where]
@@ -263,4 +264,4 @@ def test_a_close_that_is_interrupted_at_a_step_of_its_end(where: str, monkeypatc
         optimizer.step()
     optimizer.close()
     assert engine.closed
-    assert own_folders() <= there
+    assert own_files() <= there

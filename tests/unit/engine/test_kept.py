@@ -13,7 +13,7 @@ from penstock.errors import MemoryBudgetError
 from penstock.runtime.host_memory import Arena, HostMemory
 from penstock.tiers.host import _HostSlab
 from penstock.tiers.nvme import FileSlab
-from tests.accounts import assert_table_agrees, file_bytes, slabs
+from tests.accounts import assert_table_agrees, file_bytes, slabs, swap_files
 from tests.support import prepare_on, separate, simulated
 
 WIDTH = 64
@@ -48,7 +48,7 @@ def host_addresses(optimizer: penstock.Optimizer) -> set[int]:
 
 
 def files(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_ino for path in folder.rglob("*.[0-9]*")}
+    return {path: path.stat().st_ino for path in swap_files(folder)}
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.config import Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.runtime.aio import File
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.streams import Streams
+from penstock.tiers.nvme import FileSlab
 from penstock.tiers.staging import MOST_FILE_SLOTS, RING_BYTES
-from tests.support import inline, prepare_on, separate, shorten_rings, simulated
+from tests.accounts import swap_files
+from tests.support import inline, prepare_on, separate, simulated
 
 WIDTH, BLOCKS = 96, 3
 TILE_BYTES = 4096
@@ -69,26 +70,14 @@ def moved(optimizer: penstock.Optimizer, work: Callable[[], Any]) -> tuple[int, 
     """Bytes that the tier read and wrote for some work."""
     files = files_of(optimizer)
     optimizer.synchronize()
-    read, written = sum(file.bytes_read for file in files), sum(file.bytes_written for file in files)
+    read, written = sum(file._native.bytes_read for file in files), sum(file._native.bytes_written for file in files)
     work()
     optimizer.synchronize()
-    return sum(file.bytes_read for file in files) - read, sum(file.bytes_written for file in files) - written
+    return sum(file._native.bytes_read for file in files) - read, sum(
+        file._native.bytes_written for file in files
+    ) - written
 
 
-SLOTS = 2
-
-
-@pytest.fixture
-def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_rings(monkeypatch, SLOTS)
-
-
-def held(bytes_per_parameter: int) -> int:
-    """Bytes at most that short rings still hold of some kinds."""
-    return SLOTS * TILE_BYTES // PARAM * bytes_per_parameter
-
-
-@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
     streams: Callable[[], Streams], tmp_path: Path
@@ -103,7 +92,6 @@ def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
     optimizer.close()
 
 
-@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_update(
     streams: Callable[[], Streams], tmp_path: Path
@@ -113,46 +101,19 @@ def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_upd
     nbytes = in_records(model, PARAM)
     for _ in range(2):
         for work, gathers in ((lambda: model(torch.ones(1, WIDTH)), 1), (lambda: backward(model, optimizer), 2)):
-            read, written = moved(optimizer, work)
-            assert gathers * (nbytes - held(PARAM)) <= read <= gathers * nbytes
-            assert written == 0
-        read, written = moved(optimizer, optimizer.step)
-        assert nbytes - 2 * held(PARAM) <= read <= nbytes
-        assert written == nbytes
+            assert moved(optimizer, work) == (gathers * nbytes, 0)
+        assert moved(optimizer, optimizer.step) == (nbytes, nbytes)
     optimizer.close()
 
 
-@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_gradients_in_files_move_two_bytes_each_way(streams: Callable[[], Streams], tmp_path: Path) -> None:
     model = stack()
     optimizer = prepared(model, streams(), tmp_path, grads="nvme")
     nbytes = in_records(model, GRAD)
     assert moved(optimizer, lambda: backward(model, optimizer)) == (0, nbytes)
-    read, written = moved(optimizer, lambda: backward(model, optimizer))
-    assert nbytes - held(GRAD) <= read <= nbytes, "a later micro-batch is added"
-    assert written == nbytes
-    read, written = moved(optimizer, optimizer.step)
-    assert nbytes - held(GRAD) <= read <= nbytes
-    assert written == 0
-    optimizer.close()
-
-
-@pytest.mark.parametrize("streams", BACK_ENDS)
-def test_what_the_rings_still_hold_is_written_and_not_read(streams: Callable[[], Streams], tmp_path: Path) -> None:
-    model = stack()
-    optimizer = prepared(model, streams(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
-    nbytes = [in_records(model, each) for each in (PARAM, GRAD, MASTER, MOMENTS)]
-
-    def step() -> None:
-        backward(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    first = moved(optimizer, step)
-    assert first == (nbytes[0] + nbytes[2], sum(nbytes)), "the first gather, and the masters"
-    for _ in range(2):
-        assert moved(optimizer, step) == (0, sum(nbytes))
+    assert moved(optimizer, lambda: backward(model, optimizer)) == (nbytes, nbytes), "a later micro-batch is added"
+    assert moved(optimizer, optimizer.step) == (nbytes, 0)
     optimizer.close()
 
 
@@ -160,9 +121,9 @@ def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
     model = stack()
     optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
     optimizer.backward(model[0](torch.ones(1, WIDTH)).float().sum())
-    master, moments, param = (in_records(model[:1], nbytes) for nbytes in (MASTER, MOMENTS, PARAM))
+    master, moments, param, grad = (in_records(model[:1], nbytes) for nbytes in (MASTER, MOMENTS, PARAM, GRAD))
     read, written = moved(optimizer, optimizer.step)
-    assert (read, written) == (master, master + moments + param), "of one unit; its parameters are there"
+    assert (read, written) == (master + param + grad, master + moments + param), "of one unit"
     optimizer.zero_grad()
     backward(model, optimizer)
     optimizer.set_full_grad(model[0][0].bias, torch.full((WIDTH,), float("inf")))
@@ -171,7 +132,7 @@ def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
 
 
 def files_of(optimizer: penstock.Optimizer) -> list[File]:
-    return [file for slab in optimizer._engine.context.store.tiers[Tier.NVME]._slabs for file in slab._files]
+    return [f for slab in optimizer._engine.context.store._left if isinstance(slab, FileSlab) for f in slab._files]
 
 
 def of_the_kernel() -> tuple[int, int]:
@@ -181,7 +142,7 @@ def of_the_kernel() -> tuple[int, int]:
 
 
 def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
-    model = stack(width=256)  # more than the rings hold
+    model = stack(width=256)
     optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
     if not Path("/proc/self/io").exists() or not all(f.direct for f in files_of(optimizer)):
         optimizer.close()
@@ -215,7 +176,7 @@ def test_the_files_hold_what_the_report_says_and_the_padding_of_records(
     model = stack()
     optimizer = prepared(model, streams(), parents, params="nvme", grads="nvme", optimizer="nvme")
     assert optimizer.locations().bytes(tier="nvme") == (MASTER + MOMENTS + PARAM + GRAD) * sum(shards(model))
-    of_disks = [[f.stat() for f in parent.glob("penstock-*/*.[0-9]*")] for parent in parents]
+    of_disks = [[f.stat() for f in swap_files(parent)] for parent in parents]
     sizes = [sum(f.st_size for f in files) for files in of_disks]
     assert sum(sizes) == sum(in_records(model, nbytes) for nbytes in (MASTER, MOMENTS, PARAM, GRAD))
     assert max(sizes) - min(sizes) <= in_records(model, MASTER + MOMENTS) / BLOCKS, "disks are filled alike"
@@ -268,7 +229,7 @@ def test_close_leaves_no_file_thread_or_descriptor(
     files, threads, native = open_files(), set(threading.enumerate()), native_threads()
     model = stack()
     optimizer = prepared(model, streams(), [tmp_path] * 2, params="nvme", grads="nvme", optimizer="nvme")
-    assert len(list(tmp_path.iterdir())) == 2
+    assert swap_files(tmp_path)
     assert open_files() > files
     for _ in range(2):
         backward(model, optimizer)

@@ -47,9 +47,8 @@ def test_what_was_written_is_read(tmp_path: Path, queue: Queue, nbytes: int, che
         assert write.done()
         assert read.done()
         assert write.checksum == (checksum(source) if checked else 0)
-        assert (file.bytes_written, file.bytes_read) == (nbytes, nbytes)
+        assert (file._native.bytes_written, file._native.bytes_read) == (nbytes, nbytes)
     assert torch.equal(source, into)
-    assert (file.bytes_written, file.bytes_read) == (nbytes, nbytes)
     raw = (tmp_path / "file").read_bytes()
     assert raw == bytes(PAGE_BYTES) + source.numpy().tobytes() + bytes(PAGE_BYTES)
 
@@ -130,7 +129,7 @@ def test_many_threads_submit_at_once(tmp_path: Path, queue: Queue) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert a.bytes_written == b.bytes_read == 4 * rounds * nbytes
+        assert a._native.bytes_written == b._native.bytes_read == 4 * rounds * nbytes
     assert not wrong
 
 
@@ -142,7 +141,7 @@ def test_a_queue_moves_at_most_depth_chunks_at_once_and_finishes_on_close(tmp_pa
     assert all(transfer.done() for transfer in transfers[:4])
     queue.close()
     assert all(transfer.done() for transfer in transfers)
-    assert file.bytes_written == 32 * MIB
+    assert file._native.bytes_written == 32 * MIB
     queue.close()
     with pytest.raises(RuntimeError, match="the queue is closed"):
         file.read(0, memory(PAGE_BYTES))
@@ -229,7 +228,7 @@ def test_what_direct_io_cannot_move_is_refused(
             file.read(0, memory(2 * PAGE_BYTES)[::2])
         with pytest.raises(ValueError, match=r"contiguous tensor on the cpu, not .* on meta"):
             file.write(0, torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta"))
-        assert (file.bytes_read, file.bytes_written) == (0, 0)
+        assert (file._native.bytes_read, file._native.bytes_written) == (0, 0)
 
 
 def test_sizes_and_depths_that_make_no_sense_are_refused(tmp_path: Path, queue: Queue) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ def test_a_full_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mkdir(*_: Any, **__: Any) -> None:
+    def make(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(tempfile, "TemporaryFile", make)
     assert "Read-only file system. Make it a folder that can be written" in refused(tmp_path)
 
 
@@ -58,7 +59,7 @@ def test_nothing_is_left_in_a_folder_that_was_looked_at(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-#: Swap folders of this process. Others train beside it, in the same folders.
+#: Files of this process. Others train beside it, in the same folders.
 OWN = f"*penstock-*-{os.getpid()}-*"
 
 
@@ -76,11 +77,11 @@ def disk(tmp_path: Path) -> Any:
 def test_every_record_is_moved_once(disk: _Disk) -> None:
     file = disk._file
     disk.move(reads=False, writes=True)
-    assert (file.bytes_written, file.bytes_read) == (6 * MIB, 0)
+    assert (file._native.bytes_written, file._native.bytes_read) == (6 * MIB, 0)
     disk.move(reads=True, writes=False)
-    assert (file.bytes_written, file.bytes_read) == (6 * MIB, 6 * MIB)
+    assert (file._native.bytes_written, file._native.bytes_read) == (6 * MIB, 6 * MIB)
     disk.move(reads=True, writes=True)
-    assert (file.bytes_written, file.bytes_read) == (9 * MIB, 9 * MIB)
+    assert (file._native.bytes_written, file._native.bytes_read) == (9 * MIB, 9 * MIB)
 
 
 def test_what_is_read_is_checked(disk: _Disk) -> None:

@@ -13,7 +13,7 @@ from penstock.runtime.aio import File, Queue
 from penstock.runtime.host_memory import page_aligned
 from penstock.runtime.streams import DONE
 from penstock.tiers.nvme import FileRecords
-from penstock.tiers.storage import CellPlan, RecordLayout, RecordPlace, SegmentPlan, record_sizes
+from penstock.tiers.storage import CellPlan, RecordLayout, RecordPlace, SegmentPlan, Storage, record_sizes
 
 PAGE = 4096
 TILE = 1024
@@ -128,10 +128,10 @@ def test_a_range_is_visited_tile_by_tile(file: File, start: int, stop: int, piec
 def test_a_look_writes_nothing(file: File) -> None:
     home = records(file)
     number(home)
-    before = file.bytes_written
+    before = file._native.bytes_written
     for _, _, views in home.visit(0, NUMEL):
         views[0].fill_(5)
-    assert file.bytes_written == before
+    assert file._native.bytes_written == before
     assert not any(bool(views[0].eq(5).all()) for _, _, views in home.visit(0, NUMEL))
 
 
@@ -184,12 +184,13 @@ def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:
             self.waited = True
 
     home = records(file)
-    assert home.written is DONE
+    whole = Storage([home])
+    assert whole.written is DONE
     home.last_stores[1] = event = Open()  # type: ignore[assignment] # as much of an event as is asked for
-    assert not home.written.done()
-    home.written.synchronize()
+    assert not whole.written.done()
+    whole.written.synchronize()
     assert event.waited
-    assert home.written.done()
+    assert whole.written.done()
     home.last_stores[2] = later = Open()  # type: ignore[assignment]
     list(home.visit(0, TILE))
     assert not later.waited, "of another tile"

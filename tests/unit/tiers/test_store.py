@@ -93,6 +93,9 @@ class Watched(TierMemory):
             slab.close = partial(self._close, home, slab.close)  # type: ignore[method-assign]
         return slabs
 
+    def close(self) -> None:
+        self._tier.close()
+
     def _close(self, home: str, close: Callable[[], None]) -> None:
         self.log.append(f"{home} closed")
         close()

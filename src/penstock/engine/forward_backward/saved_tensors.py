@@ -19,7 +19,7 @@ from penstock.errors import EngineError
 from penstock.runtime.modes import engine_entry, engine_mode
 from penstock.runtime.streams import DONE, Event, Streams, all_of
 from penstock.tiers.allocation import ActivationPool, ActivationStorage
-from penstock.tiers.staging import Buffers, transit_slots
+from penstock.tiers.staging import Buffers, transit_ring
 from penstock.tiers.storage import CellPlan, Ring, SegmentPlan, buffer_home
 from penstock.tiers.tier import Store
 from penstock.tiers.transfer import Transfers
@@ -216,7 +216,7 @@ class ActivationOffload:
         tile = self._cuts.tile_bytes
         cell = CellPlan(UNIT, ACTIVATION, self._tier, torch.uint8, tile)
         plan = SegmentPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
-        self._ring.fill(Buffers(self._store).make_slots(transit_slots([plan])))
+        self._ring.fill(Buffers(self._store).make_slots(transit_ring([plan])))
 
 
 def _give_back(cuts: ActivationPool, cut: ActivationStorage, held: _Bytes, streams: "weakref.ref[Streams]") -> None:

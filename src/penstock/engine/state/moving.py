@@ -20,7 +20,7 @@ from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit, UnitState
 from penstock.runtime.streams import DONE, UPDATE, Event, FailedEvent, all_of
-from penstock.tiers.staging import Buffers, Sections, StagingPlan, transit_slots
+from penstock.tiers.staging import Buffers, Sections, StagingPlan, transit_ring
 from penstock.tiers.storage import MemorySegment, Ring, Segment, SegmentPlan, Storage
 from penstock.tiers.tier import Reservation
 from penstock.tiers.transfer import Transfers
@@ -165,27 +165,25 @@ class StateOffloader:
     def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool) -> None:
         new = [plan for unit, homes in changes.items() for plan in self._new_sections(unit, homes)]
         old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
-        slots = transit_slots([*old, *new])
+        transit = transit_ring([*old, *new])
         ring, buffers, moves = Ring(), Buffers(self._context.store), list[_Move]()
         verb = "reload_states()" if back else "offload_states()"
         with contextlib.ExitStack() as undo:
             undo.callback(self._take_back_lent, changes)  # undone in reverse: after the last copy into it
             # 1. No rank copies before all have allocated: else some would move, and the others would not.
             with self._context.ranks.control_group.together(verb):
-                buffered = [plan for slot in slots for plan in slot.sections()]
                 reserved = self._context.store.reserve(
-                    [*new, *buffered], pin=pin, apart=self._away(new), keep=self._keep
+                    [*new, *transit.sections()], pin=pin, apart=self._away(new), keep=self._keep
                 )
                 undo.callback(reserved.cancel)
                 moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
-                ring.fill(buffers.make_slots(slots, reserved))
+                ring.fill(buffers.make_slots(transit, reserved))
             undo.callback(_wait, moves, ring)  # if the rest fails, memory lives until its copies end (ordering rule 1)
             movement = Transfers(self._context.streams, ring)  # 2.
             for move in moves:
                 self._copy_unit(move, movement)
             if wait:
                 self._context.ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
-            ring.forget()  # else later reads would use its records, and updates behind the clean-up wait for those
             # Before the exchange: after an interrupt the staging is planned again at its next use.
             self._context.staging.give_back(self._plan_now)
             undo.pop_all()

@@ -13,15 +13,13 @@ from penstock.config import MASTER, PARAM, SHADOW, Tier
 from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.unit import Unit
 from penstock.runtime.streams import DONE, UPDATE, Event, all_of
-from penstock.tiers.staging import Buffers, SlotPlan, plan_ring, worked_on
-from penstock.tiers.storage import Ring, SegmentPlan
+from penstock.tiers.staging import SIDES, Buffers, plan_ring, worked_on
+from penstock.tiers.storage import Ring, RingPlan, SegmentPlan
 from penstock.tiers.transfer import StagedTile, TileStreamer
 from penstock.trace import Label
 
 #: What is done with some elements: their average, their parameters, and what those lack to the fp32 values.
 Work = Callable[[Tensor, Tensor, Tensor | None], None]
-
-SIDES = (Tier.DEVICE, Tier.CPU)
 
 
 class Averaging:
@@ -33,7 +31,7 @@ class Averaging:
         self._pipelines = {
             beside: TileStreamer(context.streams, ring, beside=beside) for beside, ring in self._rings.items()
         }
-        self._slots: dict[Tier, list[SlotPlan]] = {beside: [] for beside in SIDES}
+        self._planned = {beside: RingPlan() for beside in SIDES}
         self._buffers = Buffers(context.store)
 
     def make_room(self, kinds: Collection[str]) -> None:
@@ -52,24 +50,21 @@ class Averaging:
                 for name, plan in worked_on(beside, unit, kind, (MASTER, kind, SHADOW, PARAM))
             )
             rings[beside] = plan_ring("average", beside, sections, self._context.streams.reach)
-        slots = {beside: plan for beside, (plan, _) in rings.items()}
-        if slots == self._slots:
+        if rings == self._planned:
             return
         self.drop()
-        reserved = self._context.store.reserve(
-            [plan for of_side in slots.values() for s in of_side for plan in s.sections()]
-        )
+        reserved = self._context.store.reserve([plan for ring in rings.values() for plan in ring.sections()])
         for beside, ring in self._rings.items():
-            ring.fill(self._buffers.make_slots(slots[beside], reserved))
-            ring.tiles = rings[beside][1]
-        self._slots = slots
+            ring.fill(self._buffers.make_slots(rings[beside], reserved))
+            ring.tiles = rings[beside].tiles
+        self._planned = rings
 
     def drop(self) -> None:
         """Give the buffers back, once what passes them is over."""
         for ring in self._rings.values():
             ring.drop()
         self._buffers.free()
-        self._slots = {beside: [] for beside in SIDES}
+        self._planned = {beside: RingPlan() for beside in SIDES}
 
     def run(self, units: Iterable[Unit], kind: str, work: Work, *, label: str, exchanges: bool = False) -> None:
         """Submit a pass over all tiles of some units.
