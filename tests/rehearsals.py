@@ -46,7 +46,7 @@ class Witness:
         self.on_host = on_host
 
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> "_Job":
-        parts = [part for event in after for part in event.parts()]
+        parts = [part for event in after for part in _single(event)]
         numbers = {part.number for part in parts if isinstance(part, _Seen)}
         self.jobs.append(Noted(stream, str(label), nbytes, tuple(sorted(numbers))))
         return _Job(self, len(self.jobs) - 1, work, [part.unwatched() for part in parts])
@@ -68,6 +68,12 @@ class _Job:
 
     def watch(self, event: Event) -> Event:
         return _Seen(event, self._number, self._witness)
+
+
+def _single(event: Event) -> list[Event]:
+    """The single events that one is made of, those that are over included."""
+    members = event.members()
+    return [event] if members == (event,) else [single for member in members for single in _single(member)]
 
 
 class _Seen(Event):

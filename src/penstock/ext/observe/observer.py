@@ -137,7 +137,7 @@ class Observer:
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> SubmittedWork:
         """Note that work is submitted."""
         notes = self.notes
-        parts = [part for event in after for part in (event.left() if notes is None else event.parts())]
+        parts = [part for event in after for part in event.parts()]
         # A record that cannot say what the device works on asks for no more than the stream.
         follows = notes is not None or (self.waits is not None and self.waits.on_host)
         before = [part.job for part in parts if follows and isinstance(part, _Watched)]
