@@ -47,7 +47,7 @@ class Event(ABC):
         """Raise the error of work that has failed by now, without blocking."""
 
     def parts(self) -> Sequence["Event"]:
-        """List the single events behind this one that have to be followed: those that may not be over, or have failed."""
+        """List the single events behind this one that have to be followed: those not known to have gone well."""
         return (self,)
 
     def members(self) -> Sequence["Event"]:
