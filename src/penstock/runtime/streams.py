@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.events import DONE, Event, FailedEvent, HostEvent, Pending, PendingEvent, Work, after_all, all_of
-from penstock.runtime.hardware import Clock, HostClock
+from penstock.runtime.hardware import Clock
 from penstock.runtime.host_memory import return_free_memory
 from penstock.runtime.topology import Reach
 from penstock.runtime.workers import HostWorker, WorkerThread, on_worker
@@ -224,7 +224,7 @@ class Streams(ABC):
 
     def device_clock(self) -> Clock:
         """Make a clock of compute and of the device's streams. Waits for the device."""
-        return HostClock()
+        return Clock()
 
     def lease(self, buffer: Tensor) -> None:
         """Give a buffer its memory. Contents are undefined.

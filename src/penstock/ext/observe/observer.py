@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
-from penstock.runtime.hardware import Clock, HostClock
+from penstock.runtime.hardware import Clock
 from penstock.runtime.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
 from penstock.trace import Label
 
@@ -72,7 +72,7 @@ class SubmittedWork:
         """Run the work and note when."""
         work, clock = self._taken(), self.clock
         assert clock is not None
-        self.inline = isinstance(clock, HostClock) and not on_worker()
+        self.inline = clock.on_host and not on_worker()
         self.started = clock.mark()
         try:
             self.pending = work()
@@ -108,7 +108,7 @@ class SubmittedWork:
             self.ended, self.pending = self.pending.ended, None
         if self.started is not None:  # else what it follows failed
             self.started, self.ended = self.clock.seconds(self.started), self.clock.seconds(self.ended)
-            self.clock = HostClock()
+            self.clock = Clock()
         self.event = DONE
 
 
@@ -242,7 +242,7 @@ class WaitSums:
 
     def __init__(self, streams: Streams) -> None:
         self._clock = streams.device_clock()
-        self.on_host = isinstance(self._clock, HostClock)
+        self.on_host = self._clock.on_host
         self._waits: deque[tuple[str, Any, Any]] = deque()
 
     def wait_begins(self, job: SubmittedWork, *, by_host: bool) -> Callable[[], None] | None:
@@ -275,7 +275,7 @@ class TraceNotes:
     def __init__(self, streams: Streams, limit: int, sizes: Callable[[], Mapping[str, int]] | None) -> None:
         self._limit = limit
         self._ask_sizes = sizes
-        self._host: Clock = HostClock()
+        self._host: Clock = Clock()
         self.device = streams.device_clock()
         self._lock = threading.Lock()
         self._jobs: list[SubmittedWork] = []
@@ -371,7 +371,7 @@ class TraceNotes:
         for job, clock, *marks in self._waits:
             start, end = map(clock.seconds, marks)
             if job in numbers and start is not None and end is not None and start < stop:
-                by_host = clock is not self.device and not isinstance(self.device, HostClock)
+                by_host = clock is not self.device and not self.device.on_host
                 waits.append(Wait(numbers[job], start, min(end, stop), by_host))
         return waits
 
