@@ -24,7 +24,7 @@ from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.config import MASTER, PARAM, Precision, average_kind
 from penstock.errors import CheckpointError, ConfigError
 from penstock.rules.formats import COMPUTE_DTYPES, as_param, read_master
-from penstock.runtime.control_group import ControlGroup, control_group_of_all
+from penstock.runtime.control_group import control_group_of_all
 from penstock.runtime.modes import engine_entry
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,9 +187,11 @@ def export(
     control_group = control_group_of_all(timeout_s=TIMEOUT_S, error=CheckpointError)
     folder = Path(os.path.realpath(out))
     with contextlib.closing(control_group), contextlib.ExitStack() as undo:
-        with _together(control_group):
+        with control_group.together("export()"):
             opened = Checkpoint.open(checkpoint)
-            _check_whole(opened)
+            for unit in [unit for table in opened.tables for unit in table.units]:
+                opened.check_kinds(unit)
+            opened.check_whole()
             kind = None if average is False else _kind_of(opened, "" if average is True else average)
             sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only, merge_adapters=merge_adapters)
             left_out = undo.enter_context(contextlib.closing(LeftOut(opened, sets, base)))
@@ -197,28 +199,17 @@ def export(
             if control_group.is_first:
                 undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
         # Only now is the hidden folder there, for every rank.
-        with _together(control_group):
+        with control_group.together("export()"):
             everything = [file for of_set in files for file in of_set.items()]
             merges = {name: merge for file_set in sets for name, merge in file_set.merges.items()}
             own = dict(everything[control_group.rank :: control_group.size])
             _write(opened, _hidden_name(folder), own, kind, merges, left_out)
         # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
-        with _together(control_group):
+        with control_group.together("export()"):
             if control_group.is_first:
                 for file_set, of_set in zip(sets, files, strict=True):
                     _finish(_hidden_name(folder), file_set, of_set)
                 _appear(folder)
-
-
-@contextlib.contextmanager
-def _together(control_group: ControlGroup) -> Iterator[None]:
-    """Wait until all ranks come to the end of a block; where one fails in it, all do."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    control_group.agree(failure)
 
 
 # What there is to write
@@ -252,14 +243,6 @@ def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> I
         if tensor.dtype not in DTYPES.values():
             raise checkpoint.fail(f"buffers.{name}", f"is {dtype_name(tensor.dtype)}, which no export has.")
         yield ExportSource(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
-
-
-def _check_whole(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint in which an element of a parameter is not in one tile, in a form that there is."""
-    for table in checkpoint.tables:
-        for unit in table.units:
-            checkpoint.check_kinds(unit)
-    checkpoint.check_whole()
 
 
 def _kind_of(checkpoint: Checkpoint, name: str) -> str:

@@ -410,27 +410,21 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
     Raises:
         ConfigError: two ranks or more have one device; the message names all of them.
     """
+    found = {rank: HardwarePlace(*said) for rank, said in zip(members, places, strict=True) if said is not None}
     # Compared pair by pair: whether two places are one device is no matter of equal values.
-    taken: list[list[tuple[int, HardwarePlace]]] = []  # for each device, the ranks that have it
-    for rank, said in zip(members, places, strict=True):
-        if said is not None:
-            place = HardwarePlace(*said)
-            found = next((others for others in taken if others[0][1].is_that_of(place)), None)
-            if found is None:
-                taken.append([(rank, place)])
-            else:
-                found.append((rank, place))
-    sharing = [others for others in taken if len(others) > 1]
+    groups = [tuple(rank for rank, other in found.items() if other.is_that_of(place)) for place in found.values()]
+    sharing = [ranks for ranks in dict.fromkeys(groups) if len(ranks) > 1]
     if sharing:
+        described = "; ".join(_describe({rank: found[rank] for rank in ranks}) for ranks in sharing)
         raise ConfigError(
-            f"Ranks share a device: {'; '.join(map(_describe, sharing))}. Each needs one of its own: start as many "
+            f"Ranks share a device: {described}. Each needs one of its own: start as many "
             "ranks as there are devices, with a launcher that sets LOCAL_RANK (torchrun), and leave the model on the "
             "cpu or move it to the rank's own device; or name that one, init_process_group(device_id=...)."
         )
 
 
-def _describe(sharing: Sequence[tuple[int, HardwarePlace]]) -> str:
+def _describe(sharing: Mapping[int, HardwarePlace]) -> str:
     """Put into words which ranks have one device, and which device that is."""
-    first = sharing[0][1]
-    ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing)
+    first = next(iter(sharing.values()))
+    ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing.items())
     return f"ranks {ranks} on {first.host}{f', {first.unique}' if first.unique else ''}"
