@@ -286,12 +286,11 @@ def _write(
                 file.write(spec.name, start, _converted(checkpoint, name, values, spec.dtype).contiguous())
         for tile, piece in _pieces(checkpoint, places, average):
             file, spec = places[piece.name]
-            if piece.name in merges:
-                whole = merged(_precise(tile, piece, average), piece.start, merges[piece.name], held)
-                values = _converted(checkpoint, piece.name, whole, spec.dtype)
-            else:
-                values = _values(checkpoint, tile, piece, spec.dtype, average)
-            file.write(spec.name, piece.start, values)
+            merge = merges.get(piece.name)
+            values = _values(tile, piece, average, spec.dtype if merge is None else None)
+            if merge is not None:
+                values = merged(values, piece.start, merge, held)
+            file.write(spec.name, piece.start, _converted(checkpoint, piece.name, values, spec.dtype))
         for file in opened:
             file.sync()  # before the other ranks hear that this one has written
 
@@ -312,36 +311,26 @@ def _held(checkpoint: Checkpoint, names: Set[str], average: str | None) -> dict[
     """Read parameters as a whole, at master precision in fp32: adapters, and scales of codes."""
     held = {name: torch.empty(checkpoint.manifest.parameters[name].shape, dtype=torch.float32) for name in names}
     for tile, piece in _pieces(checkpoint, held, average):
-        held[piece.name].view(-1)[piece.start : piece.stop] = _precise(tile, piece, average)
+        held[piece.name].view(-1)[piece.start : piece.stop] = _values(tile, piece, average)
     return held
 
 
-def _values(
-    checkpoint: Checkpoint, tile: Tile, piece: ParameterPiece, dtype: torch.dtype, average: str | None
-) -> Tensor:
-    """Make what is written of a piece: the average, or as trained where that is in `dtype`, else from the master."""
-    param = tile.homes.get(PARAM, {}).get(PARAM)
-    averaged = None if average is None else tile.homes.get(average, {}).get(average)
-    if averaged is None and param is not None and param.dtype == dtype:
-        return param[_inside(piece)]
-    return _converted(checkpoint, piece.name, _precise(tile, piece, average), dtype)
+def _values(tile: Tile, piece: ParameterPiece, average: str | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Take a piece: the average, or as trained where that is in `dtype`, else as precise as it is there.
 
-
-def _precise(tile: Tile, piece: ParameterPiece, average: str | None) -> Tensor:
-    """Take a piece as precise as it is there: the average, or the master; codes as they are."""
-    inside = _inside(piece)
+    That is the master, or what is frozen; codes as they are.
+    """
+    inside = slice(piece.inside, piece.inside + piece.stop - piece.start)
     param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
     averaged = None if average is None else tile.homes.get(average, {}).get(average)
     if averaged is not None:
         return averaged[inside]
+    if param is not None and param.dtype == dtype:
+        return param[inside]
     if param is None or (master is not None and master.dtype == torch.float32):
         assert master is not None  # `check_kinds` has seen to it
         return master[inside]
     return read_master(param[inside], None if master is None else master[inside])
-
-
-def _inside(piece: ParameterPiece) -> slice:
-    return slice(piece.inside, piece.inside + piece.stop - piece.start)
 
 
 def _converted(checkpoint: Checkpoint, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

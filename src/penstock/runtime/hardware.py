@@ -39,15 +39,12 @@ class Hardware:
     `event.query()`, `event.synchronize()`, `event.elapsed_time(event)`.
 
     Arguments:
-        device: an accelerator; without an index it is torch's current one.
+        device: an accelerator, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
         self._sleeps = _has_sleeping_events(self._module)
-        index: int | None = device.index
-        if index is None:
-            device = torch.device(device.type, self._module.current_device())
         self.device = device
         self._compute: Any = None  # the stream that compute was on last
 

@@ -340,9 +340,6 @@ class FakeAccelerator:
     def device(self, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def current_device(self) -> int:
-        return 0
-
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         before = self.current_stream()

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
@@ -33,7 +34,6 @@ class SubmittedWork:
     Attributes:
         observer: is told of waits for it.
         stream, label, nbytes: as it was submitted.
-        todo: the work, until the stream runs it.
         before: the jobs that it follows, for a trace.
         event: its own, as it was before it was watched; `DONE` once nothing about it changes any more, `None` until it
             is submitted.
@@ -47,7 +47,6 @@ class SubmittedWork:
     stream: str
     label: Label
     nbytes: int
-    todo: Work | None
     before: Sequence["SubmittedWork"] = ()
     event: Event | None = None
     clock: Clock | None = None
@@ -56,15 +55,9 @@ class SubmittedWork:
     pending: Pending | None = None
     inline: bool = False
 
-    def take_work(self) -> Work:
-        """Return what the stream is to run. The job lets go of the work, and of the buffers that it knows."""
-        work, self.todo = self.todo, None
-        assert work is not None
-        return work
-
-    def run(self) -> Pending | None:
+    def run(self, work: Work) -> Pending | None:
         """Run the work and note when."""
-        work, clock = self.take_work(), self.clock
+        clock = self.clock
         assert clock is not None
         self.inline = clock.on_host and not on_worker()
         self.started = clock.mark()
@@ -125,10 +118,10 @@ class Observer:
             waits for is no wait of compute's), and what wraps its event, so that every wait for it is noted.
         """
         parts = [part for event in after for part in event.parts()]
-        job = SubmittedWork(self, stream, label, nbytes, work)
+        job = SubmittedWork(self, stream, label, nbytes)
         if self.notes is not None and self.notes.add(job):
             job.before = [part.job for part in parts if isinstance(part, _Watched)]
-        run = job.take_work() if job.clock is None else job.run
+        run = work if job.clock is None else partial(job.run, work)
         return run, [part.unwatched() for part in parts], job.watch
 
     def turn_to(self, label: Label) -> None:
