@@ -45,11 +45,14 @@ class Witness:
         self.order = Order()
         self.on_host = on_host
 
-    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> "_Job":
-        parts = [part for event in after for part in event.parts()]
+    def submitted(
+        self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label
+    ) -> tuple[Work, Sequence[Event], Callable[[Event], Event]]:
+        parts = [part for event in after for part in _single(event)]
         numbers = {part.number for part in parts if isinstance(part, _Seen)}
+        number = len(self.jobs)
         self.jobs.append(Noted(stream, str(label), nbytes, tuple(sorted(numbers))))
-        return _Job(self, len(self.jobs) - 1, work, [part.unwatched() for part in parts])
+        return work, [part.unwatched() for part in parts], lambda event: _Seen(event, number, self)
 
     def turn_to(self, label: Label) -> None:
         pass
@@ -58,16 +61,10 @@ class Witness:
         pass
 
 
-class _Job:
-    def __init__(self, witness: Witness, number: int, work: Work, after: Sequence[Event]) -> None:
-        self._witness, self._number, self._work = witness, number, [work]
-        self.after = after
-
-    def work(self) -> Work:
-        return self._work.pop()
-
-    def watch(self, event: Event) -> Event:
-        return _Seen(event, self._number, self._witness)
+def _single(event: Event) -> list[Event]:
+    """The single events that one is made of, those that are over included."""
+    members = event.members()
+    return [event] if members == (event,) else [single for member in members for single in _single(member)]
 
 
 class _Seen(Event):

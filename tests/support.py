@@ -140,10 +140,10 @@ def separate() -> Streams:
     return SeparateStreams(torch.device("cpu"))
 
 
-def simulated(seed: int = 0, most_seconds: float = 0.002, dropped_wait: str | None = None) -> SimulatedStreams:
+def simulated(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
     """Asynchronous streams with random delays."""
     delays = random.Random(seed)
-    return SimulatedStreams(lambda stream, nbytes: delays.uniform(0, most_seconds), dropped_wait)
+    return SimulatedStreams(lambda stream, nbytes: delays.uniform(0, most_seconds))
 
 
 def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:

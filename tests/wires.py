@@ -22,8 +22,11 @@ STREAMS: dict[str, Callable[[], Streams]] = {
 TILES = {"tile_bytes": 4096}
 #: By the name of a collective and the ranks of its group: the bytes of whole buffers.
 Traffic = Counter[tuple[str, tuple[int, ...]]]
-_FLAT = {"all_gather": (0, "_all_gather_flat"), "reduce_scatter": (1, "_reduce_scatter_flat")}
-_FLAT |= {"all_to_all": (1, "_all_to_all_flat")}
+_FLAT = {
+    "all_gather": (0, collectives, "all_gather_flat"),
+    "reduce_scatter": (1, collectives, "reduce_scatter_flat"),
+    "all_to_all": (1, dist, "all_to_all_single"),
+}
 
 
 @contextmanager
@@ -39,6 +42,6 @@ def listening() -> Iterator[Traffic]:
         return count
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, (whole, attribute) in _FLAT.items():
-            patch.setattr(collectives, attribute, counted(name, whole, getattr(collectives, attribute)))
+        for name, (whole, module, attribute) in _FLAT.items():
+            patch.setattr(module, attribute, counted(name, whole, getattr(module, attribute)))
         yield found

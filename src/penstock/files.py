@@ -66,16 +66,14 @@ def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES, *, follow: boo
     Raises:
         OSError, ValueError: it is something else, is larger, cannot be read, or the path cannot be one.
     """
+    data = bytearray()
     with open_regular(path, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size
-        data = file.read(size) if size <= most else b""
-        # A file of the kernel says that its size is 0. Pieces, as a read takes the memory it was asked for at once.
-        while size <= most and (piece := file.read(_PIECE_BYTES)):
+        # Pieces: a read takes the memory that it was asked for at once, and files of the kernel do not say their size.
+        while len(data) <= most and (piece := file.read(_PIECE_BYTES)):
             data += piece
-            size = len(data)
-        if size > most:
-            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
-        return data
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
+    return bytes(data)
 
 
 def parse_object(raw: bytes, suffix: str = ".json", *, is_strict: bool = True) -> dict[str, Any]:
@@ -340,12 +338,8 @@ class Field:
         return tuple(value)
 
     def strings(self) -> tuple[str, ...]:
-        """Read a list of strings; as `items` does, without a field for each."""
-        value = self._list(None)
-        for number, item in enumerate(value):
-            if not isinstance(item, str):
-                self.inside(number, item).string()
-        return tuple(value)
+        """Read a list of strings."""
+        return tuple(item.string() for item in self.items())
 
     def items(self, count: int | None = None) -> Iterator["Field"]:
         """Go through the items of a list, which has `count` of them where that is given."""
@@ -540,9 +534,6 @@ def members(value: Any) -> dict[str, object]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_MOST_LINKS = 40
-
-
 def check_own(path: Path) -> Path:
     """Refuse a path at which something else than a file is; returns the path.
 
@@ -621,13 +612,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _descriptor_of(path: Path) -> int | None:
-    """Find which descriptor of this process a path names, such as `/dev/stdout`; `None` where it names none."""
-    for _ in range(_MOST_LINKS):
-        if not path.is_symlink():
-            return None
-        if os.path.realpath(path.parent) == os.path.realpath("/proc/self/fd"):
-            return int(path.name)
-        path = path.parent / os.readlink(path)
+    """Find which of the standard output and error a path leads to, such as `/dev/stdout`; `None` for another file."""
+    for descriptor in (1, 2):
+        with suppress(OSError):  # there is no such path, or no such descriptor
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
     return None
 
 
@@ -648,7 +637,7 @@ class Lines:
         self._lock = threading.Lock()  # people log from threads of their own
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open_own(path, "ab")
+            self._file = open_own(path, "a+b")
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror}. Give a folder on a disk with space, that you can write."
@@ -668,8 +657,10 @@ class Lines:
         try:
             if not goes_on:
                 self._file.truncate(0)
-            elif _is_torn(self._path):
-                self._file.write(b"\n")
+            elif self._file.seek(0, os.SEEK_END):
+                self._file.seek(-1, os.SEEK_END)
+                if self._file.read(1) != b"\n":
+                    self._file.write(b"\n")
         except OSError as error:
             self._give_up(error)
 
@@ -707,13 +698,3 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether a file ends in the middle of a line."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return False
-        file.seek(size - 1)
-        return file.read(1) != b"\n"

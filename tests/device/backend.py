@@ -58,8 +58,16 @@ class DeviceModule(ModuleType):
     def set_stream(self, stream: torch.Stream) -> None:
         torch.accelerator.set_stream(stream)
 
-    def stream(self, stream: torch.Stream) -> torch.Stream:
-        return stream  # torch's own are context managers
+    @contextmanager
+    def stream(self, stream: torch.Stream):
+        # Not torch.Stream's own block: it keeps what was before in the stream itself, and two threads that are on one
+        # stream at a time would each leave it for where the other one came from.
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
     def synchronize(self, device: Any = None) -> None:
         torch.accelerator.synchronize(_index(device))

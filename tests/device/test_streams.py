@@ -116,7 +116,7 @@ def fail(grad: Tensor) -> None:
 
 def alone_but_with_peers(patch: pytest.MonkeyPatch) -> None:
     """One process that runs what ranks do: collectives are kernels on the same stream."""
-    patch.setattr(Collectives, "world_size", property(lambda ranks: 2))
+    patch.setattr(Collectives, "world_size", property(lambda ranks: 2, lambda ranks, size: None), raising=False)
     patch.setattr(Collectives, "agree", lambda ranks, tensor: tensor.mul_(1))
     patch.setattr(CollectiveFingerprint, "check", lambda sequel, summed: None)
 

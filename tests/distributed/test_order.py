@@ -187,7 +187,7 @@ def noted(calls: list[tuple[str, bool]]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "broadcast"):
             patch.setattr(dist, name, noting(name, getattr(dist, name)))
-        for name in ("_all_gather_flat", "_reduce_scatter_flat"):
+        for name in ("all_gather_flat", "reduce_scatter_flat"):
             patch.setattr(collectives, name, noting(name, getattr(collectives, name)))
         yield
 

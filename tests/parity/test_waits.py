@@ -18,11 +18,10 @@ from torch import Tensor
 import penstock
 from penstock.engine.forward_backward import saved_tensors
 from penstock.errors import EngineError
-from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
 from tests.parity.needed import NEEDED_BY
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
-from tests.parity.waits import Wait, complaints, listen, read_file, waits
+from tests.parity.waits import DroppingStreams, Wait, complaints, listen, read_file, waits
 from tests.support import inline, pinning_on_cpu, prepare_on, run_ranks, sampled, shorten_rings
 
 SLOW_SECONDS = 0.01
@@ -560,7 +559,7 @@ def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None
 
 
 def attempt_with(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
-    streams = SimulatedStreams(lambda stream, nbytes: SLOW_SECONDS if stream == slow else 0.0, dropped)
+    streams = DroppingStreams(lambda stream, nbytes: SLOW_SECONDS if stream == slow else 0.0, dropped)
     try:
         found = run(streams)
     except Exception:
@@ -569,7 +568,7 @@ def attempt_with(run: RowRun, expected: Values, slow: str | None, dropped: str |
         found = []
     finally:
         streams.close()
-    return Outcome(same(found, expected), streams.waits_seen)
+    return Outcome(same(found, expected), streams.seen)
 
 
 @cache

@@ -10,7 +10,7 @@ import re
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.runtime.streams import DONE, Event, all_of
+from penstock.runtime import events as runtime_events
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import DONE, Event, Streams, Work, all_of
 from penstock.tiers.storage import MemoryEvents
 
 PACKAGE = Path(penstock.__file__).parent
@@ -39,7 +41,7 @@ class Wait:
 
     Attributes:
         site: its name.
-        place: `file:line` and which event, as `SimulatedStreams` or `AllOf` tells it while it runs.
+        place: `file:line` and which event, as `NotedWaits` or `AllOf` tells it while it runs.
     """
 
     site: str
@@ -131,6 +133,70 @@ def _entries(call: ast.Call) -> Iterator[str]:
             yield from (f"#{index}{REST * (index == last)}" for index in range(last + 1))
         else:
             yield ALL
+
+
+class NotedWaits(Streams):
+    """Streams whose waits are known by their place, and that can leave one of them out.
+
+    Attributes:
+        dropped: `file:line` of the wait that is left out, with `#index` for an entry of `after`.
+        seen: the places that waited.
+    """
+
+    dropped: str | None
+    seen: set[str]
+
+    def keeps(self, place: str) -> bool:
+        """Note a wait; return True if it is to be done."""
+        self.seen.add(place)
+        return place != self.dropped
+
+    def submit(self, stream: str, work: Work, *, after: Sequence[Event] = (), **rest: Any) -> Event:
+        place = _place(2)
+        kept = [event for index, event in enumerate(after) if self.keeps(f"{place}#{index}")]
+        # The streams get the events themselves: what they wait for is no wait of the program's.
+        after = [part.unwatched() for event in kept for part in event.parts()]
+        return _NotedEvent(super().submit(stream, work, after=after, **rest), self)
+
+
+class _NotedEvent(Event):
+    """An event whose waits are noted."""
+
+    def __init__(self, event: Event, streams: NotedWaits) -> None:
+        self._event, self._streams = event, streams
+
+    def wait(self) -> None:
+        if self._streams.keeps(_place(2)):
+            self._event.wait()
+
+    def synchronize(self) -> None:
+        if self._streams.keeps(_place(2)):
+            self._event.synchronize()
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def check(self) -> None:
+        self._event.check()
+
+    def unwatched(self) -> Event:
+        return self._event
+
+
+def _place(depth: int) -> str:
+    """The line that waits: not the one of an event of several, which waits for each."""
+    frame: Any = sys._getframe(depth)
+    while frame.f_code.co_filename == runtime_events.__file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class DroppingStreams(NotedWaits, SimulatedStreams):
+    """Simulated streams that can leave a wait out."""
+
+    def __init__(self, delay: Callable[[str, int], float], dropped: str | None = None) -> None:
+        super().__init__(delay)
+        self.dropped, self.seen = dropped, set()
 
 
 class Notes:

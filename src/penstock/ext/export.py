@@ -24,7 +24,7 @@ from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.config import MASTER, PARAM, Precision, average_kind
 from penstock.errors import CheckpointError, ConfigError
 from penstock.rules.formats import COMPUTE_DTYPES, as_param, read_master
-from penstock.runtime.control_group import ControlGroup, control_group_of_all
+from penstock.runtime.control_group import control_group_of_all
 from penstock.runtime.modes import engine_entry
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def export(
     control_group = control_group_of_all(timeout_s=TIMEOUT_S, error=CheckpointError)
     folder = Path(os.path.realpath(out))
     with contextlib.closing(control_group), contextlib.ExitStack() as undo:
-        with _together(control_group):
+        with control_group.together("export()"):
             opened = Checkpoint.open(checkpoint)
             opened.check_whole()
             kind = None if average is False else _kind_of(opened, "" if average is True else average)
@@ -197,28 +197,17 @@ def export(
             if control_group.is_first:
                 undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
         # Only now is the hidden folder there, for every rank.
-        with _together(control_group):
+        with control_group.together("export()"):
             everything = [file for of_set in files for file in of_set.items()]
             merges = {name: merge for file_set in sets for name, merge in file_set.merges.items()}
             own = dict(everything[control_group.rank :: control_group.size])
             _write(opened, _hidden_name(folder), own, kind, merges, left_out)
         # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
-        with _together(control_group):
+        with control_group.together("export()"):
             if control_group.is_first:
                 for file_set, of_set in zip(sets, files, strict=True):
                     _finish(_hidden_name(folder), file_set, of_set)
                 _appear(folder)
-
-
-@contextlib.contextmanager
-def _together(control_group: ControlGroup) -> Iterator[None]:
-    """Wait until all ranks come to the end of a block; where one fails in it, all do."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    control_group.agree(failure)
 
 
 # What there is to write
@@ -295,12 +284,11 @@ def _write(
                 file.write(spec.name, start, _converted(checkpoint, name, values, spec.dtype).contiguous())
         for tile, piece in _pieces(checkpoint, places, average):
             file, spec = places[piece.name]
-            if piece.name in merges:
-                whole = merged(_precise(tile, piece, average), piece.start, merges[piece.name], held)
-                values = _converted(checkpoint, piece.name, whole, spec.dtype)
-            else:
-                values = _values(checkpoint, tile, piece, spec.dtype, average)
-            file.write(spec.name, piece.start, values)
+            merge = merges.get(piece.name)
+            values = _values(tile, piece, average, spec.dtype if merge is None else None)
+            if merge is not None:
+                values = merged(values, piece.start, merge, held)
+            file.write(spec.name, piece.start, _converted(checkpoint, piece.name, values, spec.dtype))
         for file in opened:
             file.sync()  # before the other ranks hear that this one has written
 
@@ -321,36 +309,26 @@ def _held(checkpoint: Checkpoint, names: Set[str], average: str | None) -> dict[
     """Read parameters as a whole, at master precision in fp32: adapters, and scales of codes."""
     held = {name: torch.empty(checkpoint.manifest.parameters[name].shape, dtype=torch.float32) for name in names}
     for tile, piece in _pieces(checkpoint, held, average):
-        held[piece.name].view(-1)[piece.start : piece.stop] = _precise(tile, piece, average)
+        held[piece.name].view(-1)[piece.start : piece.stop] = _values(tile, piece, average)
     return held
 
 
-def _values(
-    checkpoint: Checkpoint, tile: Tile, piece: ParameterPiece, dtype: torch.dtype, average: str | None
-) -> Tensor:
-    """Make what is written of a piece: the average, or as trained where that is in `dtype`, else from the master."""
-    param = tile.values(PARAM)
-    averaged = None if average is None else tile.values(average)
-    if averaged is None and param is not None and param.dtype == dtype:
-        return param[_inside(piece)]
-    return _converted(checkpoint, piece.name, _precise(tile, piece, average), dtype)
+def _values(tile: Tile, piece: ParameterPiece, average: str | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a piece: the average, or the parameter as trained where that is in `dtype`, else at full precision.
 
-
-def _precise(tile: Tile, piece: ParameterPiece, average: str | None) -> Tensor:
-    """Take a piece as precise as it is there: the average, or the master; codes as they are."""
-    inside = _inside(piece)
+    That is the master, or what is frozen; codes as they are.
+    """
+    inside = slice(piece.inside, piece.inside + piece.stop - piece.start)
     param, master = tile.values(PARAM), tile.values(MASTER)
     averaged = None if average is None else tile.values(average)
     if averaged is not None:
         return averaged[inside]
+    if param is not None and param.dtype == dtype:
+        return param[inside]
     if param is None or (master is not None and master.dtype == torch.float32):
         assert master is not None  # `check_whole` has seen to it
         return master[inside]
     return read_master(param[inside], None if master is None else master[inside])
-
-
-def _inside(piece: ParameterPiece) -> slice:
-    return slice(piece.inside, piece.inside + piece.stop - piece.start)
 
 
 def _converted(checkpoint: Checkpoint, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -55,7 +55,7 @@ class AcceleratorStreams(Streams):
         """Enqueue work on the device's stream, or queue it for a thread of the host."""
         del writes
         worker = self._workers[stream]
-        events = [part.unwatched() for event in after for part in event.left()]
+        events = [part.unwatched() for event in after for part in event.parts()]
         if stream not in self._sides:
             return worker.submit(partial(after_all, events, work))
         if not on_worker():

@@ -23,86 +23,16 @@ from penstock.runtime.control_group import (
     FORWARDS,
     ControlGroup,
     all_gather_flat,
-    form,
     give_back,
     is_alive,
     own_group,
+    reduce_scatter_flat,
 )
-from penstock.runtime.control_group import all_gather_flat as _all_gather_flat
-from penstock.runtime.control_group import reduce_scatter_flat as _reduce_scatter_flat
 from penstock.runtime.finalizers import at_end
 from penstock.runtime.host_memory import view_apart
 from penstock.runtime.streams import DONE, Event, Pending
 from penstock.runtime.system import boot_id, ranks_of_host
-from penstock.runtime.topology import Grid, Nodes
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Collectives of flat buffers whose shards are of any sizes: one for each shard, together as long as each of them.
-#
-# A gather is a broadcast of each shard by the rank that has it, a reduction one of each part to the rank that it
-# belongs
-# to: over a link goes as much as of equal shards, and nothing for a rank that has none.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class Together:
-    """Collectives that were issued one after the other, as torch's handle of one of them.
-
-    Arguments:
-        works: torch's handles.
-    """
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Block until all of them are over; raise the first error."""
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all of them are over."""
-        return all(work.is_completed() for work in self._works)
-
-
-def parts_of(full: Tensor, cuts: Sequence[int]) -> list[Tensor]:
-    """Cut a flat buffer into shards: views of it.
-
-    Arguments:
-        full: the buffer.
-        cuts: where shards begin in it, in elements, and where the last one ends.
-    """
-    return [full[start:stop] for start, stop in pairwise(cuts)]
-
-
-def broadcast_shards(parts: Sequence[Tensor], full: Tensor, group: dist.ProcessGroup | None) -> Together | None:
-    """Fill the shards of a flat buffer, each with what its rank has. Collective.
-
-    Arguments:
-        parts: the shards, as bytes, in the order of the ranks.
-        full: the buffer that they are views of.
-        group: of the ranks.
-
-    Returns:
-        On the host what is to be waited for. On a device `None`: its stream waits.
-    """
-    goes_on = full.device.type == "cpu"
-    if goes_on and type(full) is Tensor:  # no fake one
-        parts = [view_apart(part, full) for part in parts]
-    works = [dist.broadcast(part, group_src=rank, group=group, async_op=goes_on) for rank, part in enumerate(parts)]
-    return Together([work for work in works if work is not None]) if goes_on else None
-
-
-def reduce_to_owners(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum each part of a flat buffer to the rank that it belongs to, in place; on the others it is spoilt. Collective.
-
-    Arguments:
-        parts: this rank's summands, in the order of the ranks.
-        group: of the ranks.
-    """
-    for rank, part in enumerate(parts):
-        dist.reduce(part, group_dst=rank, op=dist.ReduceOp.SUM, group=group)
-
+from penstock.runtime.topology import Grid, Nodes, node_size, nodes_of, peers_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Collectives that were issued: counted, and waited for.
@@ -139,36 +69,34 @@ class Tally(Counter[str]):
 
 
 class InFlightCollectives:
-    """A collective that was issued and goes on, on the threads of its process group.
+    """Collectives that were issued and go on, on the threads of their process group.
 
     Arguments:
-        work: torch's handle. It holds the buffers; once the collective is over nothing here refers to it.
-        failed: makes the error that whoever waits gets, of torch's own.
+        works: torch's handles. They hold the buffers; once the collectives are over nothing here refers to them.
+        failed: makes the error that is raised at every wait, of torch's own.
     """
 
-    def __init__(self, work: dist.Work | Together, failed: Callable[[RuntimeError], Exception]) -> None:
-        self._left: tuple[dist.Work | Together, Callable[[RuntimeError], Exception]] | None = work, failed
+    def __init__(self, works: Sequence[dist.Work], failed: Callable[[RuntimeError], Exception]) -> None:
+        self._works = works
+        self._failed = failed
         self._error: Exception | None = None
         self._ended: float | None = None
 
     def wait(self) -> None:
-        """Block until the collective is over; raise its error."""
-        left = self._left  # two threads may wait: the other one may clear the attribute at any moment
-        if left is not None:
-            work, failed = left
-            try:
+        """Block until the collectives are over; raise the first error."""
+        try:
+            for work in self._works:
                 work.wait()
-            except RuntimeError as error:
-                self._error = self._error or failed(error)
-                self._error.__cause__ = error
-            self._left = None  # torch's handle, and with it the buffers: whoever counts their users counts right
+        except RuntimeError as error:
+            self._error = self._error or self._failed(error)
+            self._error.__cause__ = error
+        self._works = ()  # torch's handles, and with them the buffers: a count of their users is right then
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        """Whether the collective is over."""
-        left = self._left
-        return left is None or bool(left[0].is_completed())
+        """Return True if the collectives are over."""
+        return all(work.is_completed() for work in self._works)
 
     @property
     def ended(self) -> float:
@@ -251,8 +179,6 @@ class CollectiveFingerprint:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_all_to_all_flat = dist.all_to_all_single
-
 Groups = Sequence[dist.ProcessGroup | None]
 #: Which of the shard ranks take part: those of this rank's node, or those of the same place in each node.
 Hop = Literal["inside", "across"]
@@ -277,7 +203,7 @@ class Collectives:
 
     Attributes:
         rank: this rank's number among all ranks of the job.
-        shards, shard_rank, replicas, replica_rank: as the grid says.
+        shards, shard_rank, replicas, replica_rank, world_size, data_size, number: as the grid says.
         counts: how many collectives were issued so far, by name; and of how many bytes.
         sequel: which ones since the last step, for ranks to compare.
         mesh: the one that the groups were made of; `None` where there was none.
@@ -295,14 +221,12 @@ class Collectives:
         self.divided = divided
         self.mesh: DeviceMesh | None = None
         self.shards, self.shard_rank, self.replicas, self.replica_rank, *_ = grid
-        self._shard_group, self._replica_group, self._tp_group, inside, self._across_group = groups
-        # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
-        self._data_groups = [group for group in (self._replica_group, self._shard_group) if group is not None]
-        self._groups = [*self._data_groups, *([self._tp_group] if self._tp_group is not None else [])]
-        self._inside_group = inside or self._shard_group
+        self.world_size, self.data_size, self.number = grid.world_size, grid.data_size, grid.number
+        shards, replicas, tp, inside, across = groups
+        self._groups = {"replicate": replicas, "shard": shards, "tp": tp, "inside": inside or shards, "across": across}
         self._end_groups = at_end(self, give_back, [group for group in groups if group is not None])
         self._last: Event = DONE  # of the collectives that were submitted to a stream
-        self.rank = dist.get_rank() if self._groups else 0
+        self.rank = dist.get_rank() if any(groups) else 0
         self.counts = Tally()
         self.sequel = CollectiveFingerprint(self.control_group)
 
@@ -323,8 +247,33 @@ class Collectives:
             ConfigError: the mesh's dimensions have no meaning.
             EngineError: another rank does not take part.
         """
-        formed = form(mesh, sharded=sharded, timeout_s=timeout_s, nodes=nodes)
-        ranks = cls(formed.grid, formed.groups, formed.control_group, formed.divided)
+        peers = peers_of(mesh, sharded=sharded)
+        control_group = ControlGroup(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s)
+        own: list[dist.ProcessGroup | None] = []
+        try:
+            # One name on all ranks, which no group had before: by it the members find each other in the job's store.
+            # One stage as well: ranks that ask for others are told so later, and till then must not miss each other.
+            # One size of nodes, too.
+            facts = [f"penstock {secrets.token_hex(8)}", sharded, nodes, ranks_of_host(default=0)]
+            name, sharded, nodes, of_host = control_group.share(facts)
+            peers = peers_of(mesh, sharded=sharded)
+            grid = peers.grid.in_nodes(node_size(peers.shards, nodes, of_host))
+            # In one order on all ranks: the members of a group make it together, and ranks that began with different
+            # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
+            likes = [*peers.likes, peers.likes[0], peers.likes[0]]
+            for line, like in zip([*peers.lines, *nodes_of(peers.shards, grid)], likes, strict=True):
+                needed = like if len(line) > 1 else None
+                own.append(needed and own_group(line, needed, name, timeout_s=timeout_s))
+        except BaseException as error:
+            give_back(group for group in own if group is not None)
+            control_group.close()
+            if isinstance(error, RuntimeError):  # torch's
+                raise EngineError(
+                    f"Rank {dist.get_rank()} could not make a process group of the same ranks as the one it was given: "
+                    f"another one has ended, or does something else. ({error})"
+                ) from error
+            raise
+        ranks = cls(grid, own, control_group, peers.divided)
         ranks.mesh = mesh
         return ranks
 
@@ -334,24 +283,9 @@ class Collectives:
         self.control_group.close()
 
     @property
-    def world_size(self) -> int:
-        """How many ranks there are in all."""
-        return self.grid.world_size
-
-    @property
-    def data_size(self) -> int:
-        """How many ranks sum the gradient of a parameter."""
-        return self.grid.data_size
-
-    @property
-    def number(self) -> int:
-        """The rank's number in the grid, which its files in a checkpoint have."""
-        return self.grid.number
-
-    @property
     def groups(self) -> Mapping[str, dist.ProcessGroup]:
         """The groups that this rank is in, by what their ranks do with the training state."""
-        named = {"shards": self._shard_group, "copies": self._replica_group, "tp": self._tp_group}
+        named = {"shards": self._groups["shard"], "copies": self._groups["replicate"], "tp": self._groups["tp"]}
         return {name: group for name, group in named.items() if group is not None}
 
     def submitted(self, event: Event) -> None:
@@ -381,14 +315,9 @@ class Collectives:
         goes_on = full.device.type == "cpu"
         if goes_on and type(full) is Tensor:  # no fake one
             every, own = view_apart(every, full), view_apart(own, full)
-        if inside:
-            group, dimension, where = self._inside_group, "inside", " inside its node"
-        else:
-            group, dimension, where = self._shard_group, "shard", ""
-        gather = partial(_all_gather_flat, every, own, group=group, async_op=goes_on)
-        self.counts.note("all_gather", dimension, every)
-        work = self._issue(f"the gather of {what}{where}", group, gather)
-        return work if goes_on else None
+        dimension, where = ("inside", " inside its node") if inside else ("shard", "")
+        gather = partial(all_gather_flat, every, own, async_op=goes_on)
+        return self._issue("all_gather", dimension, (every, gather), what=f"the gather of {what}{where}")
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
         """Sum a flat buffer over the shard ranks, each of which keeps its own part of the sum.
@@ -401,9 +330,11 @@ class Collectives:
         Raises:
             EngineError: another rank does not take part.
         """
-        reduce = partial(_reduce_scatter_flat, shard, full, op=dist.ReduceOp.SUM, group=self._shard_group)
-        self.counts.note("reduce_scatter", "shard", full)
-        self._issue(f"the reduction of {what}", self._shard_group, reduce)
+        reduce = partial(reduce_scatter_flat, shard, full, op=dist.ReduceOp.SUM)
+        self._issue("reduce_scatter", "shard", (full, reduce), what=f"the reduction of {what}")
+
+    # Shards of any sizes: a gather is a broadcast of each shard by the rank that has it, a reduction one of each part
+    # to the rank that it belongs to. As many bytes cross a link as for equal shards, none for a rank that has none.
 
     def broadcast_shards(self, full: Tensor, cuts: Sequence[int], what: str = "") -> Pending | None:
         """Fill a flat buffer with shards of any sizes, as `all_gather` with equal ones (above).
@@ -413,26 +344,29 @@ class Collectives:
             cuts: where shards begin in it, in elements, and where the last one ends.
             what: the unit's name, for messages.
         """
-        parts = [as_bytes(part) for part in parts_of(full, cuts)]
-        for part in parts:
-            self.counts.note("broadcast", "shard", part)
-        broadcast = partial(broadcast_shards, parts, full, self._shard_group)
-        return self._issue(f"the gather of {what}", self._shard_group, broadcast)
+        parts = [as_bytes(full[start:stop]) for start, stop in pairwise(cuts)]
+        goes_on = full.device.type == "cpu"
+        if goes_on and type(full) is Tensor:  # no fake one
+            parts = [view_apart(part, full) for part in parts]
+        calls = [
+            (part, partial(dist.broadcast, part, group_src=rank, async_op=goes_on)) for rank, part in enumerate(parts)
+        ]
+        return self._issue("broadcast", "shard", *calls, what=f"the gather of {what}")
 
     def reduce_to_owners(self, shard: Tensor, full: Tensor, cuts: Sequence[int], what: str = "") -> None:
         """Sum a flat buffer over the shard ranks, as `reduce_scatter`, into parts of any sizes.
 
         Arguments:
             shard: filled with the sum of this rank's part.
-            full: this rank's summands, of the same dtype; spoilt.
+            full: this rank's summands, of the same dtype; overwritten.
             cuts: where parts begin in it, in elements, and where the last one ends.
             what: the unit's name, for messages.
         """
-        parts = parts_of(full, cuts)
-        for part in parts:
-            self.counts.note("reduce", "shard", part)
-        reduce = partial(reduce_to_owners, parts, self._shard_group)
-        self._issue(f"the reduction of {what}", self._shard_group, reduce)
+        parts = [full[start:stop] for start, stop in pairwise(cuts)]
+        calls = [
+            (part, partial(dist.reduce, part, group_dst=rank, op=dist.ReduceOp.SUM)) for rank, part in enumerate(parts)
+        ]
+        self._issue("reduce", "shard", *calls, what=f"the reduction of {what}")
         shard.copy_(parts[self.shard_rank])
 
     def all_to_all(self, received: Tensor, sent: Tensor, hop: Hop, what: str = "") -> None:
@@ -447,69 +381,63 @@ class Collectives:
         Raises:
             EngineError: another rank does not take part.
         """
-        group = self._inside_group if hop == "inside" else self._across_group
-        exchange = partial(_all_to_all_flat, received, sent, group=group)
-        self.counts.note("all_to_all", hop, sent)
-        self._issue(f"the reduction of {what} {hop} nodes", group, exchange)
+        exchange = partial(dist.all_to_all_single, received, sent)
+        self._issue("all_to_all", hop, (sent, exchange), what=f"the reduction of {what} {hop} nodes")
 
     def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Sum a tensor over the replicas, in place."""
-        if self._replica_group is not None:
-            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=self._replica_group)
-            self.counts.note("all_reduce", "replicate", tensor)
-            self._issue(f"the sum of {what}", self._replica_group, reduce)
+        reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
+        self._issue("all_reduce", "replicate", (tensor, reduce), what=f"the sum of {what}")
 
     def agree(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
-        for group in self._groups:
-            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
-            self._count("all_reduce", tensor, group, reduce)
+        self._combine(tensor, dist.ReduceOp.SUM)
+
+    def _combine(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        for dimension in ("replicate", "shard", "tp"):
+            self._issue("all_reduce", dimension, (tensor, partial(dist.all_reduce, tensor, op=op)))
 
     def _issue(
-        self,
-        what: str,
-        group: dist.ProcessGroup | None,
-        collective: Callable[[], dist.Work | Together | None],
+        self, name: str, dimension: str, *calls: tuple[Tensor, Callable[..., dist.Work | None]], what: str = ""
     ) -> InFlightCollectives | None:
-        """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
-        self._check_alive(group)
-        failed = partial(self._could_not_finish, what, self.sequel.note(what))
-        try:
-            work = collective()
-        except RuntimeError as error:
-            raise failed(error) from error
-        return None if work is None else InFlightCollectives(work, failed)
+        """Count collectives along a dimension of the mesh, and issue them; do nothing where no other rank is there.
 
-    def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
-        """Make the error of a collective that failed, with what the other ranks say."""
-        return EngineError(
-            f"Rank {self.rank}{self.control_group.host_of(self.rank)} could not finish {what}, collective {number} "
-            f"since the last step; {self.control_group.others_say(what)} {SAME} ({error})"
-        )
+        Arguments:
+            name: as `Tally.note` takes it.
+            dimension: of the mesh.
+            calls: for each the whole buffer and torch's function, which takes the group.
+            what: what they are for, which ranks compare; empty where ranks have agreed on them before.
 
-    def _count(
-        self, name: str, tensor: Tensor, group: dist.ProcessGroup | None, collective: Callable[[], object]
-    ) -> None:
-        """Issue a collective that ranks need not compare: they have agreed on it before."""
-        self._check_alive(group)
-        dimensions = {id(self._shard_group): "shard", id(self._replica_group): "replicate", id(self._tp_group): "tp"}
-        self.counts.note(name, dimensions[id(group)], tensor)
-        try:
-            collective()
-        except RuntimeError as error:
-            others = self.control_group.others_say(f"the {name} of all ranks")
-            raise EngineError(
-                f"Rank {self.rank}{self.control_group.host_of(self.rank)} could not finish the {name} that another one "
-                f"takes part in, which has ended or does something else; {others} ({error})"
-            ) from error
-
-    def _check_alive(self, group: dist.ProcessGroup | None) -> None:
-        """Refuse a group that the user has destroyed."""
-        if group is not None and not is_alive(group):
+        Returns:
+            The collectives that go on beside the caller; `None` where there are none.
+        """
+        group = self._groups[dimension]
+        if group is None:
+            return None
+        if not is_alive(group):  # the user has destroyed it
             raise EngineError(
                 "torch.distributed.destroy_process_group() has ended the process groups of this engine. Call close() "
                 "before it; close(keep_params=False) after it."
             )
+        number = self.sequel.note(what) if what else 0
+        failed = partial(self._could_not_finish, what or f"the {name} of all ranks", number)
+        works = []
+        try:
+            for buffer, call in calls:
+                self.counts.note(name, dimension, buffer)
+                works.append(call(group=group))
+        except RuntimeError as error:
+            raise failed(error) from error
+        going_on = [work for work in works if work is not None]
+        return InFlightCollectives(going_on, failed) if going_on else None
+
+    def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
+        """Make the error of a collective that failed, with what the other ranks say."""
+        which, advice = (f", collective {number} since the last step", f" {SAME}") if number else ("", "")
+        return EngineError(
+            f"Rank {self.rank}{self.control_group.host_of(self.rank)} could not finish {what}{which}; "
+            f"{self.control_group.others_say(what)}{advice} ({error})"
+        )
 
     def begin_forward(self, *, recorded: bool) -> None:
         """Refuse a forward that only some ranks run, before its first gather. Collective over the shard ranks.
@@ -555,44 +483,36 @@ class Collectives:
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Put the greatest value over all ranks into each element of a tensor."""
         self._come_after_submitted()
-        for group in self._groups:
-            self._count(
-                "all_reduce", tensor, group, partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group)
-            )
+        self._combine(tensor, dist.ReduceOp.MAX)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of the first rank of those that have the same parts of the parameters."""
-        self._come_after_submitted()
-        for group in self._data_groups:
-            # Copies may be on other hosts: each gets one copy over the link, which goes from its first shard to others.
-            if group is not self._replica_group or self.shard_rank == 0:
-                send = partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0)
-                self._count("broadcast", tensor, group, send)
+        # Copies may be on other hosts: each gets one copy over the link, which goes from its first shard to others.
+        if self.shard_rank == 0:
+            self._broadcast(tensor, "replicate")
+        self._broadcast(tensor, "shard")
 
     def broadcast_alike(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of the first of the ranks that have different parts of the parameters.
 
         It is of what they have alike, and the same already on those with the same parts.
         """
+        self._broadcast(tensor, "tp")
+
+    def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
+        """Overwrite a tensor with that of one of the shard ranks, on all of them."""
+        self._broadcast(tensor, "shard", shard_rank)
+
+    def _broadcast(self, tensor: Tensor, dimension: str, source: int = 0) -> None:
         self._come_after_submitted()
-        if self._tp_group is not None:
-            send = partial(dist.broadcast, as_bytes(tensor), group=self._tp_group, group_src=0)
-            self._count("broadcast", tensor, self._tp_group, send)
+        self._issue("broadcast", dimension, (tensor, partial(dist.broadcast, as_bytes(tensor), group_src=source)))
 
     def assemble(self, tensor: Tensor) -> None:
         """Put a tensor together of which each of the ranks that divide parameters has a box, and zeros around it."""
         self._come_after_submitted()
-        if self._tp_group is not None:
-            # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
-            put = partial(dist.all_reduce, as_bytes(tensor), op=dist.ReduceOp.MAX, group=self._tp_group)
-            self._count("all_reduce", tensor, self._tp_group, put)
-
-    def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
-        """Overwrite a tensor with that of one of the shard ranks, on all of them."""
-        self._come_after_submitted()
-        if self._shard_group is not None:
-            send = partial(dist.broadcast, as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
-            self._count("broadcast", tensor, self._shard_group, send)
+        # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
+        put = partial(dist.all_reduce, as_bytes(tensor), op=dist.ReduceOp.MAX)
+        self._issue("all_reduce", "tp", (tensor, put))
 
     def _come_after_submitted(self) -> None:
         """Wait until the collectives that were submitted to a stream have been issued.

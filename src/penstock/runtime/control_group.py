@@ -5,23 +5,20 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import EngineError, PenstockError, one_line
 from penstock.runtime.finalizers import Phase, exiting
-from penstock.runtime.system import host_name, names_of_hosts, ranks_of_host
-from penstock.runtime.topology import Grid, Nodes, node_size, nodes_of, peers_of
+from penstock.runtime.system import host_name, names_of_hosts
+from penstock.runtime.topology import peers_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Process groups of our own, of the same ranks as those that people gave us.
@@ -164,6 +161,8 @@ class ControlGroup:
 
     Attributes:
         timeout_s: the same as the argument.
+        size: how many members there are.
+        is_first: whether this rank is the one that speaks for all.
 
     Raises:
         PenstockError: of class `error`, when a member does not join in time.
@@ -182,6 +181,7 @@ class ControlGroup:
     ) -> None:
         self.members = tuple(members)
         self.rank = rank
+        self.size, self.is_first = len(self.members), rank == 0
         self.timeout_s = timeout_s
         self._error = error
         self._advice = advice
@@ -223,45 +223,30 @@ class ControlGroup:
         """Wait until every member has written its key; after a minute, log which have not."""
         patience_s = min(self.timeout_s, JOINING_S)
         first_s = min(WARN_S, patience_s / 2)
-        warned = False
-        for limit_s in (first_s, patience_s - first_s):
-            try:
-                self._store.wait(list(everyone), limit_of(limit_s))
-                return
-            except RuntimeError as error:
-                failure = error
-            missing = self._absent(everyone)
-            if not missing:
-                return
-            if not warned:
-                warned = True
-                _logger.warning(
-                    f"Rank {self.members[self.rank]} has waited {first_s:g} s in prepare() for {missing}, of "
-                    f"{self.size} ranks. It waits for {patience_s:g} s at most."
-                )
-        raise self._error(
-            f"Rank {self.members[self.rank]} of {self.size} waited {patience_s:g} s in prepare() for {missing}: ended, "
-            "or not there yet. Look at the first error of those ranks. Ranks wait here for the smaller of "
-            f"Options(timeout_s=) and {JOINING_S:g} s: where one comes later, call torch.distributed.barrier() before "
-            f"prepare(). {self._advice}({failure})"
-        ) from failure
+        missing = self._missing(everyone, first_s)
+        if missing:
+            _logger.warning(
+                f"Rank {self.members[self.rank]} has waited {first_s:g} s in prepare() for {missing}, of "
+                f"{self.size} ranks. It waits for {patience_s:g} s at most."
+            )
+            missing = self._missing(everyone, patience_s - first_s)
+        if missing:
+            raise self._error(
+                f"Rank {self.members[self.rank]} of {self.size} waited {patience_s:g} s in prepare() for {missing}: "
+                "ended, or not there yet. Look at the first error of those ranks. Ranks wait here for the smaller of "
+                f"Options(timeout_s=) and {JOINING_S:g} s: where one comes later, call torch.distributed.barrier() "
+                f"before prepare(). {self._advice}"
+            )
 
-    def _absent(self, everyone: Sequence[str]) -> str:
-        """Name the members that have not written their key; empty where all have."""
+    def _missing(self, everyone: Sequence[str], limit_s: float) -> str:
+        """Wait until every member has written its key; name those that have not by then."""
+        with contextlib.suppress(RuntimeError):  # the store's timeout
+            self._store.wait(list(everyone), limit_of(limit_s))
+            return ""
         absent = [rank for rank, key in zip(self.members, everyone, strict=True) if not self._store.check([key])]
         more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
         named = ", ".join(map(str, absent[:_MOST_NAMED]))
         return f"rank{'s' * (len(absent) > 1)} {named}{more}" if absent else ""
-
-    @property
-    def size(self) -> int:
-        """How many members the control group has."""
-        return len(self.members)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the one that speaks for all."""
-        return self.rank == 0
 
     def named(self, rank: int) -> str:
         """Return how messages call a rank of the job: with the name of its host, where there are several."""
@@ -448,25 +433,22 @@ class ControlGroup:
         self.tell(f"could not finish {what}")
         # A rank that is stuck in another collective finds out later than this one: give all of them some seconds.
         ends = time.monotonic() + min(HEARING_S, self.timeout_s)
-        said: list[str] = []
-        for rank in (member for member in self.members if member != self.members[self.rank]):
-            if len(said) == _MOST_NAMED:
-                said.append("others are not asked")
-                break
-            said.append(f"{self.named(rank)} {self._word(rank, ends - time.monotonic()) or _SILENT}")
+        others = [rank for rank in self.members if rank != self.members[self.rank]]
+        said = [f"{self.named(rank)} {self._word(rank, ends - time.monotonic())}" for rank in others[:_MOST_NAMED]]
+        if len(others) > _MOST_NAMED:
+            said.append("others are not asked")
         return (
             f"{'; '.join(said)}. Look at the first error of a rank that has ended. Ranks wait for {self.timeout_s:g} s "
             "at most: Options(timeout_s=)."
         )
 
     def _word(self, rank: int, patience_s: float) -> str:
-        """Return what a rank has told, or tells in time; empty where it tells nothing or the store is gone."""
-        try:
+        """Return what a rank has told, or tells in time."""
+        with contextlib.suppress(RuntimeError):  # it tells nothing, or the store is gone
             self._store.wait([_stopped(rank)], limit_of(patience_s))
             word: str = self._store.get(_stopped(rank)).decode()
-        except RuntimeError:
-            return ""
-        return word
+            return word
+        return "says nothing: it has ended, or runs something else"
 
     def close(self) -> None:
         """Give back the group, and those of the control groups that `another` made."""
@@ -475,30 +457,23 @@ class ControlGroup:
         self._group = None
 
 
-_SILENT = "says nothing: it has ended, or runs something else"
-
-
 def _stopped(rank: int) -> str:
     return f"stopped {rank}"
 
 
-def _options(timeout: timedelta, environment: Mapping[str, str] = os.environ) -> Any:
+def _options(timeout: timedelta) -> Any:
     """Make the options that gloo has by itself, but for connections: each is made when it is first used.
 
     By itself each member connects to every other one. Messages go around in a ring, or down a tree: of a thousand ranks
     a member talks to about twenty, and has no thousand descriptors for each control group.
     """
     gloo: Any = dist.ProcessGroupGloo
-    named = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    how: list[dict[str, str]] = [{"interface": name} for name in named] or [{}]
     options = gloo._Options()
     options._timeout = timeout
-    make = [partial(gloo.create_device if each else gloo.create_default_device, **each) for each in how]
-    try:
-        options._devices = [device(lazy_init=True) for device in make]
-    except TypeError:  # an older torch, which connects all at once
-        options._devices = [device() for device in make]
-    options._threads = 2 * len(how)
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [gloo.create_device(interface=name, lazy_init=True) for name in named]
+    options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+    options._threads = 2 * max(1, len(devices))
     return options
 
 
@@ -534,56 +509,3 @@ def control_group_of_all(*, timeout_s: float, error: type[PenstockError]) -> Con
     """Make the control group of the default process group's ranks, where agreeing is all that they do. Collective."""
     peers = peers_of(None, sharded=True)
     return ControlGroup(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s, error=error)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The process groups of one engine, formed of the ranks of a mesh: by what its dimensions do (`runtime/topology.py`).
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class Formed(NamedTuple):
-    """What the ranks of an engine have made together.
-
-    Attributes:
-        grid, groups, control_group, divided: as `Collectives` takes them.
-    """
-
-    grid: Grid
-    groups: Sequence[dist.ProcessGroup | None]
-    control_group: ControlGroup
-    divided: Sequence[Sequence[int]]
-
-
-def form(mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float, nodes: Nodes) -> Formed:
-    """Make a control group and groups of our own. Collective; `Collectives.from_mesh` says what the arguments are.
-
-    Raises:
-        ConfigError: the mesh's dimensions have no meaning.
-        EngineError: another rank does not take part.
-    """
-    peers = peers_of(mesh, sharded=sharded)
-    control_group = ControlGroup(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s)
-    own: list[dist.ProcessGroup | None] = []
-    try:
-        # One name on all ranks, which no group had before: by it the members find each other in the job's store.
-        # One stage as well: ranks that ask for others are told so later, and till then must not miss each other.
-        # One size of nodes, too.
-        facts = [f"penstock {secrets.token_hex(8)}", sharded, nodes, ranks_of_host(default=0)]
-        name, sharded, nodes, of_host = control_group.share(facts)
-        peers = peers_of(mesh, sharded=sharded)
-        grid = peers.grid.in_nodes(node_size(peers.shards, nodes, of_host))
-        # In one order on all ranks: the members of a group make it together, and ranks that began with different
-        # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
-        likes = [*peers.likes, peers.likes[0], peers.likes[0]]
-        for line, like in zip([*peers.lines, *nodes_of(peers.shards, grid)], likes, strict=True):
-            own.append(own_group(line, like, name, timeout_s=timeout_s) if len(line) > 1 and like is not None else None)
-    except BaseException as error:
-        give_back(group for group in own if group is not None)
-        control_group.close()
-        if isinstance(error, RuntimeError):  # torch's
-            raise EngineError(
-                f"Rank {dist.get_rank()} could not make a process group of the same ranks as the one it was given: "
-                f"another one has ended, or does something else. ({error})"
-            ) from error
-        raise
-    return Formed(grid, own, control_group, peers.divided)

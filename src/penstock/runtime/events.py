@@ -47,11 +47,7 @@ class Event(ABC):
         """Raise the error of work that has failed by now, without blocking."""
 
     def parts(self) -> Sequence["Event"]:
-        """List the events that this one stands for."""
-        return (self,)
-
-    def left(self) -> Sequence["Event"]:
-        """List the same, less those that are known to be over and to have gone well: nobody has to follow them."""
+        """List the single events behind this one that have to be followed: those not known to have gone well."""
         return (self,)
 
     def members(self) -> Sequence["Event"]:
@@ -61,23 +57,6 @@ class Event(ABC):
     def unwatched(self) -> "Event":
         """Give the event itself, without whoever notes the waits for it."""
         return self
-
-
-class _Done(Event):
-    def wait(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True
-
-    def check(self) -> None:
-        pass
-
-
-DONE: Event = _Done()
 
 
 class _AllOf(Event):
@@ -100,78 +79,35 @@ class _AllOf(Event):
 
     def done(self) -> bool:
         if not self._done:
-            self._done = all(event.done() for event in self._events)
-        return self._done
+            for event in self._events:
+                if not event.done():
+                    return False
+            self._done = True
+        return True
 
     def check(self) -> None:
         for event in self._events:
             event.check()
 
     def parts(self) -> Sequence[Event]:
-        return [part for event in self._events for part in event.parts()]
-
-    def left(self) -> Sequence[Event]:
         if not self._went_well and self.done():
-            with contextlib.suppress(Exception):  # it is raised by whoever waits for what failed
+            with contextlib.suppress(Exception):  # every wait raises the error of work that failed
                 self.check()
                 self._went_well = True
-        return () if self._went_well else [part for event in self._events for part in event.left()]
+        return () if self._went_well else [part for event in self._events for part in event.parts()]
 
     def members(self) -> Sequence[Event]:
         return self._events
+
+
+#: The event of work that is over.
+DONE: Event = _AllOf(())
 
 
 def all_of(events: Iterable[Event]) -> Event:
     """Make one event of several. An error of any of them is raised at every wait."""
     left = [event for event in events if event is not DONE]
     return _AllOf(left) if len(left) > 1 else left[0] if left else DONE
-
-
-class PendingEvent(Event):
-    """Completion of a transfer."""
-
-    def __init__(self, pending: Pending) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        """Block until done: compute on the host is the calling thread."""
-        self._pending.wait()
-
-    def synchronize(self) -> None:
-        """Block until done."""
-        self._pending.wait()
-
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self._pending.done()
-
-    def check(self) -> None:
-        """Raise its error if it is over."""
-        if self.done():
-            self._pending.wait()
-
-
-class FailedEvent(Event):
-    """Work that failed before it had an event of its own."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def wait(self) -> None:
-        """Raise the error."""
-        raise _again(self._error)
-
-    def synchronize(self) -> None:
-        """Raise the error."""
-        raise _again(self._error)
-
-    def done(self) -> bool:
-        """Say yes: it is over."""
-        return True
-
-    def check(self) -> None:
-        """Raise the error."""
-        raise _again(self._error)
 
 
 class HostEvent(Event):
@@ -227,9 +163,26 @@ class HostEvent(Event):
 
     def check(self) -> None:
         """Raise the error of work that is over."""
-        # By the base class: a subclass may note its waits, and this is none, since it never blocks.
-        if HostEvent.done(self):
-            HostEvent.synchronize(self)
+        if self.done():
+            self.synchronize()
+
+
+class PendingEvent(HostEvent):
+    """Completion of a transfer that was started already."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self._pending = pending
+        self.settle()
+
+
+class FailedEvent(HostEvent):
+    """Work that failed before it had an event of its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+        self.settle()
 
 
 def _again(error: BaseException) -> BaseException:

@@ -5,7 +5,6 @@ import inspect
 import os
 import platform
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +22,9 @@ from penstock.runtime.system import BOOT_ID, boot_id
 # ----------------------------------------------------------------------------------------------------------------------
 # What streams and clocks ask of an accelerator: streams, events, and which of its streams a thread is on.
 #
-# torch's own classes do it, whichever device it is. A device's module may have events of its own which let the host
-# sleep while it waits; then that module's events and streams are used, both of them, since torch takes the one
-# module's for the other's without a word. A thread's current device and current stream are its own: a new thread is on
-# the first device, on its default stream.
+# All of it comes from the device's module (`torch.cuda`, `torch.xpu`, ...), whose streams and events belong together:
+# torch takes an event of `torch.Event` for one of the module without an error. A thread's current device and current
+# stream are its own: a new thread is on the first device, on its default stream.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -41,24 +39,19 @@ class Hardware:
     `event.query()`, `event.synchronize()`, `event.elapsed_time(event)`.
 
     Arguments:
-        device: an accelerator; without an index it is torch's current one.
+        device: an accelerator, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
-        self._own = _has_sleeping_events(self._module)
-        index: int | None = device.index
-        if index is None and not self._own:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+        self._sleeps = _has_sleeping_events(self._module)
         self.device = device
         self._compute: Any = None  # the stream that compute was on last
 
     def make_stream(self) -> Any:
         """Make a stream."""
-        if self._own:
-            with self._module.device(self.device):
-                return self._module.Stream()
-        return torch.Stream(self.device)
+        with self._module.device(self.device):
+            return self._module.Stream()
 
     def make_event(self, *, timing: bool = False) -> Any:
         """Make an event. It is over as long as nothing was recorded.
@@ -66,17 +59,13 @@ class Hardware:
         Arguments:
             timing: whether the event notes when the device came to it.
         """
-        if self._own:
-            # The host sleeps, and a core stays free, unless its wake-up is too long to wait for.
-            sleeps = os.environ.get(SPINNING_EVENTS) != "1"
-            return self._module.Event(enable_timing=timing, blocking=sleeps)
-        return torch.Event(self.device, enable_timing=timing)  # said: what it is by default has changed
+        # The host sleeps, and a core stays free, unless its wake-up is too long to wait for.
+        options = {"blocking": os.environ.get(SPINNING_EVENTS) != "1"} if self._sleeps else {}
+        return self._module.Event(enable_timing=timing, **options)  # said: the default of `enable_timing` has changed
 
     def current(self) -> Any:
         """Return the stream of the device that the calling thread is on."""
-        if self._own:
-            return self._module.current_stream(self.device)
-        return torch.accelerator.current_stream(self.device)
+        return self._module.current_stream(self.device)
 
     def compute(self) -> Any:
         """Return the stream that compute is on. The calling thread is one of the user's, or of autograd."""
@@ -98,34 +87,17 @@ class Hardware:
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Have the calling thread on the device and on one of its streams, inside of a `with` block."""
-        if self._own:
-            with self._module.device(self.device), self._module.stream(stream):
-                yield
-            return
-        with torch.accelerator.device_index(self.device.index):
-            before = self.current()
-            # Not torch.Stream's own block: it keeps what was before in the stream itself, and two threads that are on
-            # one stream at a time would each leave it for where the other one came from.
-            torch.accelerator.set_stream(stream)
-            try:
-                yield
-            finally:
-                torch.accelerator.set_stream(before)
+        with self._module.device(self.device), self._module.stream(stream):
+            yield
 
     def synchronize(self) -> None:
         """Block until all that the device was given is over."""
-        if self._own:
-            self._module.synchronize(self.device)
-        else:
-            torch.accelerator.synchronize(self.device)
+        self._module.synchronize(self.device)
 
     def empty_cache(self) -> None:
         """Give memory that torch keeps for reuse back to the device."""
-        if hasattr(torch.accelerator, "empty_cache") and not self._own:  # since torch 2.9
-            torch.accelerator.empty_cache()
-        elif hasattr(self._module, "empty_cache"):
-            with self._module.device(self.device):
-                self._module.empty_cache()
+        with self._module.device(self.device):
+            self._module.empty_cache()
 
 
 def _has_sleeping_events(module: Any) -> bool:
@@ -134,11 +106,10 @@ def _has_sleeping_events(module: Any) -> bool:
     A thread that spins instead takes a core from the updates. torch's own event takes the word (`blocking`) and does
     nothing with it.
     """
-    own = getattr(module, "Event", None)
-    if own is None or own is torch.Event:
+    if module.Event is torch.Event:
         return False
     try:
-        return "blocking" in inspect.signature(own).parameters
+        return "blocking" in inspect.signature(module.Event).parameters
     except (TypeError, ValueError):  # of native code that does not tell
         return False
 
@@ -148,35 +119,27 @@ def _has_sleeping_events(module: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Clock(ABC):
-    """Marks points in the order of work, and tells when they were reached."""
+class Clock:
+    """Marks points in the order of work, and tells when they were reached.
 
-    @abstractmethod
+    This one is of work that is over when its call returns: a mark is the time.
+
+    Attributes:
+        on_host: whether it is of the host's own work.
+    """
+
+    on_host = True
+
     def mark(self) -> Any:
         """Mark the point where all that the calling thread has issued so far is over. Never blocks."""
-
-    @abstractmethod
-    def seconds(self, mark: Any) -> float | None:
-        """Return when a mark was reached, in seconds of `time.monotonic`; `None` where it was not yet."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Block until every mark is reached."""
-
-
-class HostClock(Clock):
-    """The clock of work that is over when its call returns: a mark is the time."""
-
-    def mark(self) -> float:
-        """Return the time of now."""
         return time.monotonic()
 
-    def seconds(self, mark: float) -> float:
-        """Return the mark itself."""
-        return mark
+    def seconds(self, mark: Any) -> float | None:
+        """Return when a mark was reached, in seconds of `time.monotonic`; `None` where it was not yet."""
+        return float(mark)
 
     def synchronize(self) -> None:
-        """Do nothing: every mark is reached."""
+        """Block until every mark is reached."""
 
 
 class DeviceClock(Clock):
@@ -185,6 +148,8 @@ class DeviceClock(Clock):
     Arguments:
         hardware: the device. The constructor waits until it is idle.
     """
+
+    on_host = False
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -442,27 +407,21 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
     Raises:
         ConfigError: two ranks or more have one device; the message names all of them.
     """
+    found = {rank: HardwarePlace(*said) for rank, said in zip(members, places, strict=True) if said is not None}
     # Compared pair by pair: whether two places are one device is no matter of equal values.
-    taken: list[list[tuple[int, HardwarePlace]]] = []  # for each device, the ranks that have it
-    for rank, said in zip(members, places, strict=True):
-        if said is not None:
-            place = HardwarePlace(*said)
-            found = next((others for others in taken if others[0][1].is_that_of(place)), None)
-            if found is None:
-                taken.append([(rank, place)])
-            else:
-                found.append((rank, place))
-    sharing = [others for others in taken if len(others) > 1]
+    groups = [tuple(rank for rank, other in found.items() if other.is_that_of(place)) for place in found.values()]
+    sharing = [ranks for ranks in dict.fromkeys(groups) if len(ranks) > 1]
     if sharing:
+        described = "; ".join(_describe({rank: found[rank] for rank in ranks}) for ranks in sharing)
         raise ConfigError(
-            f"Ranks share a device: {'; '.join(map(_describe, sharing))}. Each needs one of its own: start as many "
+            f"Ranks share a device: {described}. Each needs one of its own: start as many "
             "ranks as there are devices, with a launcher that sets LOCAL_RANK (torchrun), and leave the model on the "
             "cpu or move it to the rank's own device; or name that one, init_process_group(device_id=...)."
         )
 
 
-def _describe(sharing: Sequence[tuple[int, HardwarePlace]]) -> str:
+def _describe(sharing: Mapping[int, HardwarePlace]) -> str:
     """Put into words which ranks have one device, and which device that is."""
-    first = sharing[0][1]
-    ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing)
+    first = next(iter(sharing.values()))
+    ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing.items())
     return f"ranks {ranks} on {first.host}{f', {first.unique}' if first.unique else ''}"

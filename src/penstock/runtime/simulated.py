@@ -7,9 +7,9 @@ of them is needed. Collectives are late as well, and issued on the thread of the
 on groups of their own, where nothing else is.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,17 +17,15 @@ from torch import Tensor
 from penstock.runtime.streams import (
     STREAMS,
     Event,
-    HostEvent,
     HostWorker,
     Pending,
     Streams,
     Work,
+    after_all,
     close_workers,
     poison,
 )
 from penstock.trace import NO_LABEL, Label
-
-_EVENTS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
 
@@ -37,19 +35,13 @@ class SimulatedStreams(Streams):
 
     Arguments:
         delay: seconds that a piece of work on a stream waits before it runs, given its bytes.
-        dropped_wait: a place of `waits_seen` whose wait is left out.
-
-    Attributes:
-        waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`.
     """
 
     aliases_host = False
 
-    def __init__(self, delay: Delay, dropped_wait: str | None = None) -> None:
+    def __init__(self, delay: Delay) -> None:
         super().__init__(torch.device("cpu"))
         self._delay = delay
-        self._dropped_wait = dropped_wait
-        self.waits_seen: set[str] = set()
         self._writing: list[tuple[int, Event]] = []  # storages that submitted work overwrites
         self._workers = {name: HostWorker(name) for name in STREAMS}
 
@@ -64,8 +56,6 @@ class SimulatedStreams(Streams):
         label: Label = NO_LABEL,
     ) -> Event:
         """Queue `work` on the stream's thread; what it overwrites is NaN while it is delayed."""
-        place = _place(2)
-        kept = tuple(event for index, event in enumerate(after) if self.keeps(f"{place}#{index}"))
         seconds = self._delay(stream, nbytes)
 
         def late() -> Pending | None:
@@ -74,29 +64,13 @@ class SimulatedStreams(Streams):
             time.sleep(seconds)
             return work()
 
-        return super().submit(stream, late, after=kept, writes=writes, nbytes=nbytes, label=label)
+        return super().submit(stream, late, after=after, writes=writes, nbytes=nbytes, label=label)
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
-        def in_order() -> Pending | None:
-            for event in after:  # by the base class: what the program waits for itself is noted, and may be left out
-                HostEvent.synchronize(event) if isinstance(event, HostEvent) else event.synchronize()
-            return work()
-
-        event = _SimulatedEvent(self)
-        try:
-            self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
-            self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
-            self._workers[stream].submit(in_order, event)  # after the note: it may run at once
-        except BaseException:
-            self._note_behind(stream, event)
-            raise
+        event = self._workers[stream].submit(partial(after_all, tuple(after), work))
+        self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
+        self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
         return event
-
-    def _note_behind(self, stream: str, event: Event) -> None:
-        """Have memory count as written until what an interrupt has queued, or kept from the queue, must have run."""
-        behind = _SimulatedEvent(self)
-        self._writing = [(storage, behind if other is event else other) for storage, other in self._writing]
-        self._workers[stream].submit(lambda: None, behind)
 
     def lease(self, buffer: Tensor) -> None:
         """Give the buffer its memory, full of NaN."""
@@ -118,32 +92,6 @@ class SimulatedStreams(Streams):
         storage = buffer.untyped_storage().data_ptr()
         assert all(event.done() for other, event in self._writing if other == storage), "the buffer is being written"
 
-    def keeps(self, place: str) -> bool:
-        """Note a wait, and say whether it is to be done."""
-        self.waits_seen.add(place)
-        return place != self._dropped_wait
-
     def close(self) -> None:
         """Run what is queued and end the threads."""
         close_workers(self._workers)
-
-
-class _SimulatedEvent(HostEvent):
-    def __init__(self, streams: SimulatedStreams) -> None:
-        super().__init__()
-        self._streams = streams
-
-    def wait(self) -> None:
-        if self._streams.keeps(_place(2)):
-            super().synchronize()
-
-    def synchronize(self) -> None:
-        if self._streams.keeps(_place(2)):
-            super().synchronize()
-
-
-def _place(depth: int) -> str:
-    frame = sys._getframe(depth)
-    while frame.f_back and frame.f_code.co_filename == _EVENTS_FILE:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

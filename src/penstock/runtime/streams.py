@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.events import DONE, Event, FailedEvent, HostEvent, Pending, PendingEvent, Work, after_all, all_of
-from penstock.runtime.hardware import Clock, HostClock
+from penstock.runtime.hardware import Clock
 from penstock.runtime.host_memory import return_free_memory
 from penstock.runtime.topology import Reach
 from penstock.runtime.workers import HostWorker, WorkerThread, on_worker
@@ -50,55 +50,21 @@ CASTS = "a copy between the host and a device casts nothing"
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE, DEVICE_UPDATE, SAVE)  # streams of the device itself, where it has some
 
+#: Of other modules, for those who use streams.
 __all__ = [
-    "COLLECTIVE",
-    "DEVICE_UPDATE",
     "DONE",
-    "DOWNLOAD",
-    "FETCH",
-    "ON_DEVICE",
-    "READ",
-    "SAVE",
-    "STREAMS",
-    "UPDATE",
-    "UPLOAD",
-    "WRITE",
     "Event",
     "FailedEvent",
     "HostEvent",
     "HostWorker",
-    "InlineStreams",
-    "ObservedWork",
     "Pending",
     "PendingEvent",
-    "StreamObserver",
-    "Streams",
     "Work",
     "WorkerThread",
-    "across",
     "after_all",
     "all_of",
-    "close_workers",
-    "copy",
     "on_worker",
-    "poison",
 ]
-
-
-class ObservedWork(Protocol):
-    """Submitted work that is observed.
-
-    Attributes:
-        after: the events that it waits for, as they were before they were watched.
-    """
-
-    after: Sequence[Event]
-
-    def work(self) -> Work:
-        """Give what the stream is to run. Called once."""
-
-    def watch(self, event: Event) -> Event:
-        """Wrap the work's event, so that every wait for it is noted."""
 
 
 class StreamObserver(Protocol):
@@ -108,8 +74,10 @@ class StreamObserver(Protocol):
     def is_traced(self) -> bool:
         """Whether a trace is taken, which tells units apart."""
 
-    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> ObservedWork:
-        """Note that work is submitted."""
+    def submitted(
+        self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label
+    ) -> tuple[Work, Sequence[Event], Callable[[Event], Event]]:
+        """Note that work is submitted; return what to run, what that waits for, and what wraps its event."""
 
     def turn_to(self, label: Label) -> None:
         """Note that compute turns to something; to nothing in particular where the label is empty."""
@@ -173,8 +141,8 @@ class Streams(ABC):
         self._let_go()  # nothing else comes by as often: memory that was given up would stay for long
         if self.observer is None:
             return self._submit(stream, work, after, writes)
-        job = self.observer.submitted(stream, work, after, nbytes, label)
-        return job.watch(self._submit(stream, job.work(), job.after, writes))
+        work, after, watch = self.observer.submitted(stream, work, after, nbytes, label)
+        return watch(self._submit(stream, work, after, writes))
 
     @abstractmethod
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
@@ -201,6 +169,8 @@ class Streams(ABC):
 
     def _let_go(self) -> None:
         """Drop what was given up and is not used any more."""
+        if not self._given_up:
+            return
         gone: list[Sequence[Tensor]] = []
         with self._giving_up:
             while self._given_up and self._given_up[0][0].done():
@@ -224,7 +194,7 @@ class Streams(ABC):
 
     def device_clock(self) -> Clock:
         """Make a clock of compute and of the device's streams. Waits for the device."""
-        return HostClock()
+        return Clock()
 
     def lease(self, buffer: Tensor) -> None:
         """Give a buffer its memory. Contents are undefined.

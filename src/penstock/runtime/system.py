@@ -202,13 +202,8 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 def numbered_nodes(folder: Path = NODES) -> dict[int, set[int]]:
     """Return the cores of each node that has some, by its number and in that order; empty where nothing is said."""
-    numbered = {}
-    for node in _folders(folder):
-        try:
-            numbered[int(node.name.removeprefix("node"))] = parse_cores((node / "cpulist").read_text())
-        except (OSError, ValueError):
-            continue
-    return {number: numbered[number] for number in sorted(numbered) if numbered[number]}
+    found = {int(node.name.removeprefix("node")): _read(node / "cpulist", parse_cores) for node in _folders(folder)}
+    return {number: cores for number, cores in sorted(found.items()) if cores}
 
 
 def parse_cores(text: str) -> set[int]:
@@ -327,14 +322,12 @@ def share_of_cores(
     The device's node is the rank's, where it has one: its host memory lies there, and threads elsewhere would read it
     over the link between nodes. They are bound to it, unless the process was bound to a node by its launcher.
 
-    Where nothing says which node is the device's: if the process may use cores of one node alone, that is its node, and
-    the ranks of this host are taken to be spread evenly over all nodes. Else local rank i takes node i * nodes / ranks,
-    as launchers number devices; with fewer ranks than nodes it takes several. A host without
+    Where nothing says which node is the device's, the ranks of this host share all of its cores evenly; a process that
+    its launcher has bound to one node, or to fewer cores than that share, has no more than those. A host without
     `/sys/devices/system/node` counts as one node.
 
     Arguments:
-        environment: the variables that may hold `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, as a launcher sets them; without
-            them there is one rank.
+        environment: the variables that may hold `LOCAL_WORLD_SIZE`, as a launcher sets it; else there is one rank.
         allowed: the cores that this process may use; `None` asks the system.
         nodes: the folder with one folder for each node.
         quota: how many cores' worth of time the container gives all ranks of this host; `None` for no limit.
@@ -346,15 +339,15 @@ def share_of_cores(
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
     ranks = ranks_of_host(environment)
-    rank = min(max(0, _number(environment.get("LOCAL_RANK"), 0)), ranks - 1)
     found = numbered_nodes(nodes)
     usable = {number: node & cores for number, node in found.items() if node & cores}
+    count, bound = len(cores) // ranks, None
     if near in usable and len(usable) > 1:
         # A rank that sees its own device alone knows nothing of the others': they are taken to be spread evenly.
         ranks_here = devices[:ranks].count(near) if len(devices) >= ranks else -(-ranks // len(usable))
         count, bound = len(usable[near]) // max(1, ranks_here), frozenset(usable[near])
-    else:
-        count, bound = _unbound(rank, ranks, cores, list(found.values()) or [cores], list(usable.values())), None
+    elif len(usable) == 1:  # of one node: bound by the launcher, which has bound the other ranks to other cores
+        count = min(len(cores), sum(map(len, found.values())) // ranks)
     if quota is not None:
         # Threads that use up the quota are all stopped until its period is over, those that feed the device too.
         count = min(count, int(quota / ranks))
@@ -384,32 +377,6 @@ def hosts_of(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
     """Return on how many hosts some ranks are; 1 where the launcher does not say: it has started all of them here."""
     here = _number(environment.get("LOCAL_WORLD_SIZE"), 0)
     return ranks // here if here > 0 and ranks % here == 0 else 1
-
-
-def _unbound(rank: int, ranks: int, cores: set[int], found: Sequence[set[int]], usable: Sequence[set[int]]) -> int:
-    """Count the cores of this rank where nothing says which node its device is on.
-
-    Arguments:
-        rank: the local rank.
-        ranks: how many there are on this host.
-        cores: all that the process may use.
-        found: the cores of each node.
-        usable: those of them that the process may use, of each node that has some.
-    """
-    if not usable:  # nothing is said of nodes, or what is said does not fit the cores that the process may use
-        return len(cores) // ranks
-    if len(usable) == 1:
-        ranks_here = -(-ranks // len(found))
-        # A launcher may have given each rank cores of its own: then there are fewer than a node's share, and a rank
-        # shares them with nobody.
-        shared = len(usable[0]) > max(map(len, found)) // ranks_here
-        return len(usable[0]) // (ranks_here if shared else 1)
-    mine = rank * len(usable) // ranks
-    ranks_here = sum(other * len(usable) // ranks == mine for other in range(ranks))
-    if ranks < len(usable):  # fewer ranks than nodes: one has several nodes to itself
-        last = (rank + 1) * len(usable) // ranks
-        return sum(len(node) for node in usable[mine:last])
-    return len(usable[mine]) // ranks_here
 
 
 def _number(text: str | None, default: int) -> int:

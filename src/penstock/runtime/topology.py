@@ -236,35 +236,34 @@ def peers_of(mesh: DeviceMesh | None, *, sharded: bool) -> Peers:
             return Peers(0, (0,), (0,), (0,), (0,))
         default = dist.group.WORLD
         members = dist.get_process_group_ranks(default)
-        rank, likes = dist.get_rank(), (default, default, default)
+        rank = dist.get_rank()
         shards, copies = (members, (rank,)) if sharded else ((rank,), members)
-        return Peers(rank, members, shards, copies, (rank,), likes)
+        return Peers(rank, members, shards, copies, (rank,), (default, default, default))
     roles = roles_of(mesh)
     rank, place = dist.get_rank(), mesh.get_coordinate()
     if place is None:
         raise ConfigError(f"{describe(mesh)}: rank {rank} is not in it. Its ranks alone call prepare() with it.")
     if not sharded:
         roles = [COPY if role == SHARE else role for role in roles]
-    lines: list[list[int]] = []
-    groups: list[dist.ProcessGroup | None] = []
-    for role in (SHARE, COPY, DIVIDE):
-        at = tuple(slice(None) if each == role else place[number] for number, each in enumerate(roles))
-        lines.append(mesh.mesh[at].flatten().tolist())
-        groups.append(next((mesh.get_group(number) for number, each in enumerate(roles) if each == role), None))
-    shards, copies, tp = lines
-    divided = [line for line, role in zip(lines_along(mesh), roles, strict=True) if role == DIVIDE]
-    return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, tp, groups, divided)
+    along = [[number for number, each in enumerate(roles) if each == role] for role in (SHARE, COPY, DIVIDE)]
+    shards, copies, tp = (_line(mesh, place, numbers) for numbers in along)
+    likes = [mesh.get_group(numbers[0]) if numbers else None for numbers in along]
+    divided = [_line(mesh, place, [number]) for number in along[-1]]
+    return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, tp, likes, divided)
 
 
 def lines_along(mesh: DeviceMesh) -> list[list[int]]:
     """List the ranks along each dimension of a mesh, this one among them, which is in it."""
     place = mesh.get_coordinate()
     assert place is not None
-    lines = []
-    for dimension in range(mesh.ndim):
-        at = tuple(slice(None) if each == dimension else place[each] for each in range(mesh.ndim))
-        lines.append(mesh.mesh[at].flatten().tolist())
-    return lines
+    return [_line(mesh, place, [number]) for number in range(mesh.ndim)]
+
+
+def _line(mesh: DeviceMesh, place: Sequence[int], along: Sequence[int]) -> list[int]:
+    """List the ranks that differ from one place of a mesh along some dimensions alone."""
+    at = tuple(slice(None) if number in along else place[number] for number in range(mesh.ndim))
+    ranks: list[int] = mesh.mesh[at].flatten().tolist()
+    return ranks
 
 
 def node_size(line: Sequence[int], nodes: Nodes, of_host: int) -> int:

@@ -62,11 +62,7 @@ class _Inbox:
 
     def finish(self, thread: threading.Thread, seconds: float | None = None) -> None:
         """End the thread after the work that is queued, and wait for that, at most so many seconds."""
-        self.queue.put(None)
-        self.wait(thread, seconds)
-
-    def wait(self, thread: threading.Thread, seconds: float | None = None) -> None:
-        """Wait for the thread, which was told to end, at most so many seconds."""
+        self.queue.put(None)  # by each call: an interrupt may have kept the one before from it
         # The collection that ends a worker runs on any thread. One of ours must not wait here: the work in the queue
         # may itself wait for what this thread does next.
         if not on_worker():
@@ -160,8 +156,7 @@ class HostWorker:
             return
         self._closed = True  # first: what was submitted behind the end of the queue would never run
         self._end.cancel()
-        self._inbox.queue.put(None)  # by each call: an interrupt may have kept the one before from it
-        self._inbox.wait(self._thread)
+        self._inbox.finish(self._thread)
 
 
 def _given_up() -> None:

@@ -46,7 +46,7 @@ def test_what_went_well_together_is_not_asked_again() -> None:
         together.wait()
         assert together.done()
     assert [event.asked for event in events] == asked
-    assert list(together.parts()) == events, "a trace asks what it was made of"
+    assert list(together.members()) == events, "a rehearsal asks what it was made of"
 
 
 def test_what_is_done_is_not_asked_again() -> None:
@@ -63,10 +63,10 @@ def test_what_is_done_is_not_asked_again() -> None:
 def test_what_is_left_of_several_is_what_has_to_be_followed() -> None:
     gone, failed, late = over(2), FailedEvent(ValueError("it failed")), Counted()
     together = all_of([all_of(gone), all_of([gone[0], failed]), late])
-    assert list(together.left()) == [gone[0], failed, late], "of the second, one has failed: its error is to be raised"
-    assert list(all_of(gone).left()) == []
+    assert list(together.parts()) == [gone[0], failed, late], "of the second, one has failed: its error is to be raised"
+    assert list(all_of(gone).parts()) == []
     late.run(lambda: None)
-    assert len(together.left()) == 3
+    assert len(together.parts()) == 3
 
 
 def test_a_device_follows_no_tile_that_was_updated_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:

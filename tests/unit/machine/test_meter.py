@@ -19,14 +19,14 @@ def metered(streams: Streams) -> WaitSums:
     return waits
 
 
-def test_a_wait_is_put_down_to_what_is_at_work_when_it_begins() -> None:
+def test_a_wait_is_put_down_to_the_stream_that_is_waited_for() -> None:
     streams = simulated(most_seconds=0.0)
     meter = metered(streams)
     read = streams.submit(FETCH, lambda: time.sleep(0.2))
     update = streams.submit(UPDATE, lambda: None, after=[read])
     upload = streams.submit(UPLOAD, lambda: time.sleep(0.1), after=[update, DONE])
     upload.wait()
-    assert meter.take() == {FETCH: pytest.approx(0.3, abs=0.15)}
+    assert meter.take() == {UPLOAD: pytest.approx(0.3, abs=0.15)}
     assert meter.take() == {}
     streams.submit(WRITE, lambda: time.sleep(0.1), after=[read, update]).synchronize()  # which are over
     assert list(meter.take()) == [WRITE]

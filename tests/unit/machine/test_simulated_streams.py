@@ -7,6 +7,7 @@ import torch
 
 from penstock.runtime.simulated import SimulatedStreams, poison
 from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, copy
+from tests.parity.waits import DroppingStreams
 
 
 def wait_for(gate: threading.Event) -> None:
@@ -107,22 +108,22 @@ def test_delays_are_asked_for_by_stream_and_bytes() -> None:
 
 
 def test_every_wait_is_noted_by_its_place_and_can_be_dropped(gate: threading.Event) -> None:
-    def use(streams: SimulatedStreams) -> bool:
+    def use(streams: DroppingStreams) -> bool:
         event = streams.submit(UPLOAD, lambda: wait_for(gate))
         later = streams.submit(DOWNLOAD, lambda: None, after=(event,))
         event.wait()
         return later.done() or not gate.is_set()
 
-    streams = SimulatedStreams(lambda stream, nbytes: 0.0)
+    streams = DroppingStreams(lambda stream, nbytes: 0.0)
     threading.Timer(0.02, gate.set).start()
     use(streams)
     streams.close()
     line = use.__code__.co_firstlineno
     name = use.__code__.co_filename
-    assert streams.waits_seen == {f"{name}:{line + 2}#0", f"{name}:{line + 3}"}
+    assert streams.seen == {f"{name}:{line + 2}#0", f"{name}:{line + 3}"}
 
     gate.clear()
-    dropping = SimulatedStreams(lambda stream, nbytes: 0.0, dropped_wait=f"{name}:{line + 3}")
+    dropping = DroppingStreams(lambda stream, nbytes: 0.0, f"{name}:{line + 3}")
     assert use(dropping), "returns while the gate is closed"
     assert not gate.is_set()
     gate.set()

@@ -33,9 +33,8 @@ def ranks(rank: int, count: int) -> dict[str, str]:
         (["0-7", "8-15"], {}, range(16), 16),  # one rank has both nodes
         (["0-7", "8-15"], ranks(0, 2), range(16), 8),
         (["0-7", "8-15"], ranks(1, 8), range(16), 2),
-        (["0-7", "8-9"], ranks(1, 2), range(10), 2),  # nodes of unequal size
-        (["0-7", "8-15"], ranks(0, 3), range(16), 4),  # two of three ranks on the first node
-        (["0-7", "8-15"], ranks(2, 3), range(16), 8),
+        (["0-7", "8-9"], ranks(1, 2), range(10), 5),  # nodes of unequal size
+        (["0-7", "8-15"], ranks(0, 3), range(16), 5),
         (["0-3", "4-7", "8-11", "12-15"], ranks(0, 2), range(16), 8),  # two nodes each
         (["0-7", "8-15"], ranks(0, 4), range(8), 4),  # bound to a node, which two ranks share
         (["0-7", "8-15"], ranks(0, 4), range(4), 4),  # bound to cores of its own

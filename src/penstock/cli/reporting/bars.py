@@ -7,10 +7,10 @@ from typing import Any
 
 from penstock.cli.reporting.chart import Chart, Table, unit_of
 from penstock.cli.reporting.markup import label
-from penstock.cli.reporting.resources import RESOURCES, TIERS, WAITING
-from penstock.cli.reporting.run import MOST_NUMBER, Run
+from penstock.cli.reporting.run import MOST_NUMBER, TIERS, Run
 from penstock.cli.reporting.timeline import Piece, Timeline, joined
 from penstock.cli.training.reporting.formats import format_bytes
+from penstock.ext.observe.timeline import RESOURCES, WAITING
 
 #: Rows of the table of units, at most.
 MOST_UNITS = 300

@@ -5,10 +5,10 @@ from typing import Any
 
 from penstock.cli.reporting.chart import Chart, Table, unit_of
 from penstock.cli.reporting.markup import label
-from penstock.cli.reporting.resources import RESOURCES, TIERS
-from penstock.cli.reporting.run import Run
+from penstock.cli.reporting.run import TIERS, Run
 from penstock.cli.reporting.thin import Column, about_thinning, kept_points
 from penstock.cli.training.reporting.formats import format_bytes
+from penstock.ext.observe.timeline import RESOURCES
 
 #: Rows of the table below a chart, at most, and charts of figures that people log by names of their own.
 MOST_ROWS, MOST_OWN = 100, 12

@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 METRICS_NAME = "metrics.jsonl"
 PLAN_NAME = "plan.json"
+TIERS = ("device", "cpu", "nvme")
 _MOST_BYTES, _MOST_LINE_BYTES, _MOST_PLAN_BYTES = 1 << 30, 1 << 24, 1 << 22
 _MOST_TEXT = 20_000
 _MOST_ODD = 1000

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.reporting.resources import OUTSIDE, RESOURCES, WAITING
+from penstock.ext.observe.timeline import RESOURCES, WAITING, Interval, busiest, length
 from penstock.files import read_bytes
 
 TRACE_NAME = "trace.json"
@@ -16,9 +16,6 @@ TRACE_NAME = "trace.json"
 MOST_PIECES = 400
 _LEAST_GAP = 1 / 2000
 _MOST_BYTES, _MOST_NUMBER = 1 << 28, 1e30
-_DISK = ("read", "fetch", "write")
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -62,20 +59,13 @@ class Timeline:
         rows: defaultdict[str, list[Interval]] = defaultdict(list)
         for row, pieces in self.rows.items():
             if row != WAITING:
-                rows[RESOURCES[row]] += [(piece.start, piece.stop) for piece in pieces]
-        return {name: _length(intervals) for name, intervals in rows.items()}
+                rows[RESOURCES[row]] += map(_interval, pieces)
+        return {name: length(intervals) for name, intervals in rows.items()}
 
     @property
     def bound_by(self) -> str:
-        """The resource with the most busy time. Reads and writes share a disk: they count together."""
-        busy = {name: seconds for name, seconds in self.busy_seconds.items() if not name.startswith("NVMe")}
-        disk = [(piece.start, piece.stop) for row in _DISK for piece in self.rows.get(row, ())]
-        if disk:
-            reads, writes = (self.busy_seconds.get(f"NVMe {what}", 0.0) for what in ("reads", "writes"))
-            busy["NVMe reads" if reads >= writes else "NVMe writes"] = _length(disk)
-        every = [(piece.start, piece.stop) for pieces in self.rows.values() for piece in pieces]
-        busy[OUTSIDE] = self.seconds - _length(every)
-        return max(busy, key=lambda name: busy[name])
+        """The resource with the most busy time."""
+        return busiest({row: [*map(_interval, pieces)] for row, pieces in self.rows.items()}, self.seconds)
 
 
 def read_timeline(file: Path) -> Timeline | None:
@@ -156,10 +146,5 @@ def joined(pieces: list[Piece], seconds: float, most: int = MOST_PIECES) -> list
         gap *= 2
 
 
-def _length(intervals: Iterable[Interval]) -> float:
-    """Add up intervals, and count nothing twice."""
-    length, reached = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        length += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return length
+def _interval(piece: Piece) -> Interval:
+    return piece.start, piece.stop

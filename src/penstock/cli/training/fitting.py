@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.cli.reporting.resources import TIERS
+from penstock.cli.reporting.run import TIERS
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.checkpoints import best_of, checkpoints_of
 from penstock.cli.training.learning.model import Built

@@ -14,7 +14,7 @@ from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.unit import StateFields, Unit
 from penstock.layout import SlotPiece
 from penstock.rules.rule import BLOCK_NUMEL, RecordChecksums, Scalars, StepScalars, UpdateSlice
-from penstock.runtime.hardware import Clock, HostClock
+from penstock.runtime.hardware import Clock
 from penstock.runtime.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.tiers.storage import Storage, Views
 from penstock.tiers.transfer import StagedTile, TileRange, TileStreamer
@@ -528,8 +528,8 @@ class _Race:
     """The two sides of one step: from now until the last tile of each is updated."""
 
     def __init__(self, tiles: Sequence[TileUpdate], device: Clock) -> None:
-        self._clocks = {False: HostClock(), True: device}  # by `streamed`, as the others
-        self._began = HostClock().mark()
+        self._clocks = {False: Clock(), True: device}  # by `streamed`, as the others
+        self._began = Clock().mark()
         self._numels: dict[bool, int] = {}
         self._ends: dict[bool, Any] = {}
         for streamed in self._clocks:

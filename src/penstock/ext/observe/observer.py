@@ -15,17 +15,16 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
-from penstock.runtime.hardware import Clock, HostClock
+from penstock.runtime.hardware import Clock
 from penstock.runtime.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
 from penstock.trace import Label
 
 #: Of spans, of waits, of turns of compute, and of sizes. A span takes about half a KiB.
 LIMIT = 1 << 18
-#: Events whose predecessors are known without a trace, at most: one that is never over would keep all that follow it.
-_MOST_OPEN = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +34,9 @@ class SubmittedWork:
     Attributes:
         observer: is told of waits for it.
         stream, label, nbytes: as it was submitted.
-        todo: the work, until the stream runs it.
-        before: the jobs that it follows, where those are asked for.
-        after: the events that it waits for, as they were before they were watched.
-        event: its own, the same way; `DONE` once nothing about it changes any more, `None` until it is submitted.
+        before: the jobs that it follows, for a trace.
+        event: its own, as it was before it was watched; `DONE` once nothing about it changes any more, `None` until it
+            is submitted.
         clock: times it, for a trace; `None` without one.
         started, ended: marks of `clock`; `None` until then.
         pending: the transfer that it has started.
@@ -49,9 +47,7 @@ class SubmittedWork:
     stream: str
     label: Label
     nbytes: int
-    todo: Work | None
-    before: Sequence["SubmittedWork"]
-    after: Sequence[Event]
+    before: Sequence["SubmittedWork"] = ()
     event: Event | None = None
     clock: Clock | None = None
     started: Any = None
@@ -59,20 +55,11 @@ class SubmittedWork:
     pending: Pending | None = None
     inline: bool = False
 
-    def work(self) -> Work:
-        """Give what the stream is to run. The job lets go of the work, and of the buffers that it knows."""
-        return self._taken() if self.clock is None else self._run
-
-    def _taken(self) -> Work:
-        work, self.todo = self.todo, None
-        assert work is not None
-        return work
-
-    def _run(self) -> Pending | None:
+    def run(self, work: Work) -> Pending | None:
         """Run the work and note when."""
-        work, clock = self._taken(), self.clock
+        clock = self.clock
         assert clock is not None
-        self.inline = isinstance(clock, HostClock) and not on_worker()
+        self.inline = clock.on_host and not on_worker()
         self.started = clock.mark()
         try:
             self.pending = work()
@@ -83,32 +70,21 @@ class SubmittedWork:
 
     def watch(self, event: Event) -> Event:
         """Wrap the work's event, so that every wait for it is noted."""
-        self.event, self.after = event, ()
+        self.event = event
         return event if event is DONE else _Watched(event, self)
 
     def is_over(self) -> bool:
         """Return True if it ran, or will not because what it follows failed."""
         return self.event is not None and self.event.done()
 
-    def cause(self) -> str:
-        """Name the stream that is at work now: down the chain of what is not done."""
-        first = self
-        while True:
-            below = next((other for other in first.before if not other.is_over()), None)
-            if below is None:
-                return first.stream
-            first = below
-
     def condense(self) -> None:
         """Keep no more than what a trace says, once the work is done."""
-        if self.clock is None:
-            self.before = ()
-            return
         if self.pending is not None:
             self.ended, self.pending = self.pending.ended, None
         if self.started is not None:  # else what it follows failed
+            assert self.clock is not None
             self.started, self.ended = self.clock.seconds(self.started), self.clock.seconds(self.ended)
-            self.clock = HostClock()
+            self.clock = Clock()
         self.event = DONE
 
 
@@ -126,31 +102,27 @@ class Observer:
         self.waits: WaitSums | None = None
         self.on_step: Callable[..., None] | None = None
         self._streams = streams
-        self._lock = threading.Lock()  # autograd and the update's thread submit too
-        self._open: deque[SubmittedWork] = deque()
 
     @property
     def is_traced(self) -> bool:
         """Whether a trace is taken, which tells units apart."""
         return self.notes is not None
 
-    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> SubmittedWork:
-        """Note that work is submitted."""
-        notes = self.notes
-        parts = [part for event in after for part in (event.left() if notes is None else event.parts())]
-        # A record that cannot say what the device works on asks for no more than the stream.
-        follows = notes is not None or (self.waits is not None and self.waits.on_host)
-        before = [part.job for part in parts if follows and isinstance(part, _Watched)]
-        # Work gets the events themselves: what it waits for is no wait of compute's.
-        job = SubmittedWork(self, stream, label, nbytes, work, before, [part.unwatched() for part in parts])
-        if not follows:
-            return job
-        with self._lock:
-            if notes is None or notes.add(job):
-                self._open.append(job)
-            while self._open and (self._open[0].is_over() or (notes is None and len(self._open) > _MOST_OPEN)):
-                self._open.popleft().condense()
-        return job
+    def submitted(
+        self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label
+    ) -> tuple[Work, Sequence[Event], Callable[[Event], Event]]:
+        """Note that work is submitted.
+
+        Returns:
+            What the stream is to run, the events that it waits for (as they were before they were watched: what work
+            waits for is no wait of compute's), and what wraps its event, so that every wait for it is noted.
+        """
+        parts = [part for event in after for part in event.parts()]
+        job = SubmittedWork(self, stream, label, nbytes)
+        if self.notes is not None and self.notes.add(job):
+            job.before = [part.job for part in parts if isinstance(part, _Watched)]
+        run = work if job.clock is None else partial(job.run, work)
+        return run, [part.unwatched() for part in parts], job.watch
 
     def turn_to(self, label: Label) -> None:
         """Note that compute turns to something; to nothing in particular where the label is empty."""
@@ -197,18 +169,11 @@ class Observer:
         assert notes is not None
         try:
             if wait:
-                for job in list(self._open):
+                for job in list(notes.open):
                     event = job.event or DONE
                     with contextlib.suppress(Exception):  # whoever needs the work gets its error
                         self.waiting(job, event, event.synchronize, by_host=True)
                 notes.device.synchronize()
-            with self._lock:
-                for job in self._open:
-                    if job.is_over():
-                        job.condense()
-                    else:
-                        job.before = ()  # an event may outlive the trace
-                self._open.clear()
             return notes.finish()
         finally:
             self.notes = None
@@ -230,27 +195,22 @@ def observe(streams: Streams) -> Observer:
 class WaitSums:
     """Adds up how long compute waits from here on, by stream.
 
-    Of the host's thread a wait is put down to the stream whose work is under way when it begins: of what is waited for,
-    or of what that follows. On a device it is the stream that is waited for.
+    A wait is put down to the stream that is waited for, whatever that waits for in turn.
 
     Arguments:
         streams: its device, where there is one, is waited for, once.
-
-    Attributes:
-        on_host: whether compute is the host's thread.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._clock = streams.device_clock()
-        self.on_host = isinstance(self._clock, HostClock)
         self._waits: deque[tuple[str, Any, Any]] = deque()
 
     def wait_begins(self, job: SubmittedWork, *, by_host: bool) -> Callable[[], None] | None:
         """Note a wait of compute's, and when it is over."""
-        if by_host and not self.on_host:
+        if by_host and not self._clock.on_host:
             return None  # a host that waits for its device says nothing: mostly the device computes meanwhile
-        stream, begun = job.cause(), self._clock.mark()
-        return lambda: self._waits.append((stream, begun, self._clock.mark()))
+        begun = self._clock.mark()
+        return lambda: self._waits.append((job.stream, begun, self._clock.mark()))
 
     def take(self) -> dict[str, float]:
         """Give the seconds by stream of all waits that are over by now, and begin anew. Never blocks."""
@@ -270,14 +230,16 @@ class TraceNotes:
 
     Attributes:
         device: the clock of compute and of the device's streams.
+        open: work that was not over when it was last looked at, in order.
     """
 
     def __init__(self, streams: Streams, limit: int, sizes: Callable[[], Mapping[str, int]] | None) -> None:
         self._limit = limit
         self._ask_sizes = sizes
-        self._host: Clock = HostClock()
+        self._host: Clock = Clock()
         self.device = streams.device_clock()
-        self._lock = threading.Lock()
+        self.open: deque[SubmittedWork] = deque()
+        self._lock = threading.Lock()  # autograd and the update's thread submit too
         self._jobs: list[SubmittedWork] = []
         self._waits: list[tuple[SubmittedWork, Clock, Any, Any]] = []
         self._turns: list[tuple[Any, Label]] = []
@@ -294,6 +256,9 @@ class TraceNotes:
             if self._has_room(self._jobs):
                 job.clock = self.device if job.stream in ON_DEVICE else self._host
                 self._jobs.append(job)
+                self.open.append(job)
+            while self.open and self.open[0].is_over():
+                self.open.popleft().condense()
         return job.clock is not None
 
     def turn_to(self, label: Label) -> None:
@@ -336,6 +301,8 @@ class TraceNotes:
     def finish(self) -> Recording:
         """Give all that was seen until now, and let go of it."""
         with self._lock:
+            for job in filter(SubmittedWork.is_over, self.open):
+                job.condense()
             stop = self._ended = self._ended or time.monotonic()
             spans, numbers = self._spans(stop)
             recording = Recording(
@@ -349,8 +316,8 @@ class TraceNotes:
                 steps=[when for when in self._steps if when <= stop],
             )
             for job in self._jobs:
-                job.before = ()
-            for notes in (self._jobs, self._waits, self._turns, self._sizes, self._steps):
+                job.before = ()  # an event may outlive the trace
+            for notes in (self.open, self._jobs, self._waits, self._turns, self._sizes, self._steps):
                 notes.clear()
         return recording
 
@@ -371,7 +338,7 @@ class TraceNotes:
         for job, clock, *marks in self._waits:
             start, end = map(clock.seconds, marks)
             if job in numbers and start is not None and end is not None and start < stop:
-                by_host = clock is not self.device and not isinstance(self.device, HostClock)
+                by_host = clock is not self.device and not self.device.on_host
                 waits.append(Wait(numbers[job], start, min(end, stop), by_host))
         return waits
 

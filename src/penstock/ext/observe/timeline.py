@@ -34,6 +34,7 @@ RESOURCES: Mapping[str, str] = {
     "write": "NVMe writes",
     "save": "copies for a checkpoint",
 }
+DISK = ("read", "fetch", "write")  # rows that share a disk
 OUTSIDE = "what is not traced (data, loss, Python)"
 CAUSES_SHOWN = 10
 
@@ -221,25 +222,29 @@ class TraceTimeline:
             waits[f"{span.label.of_tile(None)} ({span.row})"] += span.stop - span.start
             waited[span.row] += span.stop - span.start
         rows = {
-            row: Use(len(spans), _length(map(_interval, spans)), waited[row], sum(span.nbytes for span in spans))
+            row: Use(len(spans), length(map(_interval, spans)), waited[row], sum(span.nbytes for span in spans))
             for row, spans in self.rows.items()
         }
         longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
-        return TraceSummary(seconds, rows, longest, self._bound_by(seconds), self.recording.complete)
+        intervals = {row: [*map(_interval, spans)] for row, spans in (*self.rows.items(), (WAITING, self.waits))}
+        return TraceSummary(seconds, rows, longest, busiest(intervals, seconds), self.recording.complete)
 
-    def _bound_by(self, seconds: float) -> str:
-        """Find the resource with the most busy time. Reads and writes share a disk: they count together."""
-        disk = ("read", "fetch", "write")
-        busy = {RESOURCES[row]: self._busy(row) for row in self.rows if row not in disk}
-        reads_most = self._busy("read", "fetch") >= self._busy("write")
-        busy[RESOURCES["read" if reads_most else "write"]] = self._busy(*disk)
-        seen = merged(map(_interval, (*self.waits, *(span for spans in self.rows.values() for span in spans))))
-        busy[OUTSIDE] = seconds - _length(seen)
-        return max(busy, key=lambda name: busy[name])
 
-    def _busy(self, *rows: str) -> float:
-        """Add up the time in which any of these rows was busy."""
-        return _length(merged(_interval(span) for row in rows for span in self.rows.get(row, ())))
+def busiest(rows: Mapping[str, Sequence[Interval]], seconds: float) -> str:
+    """Find the resource with the most busy time. Reads and writes share a disk: they count together.
+
+    Arguments:
+        rows: when each row was busy, and when compute waited.
+        seconds: how long the trace is.
+    """
+
+    def busy(*names: str) -> float:
+        return length(interval for row in names for interval in rows.get(row, ()))
+
+    found = {RESOURCES[row]: busy(row) for row in rows if row not in (*DISK, WAITING)}
+    found[RESOURCES["read" if busy("read", "fetch") >= busy("write") else "write"]] = busy(*DISK)
+    found[OUTSIDE] = seconds - busy(*rows)
+    return max(found, key=lambda name: found[name])
 
 
 def to_chrome(timeline: TraceTimeline, rank: int, marks: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
@@ -320,6 +325,11 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return union
 
 
+def length(intervals: Iterable[Interval]) -> float:
+    """Add up the length of intervals, and count nothing twice."""
+    return sum(stop - start for start, stop in merged(intervals))
+
+
 def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
     """Cut holes, which are in order and apart, out of an interval."""
     start, end = interval
@@ -350,10 +360,6 @@ def _start(timed: TraceSpan | Wait) -> float:
 
 def _interval(span: TraceSpan) -> Interval:
     return span.start, span.stop
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(stop - start for start, stop in intervals)
 
 
 def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, Any]:

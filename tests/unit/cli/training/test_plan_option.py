@@ -296,10 +296,3 @@ def test_others_than_the_first_rank_ask_for_no_plan_and_know_of_no_room(
     config = TrainConfig(model=str(model_folder), data=(str(text_folder),), seq_length=16, plan="auto", dry_run=True)
     assert run(config, Interruption(speaks=False))
     assert asked == []
-
-
-def test_resources_are_called_as_in_traces_and_plans() -> None:
-    from penstock.cli.training.reporting.waits import RESOURCES
-    from penstock.ext.observe import timeline as trace
-
-    assert dict(trace.RESOURCES) == RESOURCES

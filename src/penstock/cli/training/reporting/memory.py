@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.cli.reporting.resources import TIERS
+from penstock.cli.reporting.run import TIERS
 
 _STATUS = Path("/proc/self/status")
 

@@ -16,9 +16,9 @@ import torch
 
 import penstock
 from penstock.cli.ranks import Ranks
-from penstock.cli.reporting.resources import RESOURCES, WAITING
 from penstock.cli.training.reporting.spread import Spread
 from penstock.errors import ConfigError
+from penstock.ext.observe.timeline import RESOURCES, WAITING
 
 TRACE_NAME = "trace.json"
 #: Steps at the begin that are not traced: in the first ones, units learn their order and buffers are made.
