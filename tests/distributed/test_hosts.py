@@ -120,7 +120,7 @@ def budget_of_a_step(**arguments: object) -> memory_budget.MemoryBudget:
 def needs_nothing() -> memory_budget.MemoryBudget:
     nothing = memory_budget.Need({})
     ends = {"is_shared": False, "is_ahead": False, "stage": 3, "options": Options()}
-    return memory_budget.MemoryBudget(device=nothing, host=nothing, pinned_bytes=0, folders=(), **ends)  # type: ignore[arg-type]
+    return memory_budget.MemoryBudget(device=nothing, host=nothing, files=nothing, pinned_bytes=0, folders=(), **ends)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -237,7 +237,7 @@ def test_what_a_dead_run_has_left_counts_as_free() -> None:
             found = replace(needs_nothing(), folders=[(folder, nbytes)])
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(memory_budget, "check_device", lambda *given, found=found: found)
-                assert memory_budget.Supply().check(*[None] * 5) is found  # type: ignore[arg-type]
+                assert memory_budget.Supply().check(*[None] * 3) is found  # type: ignore[arg-type]
             assert dead.exists() == (nbytes == 0)
 
 

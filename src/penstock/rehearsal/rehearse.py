@@ -19,6 +19,7 @@ from penstock.build import build
 from penstock.config import Tier
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.program import BackEnd, Op, Program
+from penstock.memory_budget import MemoryBudget, budget_of
 from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
 from penstock.rehearsal.memory import BLOCK_BYTES, rounded
@@ -75,6 +76,7 @@ class Rehearsal:
     Attributes:
         program: what two steps do.
         blueprint: what the engine would have on this rank.
+        budget: what that takes of each memory.
         activation_bytes: the most bytes that compute had at once beside what the engine has.
         phases: the numbers of the program's items of each "forward", "backward" and "step".
         recipes: for each kind of operation an example of how to run it.
@@ -82,6 +84,7 @@ class Rehearsal:
 
     program: Program
     blueprint: Blueprint
+    budget: MemoryBudget
     activation_bytes: int
     phases: Mapping[str, Sequence[range]]
     recipes: Mapping[Op, Recipe]
@@ -123,7 +126,7 @@ def _rehearse(scene: Scene, request: PrepareRequest, steps: int) -> Rehearsal:
         memory = NotedMemory(notes)
         seen = _mode(scene, notes, memory)
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
-        rule = blueprint.rule.name
+        rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
         prepared = build(model, optimizer, request, ranks, streams, supply)
         closing.callback(prepared.close, keep_params=False)
         notes.begin()
@@ -151,7 +154,7 @@ def _rehearse(scene: Scene, request: PrepareRequest, steps: int) -> Rehearsal:
     gc.collect()  # graphs refer to the engine that they were made in
     phases = {phase: notes.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     return Rehearsal(
-        program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
+        program, blueprint, budget, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
     )
 
 

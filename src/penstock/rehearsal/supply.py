@@ -16,7 +16,6 @@ from penstock.rehearsal.hollow import hollow
 from penstock.rehearsal.notes import Notes
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.host_memory import Arena, HostMemory
-from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import Striping
 from penstock.tiers.storage import MemorySegment, Records, Segment, SegmentPlan, record_sizes
@@ -41,7 +40,7 @@ class Imagined(Supply):
         self._fill = fill
         self._pinnable_bytes = pinnable_bytes
 
-    def check(self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
+    def check(self, blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
         """Refuse nothing: whether it fits is what the rehearsal is to tell."""
 
     def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:
