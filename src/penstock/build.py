@@ -129,8 +129,9 @@ class Adoption:
             raise
         context.rule = blueprint.rule
         sections = [self._reserved.make(plan) for plan in self._averages]
-        new = nn.ModuleList(_new_modules(context.model, self._newcomers))
-        align_buffers(new, context.ranks, context.streams.device)
+        # Modules that have new parameters alone came with those, and so did their buffers.
+        new = [m for m in context.model.modules() if (own := set(m.parameters())) and own <= self._newcomers]
+        align_buffers(nn.ModuleList(new), context.ranks, context.streams.device)
         engine.gatherer.live_budget = blueprint.live_bytes
         context.staging.give_back(lambda: blueprint.staging)
         connect(blueprint, engine)
@@ -293,16 +294,6 @@ def _named_apart(specs: Sequence[UnitSpec], units: Sequence[Unit]) -> list[UnitS
         taken.add(name)
         named.append(replace(spec, name=name))
     return named
-
-
-def _new_modules(model: nn.Module, newcomers: Set[nn.Parameter]) -> list[nn.Module]:
-    """List the modules that have new parameters alone: they came with those."""
-    found = []
-    for module in model.modules():
-        own = list(module.parameters())
-        if own and all(parameter in newcomers for parameter in own):
-            found.append(module)
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,12 +73,10 @@ def construct(
         control_group: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
         supply: memory, files and first values.
     """
-    memory = _take_memory(blueprint, model, ranks, streams, supply, trains=optimizer is not None)
+    context = _take_memory(blueprint, model, optimizer, ranks, streams, supply)
     # Collective, as what follows: ranks have met over what may fail on one of them alone, such as taking memory.
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
-    param_groups = [] if optimizer is None else optimizer.param_groups
-    context = _make_context(blueprint, model, param_groups, memory, ranks, streams)
     engine = _make_engine(blueprint, context, control_group)
     connect(blueprint, engine)
     in_child(engine, leave_to_parent)
@@ -98,15 +95,6 @@ def construct(
     return prepared, engine
 
 
-class _TakenMemory(NamedTuple):
-    """Everything that was taken, with the parameters in it."""
-
-    store: Store
-    staging: Staging
-    units: Sequence[Unit]
-    pool: Pool
-
-
 def _make_pool(blueprint: Blueprint, streams: Streams, *, trains: bool) -> Pool:
     """Start the threads of the host's updates, which write first values before."""
     cores = update_cores(streams.device).with_threads(blueprint.request.options.update_threads if trains else 1)
@@ -114,10 +102,15 @@ def _make_pool(blueprint: Blueprint, streams: Streams, *, trains: bool) -> Pool:
 
 
 def _take_memory(
-    blueprint: Blueprint, model: nn.Module, ranks: Collectives, streams: Streams, supply: Supply, *, trains: bool
-) -> _TakenMemory:
+    blueprint: Blueprint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Collectives,
+    streams: Streams,
+    supply: Supply,
+) -> EngineContext:
     """Take the memory and files of every section, and move the parameters there. What fails gives all of it back."""
-    request = blueprint.request
+    request, trains = blueprint.request, optimizer is not None
     with (
         contextlib.ExitStack() as undo,
         contextlib.closing(supply.source(model, request, ranks, streams.device, undo)) as source,
@@ -152,35 +145,28 @@ def _take_memory(
         staging.give_back(lambda: blueprint.staging)
         staging.take(reserved)
         undo.pop_all()  # all of it is there, and stays
-    return _TakenMemory(store, staging, units, pool)
-
-
-def _make_context(
-    blueprint: Blueprint,
-    model: nn.Module,
-    param_groups: Sequence[dict[str, Any]],
-    memory: _TakenMemory,
-    ranks: Collectives,
-    streams: Streams,
-) -> EngineContext:
-    """Put together what every component of the engine works with."""
-    request, options, trains = blueprint.request, blueprint.request.options, bool(param_groups)
-    scales_loss = request.compute_dtype == torch.float16 and trains  # else a graph has the scale of who trains in it
-    loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
-    gradient_scale = GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
     return EngineContext(
         model=model,
-        units=memory.units,
+        units=units,
         ranks=ranks,
         streams=streams,
-        pool=memory.pool,
-        store=memory.store,
-        staging=memory.staging,
-        movement=Transfers(streams, memory.staging.transit, memory.staging.landing),
+        pool=pool,
+        store=store,
+        staging=staging,
+        movement=Transfers(streams, staging.transit, staging.landing),
         rule=blueprint.rule,
-        gradient_scale=gradient_scale,
-        param_groups=param_groups,
+        gradient_scale=_make_gradient_scale(blueprint, ranks, trains=trains),
+        param_groups=[] if optimizer is None else optimizer.param_groups,
     )
+
+
+def _make_gradient_scale(blueprint: Blueprint, ranks: Collectives, *, trains: bool) -> GradientScale:
+    """Make the scale of gradients, with a loss scale in fp16."""
+    options = blueprint.request.options
+    # Without an optimizer a graph has the scale of the one that trains in it.
+    scales_loss = blueprint.request.compute_dtype == torch.float16 and trains
+    loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
+    return GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
 
 
 def _make_engine(blueprint: Blueprint, context: EngineContext, save_group: ControlGroup) -> Engine:
