@@ -15,7 +15,6 @@ LAYERS = (
         "errors",
         "files",
         "layout",
-        "losses",
         "optim",
         "trace",
         "_native",
@@ -28,7 +27,7 @@ LAYERS = (
     ("engine",),
     ("ext",),  # loaded by the option that asks for it
     ("forecast",),
-    ("checks", "optimizer", "parallel", "recompute", "ring"),
+    ("checks", "losses", "optimizer", "parallel", "recompute", "ring"),
     ("blueprint", "ema", "inference", "planned"),
     ("memory_budget",),
     ("construct",),
