@@ -14,8 +14,7 @@ from penstock.forecast.whatif import what_ifs
 from penstock.planner.question import Question
 from penstock.planner.searching import Best
 from penstock.planner.trials import Trial, Trials
-from penstock.recompute import recomputes
-from penstock.runtime.topology import Grid
+from penstock.rehearsal.engine_internals import Grid, recomputes
 
 _KINDS = ("params", "grads", "optimizer")
 #: What shortens a step by less than this share of it is not worth a word.

@@ -4,20 +4,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil
 
-from penstock.blueprint import Blueprint
 from penstock.config import GRAD, MASTER, OPTIMIZER, Tier
-from penstock.engine.forward_backward.gather import packed_bytes
-from penstock.engine.unit.partition import ROOT
-from penstock.engine.unit.plan import UnitPlan
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.load import Load
 from penstock.forecast.machine import Machine
 from penstock.forecast.program import OF_MODEL, Collective, Program, WorkKind
-from penstock.memory_budget import gradient_bytes
+from penstock.rehearsal.engine_internals import (
+    LEAST_FILE_SLOTS,
+    RING_BYTES,
+    ROOT,
+    Blueprint,
+    Grid,
+    Reach,
+    UnitPlan,
+    gradient_bytes,
+    packed_bytes,
+)
 from penstock.rehearsal.rehearse import BACKWARD, FORWARD, Rehearsal
-from penstock.runtime.topology import Grid, Reach
-from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
 
 
 def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, *, micro_batches: int) -> Load:

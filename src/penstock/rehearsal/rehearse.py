@@ -14,14 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-from penstock.blueprint import Blueprint, PrepareRequest, draw_blueprint
-from penstock.build import build
 from penstock.config import Tier
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.program import BackEnd, Op, Program
-from penstock.memory_budget import MemoryBudget, budget_of
-from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
+from penstock.rehearsal.engine_internals import (
+    Blueprint,
+    Grid,
+    MemoryBudget,
+    PrepareRequest,
+    budget_of,
+    build,
+    draw_blueprint,
+    noting,
+    recomputes,
+    tell,
+    user_mode,
+)
 from penstock.rehearsal.memory import BLOCK_BYTES, rounded
 from penstock.rehearsal.notes import NotedMemory, Notes
 from penstock.rehearsal.performed import Performed, random_values
@@ -29,9 +38,6 @@ from penstock.rehearsal.ranks import VirtualRanks
 from penstock.rehearsal.rehearsed import Recipe, Rehearsed
 from penstock.rehearsal.streams import VirtualStreams
 from penstock.rehearsal.supply import Imagined
-from penstock.rules.rule import noting
-from penstock.runtime.modes import user_mode
-from penstock.runtime.topology import Grid
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 _SMALL_OF_A_UNIT = 3  # what a parameter is while it is not there, an empty one, and the norms of the gradient
