@@ -26,7 +26,6 @@ import penstock
 from penstock.blueprint import PrepareRequest
 from penstock.build import build
 from penstock.engine.unit.parameter import ReleasedTensor
-from penstock.rules.formats import COMPUTE_DTYPES
 from penstock.runtime import host_memory
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.host_memory import Arena
@@ -229,37 +228,16 @@ def prepare_on(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    stage: int = 3,
-    placement: penstock.Placement | None = None,
-    precision: str = "bf16",
-    units: Any = None,
     mesh: Any = None,
-    max_grad_norm: float | None = None,
-    grad_accumulation_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    master: str = "remainder",
-    overlap: str = "auto",
-    options: penstock.Options | None = None,
-    **rest: Any,
+    precision: str = "bf16",
+    **arguments: Any,
 ) -> penstock.Optimizer:
     """`penstock.prepare` on the given streams."""
-    dtype = COMPUTE_DTYPES[precision]
-    request = PrepareRequest(
-        stage=stage,
-        placement=placement or penstock.Placement(),
-        compute_dtype=dtype,
-        reduce_dtype=reduce_dtype or dtype,
-        accumulation_dtype=grad_accumulation_dtype or reduce_dtype or dtype,
-        master=master,
-        units=units,
-        max_grad_norm=max_grad_norm,
-        overlap=overlap,
-        options=options or penstock.Options(),
-        **rest,
-    )
+    given = {name: value for name, value in arguments.items() if value is not None}
+    request = PrepareRequest(precision=precision, **given)  # type: ignore[arg-type]
     options = request.options
     timeout_s = min(options.timeout_s, _group_timeout_s())
-    ranks = Collectives.from_mesh(mesh, sharded=stage > 0, timeout_s=timeout_s, nodes=options.nodes)
+    ranks = Collectives.from_mesh(mesh, sharded=request.stage > 0, timeout_s=timeout_s, nodes=options.nodes)
     return build(model, optimizer, request, ranks, streams)
 
 

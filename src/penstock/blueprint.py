@@ -2,16 +2,16 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from penstock import checks
-from penstock.config import UNSAID, Options, Overlap, Placement, Precision, Tier, UnsaidPrecision
+from penstock.config import UNSAID, Options, Overlap, Placement, Precision
 from penstock.engine.unit.first_values import INIT, Weights
 from penstock.engine.unit.partition import UnitPolicy, UnitSpec, find_units
 from penstock.engine.unit.plan import StoragePlan, UnitPlan, plan_units
@@ -24,7 +24,6 @@ from penstock.runtime.control_group import Facts
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.staging import Sections, StagingPlan
 from penstock.tiers.storage import SegmentPlan
-from penstock.tiers.tier import bytes_on
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What ranks compare before `prepare` moves a byte: one with another model or other settings would wait for ever.
@@ -43,41 +42,6 @@ _OWN = {
     "checksums",
     "timeout_s",
 }
-
-
-def facts_of(
-    model: nn.Module,
-    specs: Sequence[UnitSpec],
-    groups: Mapping[nn.Parameter, int],
-    *,
-    placement: Placement,
-    options: Options,
-    **settings: object,
-) -> Facts:
-    """Collect what has to be the same on every rank.
-
-    Arguments:
-        model: the model, with its values or without.
-        specs: its units.
-        groups: the number of the param group of each parameter that is in one.
-        placement: the homes of the state; its folders are each rank's own and are not compared.
-        options: the options; those that change only what a rank does by itself are not compared.
-        settings: all other arguments of `prepare`, by name.
-
-    Returns:
-        The settings first, then the parameters and buffers in the model's order, then the units: each by a name that a
-        message can show.
-    """
-    facts: Facts = {name: _plain(value) for name, value in settings.items()}
-    for what in ("params", "grads", "optimizer", "activations"):
-        facts[f"Placement({what}=)"] = _plain(getattr(placement, what))
-    for field in dataclasses.fields(options):
-        if field.name not in _OWN:
-            facts[f"Options({field.name}=)"] = _plain(getattr(options, field.name))
-    facts.update(_tensors(model, groups))
-    for spec in specs:
-        facts[f"unit '{spec.name}'"] = f"{len(spec.names)} parameters: {', '.join(spec.names)}"
-    return facts
 
 
 def _tensors(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, str]]:
@@ -119,26 +83,34 @@ MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareRequest:
-    """What `prepare` was asked for, checked by itself. The arguments of `prepare` say what the other fields mean.
+    """What `prepare` was asked for: the arguments that have the same name there, with the same defaults."""
 
-    Attributes:
-        reduce_dtype: dtype in which gradients are summed over ranks.
-        accumulation_dtype: dtype in which micro-batches are summed, and gradients rest.
-        precision_is_said: whether the call named the compute dtype.
-    """
-
-    stage: int
-    placement: Placement
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    accumulation_dtype: torch.dtype
-    master: Literal["remainder", "fp32", "none"]
-    units: UnitPolicy
-    max_grad_norm: float | None
-    overlap: Overlap
-    options: Options
+    stage: Literal[0, 1, 2, 3] = 3
+    placement: Placement = Placement()  # noqa: RUF009 - a frozen value
+    precision: Precision = UNSAID
+    units: UnitPolicy = None
+    max_grad_norm: float | None = None
+    grad_accumulation_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    overlap: Overlap = "auto"
+    master: Literal["remainder", "fp32", "none"] = "remainder"
+    options: Options = Options()  # noqa: RUF009 - a frozen value
     weights: Weights | None = None
-    precision_is_said: bool = True
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of floating-point parameters while computing."""
+        return COMPUTE_DTYPES[self.precision]
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are summed over ranks."""
+        return self.reduce_dtype or self.compute_dtype
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """The dtype in which micro-batches are summed, and gradients rest."""
+        return self.grad_accumulation_dtype or self.sum_dtype
 
     @property
     def debug_release(self) -> bool:
@@ -169,48 +141,25 @@ class PrepareRequest:
         )
 
 
-def request_for(
-    model: nn.Module,
-    *,
-    stage: Literal[0, 1, 2, 3] = 3,
-    placement: Placement | None = None,
-    precision: Precision = UNSAID,
-    units: UnitPolicy = None,
-    max_grad_norm: float | None = None,
-    grad_accumulation_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    overlap: Overlap = "auto",
-    master: Literal["remainder", "fp32", "none"] = "remainder",
-    options: Options = Options(),  # noqa: B008 - a frozen value
-    weights: Weights | None = None,
-) -> PrepareRequest:
-    """Check the arguments of `prepare` by themselves, and put them together. Their defaults are those of `prepare`.
+def request_for(model: nn.Module, **arguments: Any) -> PrepareRequest:
+    """Check the arguments of `prepare` by themselves, and put them together.
 
-    A plan was made arguments of before (`planned.py`).
+    Arguments:
+        model: the one to prepare.
+        arguments: those that `PrepareRequest` has; `None` is the default.
 
     Raises:
         ConfigError: a value does not exist, or does not go with another one.
     """
-    placed = checks.check_features(stage, placement, precision, overlap, master, options)
-    checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
-    checks.check_clip(max_grad_norm, overlap)
-    checks.check_loss_scale(precision, overlap, options)
-    checks.check_model(model, has_values=weights is None)
-    reduced = reduce_dtype or COMPUTE_DTYPES[precision]
-    return PrepareRequest(
-        stage=stage,
-        placement=placed,
-        compute_dtype=COMPUTE_DTYPES[precision],
-        reduce_dtype=reduced,
-        accumulation_dtype=grad_accumulation_dtype or reduced,
-        master=master,
-        units=units,
-        max_grad_norm=max_grad_norm,
-        overlap=overlap,
-        options=options,
-        weights=weights,
-        precision_is_said=not isinstance(precision, UnsaidPrecision),
+    request = PrepareRequest(**{name: value for name, value in arguments.items() if value is not None})
+    checks.check_features(
+        request.stage, request.placement, request.precision, request.overlap, request.master, request.options
     )
+    checks.check_dtypes(request.reduce_dtype, request.grad_accumulation_dtype)
+    checks.check_clip(request.max_grad_norm, request.overlap)
+    checks.check_loss_scale(request.precision, request.overlap, request.options)
+    checks.check_model(model, has_values=request.weights is None)
+    return request
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -226,8 +175,8 @@ class Blueprint:
         homes: where each kind is to be, of every unit.
         units: the plan of each unit, in order.
         live_bytes: bytes of full buffers of gathered units at once, at most, where the order of use allows that.
-        plan_staging: plans the buffers that given homes need; homes may move later.
-        staging: the buffers that these homes need.
+        grid: how many shards there are, and which one is this rank's.
+        reach: what compute reads where it rests.
     """
 
     request: PrepareRequest
@@ -236,8 +185,17 @@ class Blueprint:
     homes: StoragePlan
     units: Sequence[UnitPlan]
     live_bytes: int
-    plan_staging: Callable[[Sequence[Sections]], StagingPlan]
-    staging: StagingPlan
+    grid: Grid
+    reach: Reach
+
+    def plan_staging(self, units: Sequence[Sections]) -> StagingPlan:
+        """Plan the buffers that units need whose homes are given; homes may move later."""
+        return StagingPlan(units, reduce_dtype=self.request.sum_dtype, reach=self.reach)
+
+    @cached_property
+    def staging(self) -> StagingPlan:
+        """The buffers that the homes of this blueprint need."""
+        return self.plan_staging([plan.shard_sections for plan in self.units])
 
     @property
     def specs(self) -> list[UnitSpec]:
@@ -248,15 +206,6 @@ class Blueprint:
     def sections(self) -> list[SegmentPlan]:
         """Every section, in the order in which they are made."""
         return [*(section for plan in self.units for section in plan.all_sections()), *self.staging.sections()]
-
-    def bytes_on(self, tier: Tier, *homes: str) -> int:
-        """Count the bytes that sections take on a tier: state, and the buffers between tiers.
-
-        Arguments:
-            tier: where the sections are.
-            homes: whose sections are counted (param, grad, master, optimizer, shadow, staging); all without any.
-        """
-        return bytes_on([section for section in self.sections if not homes or section.home in homes], tier)
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -275,28 +224,50 @@ class Blueprint:
         kept = sum(nbytes for spec, nbytes in gathered if spec.persistent)
         return kept + checks.most_needed([(s, 0 if s.persistent else nbytes) for s, nbytes in gathered])[0]
 
-    def facts(self, model: nn.Module, grid: Grid) -> Facts:
-        """List what has to be the same on every rank, for ranks to compare before any of them takes memory."""
-        request = self.request
-        # What is given may differ, such as a path; that something is given decides which collectives are issued.
-        weights = request.weights if request.weights is None or request.weights == INIT else "given"
-        return facts_of(
-            model,
-            self.specs,
-            self.groups,
-            placement=request.placement,
-            options=request.options,
-            mesh=f"{grid.shards} shards, {grid.replicas} copies, tp {grid.tp}",
-            stage=request.stage,
-            compute_dtype=request.compute_dtype,
-            reduce_dtype=request.reduce_dtype,
-            grad_accumulation_dtype=request.accumulation_dtype,
-            master=request.master,
-            max_grad_norm=request.max_grad_norm,
-            overlap=request.overlap,
-            weights=weights,
-            optimizer=self.rule.name,
-        )
+    def facts(self, model: nn.Module) -> Facts:
+        """List what has to be the same on every rank, for ranks to compare before any of them takes memory.
+
+        Folders are each rank's own, and so are options that change only what a rank does by itself.
+
+        Returns:
+            The settings first, then the parameters and buffers in the model's order, then the units: each by a name
+            that a message can show.
+        """
+        request, grid = self.request, self.grid
+        settings: dict[str, object] = {
+            "mesh": f"{grid.shards} shards, {grid.replicas} copies, tp {grid.tp}",
+            "stage": request.stage,
+            "compute_dtype": request.compute_dtype,
+            "reduce_dtype": request.sum_dtype,
+            "grad_accumulation_dtype": request.accumulation_dtype,
+            "master": request.master,
+            "max_grad_norm": request.max_grad_norm,
+            "overlap": request.overlap,
+            # What is given may differ, such as a path; that something is given decides which collectives are issued.
+            "weights": request.weights if request.weights is None or request.weights == INIT else "given",
+            "optimizer": self.rule.name,
+        }
+        for kind in ("params", "grads", "optimizer", "activations"):
+            settings[f"Placement({kind}=)"] = getattr(request.placement, kind)
+        for option in dataclasses.fields(Options):
+            if option.name not in _OWN:
+                settings[f"Options({option.name}=)"] = getattr(request.options, option.name)
+        return {
+            **{name: _plain(value) for name, value in settings.items()},
+            **dict(_tensors(model, self.groups)),
+            **{f"unit '{s.name}'": f"{len(s.names)} parameters: {', '.join(s.names)}" for s in self.specs},
+        }
+
+
+def rules_of(
+    optimizer: torch.optim.Optimizer | None, options: Options
+) -> tuple[Rule, dict[nn.Parameter, int], dict[nn.Parameter, Rule]]:
+    """Return the rule of an optimizer, and by parameter the number of its group and the part of the rule for it."""
+    if optimizer is None:
+        return NO_RULE, {}, {}
+    rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
+    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return rule, groups, {p: rule.part(group) for group in optimizer.param_groups for p in group["params"]}
 
 
 def draw_blueprint(
@@ -316,11 +287,7 @@ def draw_blueprint(
         MemoryBudgetError: a budget is too small.
     """
     options = request.options
-    rule, groups, rules = NO_RULE, dict[nn.Parameter, int](), dict[nn.Parameter, Rule]()
-    if optimizer is not None:
-        rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
-        groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        rules = {p: rule.part(group) for group in optimizer.param_groups for p in group["params"]}
+    rule, groups, rules = rules_of(optimizer, options)
     if isinstance(optimizer, MuonAdamW):
         optimizer.check(model)
     checks.check_ownership(model, groups)
@@ -336,14 +303,13 @@ def draw_blueprint(
     units = plan_units(specs, homes, grid, reach)
     checks.check_whole(model, rules, specs, options, grid)
     checks.check_nodes(options, grid.shards, gathers=not all(spec.persistent for spec in specs))
-    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, reach=reach)
     return Blueprint(
         request=request,
         rule=rule,
         groups=groups,
         homes=homes,
         units=units,
-        live_bytes=checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in units], options),
-        plan_staging=plan_staging,
-        staging=plan_staging([plan.shard_sections for plan in units]),
+        live_bytes=checks.check_live_bytes(units, options),
+        grid=grid,
+        reach=reach,
     )

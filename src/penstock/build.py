@@ -5,14 +5,14 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
 from penstock import checks
-from penstock.blueprint import Blueprint, PrepareRequest, draw_blueprint
-from penstock.construct import Lasting, connect, construct
+from penstock.blueprint import Blueprint, PrepareRequest, draw_blueprint, rules_of
+from penstock.construct import connect, construct, empty_parameters
 from penstock.engine.engine import Engine
 from penstock.engine.unit.assemble import fill_unit, lay_again, make_unit, parameters_for, place, train_where_it_rests
 from penstock.engine.unit.dtensor import check_divided
@@ -23,9 +23,7 @@ from penstock.engine.unit.unit import Unit
 from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.memory_budget import Supply, check_hosts
 from penstock.optimizer import Optimizer
-from penstock.rules.formats import StateFormat
 from penstock.rules.rule import Rule
-from penstock.rules.select import rule_for
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import Facts
 from penstock.runtime.modes import engine_entry
@@ -44,138 +42,75 @@ from penstock.runtime.streams import Streams
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Adopter:
-    """Plans what changes where parameters come into a param group of a prepared optimizer.
-
-    Arguments:
-        blueprint: of the engine as it is.
-        lasting: the parts of it that stay.
-    """
-
-    def __init__(self, blueprint: Blueprint, lasting: Lasting) -> None:
-        self.blueprint = blueprint
-        self.lasting = lasting
-
-    def plan(self, engine: Engine, given: torch.optim.Optimizer, facts: Facts) -> "Adoption":
-        """Find out what has to change for param groups as they are now, and take the memory for it.
-
-        Arguments:
-            engine: between two steps, with all state where the placement wants it.
-            given: the user's optimizer, whose last group is the new one.
-            facts: what ranks compare before anything changes.
-
-        Raises:
-            ConfigError: what the groups ask for cannot be.
-            EngineError: units are in use, or away.
-            MemoryBudgetError, NvmeError: there is no room.
-        """
-        _check_at_home(engine)
-        groups = {p: number for number, group in enumerate(given.param_groups) for p in group["params"]}
-        model = engine.context.model
-        known = {parameter for unit in engine.context.units for parameter in unit.spec.parameters}
-        newcomers = {name: p for name, p in model.named_parameters() if p not in known}
-        checks.check_newcomers(newcomers)
-        check_divided(newcomers.items(), engine.context.ranks.mesh)
-        _check_group(given.param_groups[-1]["params"], known | set(newcomers.values()))
-        blueprint, stays, changed = self._extended(engine, self._rule(given), groups, given.param_groups)
-        facts.update(blueprint.facts(model, engine.context.ranks.grid))
-        return Adoption(self, engine, blueprint, stays, changed)
-
-    def _rule(self, given: torch.optim.Optimizer) -> Rule:
-        """Choose the rule for the groups as they are now; refuse those that need other states than there are."""
-        options = self.blueprint.request.options
-        rule = rule_for(given, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
-        here, wanted = ([state.name for state in each.states] for each in (self.blueprint.rule, rule))
-        if here != wanted:
-            raise ConfigError(
-                f"add_param_group: its options need the states {wanted}, and prepare() has made {here}. Give the group "
-                "options like those of the others, or prepare with a group that has them."
-            )
-        return rule
-
-    def _extended(
-        self,
-        engine: Engine,
-        rule: Rule,
-        groups: Mapping[nn.Parameter, int],
-        given_groups: Sequence[Mapping[str, Any]],
-    ) -> tuple[Blueprint, dict[str, Unit], list[UnitPlan]]:
-        """Draw the blueprint of the engine as it will be; say which of its units there are, and which get memory."""
-        before, units = self.blueprint, engine.context.units
-        ranks, streams = engine.context.ranks, engine.context.streams
-        request, options = before.request, before.request.options
-        rules = {p: rule.part(group) for group in given_groups for p in group["params"]}
-        known = [_what_stays(unit.spec, rules, request.compute_dtype) for unit in units]
-        specs = find_units(
-            engine.context.model,
-            request.units,
-            rules=rules,
-            compute_dtype=request.compute_dtype,
-            persistent_bytes=options.persistent_bytes,
-            known=known,
-        )
-        _check_names(specs)
-        places = {id(spec.parameters): number for number, spec in enumerate(known)}
-        specs = _named_apart(specs, units)
-        stays: dict[str, Unit] = {}
-        resting: dict[str, UnitPlan] = {}
-        for spec in specs:
-            number = places.get(id(spec.parameters))
-            if number is not None:
-                unit, plan = units[number], before.units[number]
-                stays[spec.name] = unit
-                resting[spec.name] = replace(plan, spec=spec, layout=lay_again(plan.layout, unit.spec, spec))
-        growing = [s for s in specs if s.name not in stays or (s.trainable and stays[s.name].trained is None)]
-        changed = plan_units(growing, before.homes, ranks.grid, streams.reach, resting)
-        by_name = resting | {plan.spec.name: plan for plan in changed}
-        drawn = [by_name[spec.name] for spec in specs]
-        blueprint = replace(
-            before,
-            rule=rule,
-            groups=groups,
-            units=drawn,
-            live_bytes=checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in drawn], options),
-            staging=before.plan_staging([plan.shard_sections for plan in drawn]),
-        )
-        return blueprint, stays, changed
-
-
 class Adoption:
-    """Units that are about to change.
+    """Units that are about to change, since the param groups of the user's optimizer have more parameters now.
+
+    Makes the blueprint of the engine as it will be, and takes the memory of what is new in it.
 
     Arguments:
-        adopter: hears of what has changed.
-        engine: the one that they are of.
-        blueprint: of that engine as it will be.
-        stays: by name, those of its units that there are.
-        changed: the plans of units that are new, or trained from now on, in the blueprint's order.
+        engine: between two steps, with all state where the placement wants it.
+        before: its blueprint.
+        given: the user's optimizer, whose last group is the new one.
+        facts: what ranks compare before anything changes; gets that blueprint's.
 
     Raises:
+        ConfigError: what the groups ask for cannot be.
+        EngineError: units are in use, or away.
         MemoryBudgetError, NvmeError: there is no room; nothing was taken.
     """
 
-    def __init__(
-        self,
-        adopter: Adopter,
-        engine: Engine,
-        blueprint: Blueprint,
-        stays: Mapping[str, Unit],
-        changed: Sequence[UnitPlan],
-    ) -> None:
-        self._adopter = adopter
+    def __init__(self, engine: Engine, before: Blueprint, given: torch.optim.Optimizer, facts: Facts) -> None:
+        context = engine.context
+        _check_at_home(engine)
         self._engine = engine
-        self._blueprint = blueprint
-        self._stays = stays
-        self._left = {p.tensor: (unit, p) for unit in engine.context.units for p in unit.parameters}
-        self._newcomers = {p for plan in blueprint.units for p in plan.spec.parameters if p not in self._left}
+        self._left = {p.tensor: (unit, p) for unit in context.units for p in unit.parameters}
+        newcomers = {name: p for name, p in context.model.named_parameters() if p not in self._left}
+        checks.check_newcomers(newcomers)
+        check_divided(newcomers.items(), context.ranks.mesh)
+        _check_group(given.param_groups[-1]["params"], self._left.keys() | set(newcomers.values()))
+        self._newcomers = set(newcomers.values())
         self._new: list[Unit] = []
+        self._stays: dict[str, Unit] = {}
+        changed = self._draw(before, given)
+        facts.update(self._blueprint.facts(context.model))
         self._joining = [plan for plan in changed if plan.spec.trainable]  # with averages
         self._averages = engine.averages.plans_for(self._joining)
         # In the order in which they are made.
-        homes = [h for plan in changed for h in (plan.beside if plan.spec.name in stays else plan.sections).values()]
-        self._reserved = engine.context.store.reserve(
-            [*(section for home in homes for section in home), *self._averages]
+        homes = [
+            h for plan in changed for h in (plan.beside if plan.spec.name in self._stays else plan.sections).values()
+        ]
+        self._reserved = context.store.reserve([*(section for home in homes for section in home), *self._averages])
+
+    def _draw(self, before: Blueprint, given: torch.optim.Optimizer) -> list[UnitPlan]:
+        """Draw the blueprint of the engine as it will be; return the plans of units that are new or trained anew."""
+        context, request = self._engine.context, before.request
+        rule, groups, rules = rules_of(given, request.options)
+        _check_states(before.rule, rule)
+        known = [_what_stays(unit.spec, rules, request.compute_dtype) for unit in context.units]
+        specs = find_units(
+            context.model,
+            request.units,
+            rules=rules,
+            compute_dtype=request.compute_dtype,
+            persistent_bytes=request.options.persistent_bytes,
+            known=known,
         )
+        _check_names(specs)
+        specs = _named_apart(specs, context.units)
+        rest = {id(spec.parameters): (u, p) for spec, u, p in zip(known, context.units, before.units, strict=True)}
+        resting: dict[str, UnitPlan] = {}
+        for spec in specs:
+            if id(spec.parameters) in rest:
+                unit, plan = rest[id(spec.parameters)]
+                self._stays[spec.name] = unit
+                resting[spec.name] = replace(plan, spec=spec, layout=lay_again(plan.layout, unit.spec, spec))
+        growing = [s for s in specs if s.name not in resting or (s.trainable and self._stays[s.name].trained is None)]
+        changed = plan_units(growing, before.homes, before.grid, before.reach, resting)
+        plans = resting | {plan.spec.name: plan for plan in changed}
+        units = [plans[spec.name] for spec in specs]
+        live_bytes = checks.check_live_bytes(units, request.options)
+        self._blueprint = replace(before, rule=rule, groups=groups, units=units, live_bytes=live_bytes)
+        return changed
 
     def cancel(self) -> None:
         """Give the memory back."""
@@ -183,30 +118,32 @@ class Adoption:
 
     def make(self) -> None:
         """Let the units change, and the engine know them. Collective."""
-        engine, lasting = self._engine, self._adopter.lasting
+        engine, blueprint = self._engine, self._blueprint
+        context, access, gradients, averages = engine.context, engine.access, engine.gradients, engine.averages
+        has_failed = engine.hooks.backward.has_failed
         self._let_go()
         try:
-            units = self._units()
+            context.units = self._units()
         except BaseException:
             self._empty()
             raise
-        engine.context.units, engine.context.rule = units, self._blueprint.rule
-        averages = [self._reserved.make(plan) for plan in self._averages]
-        align_buffers(
-            nn.ModuleList(_new_modules(engine.context.model, self._newcomers)),
-            engine.context.ranks,
-            engine.context.streams.device,
-        )
-        lasting.gatherer.live_budget = self._blueprint.live_bytes
-        engine.context.staging.give_back(lambda: self._blueprint.staging)
-        other = connect(self._blueprint, engine.context, lasting)
+        context.rule = blueprint.rule
+        sections = [self._reserved.make(plan) for plan in self._averages]
+        # Modules that have new parameters alone came with those, and so did their buffers.
+        new = [m for m in context.model.modules() if (own := set(m.parameters())) and own <= self._newcomers]
+        align_buffers(nn.ModuleList(new), context.ranks, context.streams.device)
+        engine.gatherer.live_budget = blueprint.live_bytes
+        context.staging.give_back(lambda: blueprint.staging)
+        connect(blueprint, engine)
+        engine.access.go_on_from(access)
+        engine.gradients.go_on_from(gradients)
+        engine.hooks.backward.has_failed = has_failed
         joining = {plan.spec.name for plan in self._joining}
-        other.averages.go_on_from(engine.averages, [unit for unit in units if unit.name in joining], averages)
-        engine.go_on_as(other)
-        for unit in units:
+        engine.averages.go_on_from(averages, [unit for unit in context.units if unit.name in joining], sections)
+        for unit in context.units:
             unit.count_writes()  # graphs from before are of parts that nobody asks any more
-        engine.context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
-        self._adopter.blueprint = self._blueprint
+        context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
+        engine.adopt = partial(Adoption, engine, blueprint)
 
     def _let_go(self) -> None:
         """Finish what is under way, and take the engine's hooks off the model."""
@@ -260,9 +197,7 @@ class Adoption:
 
     def _empty(self) -> None:
         """Leave parameters empty that are between two units: of a change that has failed in the middle."""
-        for unit in self._new:
-            for parameter in unit.parameters:
-                parameter.leave(None)
+        empty_parameters(self._new)
         for _, parameter in self._left.values():
             parameter.leave(None)  # also of units that stay, which the engine gives up next
 
@@ -278,6 +213,16 @@ def _check_at_home(engine: Engine) -> None:
     if engine.mover.is_away:
         raise EngineError("add_param_group() was called while state is offloaded. Call reload_states() first.")
     engine.mover.finish()  # what a reload has left is given back before more is taken
+
+
+def _check_states(before: Rule, rule: Rule) -> None:
+    """Refuse groups that need other states than there are."""
+    here, wanted = ([state.name for state in each.states] for each in (before, rule))
+    if here != wanted:
+        raise ConfigError(
+            f"add_param_group: its options need the states {wanted}, and prepare() has made {here}. Give the group "
+            "options like those of the others, or prepare with a group that has them."
+        )
 
 
 def _check_group(parameters: Sequence[nn.Parameter], of_model: Set[nn.Parameter]) -> None:
@@ -351,16 +296,6 @@ def _named_apart(specs: Sequence[UnitSpec], units: Sequence[Unit]) -> list[UnitS
     return named
 
 
-def _new_modules(model: nn.Module, newcomers: Set[nn.Parameter]) -> list[nn.Module]:
-    """List the modules that have new parameters alone: they came with those."""
-    found = []
-    for module in model.modules():
-        own = list(module.parameters())
-        if own and all(parameter in newcomers for parameter in own):
-            found.append(module)
-    return found
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # `build`: draws the blueprint of a request, and has it built on given ranks and streams.
 #
@@ -389,11 +324,11 @@ def build(
     supply = supply or Supply()
     with ranks.control_group.together("prepare()", ConfigError) as facts:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
-        casts = checks.check_casts(blueprint.specs, request.compute_dtype, is_said=request.precision_is_said)
+        casts = checks.check_casts(blueprint.specs, request.precision)
         # When all of it is known: memory that is too small is found before anything is taken, not halfway.
-        budget = supply.check(blueprint, model, ranks.grid, streams.reach, streams.device)
+        budget = supply.check(blueprint, model, streams.device)
         if ranks.world_size > 1:
-            facts.update(blueprint.facts(model, ranks.grid))
+            facts.update(blueprint.facts(model))
     check_hosts(ranks.control_group, budget)
     if casts and ranks.control_group.is_first:
         _logger.warning("%s", casts)
@@ -403,10 +338,8 @@ def build(
     of_saves = ranks.control_group.another(
         error=CheckpointError, advice="Checkpoints that were whole before still are. "
     )
-    prepared, lasting = construct(blueprint, model, optimizer, ranks, streams, of_saves, supply)
-    engine = prepared._engine
-    assert engine is not None
-    engine.adopter = Adopter(blueprint, lasting)
+    prepared, engine = construct(blueprint, model, optimizer, ranks, streams, of_saves, supply)
+    engine.adopt = partial(Adoption, engine, blueprint)
     return prepared
 
 

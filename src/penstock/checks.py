@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.beside import persistent_buffers, why_not
-from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement, Tier, parse_home
+from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement, Precision, Tier, UnsaidPrecision, parse_home
 from penstock.engine.forward_backward.forward import ModuleHooks
 from penstock.engine.forward_backward.guards import is_owned
 from penstock.engine.unit.dtensor import check_aliases, is_divided
 from penstock.engine.unit.partition import UnitSpec
+from penstock.engine.unit.plan import UnitPlan
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.rules.formats import COMPUTE_DTYPES
 from penstock.rules.rule import Rule
@@ -33,11 +34,8 @@ def check_features(
     overlap: object,
     master: object,
     options: object,
-) -> Placement:
+) -> None:
     """Refuse values that do not exist, and those that this version does not have.
-
-    Returns:
-        The placement, by default one with everything on the device.
 
     Raises:
         ConfigError: it names the argument and the values that may be used.
@@ -64,8 +62,6 @@ def check_features(
             f"Options(secondary_shard={options.secondary_shard}) with stage={stage}: each rank keeps all parameters, "
             "and backward gathers none. Use stage=3, or secondary_shard=None."
         )
-    if placement is None:
-        placement = Placement()
     if not isinstance(placement, Placement):
         raise ConfigError(f"placement={placement!r}: give a penstock.Placement, 'auto' or None.")
     for what in ("params", "grads", "optimizer", "activations"):
@@ -78,7 +74,6 @@ def check_features(
         raise ConfigError(
             "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."
         )
-    return placement
 
 
 def check_nodes(options: Options, shards: int, *, gathers: bool) -> None:
@@ -152,13 +147,12 @@ def check_dtypes(reduce_dtype: object, grad_accumulation_dtype: object) -> None:
             raise ConfigError(f"{what}={dtype!r}: use torch.float32, torch.bfloat16, torch.float16 or None.")
 
 
-def check_casts(specs: Sequence[UnitSpec], compute_dtype: torch.dtype, *, is_said: bool) -> str | None:
+def check_casts(specs: Sequence[UnitSpec], precision: Precision) -> str | None:
     """Refuse to choose one dtype for parameters that are trained in several; tell of casts that nobody asked for.
 
     Arguments:
         specs: the units, of parameters in the dtypes that they came in.
-        compute_dtype: the dtype that floating-point parameters have while computing.
-        is_said: whether the call named it.
+        precision: the one of floating-point parameters while computing.
 
     Returns:
         A line for the log, where there is something to tell.
@@ -166,6 +160,7 @@ def check_casts(specs: Sequence[UnitSpec], compute_dtype: torch.dtype, *, is_sai
     Raises:
         ConfigError: it lists the dtypes, with a parameter of each.
     """
+    compute_dtype, is_said = COMPUTE_DTYPES[precision], not isinstance(precision, UnsaidPrecision)
     of_trained, kept, cast = (dict[torch.dtype, list[str]]() for _ in range(3))
     for spec in (spec for spec in specs if spec.dtype == compute_dtype):
         for name, parameter in zip(spec.names, spec.parameters, strict=True):
@@ -364,13 +359,13 @@ def check_no_gradients(model: nn.Module) -> None:
             )
 
 
-def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) -> int:
+def check_live_bytes(units: Sequence[UnitPlan], options: Options) -> int:
     """Refuse a budget of gathered parameters that is smaller than what the largest unit needs.
 
     A unit is gathered together with those whose forward it is part of, and with those of the same forward.
 
     Arguments:
-        units: the units, each with the bytes that it takes when gathered.
+        units: their plans.
         options: the options, with the budget.
 
     Returns:
@@ -380,7 +375,7 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
         MemoryBudgetError: it names the unit, and says how much is missing.
     """
     # A unit that is needed is gathered whatever the budget: one that is too small would be exceeded in silence.
-    need, name = most_needed(units)
+    need, name = most_needed([(plan.spec, plan.full_bytes) for plan in units])
     if options.live_bytes >= need:
         return options.live_bytes
     if options.live_bytes == DEFAULT_LIVE_BYTES:  # nobody asked for less

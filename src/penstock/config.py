@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -216,6 +216,11 @@ class Placement:
         return parse_home(getattr(self, what), what=what)
 
 
+def _whole(default: int | None, *, least: int) -> Any:
+    """Declare an option that is a whole number, its least value, and `None` where its type says so."""
+    return field(default=default, metadata={"least": least})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Sizes (always in bytes) and policies. Every default works for every model.
@@ -292,24 +297,24 @@ class Options:
         True
     """
 
-    prefetch_bytes: int = field(default=1 * GIB)
-    live_bytes: int = field(default=DEFAULT_LIVE_BYTES)
-    persistent_bytes: int = 0
-    tile_bytes: int = 4 * MIB
-    device_bytes: int | None = None
-    pinned_bytes: int | None = None
-    host_bytes: int | None = None
-    update_threads: int | None = None
+    prefetch_bytes: int = _whole(1 * GIB, least=0)
+    live_bytes: int = _whole(DEFAULT_LIVE_BYTES, least=1)
+    persistent_bytes: int = _whole(0, least=0)
+    tile_bytes: int = _whole(4 * MIB, least=MIN_TILE_BYTES)
+    device_bytes: int | None = _whole(None, least=1)
+    pinned_bytes: int | None = _whole(None, least=0)
+    host_bytes: int | None = _whole(None, least=1)
+    update_threads: int | None = _whole(None, least=1)
     streamed_updates: float | Literal["auto"] = 0.0
     whole_updates: Literal["device", "home"] = "device"
-    io_queue_depth: int = 16
+    io_queue_depth: int = _whole(16, least=1)
     checksums: bool = True
     on_nonfinite: Literal["skip", "raise"] = "skip"
-    max_skipped_steps: int | None = 100
+    max_skipped_steps: int | None = _whole(100, least=1)
     reduce_op: Literal["mean", "sum"] = "mean"
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    rounding_seed: int = 0
+    rounding_seed: int = _whole(0, least=0)
     initial_loss_scale: float = 65536.0
     dynamic_loss_scale: bool = True
     debug_release: bool = False
@@ -317,22 +322,22 @@ class Options:
     cast_inputs: Literal["units", "model", "none"] = "units"
     gather_format: GatherFormat = "exact"
     reduce_format: ReduceFormat = "exact"
-    secondary_shard: int | None = None
+    secondary_shard: int | None = _whole(None, least=2)
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
-        for name, (least, optional) in _WHOLE_NUMBERS.items():
-            value = getattr(self, name)
-            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not (is_number or (value is None and optional)):
+        hints = get_type_hints(Options)
+        for option in fields(self):
+            name, value, hint = option.name, getattr(self, option.name), hints[option.name]
+            least = option.metadata.get("least")
+            is_none = value is None and type(None) in get_args(hint)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if least is not None and not is_none and not (is_number and value >= least):
                 unit = " of bytes" if name.endswith("_bytes") else ""
                 raise ConfigError(f"Options({name}={shown(value)}): use a whole number{unit}, {least} or more.")
-        for name, hint in get_type_hints(Options).items():
             choices = (True, False) if hint is bool else get_args(hint) if get_origin(hint) is Literal else ()
-            if choices and getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"Options({name}={shown(getattr(self, name))}): use one of {', '.join(map(repr, choices))}."
-                )
+            if choices and value not in choices:
+                raise ConfigError(f"Options({name}={shown(value)}): use one of {', '.join(map(repr, choices))}.")
         share: Any = self.streamed_updates
         if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
             raise ConfigError(f"Options(streamed_updates={shown(share)}): use a number from 0 to 1, or 'auto'.")
@@ -345,19 +350,3 @@ class Options:
     def nodes(self) -> int | Literal["host"] | None:
         """Of what the nodes of the shard ranks consist: of so many ranks, of a host's; `None` where nothing asks."""
         return self.secondary_shard or (None if self.reduce_format == "exact" else "host")
-
-
-_WHOLE_NUMBERS = {  # name -> (least value, None allowed)
-    "prefetch_bytes": (0, False),
-    "live_bytes": (1, False),
-    "persistent_bytes": (0, False),
-    "tile_bytes": (MIN_TILE_BYTES, False),
-    "device_bytes": (1, True),
-    "pinned_bytes": (0, True),
-    "host_bytes": (1, True),
-    "update_threads": (1, True),
-    "secondary_shard": (2, True),
-    "io_queue_depth": (1, False),
-    "rounding_seed": (0, False),
-    "max_skipped_steps": (1, True),
-}

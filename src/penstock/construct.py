@@ -6,9 +6,8 @@
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +61,8 @@ def construct(
     streams: Streams,
     control_group: ControlGroup,
     supply: Supply,
-) -> tuple[Optimizer, "Lasting"]:
-    """Build what a blueprint says: the optimizer that trains the model, and what lasts as long as it. Collective.
+) -> tuple[Optimizer, Engine]:
+    """Build what a blueprint says: the optimizer that trains the model, and its engine. Collective.
 
     Arguments:
         blueprint: drawn for this model and optimizer, on these ranks and streams.
@@ -74,14 +73,12 @@ def construct(
         control_group: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
         supply: memory, files and first values.
     """
-    memory = _take_memory(blueprint, model, ranks, streams, supply, trains=optimizer is not None)
+    context = _take_memory(blueprint, model, optimizer, ranks, streams, supply)
     # Collective, as what follows: ranks have met over what may fail on one of them alone, such as taking memory.
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
-    param_groups = [] if optimizer is None else optimizer.param_groups
-    context = _make_context(blueprint, model, param_groups, memory, ranks, streams)
-    lasting = _make_lasting(blueprint, context, control_group)
-    engine = connect(blueprint, context, lasting)
+    engine = _make_engine(blueprint, context, control_group)
+    connect(blueprint, engine)
     in_child(engine, leave_to_parent)
     prepared = Inference(engine) if optimizer is None else Optimizer(optimizer, engine)
     # Loops that clear gradients through the model mean ours, and do it at once.
@@ -95,16 +92,7 @@ def construct(
         raise
     if optimizer is not None:
         retire(optimizer, engine.planted)
-    return prepared, lasting
-
-
-class _TakenMemory(NamedTuple):
-    """Everything that was taken, with the parameters in it."""
-
-    store: Store
-    staging: Staging
-    units: Sequence[Unit]
-    pool: Pool
+    return prepared, engine
 
 
 def _make_pool(blueprint: Blueprint, streams: Streams, *, trains: bool) -> Pool:
@@ -114,10 +102,15 @@ def _make_pool(blueprint: Blueprint, streams: Streams, *, trains: bool) -> Pool:
 
 
 def _take_memory(
-    blueprint: Blueprint, model: nn.Module, ranks: Collectives, streams: Streams, supply: Supply, *, trains: bool
-) -> _TakenMemory:
+    blueprint: Blueprint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Collectives,
+    streams: Streams,
+    supply: Supply,
+) -> EngineContext:
     """Take the memory and files of every section, and move the parameters there. What fails gives all of it back."""
-    request = blueprint.request
+    request, trains = blueprint.request, optimizer is not None
     with (
         contextlib.ExitStack() as undo,
         contextlib.closing(supply.source(model, request, ranks, streams.device, undo)) as source,
@@ -152,121 +145,96 @@ def _take_memory(
         staging.give_back(lambda: blueprint.staging)
         staging.take(reserved)
         undo.pop_all()  # all of it is there, and stays
-    return _TakenMemory(store, staging, units, pool)
-
-
-def _make_context(
-    blueprint: Blueprint,
-    model: nn.Module,
-    param_groups: Sequence[dict[str, Any]],
-    memory: _TakenMemory,
-    ranks: Collectives,
-    streams: Streams,
-) -> EngineContext:
-    """Put together what every component of the engine works with."""
-    request, options, trains = blueprint.request, blueprint.request.options, bool(param_groups)
-    scales_loss = request.compute_dtype == torch.float16 and trains  # else a graph has the scale of who trains in it
-    loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
-    gradient_scale = GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
     return EngineContext(
         model=model,
-        units=memory.units,
+        units=units,
         ranks=ranks,
         streams=streams,
-        pool=memory.pool,
-        store=memory.store,
-        staging=memory.staging,
-        movement=Transfers(streams, memory.staging.transit, memory.staging.landing),
+        pool=pool,
+        store=store,
+        staging=staging,
+        movement=Transfers(streams, staging.transit, staging.landing),
         rule=blueprint.rule,
-        gradient_scale=gradient_scale,
-        param_groups=param_groups,
+        gradient_scale=_make_gradient_scale(blueprint, ranks, trains=trains),
+        param_groups=[] if optimizer is None else optimizer.param_groups,
     )
 
 
-class Lasting(NamedTuple):
-    """The parts of an engine that do not know which units there are: they last where units change."""
-
-    gatherer: Gatherer
-    reducer: Reducer
-    activations: ActivationOffload | None
-    skips: SkippedSteps
-    control_group: ControlGroup
-    planted: AttributePatches
+def _make_gradient_scale(blueprint: Blueprint, ranks: Collectives, *, trains: bool) -> GradientScale:
+    """Make the scale of gradients, with a loss scale in fp16."""
+    options = blueprint.request.options
+    # Without an optimizer a graph has the scale of the one that trains in it.
+    scales_loss = blueprint.request.compute_dtype == torch.float16 and trains
+    loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
+    return GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
 
 
-def _make_lasting(blueprint: Blueprint, context: EngineContext, control_group: ControlGroup) -> Lasting:
-    """Make what gathers and reduces units, whichever they are."""
+def _make_engine(blueprint: Blueprint, context: EngineContext, save_group: ControlGroup) -> Engine:
+    """Make the components of an engine that do not know which units there are."""
     request, options = blueprint.request, blueprint.request.options
     packing = QuantizedGather(context, options.gather_format)
-    gatherer = Gatherer(context, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
-    reducer = Reducer(
-        context,
-        ShardReduction(context, request.reduce_dtype, options.reduce_format),
-        accumulation_dtype=request.accumulation_dtype,
-        agrees=request.overlap == "backward",
-        may_hold_back=request.stage <= 1 and context.ranks.data_size > 1,
+    return Engine(
+        context=context,
+        gatherer=Gatherer(context, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes),
+        reducer=Reducer(
+            context,
+            ShardReduction(context, request.sum_dtype, options.reduce_format),
+            accumulation_dtype=request.accumulation_dtype,
+            agrees=request.overlap == "backward",
+            may_hold_back=request.stage <= 1 and context.ranks.data_size > 1,
+        ),
+        activations=_make_activations(blueprint, context),
+        skips=SkippedSteps(
+            options.max_skipped_steps,
+            at_once=options.on_nonfinite == "raise",
+            loss_scale=context.gradient_scale.loss,
+        ),
+        save_group=save_group,
     )
-    at_once = options.on_nonfinite == "raise"
-    skips = SkippedSteps(options.max_skipped_steps, at_once=at_once, loss_scale=context.gradient_scale.loss)
-    activations = activations_for(blueprint, context)
-    return Lasting(gatherer, reducer, activations, skips, control_group, AttributePatches())
 
 
-def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> Engine:
-    """Make the parts of the engine that know its units, each of those that it needs, and hook the model. Collective."""
-    request, options, model = blueprint.request, blueprint.request.options, context.model
-    gatherer, reducer = lasting.gatherer, lasting.reducer
+def connect(blueprint: Blueprint, engine: Engine) -> None:
+    """Make the components of an engine that know its units, and hook the model. Collective."""
+    request, options, context = blueprint.request, blueprint.request.options, engine.context
+    gatherer, reducer, activations = engine.gatherer, engine.reducer, engine.activations
     for unit in context.units:
         if unit.resident:
             gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
-    updater, stepper = _make_updates(blueprint, context)
+    engine.updater, engine.stepper = updater, stepper = _make_updates(blueprint, context)
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, context.streams.device)
     # Before the hooks, some of which are of trained parameters.
     frozen = [] if context.trains else [FrozenParameters(context.units)]
-    if lasting.activations is not None:
-        lasting.activations.kept = lambda: [unit.full for unit in context.units]
-    hooks = Hooks(
-        context, gatherer, reducer, casts, stepper if request.overlap == "backward" else None, lasting.activations
-    )
+    if activations is not None:
+        activations.kept = lambda: [unit.full for unit in context.units]
+    early = stepper if request.overlap == "backward" else None
+    engine.hooks = hooks = Hooks(context, gatherer, reducer, casts, early, activations)
     planted = AttributePatches()
-    casts.let_products_mix(model, planted)
-    idioms = ModelGuards(model, context.units, hooks, planted, lasting.planted)
-    access = StateAccess(context, gatherer, reducer, updater)
-    in_time = request.overlap not in ("forward", "backward")
-    return Engine(
-        context=context,
-        gatherer=gatherer,
-        reducer=reducer,
-        hooks=hooks,
-        updater=updater,
-        stepper=stepper,
-        skips=lasting.skips,
-        access=access,
-        blocks=GatheredBlocks(context, gatherer, access, hooks.forward.watch_saved),
-        mover=StateOffloader(
-            context,
-            blueprint.units,
-            gatherer,
-            reducer,
-            in_use=hooks.in_use,
-            plan_staging=blueprint.plan_staging,
-        ),
-        saver=StateSaver(context, access, lasting.control_group),
-        loader=StateLoader(context, access, gatherer, reducer, updater),
-        averages=Averages(context, access, gatherer, hooks.backward, Averaging(context)),
-        gradients=Gradients(context, hooks, reducer, stepper, access),
-        policy=StepPolicy(
-            context,
-            gatherer,
-            hooks.backward,
-            stepper,
-            lasting.skips,
-            max_grad_norm=request.max_grad_norm,
-            waits=in_time,
-        ),
-        restore_model=partial(restore, [idioms, planted, *frozen]),
-        planted=lasting.planted,
+    casts.let_products_mix(context.model, planted)
+    idioms = ModelGuards(context.model, context.units, hooks, planted, engine.planted)
+    engine.restore_model = partial(restore, [idioms, planted, *frozen])
+    engine.access = access = StateAccess(context, gatherer, reducer, updater)
+    engine.blocks = GatheredBlocks(context, gatherer, access, hooks.forward.watch_saved)
+    engine.mover = StateOffloader(
+        context,
+        blueprint.units,
+        gatherer,
+        reducer,
+        in_use=hooks.in_use,
+        plan_staging=blueprint.plan_staging,
+    )
+    engine.saver = StateSaver(context, access, engine.save_group)
+    engine.loader = StateLoader(context, access, gatherer, reducer, updater)
+    engine.averages = Averages(context, access, gatherer, hooks.backward, Averaging(context))
+    engine.gradients = Gradients(context, hooks, reducer, stepper, access)
+    engine.policy = StepPolicy(
+        context,
+        gatherer,
+        hooks.backward,
+        stepper,
+        engine.skips,
+        max_grad_norm=request.max_grad_norm,
+        waits=request.overlap not in ("forward", "backward"),
     )
 
 
@@ -293,7 +261,7 @@ def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater
     return updater, stepper
 
 
-def activations_for(blueprint: Blueprint, context: EngineContext) -> ActivationOffload | None:
+def _make_activations(blueprint: Blueprint, context: EngineContext) -> ActivationOffload | None:
     """Make what takes saved tensors off the device, where the request asks for it."""
     request = blueprint.request
     if request.placement.activations is None:

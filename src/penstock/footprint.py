@@ -20,20 +20,20 @@ from penstock.checkpoint.format import to_bytes
 from penstock.checkpoint.tables import HomeTable, UnitTable, draw_table, kept_homes
 from penstock.config import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.engine.unit.plan import UnitPlan
-from penstock.errors import ConfigError, NvmeError
-from penstock.memory_budget import MemoryBudget, Need, Room, budget_of, memories
+from penstock.errors import ConfigError
+from penstock.memory_budget import MemoryBudget, Need, Room, budget_of, disks, memories
 from penstock.planned import asks_for_plan, check_asked, planned, taken
 from penstock.runtime.accelerator import reach_for
 from penstock.runtime.hardware import device_for, visible_devices
 from penstock.runtime.host_memory import needs_pinning
 from penstock.runtime.modes import engine_entry
-from penstock.runtime.swap import existing_folder, free_disk_bytes
+from penstock.runtime.swap import free_disk_bytes
 from penstock.runtime.system import ranks_of_host
 from penstock.runtime.topology import Grid, grid_of, node_size, peers_of
 from penstock.tiers.tier import Location, LocationReport
 
 # What a checkpoint has beside tiles and buffers, at most, on any rank: states of random numbers, the model's
-# configuration, groups; and for each parameter its line of the marker. A checksum has up to ten digits.
+# configuration, groups; for each parameter its line of the marker, and of a table; for each record its checksum.
 _SMALL_BYTES, _LINE_BYTES, _CHECKSUM_BYTES = 1 << 16, 256, 10
 
 
@@ -166,13 +166,12 @@ def footprint(
     grid = grid.in_nodes(node_size(line, request.options.nodes, of_host))
     reach = reach_for(device, debug_release=request.debug_release)
     blueprint = draw_blueprint(model, optimizer, request, grid, reach)
-    budget = budget_of(blueprint, model, grid, reach, device)
-    rooms = [*memories(budget, device, ranks_here), *_folders(budget, ranks_here)]
+    budget = budget_of(blueprint, model, device)
     return Footprint(
         at_rest=_at_rest(blueprint, device),
         budget=budget,
-        rooms=rooms,
-        checkpoint_bytes=_checkpoint_bytes(blueprint, model, grid),
+        rooms=[*memories(budget, device, ranks_here), *disks(budget, ranks_here)],
+        checkpoint_bytes=_checkpoint_bytes(blueprint, model),
         world_size=grid.world_size,
     )
 
@@ -208,32 +207,9 @@ def _at_rest(blueprint: Blueprint, device: torch.device) -> LocationReport:
     )
 
 
-def _folders(budget: MemoryBudget, ranks_here: int) -> list[Room]:
-    """Hold what goes to each folder of the nvme tier against what is free there. Ranks of a host have the same ones."""
-    rooms: list[Room] = []
-    taken: dict[int, int] = {}  # by file system: several folders may be on one
-    for parent, nbytes in budget.folders:
-        try:
-            folder = existing_folder(parent)
-            system, free = folder.stat().st_dev, free_disk_bytes(folder) // ranks_here
-        except (NvmeError, OSError) as error:
-            rooms.append(Room(str(parent), nbytes, None, str(error)))
-            continue
-        available = max(0, free - taken.get(system, 0))
-        taken[system] = taken.get(system, 0) + nbytes
-        each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
-        lack = (
-            f"The nvme tier needs {nbytes:,} bytes on this rank in {str(folder)!r}, which has {available:,} bytes free"
-            f"{each}, {nbytes - available:,} too few. Keep less on the nvme tier, or name folders on other disks with "
-            "Placement(nvme_path=...)."
-        )
-        rooms.append(Room(str(parent), nbytes, available, lack if nbytes > available else None))
-    return rooms
-
-
-def _checkpoint_bytes(blueprint: Blueprint, model: nn.Module, grid: Grid) -> int:
-    """Count what this rank writes for a checkpoint: its tiles, what says where they are, and buffers."""
-    nbytes, lines = 0, 0
+def _checkpoint_bytes(blueprint: Blueprint, model: nn.Module) -> int:
+    """Count what this rank writes for a checkpoint: its tiles, the table of their locations, and buffers."""
+    grid, nbytes, lines = blueprint.grid, 0, 0
     for plan in blueprint.units:
         table = _table_of(plan, grid)
         if table.checksums:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from penstock.runtime.hardware import free_device_memory, shares_host_memory
 from penstock.runtime.host_memory import HostMemory, available_host_memory
 from penstock.runtime.swap import ELSEWHERE, existing_folder, free_disk_bytes
 from penstock.runtime.system import Host, ranks_of_host, this_host
-from penstock.runtime.topology import Grid, Reach
+from penstock.runtime.topology import Grid
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier, bytes_by_folder, stripe
 from penstock.tiers.storage import SegmentPlan
@@ -102,9 +103,10 @@ class MemoryBudget:
     Attributes:
         device: of the device that computes.
         host: of the cpu tier, and for updates on it.
+        files: of the nvme tier, activations apart.
         pinned_bytes: how many bytes of the cpu tier a device copies from or to. They are pinned first; others are
             pageable.
-        folders: of each folder of the nvme tier, activations apart.
+        folders: what of `files` goes to each folder.
         is_shared: whether the device's memory is the host's.
         is_ahead: whether units are gathered ahead of their use.
         stage: the ZeRO stage.
@@ -113,12 +115,17 @@ class MemoryBudget:
 
     device: Need
     host: Need
+    files: Need
     pinned_bytes: int
     folders: Sequence[tuple[str | os.PathLike[str], int]]
     is_shared: bool
     is_ahead: bool
     stage: int
     options: Options
+
+    def on(self, tier: Tier) -> Need:
+        """Return what is taken of a tier."""
+        return {Tier.DEVICE: self.device, Tier.CPU: self.host, Tier.NVME: self.files}[tier]
 
     @property
     def host_bytes(self) -> int:
@@ -193,9 +200,7 @@ class Room:
     lack: str | None = None
 
 
-def check_device(
-    blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device
-) -> MemoryBudget:
+def check_device(blueprint: Blueprint, model: nn.Module, device: torch.device) -> MemoryBudget:
     """Refuse a blueprint that takes more of its device than there is. Nothing was taken.
 
     Returns:
@@ -204,7 +209,7 @@ def check_device(
     Raises:
         MemoryBudgetError: it says of what, how much is missing, and what to do.
     """
-    budget = budget_of(blueprint, model, grid, reach, device)
+    budget = budget_of(blueprint, model, device)
     checks.check_pinned_memory(budget.pinned_bytes, budget.host.parts[TILES], device, budget.options)
     rooms = memories(budget, device, ranks_of_host())
     if any(room.lack for room in rooms if room.name == DEVICE):
@@ -212,19 +217,18 @@ def check_device(
     return budget
 
 
-def budget_of(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> MemoryBudget:
+def budget_of(blueprint: Blueprint, model: nn.Module, device: torch.device) -> MemoryBudget:
     """Count what a rank takes of each memory at once.
 
     Arguments:
         blueprint: what it will have.
         model: the one that the blueprint was drawn of, as it is before `prepare`.
-        grid: how many ranks there are.
-        reach: what compute reads where it rests.
         device: the one that computes.
     """
     return MemoryBudget(
-        device=_device_need(blueprint, model, grid, reach, device),
+        device=_device_need(blueprint, model, device),
         host=Need({**_planned(blueprint, Tier.CPU), UPDATE: _updating_bytes(blueprint, Tier.CPU)}),
+        files=Need(_planned(blueprint, Tier.NVME)),
         pinned_bytes=bytes_on([section for section in blueprint.sections if section.copied], Tier.CPU),
         folders=nvme_bytes(blueprint),
         is_shared=shares_host_memory(device),
@@ -236,10 +240,12 @@ def budget_of(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, 
 
 def _planned(blueprint: Blueprint, tier: Tier) -> dict[str, int]:
     """Count what is planned of a tier, by name."""
-    return {what: blueprint.bytes_on(tier, *homes) for what, homes in _AT_REST.items()}
+    return {
+        what: bytes_on([s for s in blueprint.sections if s.home in homes], tier) for what, homes in _AT_REST.items()
+    }
 
 
-def _device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> Need:
+def _device_need(blueprint: Blueprint, model: nn.Module, device: torch.device) -> Need:
     """Count what a rank takes of its device at once."""
     given = blueprint.request.weights is not None
     own = [_own_bytes(plan, device) for plan in blueprint.units]
@@ -250,7 +256,7 @@ def _device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reac
         **planned,
         GATHERED: blueprint.gathered_bytes,
         PACKED: packed_bytes(blueprint.units, blueprint.request.options.gather_format),
-        ON_THEIR_WAY: gradient_bytes(blueprint, grid, reach),
+        ON_THEIR_WAY: gradient_bytes(blueprint),
         TILES: tiles,
         UPDATE: _updating_bytes(blueprint, Tier.DEVICE),
         BUFFERS: buffers,
@@ -261,7 +267,7 @@ def _device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reac
     resting, loading, loading_beside_own = 0, 0, 0
     for number, plan in enumerate(blueprint.units):
         resting += bytes_on(list(plan.all_sections()), Tier.DEVICE)
-        least = resting + _filling_bytes(plan, grid, given=given)
+        least = resting + _filling_bytes(plan, blueprint.grid, given=given)
         loading = max(loading, least)
         loading_beside_own = max(loading_beside_own, least - (0 if given else sum(own[:number])))
     beside_own = max(training - sum(own) - buffers_there, loading_beside_own)
@@ -287,7 +293,7 @@ def _updating_bytes(blueprint: Blueprint, tier: Tier) -> int:
     return most
 
 
-def gradient_bytes(blueprint: Blueprint, grid: Grid, reach: Reach) -> int:
+def gradient_bytes(blueprint: Blueprint) -> int:
     """Count the device bytes of gradients between autograd and their homes, at most.
 
     That is what backward collects of a unit, whole, what is reduced of it, the codes that go between ranks, and the
@@ -301,24 +307,22 @@ def gradient_bytes(blueprint: Blueprint, grid: Grid, reach: Reach) -> int:
             continue
         itemsize = plan.spec.dtype.itemsize
         largest = max(largest, max(own_elements(parameter).numel() for parameter in plan.spec.parameters) * itemsize)
-        sizes.update(_gradient_buffers(plan, blueprint, grid, reach))
-    summing = summing_bytes(blueprint.units, blueprint.request.options.reduce_format, grid)
+        sizes.update(_gradient_buffers(plan, blueprint))
+    summing = summing_bytes(blueprint.units, blueprint.request.options.reduce_format, blueprint.grid)
     return largest + summing + sum(BUFFERS_OF_A_SIZE * numel * dtype.itemsize for numel, dtype in sizes)
 
 
-def _gradient_buffers(
-    plan: UnitPlan, blueprint: Blueprint, grid: Grid, reach: Reach
-) -> Iterator[tuple[int, torch.dtype]]:
+def _gradient_buffers(plan: UnitPlan, blueprint: Blueprint) -> Iterator[tuple[int, torch.dtype]]:
     """List the sizes of the buffers that a unit's gradient passes: elements and dtype."""
-    request = blueprint.request
+    request, grid = blueprint.request, blueprint.grid
     sections = [section for section in plan.sections[GRAD] if section.cells]
-    in_place = len(sections) == 1 and in_reach(sections[0].tier, Tier.DEVICE, reach)
-    exact = request.reduce_dtype in (plan.spec.dtype, torch.float32)
+    in_place = len(sections) == 1 and in_reach(sections[0].tier, Tier.DEVICE, blueprint.reach)
+    exact = request.sum_dtype in (plan.spec.dtype, torch.float32)
     if grid.data_size == 1 and in_place and exact:
         return  # straight from autograd to its home
-    yield plan.layout.numel, request.reduce_dtype
+    yield plan.layout.numel, request.sum_dtype
     if grid.shards > 1:
-        yield plan.shard_numel, request.reduce_dtype
+        yield plan.shard_numel, request.sum_dtype
     if len(sections) > 1 or not all(section.tier.is_memory for section in sections):
         yield plan.shard_numel, request.accumulation_dtype  # what the home holds comes up to be added to
 
@@ -351,7 +355,7 @@ def _buffer_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
     return sum(buffer.nbytes for buffer in plain), sum(buffer.nbytes for buffer in plain if buffer.device == device)
 
 
-def memories(budget: MemoryBudget, device: torch.device, ranks_here: int) -> Sequence[Room]:
+def memories(budget: MemoryBudget, device: torch.device, ranks_here: int) -> list[Room]:
     """Hold what a rank needs of its device and of the host against what there is.
 
     Arguments:
@@ -382,15 +386,29 @@ def _device_room(budget: MemoryBudget, device: torch.device) -> Room:
 
 
 def _host_room(budget: MemoryBudget, ranks_here: int) -> Room:
-    """Hold the cpu tier, and the device's state where that shares its memory, against what the host has."""
-    host = host_memory(budget.options)
-    if host is None:
-        return Room(HOST, budget.host_bytes, None)
-    available = host.nbytes // ranks_here
-    missing = budget.host_bytes - available
-    each = f" for each of its {ranks_here} ranks" if ranks_here > 1 else ""
-    whose = f"{host.whose} {available:,} available{each}, {missing:,} too few"
-    return Room(HOST, budget.host_bytes, available, budget.lack_of_host(whose, missing) if missing > 0 else None)
+    """Hold the cpu tier, and the device's state where that shares its memory, against this rank's part of the host."""
+    claims = _told(budget, with_disks=False)
+    for pool in _pools({0: (this_host(), ranks_here, claims)}):
+        return Room(HOST, budget.host_bytes, pool.share, _lack(pool, budget, 0) if pool.lacks else None)
+    return Room(HOST, budget.host_bytes, None)
+
+
+def disks(budget: MemoryBudget, ranks_here: int) -> Iterator[Room]:
+    """Hold what goes to each folder of the nvme tier against what is free there, as `memories` does.
+
+    Ranks of a host have the same folders.
+    """
+    taken: Counter[str] = Counter()  # by file system: several folders may be on one
+    for parent, nbytes in budget.folders:
+        try:
+            disk = _disk_claim(parent, nbytes)
+        except (NvmeError, OSError) as error:
+            yield Room(str(parent), nbytes, None, str(error))
+            continue
+        available = max(0, disk.available // ranks_here - taken[disk.which])
+        taken[disk.which] += nbytes
+        pool = _Pool(this_host(), _DISK, disk.whose, available, ranks_here, {0: nbytes})
+        yield Room(str(parent), nbytes, available, _lack(pool, budget, 0) if pool.missing > 0 else None)
 
 
 def host_memory(options: Options) -> HostMemory | None:
@@ -532,10 +550,14 @@ def _told(budget: MemoryBudget | None, *, with_disks: bool) -> list[_Claim]:
     for parent, nbytes in budget.folders if with_disks else ():
         if nbytes:
             with contextlib.suppress(NvmeError, OSError):
-                folder = existing_folder(parent)
-                system = str(folder.stat().st_dev)
-                found.append(_Claim(_DISK, system, nbytes, free_disk_bytes(folder), f"{str(folder)!r} has"))
+                found.append(_disk_claim(parent, nbytes))
     return found
+
+
+def _disk_claim(parent: str | os.PathLike[str], nbytes: int) -> _Claim:
+    """Claim bytes of the file system that a folder is on."""
+    folder = existing_folder(parent)
+    return _Claim(_DISK, str(folder.stat().st_dev), nbytes, free_disk_bytes(folder), f"{str(folder)!r} has")
 
 
 def _pools(told: Mapping[int, Any]) -> Iterable[_Pool]:
@@ -577,9 +599,7 @@ def _lack(pool: _Pool, budget: MemoryBudget | None, rank: int) -> str:
 class Supply:
     """The memory of this machine, the folders that the placement names, and the values that `prepare` was given."""
 
-    def check(
-        self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device
-    ) -> MemoryBudget | None:
+    def check(self, blueprint: Blueprint, model: nn.Module, device: torch.device) -> MemoryBudget | None:
         """Refuse a blueprint that takes more of this rank's device than there is, before anything is taken.
 
         Returns:
@@ -588,7 +608,7 @@ class Supply:
         Raises:
             MemoryBudgetError: it says of what, how much is missing, and what to do.
         """
-        return check_device(blueprint, model, grid, reach, device)
+        return check_device(blueprint, model, device)
 
     def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:
         """Make the tiers that state may rest on. Nothing is taken yet."""

@@ -8,6 +8,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from penstock.optimizer import Optimizer
 from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_elementwise, planned, taken
 from penstock.runtime.accelerator import streams_for
 from penstock.runtime.collectives import Collectives
-from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, ControlGroup
+from penstock.runtime.control_group import DEFAULT_TIMEOUT_S
 from penstock.runtime.hardware import check_apart, device_for, make_current, place_of
 from penstock.runtime.modes import engine_entry
 
@@ -195,35 +196,22 @@ def _choose(
     # longer.
     patience_s = max(PATIENCE_S, request.options.timeout_s)
     with contextlib.closing(control_group.another(error=EngineError, timeout_s=patience_s)) as waiting:
-        if batch is not None:
-            assert optimizer is not None
-            return _plan_now(model, optimizer, batch, arguments, device, ranks, waiting)
-        found = ""
+        make: Callable[[], Plan] | None = None  # of the first rank alone
+        if batch is None:
+            assert plan is not None
+            make = partial(taken, plan) if waiting.is_first else None
+        else:
+            from penstock.planner.here import machine_here, plan_here  # with the solver, which others do without
+
+            machine = machine_here(device, waiting, ranks.groups)
+            if machine is not None:
+                assert optimizer is not None
+                make = partial(
+                    plan_here, model, optimizer, batch, arguments, machine=machine, device=device, grid=ranks.grid
+                )
         with waiting.together(_PLANS, ConfigError):
-            if waiting.is_first and plan is not None:
-                found = taken(plan).to_json()
-        return Plan.from_json(waiting.share(found))
-
-
-def _plan_now(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Callable[[], Any],
-    arguments: Mapping[str, Any],
-    device: torch.device,
-    ranks: Collectives,
-    waiting: ControlGroup,
-) -> Plan:
-    """Have the first rank plan, for all of them. Collective."""
-    from penstock.planner.here import machine_here, plan_here  # with the solver, which others do without
-
-    machine, found = machine_here(device, waiting, ranks.groups), ""
-    with waiting.together(_PLANS, ConfigError):
-        if waiting.is_first:
-            assert machine is not None
-            made = plan_here(model, optimizer, batch, arguments, machine=machine, device=device, grid=ranks.grid)
-            found = made.to_json()
-    return Plan.from_json(waiting.share(found))
+            made = make().to_json() if make is not None else ""
+        return Plan.from_json(waiting.share(made))
 
 
 def _build_on(

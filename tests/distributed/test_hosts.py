@@ -119,7 +119,7 @@ def budget_of_a_step(**arguments: object) -> memory_budget.MemoryBudget:
 def needs_nothing() -> memory_budget.MemoryBudget:
     nothing = memory_budget.Need({})
     ends = {"is_shared": False, "is_ahead": False, "stage": 3, "options": Options()}
-    return memory_budget.MemoryBudget(device=nothing, host=nothing, pinned_bytes=0, folders=(), **ends)  # type: ignore[arg-type]
+    return memory_budget.MemoryBudget(device=nothing, host=nothing, files=nothing, pinned_bytes=0, folders=(), **ends)  # type: ignore[arg-type]
 
 
 @contextmanager

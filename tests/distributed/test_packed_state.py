@@ -282,7 +282,7 @@ def need(name: str) -> int:
     model, grid, reach = make_model(), Grid.first_of(2, sharded=True), Reach(aliases_host=True)
     request = request_for(model, options=penstock.Options(gather_format=name))  # type: ignore[arg-type]
     blueprint = draw_blueprint(model, torch.optim.AdamW(model.parameters()), request, grid, reach)
-    return budget_of(blueprint, model, grid, reach, torch.device("cpu")).device.parts[PACKED]
+    return budget_of(blueprint, model, torch.device("cpu")).device.parts[PACKED]
 
 
 def test_bytes_on_the_wire_are_those_of_the_formula() -> None:

@@ -15,7 +15,6 @@ LAYERS = (
         "errors",
         "files",
         "layout",
-        "losses",
         "optim",
         "trace",
         "_native",
@@ -28,7 +27,7 @@ LAYERS = (
     ("engine",),
     ("ext",),  # loaded by the option that asks for it
     ("forecast",),
-    ("checks", "optimizer", "parallel", "recompute", "ring"),
+    ("checks", "losses", "optimizer", "parallel", "recompute", "ring"),
     ("blueprint", "ema", "inference", "planned"),
     ("memory_budget",),
     ("construct",),
@@ -71,25 +70,45 @@ def test_imports_point_down(module: str) -> None:
             assert LEVEL[part] < LEVEL[own], f"penstock.{module} imports penstock.{target}"
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if part_of(m) in OUTSIDE])
-def test_the_command_line_and_integrations_use_public_names_only(module: str) -> None:
-    # Files are as public as names.
-    public = {
-        "",
-        "errors",
-        "files",
-        "losses",
-        "optim",
-        "parallel",
-        "ring",
-        "checkpoint",
-        "ext",
-        "footprint",
-        "planner",
-        "doctor",
-        *OUTSIDE,
-    }
-    assert {part_of(target) for target in imports(module)} <= public
+# What stands outside of the engine takes its internal names from one module, which lists them: packages, what they may
+# import besides (files are as public as names), that module.
+OPEN = {"config", "errors", "files", "layout", "trace"}
+LISTS = {
+    "rehearsal.engine_internals": (("rehearsal", "planner"), {*OPEN, "forecast", "probe", "ext.observe.timeline"}),
+    "integrations.engine_internals": (
+        OUTSIDE,
+        {"", "errors", "files", "losses", "optim", "parallel", "ring", "footprint", "planner", "doctor"},
+    ),
+}
+
+
+@pytest.mark.parametrize("internals", LISTS)
+def test_internal_names_are_taken_from_the_list_of_them(internals: str) -> None:
+    packages, free = LISTS[internals]
+    for module in modules():
+        if part_of(module) in packages and module != internals:
+            for target in imports(module):
+                of_free = target in free or part_of(target) in {*free, *packages}
+                assert of_free, f"penstock.{module} imports penstock.{target}: list the name in {internals}"
+
+
+@pytest.mark.parametrize("internals", LISTS)
+def test_a_list_of_internal_names_has_no_name_that_nobody_takes(internals: str) -> None:
+    listed, taken = set(), set()
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and module == internals:
+                listed |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module == f"penstock.{internals}":
+                taken |= {alias.name for alias in node.names}
+    assert listed == taken
+
+
+def test_forecasts_know_the_engine_by_its_files_alone() -> None:
+    for module in modules():
+        if part_of(module) == "forecast":
+            others = {target for target in imports(module) if part_of(target) not in {*OPEN, "forecast"}}
+            assert others <= {"ext.observe.timeline", "probe.measure"}, module
 
 
 def test_every_layer_is_there() -> None:

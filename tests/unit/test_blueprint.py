@@ -14,6 +14,7 @@ from penstock.runtime.streams import Streams
 from penstock.runtime.topology import Grid
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
+from penstock.tiers.tier import bytes_on
 from tests.accounts import slabs
 from tests.support import inline, prepare_on, separate
 
@@ -28,18 +29,7 @@ def net(device: str = "cpu") -> nn.Sequential:
 
 
 def drawn(model: nn.Module, placement: penstock.Placement, streams: Streams) -> Blueprint:
-    request = PrepareRequest(
-        stage=3,
-        placement=placement,
-        compute_dtype=torch.bfloat16,
-        reduce_dtype=torch.bfloat16,
-        accumulation_dtype=torch.bfloat16,
-        master="remainder",
-        units=None,
-        max_grad_norm=None,
-        overlap="none",
-        options=penstock.Options(tile_bytes=4 << 10),
-    )
+    request = PrepareRequest(placement=placement, overlap="none", options=penstock.Options(tile_bytes=4 << 10))
     return draw_blueprint(model, torch.optim.AdamW(model.parameters()), request, Grid(), streams.reach)
 
 
@@ -59,9 +49,9 @@ def test_it_is_drawn_without_memory_and_without_values(device: str, tmp_path: Pa
     placement = penstock.Placement(**{**vars(EVERYWHERE), "nvme_path": tmp_path})
     blueprint = drawn(net(device), placement, separate())
     numel = 4 * WIDTH * (WIDTH + 1)
-    assert all(blueprint.bytes_on(tier) > 0 for tier in Tier)
+    assert all(bytes_on(blueprint.sections, tier) > 0 for tier in Tier)
     homes = ("param", "grad", "master", "optimizer")
-    at_rest = sum(blueprint.bytes_on(tier, home) for tier in Tier for home in homes)
+    at_rest = sum(bytes_on([s for s in blueprint.sections if s.home in homes], tier) for tier in Tier)
     assert 14 * numel <= at_rest < 1.5 * 14 * numel, "what a shard is padded to, and whole pages"
     assert blueprint.gathered_bytes >= 2 * numel
     assert not list(tmp_path.iterdir())
@@ -83,6 +73,6 @@ def test_its_totals_are_those_of_what_is_built(streams: type[Streams], tmp_path:
     for tier in Tier:
         cells = [cell for section in blueprint.sections for cell in section.cells if section.tier is tier]
         assert sum(cell.nbytes for cell in cells) == table.bytes(tier=tier.value)
-        assert blueprint.bytes_on(tier) >= table.bytes(tier=tier.value), "pages are whole"
-    assert blueprint.bytes_on(Tier.CPU) == sum(arena.capacity for arena in slabs(optimizer)), "to the byte"
+        assert bytes_on(blueprint.sections, tier) >= table.bytes(tier=tier.value), "pages are whole"
+    assert bytes_on(blueprint.sections, Tier.CPU) == sum(arena.capacity for arena in slabs(optimizer)), "to the byte"
     optimizer.close()

@@ -17,6 +17,7 @@ from penstock.runtime import hardware
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import DeviceTier, HostTier
+from penstock.tiers.tier import bytes_on
 from tests.measured import PLACEMENTS, SHARES, measured
 from tests.models.modules_rows import Stack, squared
 from tests.support import disks, separate, thorough
@@ -95,7 +96,7 @@ def test_a_budget_that_is_just_enough_trains() -> None:
 )
 def test_the_advice_moves_what_is_used_least_until_it_is_enough(missing: int, moved: str) -> None:
     blueprint = drawn(Stack())
-    need = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CPU).device
+    need = memory_budget.budget_of(blueprint, Stack(), CPU).device
     message = refused(Stack(), options=Options(device_bytes=need.nbytes - missing))
     assert f"{missing:,} too few. Move state with {moved}, or use more ranks." in message
 
@@ -171,7 +172,7 @@ def test_a_device_without_memory_of_its_own_counts_with_the_host(one_device: One
     one_device.integrated = 1
     assert hardware.shares_host_memory(CUDA)
     blueprint = drawn(Stack())
-    budget = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    budget = memory_budget.budget_of(blueprint, Stack(), CUDA)
     (host,) = memory_budget.memories(budget, CUDA, 1)
     assert host.needed == budget.device.nbytes
     assert host.name == "host"
@@ -179,7 +180,7 @@ def test_a_device_without_memory_of_its_own_counts_with_the_host(one_device: One
 
 def test_what_is_free_on_an_accelerator_is_held_against_what_it_needs(one_device: OneDevice) -> None:
     blueprint = drawn(Stack())
-    budget = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    budget = memory_budget.budget_of(blueprint, Stack(), CUDA)
     device, host = memory_budget.memories(budget, CUDA, 1)
     assert (device.name, device.needed, device.available) == ("device", budget.device.nbytes, 60_000)
     assert device.lack is not None
@@ -196,7 +197,7 @@ def test_what_is_free_on_an_accelerator_is_held_against_what_it_needs(one_device
 
 def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> None:
     blueprint = drawn(Stack())
-    counted = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    counted = memory_budget.budget_of(blueprint, Stack(), CUDA)
     need = replace(counted.device, there=1_000)
     budget = replace(counted, device=need)
     one_device.free = need.nbytes - 11_000
@@ -213,17 +214,15 @@ def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> Non
 def test_a_device_that_does_not_tell_is_not_held_against_anything(one_device: OneDevice) -> None:
     one_device.mem_get_info = lambda device: 1 / 0  # type: ignore[method-assign]
     blueprint = drawn(Stack())
-    budget = memory_budget.budget_of(blueprint, Stack(), ONE, SEPARATE, CUDA)
+    budget = memory_budget.budget_of(blueprint, Stack(), CUDA)
     device, _ = memory_budget.memories(budget, CUDA, 1)
     assert (device.available, device.lack) == (None, None)
 
 
 def test_what_the_model_has_there_already_is_not_needed_twice() -> None:
     model, elsewhere = Stack(), Stack().to("meta")
-    there = memory_budget.budget_of(drawn(model), model, ONE, SEPARATE, CPU).device
-    new = memory_budget.budget_of(
-        drawn(elsewhere, weights="init"), elsewhere, ONE, SEPARATE, CPU
-    ).device  # nothing is there before
+    there = memory_budget.budget_of(drawn(model), model, CPU).device
+    new = memory_budget.budget_of(drawn(elsewhere, weights="init"), elsewhere, CPU).device  # nothing is there before
     assert new.there == 0
     assert there.nbytes == new.nbytes
     # All of it goes, but while the last unit is filled its own memory is still there.
@@ -236,9 +235,7 @@ def test_first_values_of_other_ranks_come_in_the_dtype_of_the_model() -> None:
     request = request_for(model, placement=Placement(params="cpu"), options=Options(prefetch_bytes=0))
     alone, two = ONE, Grid.first_of(2, sharded=True)
     needs = [
-        memory_budget.budget_of(
-            draw_blueprint(model, None, request, grid, SEPARATE), model, grid, SEPARATE, CUDA
-        ).device
+        memory_budget.budget_of(draw_blueprint(model, None, request, grid, SEPARATE), model, CUDA).device
         for grid in (alone, two)
     ]
     assert needs[0].parts["first values"] == 0
@@ -286,9 +283,9 @@ def test_it_is_so_where_little_is_gathered_ahead() -> None:
 def test_the_bytes_on_every_tier_are_those_of_the_blueprint() -> None:
     model = Stack()
     blueprint = drawn(model, placement=Placement(params=SHARES, optimizer="cpu"))
-    need = memory_budget.budget_of(blueprint, model, ONE, SEPARATE, CUDA).device
+    need = memory_budget.budget_of(blueprint, model, CUDA).device
     at_rest = sum(need.parts[what] for what in ("params", "grads", "optimizer", "tiles"))
-    assert at_rest == blueprint.bytes_on(Tier.DEVICE)
+    assert at_rest == bytes_on(blueprint.sections, Tier.DEVICE)
 
 
 @pytest.mark.parametrize("whole", ["device", "home"])
@@ -299,7 +296,7 @@ def test_an_update_of_a_whole_parameter_is_counted_where_it_runs(whole: str) -> 
     request = request_for(model, **arguments, options=Options(whole_updates=whole))
     blueprint = draw_blueprint(model, optimizer, request, ONE, SEPARATE)
     needs = [rule.working_bytes(tuple(p.shape)) for p in model.parameters() if (rule := rule_for(optimizer))]
-    budget = memory_budget.budget_of(blueprint, model, ONE, SEPARATE, CUDA)
+    budget = memory_budget.budget_of(blueprint, model, CUDA)
     counts = (budget.device.parts["an update"], budget.host_bytes - budget.host.at_rest)
     assert counts == ((max(needs), 0) if whole == "device" else (0, max(needs)))
-    assert memory_budget.budget_of(drawn(model), model, ONE, SEPARATE, CUDA).device.parts["an update"] == 0
+    assert memory_budget.budget_of(drawn(model), model, CUDA).device.parts["an update"] == 0

@@ -11,7 +11,7 @@ from torch import nn
 import penstock
 from penstock import ConfigError, MemoryBudgetError, Options, Placement, memory_budget
 from penstock import footprint as module
-from penstock.blueprint import request_for
+from penstock.blueprint import PrepareRequest
 from penstock.footprint import Footprint, footprint
 from penstock.memory_budget import MemoryBudget, check_device
 from penstock.runtime.host_memory import Arena, HostMemory
@@ -126,12 +126,11 @@ def test_disks_are_held_against_what_is_free(monkeypatch: pytest.MonkeyPatch, tm
     assert one.needed > 0
     assert two.needed > 0
     # Both folders are on one file system, which has room for less than both.
-    monkeypatch.setattr(module, "free_disk_bytes", lambda folder: one.needed + two.needed - 1)
+    monkeypatch.setattr(memory_budget, "free_disk_bytes", lambda folder: one.needed + two.needed - 1)
     found = told(Stack(), placement=placement, options=SMALL)
     assert found.lacks == [
-        f"The nvme tier needs {two.needed:,} bytes on this rank in {str(folders[1])!r}, which has {two.needed - 1:,} "
-        "bytes free, 1 too few. Keep less on the nvme tier, or name folders on other disks with "
-        "Placement(nvme_path=...)."
+        f"The nvme tier needs {two.needed:,} bytes on this rank; {str(folders[1])!r} has {two.needed - 1:,} available, "
+        "1 too few. Keep less on the nvme tier, or choose another folder with Placement(nvme_path=...)."
     ]
     folders[0].rmdir()
     (lack,) = told(Stack(), placement=placement, options=SMALL).lacks
@@ -199,8 +198,8 @@ def test_what_cannot_be_is_refused_as_by_prepare(arguments: dict[str, Any], said
 
 
 def test_its_arguments_have_the_defaults_of_prepare() -> None:
-    ours = inspect.signature(request_for).parameters
+    ours = inspect.signature(PrepareRequest).parameters
     theirs = inspect.signature(penstock.prepare).parameters
     apart = ("model", "optimizer", "mesh", "plan", "batch")
     defaults = {name: p.default for name, p in theirs.items() if name not in apart}
-    assert {name: p.default for name, p in ours.items() if name != "model"} == defaults
+    assert {name: p.default for name, p in ours.items()} == defaults | {"placement": Placement()}

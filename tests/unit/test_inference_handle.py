@@ -404,16 +404,11 @@ def test_ranks_agree_on_whether_they_train() -> None:
 def test_a_blueprint_has_parameters_and_the_ring_of_files_alone(tier: str) -> None:
     model = stack()
     request = PrepareRequest(
-        stage=3,
         placement=penstock.Placement(params=tier, grads="nvme", optimizer="nvme", nvme_path="."),
-        compute_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
-        accumulation_dtype=torch.float32,
         master="fp32",
-        units=None,
         max_grad_norm=1.0,
         overlap="forward",
-        options=penstock.Options(),
     )
     blueprint = draw_blueprint(model, None, request, Grid(), separate().reach)
     assert {section.home for section in blueprint.sections} == ({"param"} if tier != "nvme" else {"param", "staging"})

@@ -322,7 +322,7 @@ def test_wrong_input_is_named(change: dict[str, Any], message: str) -> None:
 
 def test_a_label_that_nobody_checks_makes_everything_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device nobody looks: the step must not pass for a good one."""
-    monkeypatch.setattr("penstock.losses._check", lambda *args, **kwargs: None)
+    monkeypatch.setattr("penstock.ext.long_context._check_loss", lambda *args, **kwargs: None)
     given = inputs(torch.float32)
     given["labels"][2, 2] = RAGGED
     loss, of_hidden, of_weight, of_bias = gradients(linear_cross_entropy, given, chunk_bytes=LEAST)
@@ -341,7 +341,9 @@ class Syncs(TorchDispatchMode):
 
 
 def test_the_host_never_waits_for_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.losses._check", lambda *args, **kwargs: None)  # looks at labels, on a cpu
+    monkeypatch.setattr(
+        "penstock.ext.long_context._check_loss", lambda *args, **kwargs: None
+    )  # looks at labels, on a cpu
     given = inputs(torch.float32)
     with Syncs():
         linear_cross_entropy(**given, chunk_bytes=LEAST).backward()

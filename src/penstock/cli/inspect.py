@@ -21,7 +21,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: steps, parameters, optimizer, where state rested, files."""
     folder = parse_path(path, option="PATH")
-    from penstock.checkpoint.reader import Checkpoint, damaged_tiles, summarize
+    from penstock.integrations.engine_internals import Checkpoint, damaged_tiles, summarize
 
     checkpoint = Checkpoint.open(folder)
     summary = summarize(checkpoint)

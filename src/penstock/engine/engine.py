@@ -18,6 +18,7 @@ from penstock.config import GATHERED, KEPT, LEAVING, Tier
 from penstock.engine.forward_backward.casts import AttributePatches
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.hooks import Hooks
+from penstock.engine.forward_backward.saved_tensors import ActivationOffload
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.policy import Gradients, StepPolicy
 from penstock.engine.state.access import StateAccess, state_has_failed
@@ -32,7 +33,7 @@ from penstock.engine.step.step import Stepper
 from penstock.engine.step.update import Updater
 from penstock.engine.unit.parameter import UnitParameter
 from penstock.errors import CheckpointError, EngineError, NvmeError, one_line
-from penstock.runtime.control_group import Facts
+from penstock.runtime.control_group import ControlGroup, Facts
 from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import FailedEvent
 from penstock.tiers.tier import Location, LocationReport
@@ -60,45 +61,27 @@ class PendingChange(Protocol):
         """Let the units change, and the engine know them. Collective."""
 
 
-class GroupAdopter(Protocol):
-    """Trains parameters that were not trained so far."""
-
-    def plan(self, engine: "Engine", given: torch.optim.Optimizer, facts: Facts) -> PendingChange:
-        """Find out what has to change for an optimizer's param groups as they are now, and take memory for it."""
-
-
-#: The components that know the units of an engine: they are made anew where units change.
-_OF_UNITS = (
-    "hooks",
-    "updater",
-    "stepper",
-    "access",
-    "blocks",
-    "mover",
-    "saver",
-    "loader",
-    "averages",
-    "gradients",
-    "policy",
-    "restore_model",
-)
-
-
 @dataclass
 class Engine:
-    """Everything that `prepare` built. Parts know each other only as far as their constructors say.
+    """Everything that `prepare` built. Components know each other only as far as their constructors say.
+
+    The arguments do not know which units there are, and last as long as the engine. The other components are made, and
+    set, by `connect`: again where units change.
 
     Attributes:
         context: what all components share.
         gatherer, reducer, hooks: what happens in forward and backward.
+        activations: takes saved tensors off the device; `None` where they stay.
         updater, stepper, skips: what a step decides and does.
+        save_group: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
         access, blocks, mover, saver, loader, averages: what looks at the state of training, changes it, moves it, and
             keeps it in files.
         gradients: what is done to gradients between backward and step.
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what was set on the model for these units, beside parameters and hooks.
         planted: what stands on the model and on the given optimizer until the end, whatever the units are.
-        adopter: trains parameters that come into a param group later.
+        adopt: plans what changes where the param groups of the given optimizer have more parameters, takes memory for
+            it, and adds what ranks compare before anything changes.
         closed: whether the model was left, and everything is being given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
         begun_in: the id of the exception that the caller of `prepare` was handling.
@@ -107,21 +90,23 @@ class Engine:
     context: EngineContext
     gatherer: Gatherer
     reducer: Reducer
-    hooks: Hooks
-    updater: Updater
-    stepper: Stepper
+    activations: ActivationOffload | None
     skips: SkippedSteps
-    access: StateAccess
-    blocks: GatheredBlocks
-    mover: StateOffloader
-    saver: StateSaver
-    loader: StateLoader
-    averages: Averages
-    gradients: Gradients
-    policy: StepPolicy
-    restore_model: Callable[[], None]
+    save_group: ControlGroup
     planted: AttributePatches = field(default_factory=AttributePatches)
-    adopter: GroupAdopter | None = None
+    hooks: Hooks = field(init=False)
+    updater: Updater = field(init=False)
+    stepper: Stepper = field(init=False)
+    access: StateAccess = field(init=False)
+    blocks: GatheredBlocks = field(init=False)
+    mover: StateOffloader = field(init=False)
+    saver: StateSaver = field(init=False)
+    loader: StateLoader = field(init=False)
+    averages: Averages = field(init=False)
+    gradients: Gradients = field(init=False)
+    policy: StepPolicy = field(init=False)
+    restore_model: Callable[[], None] = field(init=False)
+    adopt: Callable[[torch.optim.Optimizer, Facts], PendingChange] = field(init=False)
     closed: bool = False
     elsewhere: EngineError | None = None
     begun_in: int = field(default_factory=lambda: id(sys.exception()))
@@ -138,14 +123,6 @@ class Engine:
             return all(home.memory.written.done() for unit in self.context.units for home in unit.updated_homes)
         homes = [home for home in unit.homes.values() if any(c.kind == kind for plan in home.plans for c in plan.cells)]
         return all(home.written.done() for home in homes)
-
-    def go_on_as(self, other: "Engine") -> None:
-        """Take over the parts of another one, which knows other units, with the counts of the own ones."""
-        other.access.go_on_from(self.access)
-        other.gradients.go_on_from(self.gradients)
-        other.hooks.backward.has_failed = self.hooks.backward.has_failed
-        for name in _OF_UNITS:
-            setattr(self, name, getattr(other, name))
 
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, give everything back.

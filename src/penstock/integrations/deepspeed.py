@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import one_line
-from penstock.ext.importing import Incoming, write_checkpoint
 from penstock.files import Field
+from penstock.integrations.engine_internals import Incoming, write_checkpoint
 from penstock.integrations.foreign import OPTIONS, most_bytes, reading
 from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
 from penstock.integrations.pickled import Made, PickledFile, PickleError, Stored, mapping, named, refused, shape

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.chunked import chunk_loss as chunk_loss
+from penstock.integrations.engine_internals import WeightFiles
 from penstock.integrations.folders import (
     CONFIG,
     GENERATION_CONFIG,

@@ -18,9 +18,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.pretrained import SCALE_DTYPE, base_name, codes_of, scales_of
-from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.errors import ConfigError, one_line
+from penstock.integrations.engine_internals import (
+    SCALE_DTYPE,
+    Forms,
+    StoredTensors,
+    WeightFiles,
+    base_name,
+    codes_of,
+    scales_of,
+)
 from penstock.integrations.quantised import Int8Linear, quantise_linears
 
 ALL_LINEAR = "all-linear"

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.beside import batches
-from penstock.checkpoint.pretrained import (
+from penstock.errors import ConfigError
+from penstock.integrations.engine_internals import (
     ADAPTER,
     ADAPTER_CONFIG,
     Merge,
+    TensorSpec,
     adapter_name,
     base_name,
+    batches,
     configuration,
     describe,
     merged,
     plan_merges,
 )
-from penstock.checkpoint.tensorfiles import TensorSpec
-from penstock.errors import ConfigError
 from penstock.integrations.streaming import MOST_SHARD_BYTES, ModelFiles, stream
 from penstock.integrations.weights import GATHER_BYTES, state_entries
 

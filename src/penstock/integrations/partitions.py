@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.ext.importing import Read
+from penstock.integrations.engine_internals import Read
 
 
 class Span(NamedTuple):

@@ -27,10 +27,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.format import MOST_DIMENSIONS, MOST_NUMEL
-from penstock.checkpoint.tensorfiles import DTYPES
 from penstock.errors import CheckpointError, one_line
 from penstock.files import Field
+from penstock.integrations.engine_internals import DTYPES, MOST_DIMENSIONS, MOST_NUMEL
 
 #: The most bytes of a file that are not tensors: names and numbers.
 MOST_PICKLE_BYTES = 1 << 26

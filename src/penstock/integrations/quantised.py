@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.checkpoint.pretrained import SCALE_DTYPE, codes_of, decoded, scales_of
 from penstock.errors import ConfigError
+from penstock.integrations.engine_internals import SCALE_DTYPE, codes_of, decoded, scales_of
 
 
 class Int8Linear(nn.Linear):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.tensorfiles import DTYPES, TensorSpec
+from penstock.integrations.engine_internals import DTYPES, TensorSpec
 from penstock.integrations.streaming import MOST_SHARD_BYTES, ModelFiles, stream
 from penstock.integrations.weights import gather_entries, gathered_tensors, state_entries
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from penstock.checkpoint.tensorfiles import INDEX, TensorFile, TensorSpec, divide, failed, index_of
 from penstock.files import check_own, write_whole
+from penstock.integrations.engine_internals import INDEX, TensorFile, TensorSpec, divide, failed, index_of
 
 MOST_SHARD_BYTES = 5 * 10**9
 _OF_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")

@@ -15,8 +15,8 @@ from torch import nn
 from trl import SyncRefModelCallback
 
 from penstock import Optimizer
-from penstock.checkpoint.beside import batches
 from penstock.errors import ConfigError, EngineError
+from penstock.integrations.engine_internals import batches
 from penstock.integrations.generation import generating, move_away
 from penstock.integrations.transformers.accelerator import TrainerAccelerator
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.errors import ConfigError, one_line
+from penstock.integrations.engine_internals import Forms, StoredTensors, WeightFiles
 from penstock.integrations.tokenizers import Tokenizer
 
 _BLOCK_NUMEL = 1 << 24

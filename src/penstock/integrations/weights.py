@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Placement
-from penstock.checkpoint.beside import batches
-from penstock.checkpoint.tensorfiles import failed
+from penstock.integrations.engine_internals import batches, failed
 
 GATHER_BYTES = 1 << 30
 

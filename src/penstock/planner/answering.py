@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
-from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, TierName
+from penstock.config import Tier, TierName
 from penstock.forecast.answer import Lack, WhatIf, Why
 from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan, model_fingerprint
@@ -14,14 +14,9 @@ from penstock.forecast.whatif import what_ifs
 from penstock.planner.question import Question
 from penstock.planner.searching import Best
 from penstock.planner.trials import Trial, Trials
-from penstock.recompute import recomputes
-from penstock.runtime.topology import Grid
+from penstock.rehearsal.engine_internals import Grid, recomputes
 
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "params": (PARAM,),
-    "grads": (GRAD,),
-    "optimizer": (MASTER, OPTIMIZER, SHADOW),
-}
+_KINDS = ("params", "grads", "optimizer")
 #: What shortens a step by less than this share of it is not worth a word.
 LEAST_SAVING = 0.005
 _TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
@@ -74,13 +69,13 @@ def answer(question: Question, trials: Trials, best: Best) -> Plan:
 
 def _kind_bytes(trial: Trial) -> dict[str, dict[TierName, int]]:
     """Count the bytes of each kind at rest, and of activations at their peak."""
-    blueprint = trial.rehearsal.blueprint
+    budget = trial.rehearsal.budget
     found: dict[str, dict[TierName, int]] = {}
-    for kind, homes in _KINDS.items():
-        by_tier: dict[TierName, int] = {tier: blueprint.bytes_on(Tier(tier), *homes) for tier in _TIERS}
+    for kind in _KINDS:
+        by_tier: dict[TierName, int] = {tier: budget.on(Tier(tier)).parts[kind] for tier in _TIERS}
         found[kind] = {tier: nbytes for tier, nbytes in by_tier.items() if nbytes}
     tier: TierName = trial.placement.activations or "device"
-    away = trial.peak_bytes.get(tier, 0) - blueprint.bytes_on(Tier(tier)) if tier != "device" else 0
+    away = trial.peak_bytes.get(tier, 0) - budget.on(Tier(tier)).at_rest if tier != "device" else 0
     found["activations"] = {"device": trial.rehearsal.activation_bytes}
     if away > 0:
         found["activations"][tier] = away

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from penstock.engine.unit.dtensor import divided_over, is_divided
 from penstock.errors import ConfigError
+from penstock.rehearsal.engine_internals import Grid, divided_over, grid_of, is_divided
 from penstock.rehearsal.imagined import WITHIN, imagined_mesh
-from penstock.runtime.topology import Grid, grid_of
 
 _MAKE = "plan(lambda mesh: parallelised(mesh['tp']), ..., mesh={'dp_shard': 4, 'tp': 2})"
 

@@ -11,23 +11,28 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.config import Options
-from penstock.engine.unit.dtensor import own_elements
 from penstock.errors import EngineError
 from penstock.forecast.figures import Figure
 from penstock.forecast.machine import Machine, from_probe
 from penstock.forecast.plan import Plan
-from penstock.memory_budget import host_memory
 from penstock.planner import plan
 from penstock.probe.cache import keep, recall
 from penstock.probe.collectives import measure_collectives
 from penstock.probe.fingerprint import fingerprint
 from penstock.probe.measure import measure
 from penstock.probe.sampling import Deadline
-from penstock.runtime.control_group import ControlGroup, control_group_of_all
-from penstock.runtime.hardware import device_for, free_device_memory, shares_host_memory
-from penstock.runtime.modes import user_mode
-from penstock.runtime.system import hosts_of
-from penstock.runtime.topology import Grid
+from penstock.rehearsal.engine_internals import (
+    ControlGroup,
+    Grid,
+    control_group_of_all,
+    device_for,
+    free_device_memory,
+    host_memory,
+    hosts_of,
+    own_elements,
+    shares_host_memory,
+    user_mode,
+)
 
 SECONDS, SECONDS_OF_LINKS = 50.0, 10.0
 PATIENCE_S = 3600.0  # for the first rank

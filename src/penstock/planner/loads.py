@@ -1,19 +1,24 @@
 """What a step consists of, as the bound wants to know it: counted in a rehearsal with all state on the device."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, Tier
-from penstock.engine.forward_backward.gather import packed_bytes
-from penstock.engine.unit.partition import ROOT
-from penstock.engine.unit.plan import UnitPlan
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.load import Load
 from penstock.forecast.machine import Machine
 from penstock.forecast.program import OF_MODEL, Collective, Program, WorkKind
-from penstock.memory_budget import gradient_bytes
+from penstock.rehearsal.engine_internals import (
+    ROOT,
+    Blueprint,
+    Grid,
+    Reach,
+    UnitPlan,
+    gradient_bytes,
+    packed_bytes,
+)
 from penstock.rehearsal.rehearse import BACKWARD, FORWARD, Rehearsal
-from penstock.runtime.topology import Grid, Reach
 
 
 def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, *, micro_batches: int) -> Load:
@@ -38,7 +43,6 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
     again = sum(cell.nbytes for plan in blueprint.units if not _stays(plan) for cell in _param_cells(plan))
     passes = {phase: rehearsal.phases[phase] for phase in (FORWARD, BACKWARD)}
     seconds = {phase: _seconds(program, items, machine) / len(items) for phase, items in passes.items()}
-    on_device = program.peak_bytes.get("device", 0) - blueprint.bytes_on(Tier.DEVICE)
     held_back = blueprint.request.stage <= 1 and grid.world_size > 1
     return Load(
         params_bytes=sum(cell.nbytes for plan in trained for cell in _param_cells(plan)),
@@ -47,7 +51,7 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
         grads_bytes=grads,
         optimizer_bytes=optimizer,
         update_bytes=2 * own + grads + 2 * optimizer,
-        reduced_bytes=sum(plan.shard_numel for plan in trained) * blueprint.request.reduce_dtype.itemsize,
+        reduced_bytes=sum(plan.shard_numel for plan in trained) * blueprint.request.sum_dtype.itemsize,
         reductions=1 if held_back else micro_batches,
         micro_batches=micro_batches,
         forward_s=seconds[FORWARD],
@@ -56,9 +60,9 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
         backward_gathered_bytes=again,
         ahead_bytes=min(gathered, blueprint.request.options.prefetch_bytes + _largest(blueprint.units)),
         activations=choice.activations,
-        activation_peak_bytes={"device": max(0, on_device), "cpu": _more(rehearsal, Tier.CPU)},
+        activation_peak_bytes={"device": _more(rehearsal, Tier.DEVICE), "cpu": _more(rehearsal, Tier.CPU)},
         passing_bytes={
-            "device": _passing(rehearsal, grid),
+            "device": _passing(blueprint),
             "cpu": blueprint.request.options.tile_bytes * _PASSING_TILES,
         },
         forward_collectives=_collectives(program, passes[FORWARD][-1:]),
@@ -98,18 +102,17 @@ def _largest(plans: Sequence[UnitPlan]) -> int:
     return max((plan.full_bytes for plan in plans), default=0)
 
 
-def _passing(rehearsal: Rehearsal, grid: Grid) -> int:
+def _passing(blueprint: Blueprint) -> int:
     """Count the device bytes of buffers that there are where state rests elsewhere."""
-    blueprint = rehearsal.blueprint
     full = [plan.full_bytes for plan in blueprint.units]
     gathered = min(sum(full), max(full, default=0) + blueprint.request.options.prefetch_bytes)
     gathered += packed_bytes(blueprint.units, blueprint.request.options.gather_format)
-    return gathered + gradient_bytes(blueprint, grid, Reach(aliases_host=False, reads_in_place=False))
+    return gathered + gradient_bytes(replace(blueprint, reach=Reach(aliases_host=False, reads_in_place=False)))
 
 
 def _more(rehearsal: Rehearsal, tier: Tier) -> int:
     """Count what was on a tier beside what rests there: activations."""
-    return max(0, rehearsal.program.peak_bytes.get(tier.value, 0) - rehearsal.blueprint.bytes_on(tier))
+    return max(0, rehearsal.program.peak_bytes.get(tier.value, 0) - rehearsal.budget.on(tier).at_rest)
 
 
 def _seconds(program: Program, passes: Sequence[range], machine: Machine) -> float:

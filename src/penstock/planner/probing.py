@@ -14,7 +14,7 @@ from penstock.probe import cache
 from penstock.probe.disks import check_folders
 from penstock.probe.fingerprint import fingerprint
 from penstock.probe.measure import measure, measure_free
-from penstock.runtime.hardware import device_for
+from penstock.rehearsal.engine_internals import device_for
 
 __all__ = ["Machine", "as_json", "here", "probe", "remember", "write_value"]
 

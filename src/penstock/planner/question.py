@@ -8,17 +8,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.blueprint import PrepareRequest, request_for
 from penstock.config import Options, Placement, TierName
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.load import Limits
 from penstock.forecast.machine import Machine
 from penstock.forecast.plan import placeholders
 from penstock.forecast.program import BackEnd
-from penstock.planned import check_elementwise
 from penstock.planner.divided import check_parts
+from penstock.rehearsal.engine_internals import Grid, PrepareRequest, check_elementwise, grid_of, node_size, request_for
 from penstock.rehearsal.rehearse import Scene
-from penstock.runtime.topology import Grid, grid_of, node_size
 
 #: What is left free of each memory: others take some, and allocators lose some to gaps.
 RESERVE: Mapping[TierName, float] = {"device": 0.05, "cpu": 0.05, "nvme": 0.02}

@@ -12,7 +12,7 @@ from penstock.forecast.solve import Evaluation, Found, Infeasible, candidates, i
 from penstock.planner.loads import load_of
 from penstock.planner.question import Question
 from penstock.planner.trials import Trial, Trials, placement_of
-from penstock.recompute import can_be_told, recomputes
+from penstock.rehearsal.engine_internals import can_be_told, recomputes
 
 REHEARSALS = 12
 #: How much of the updates of what rests elsewhere an accelerator may do.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from penstock.blueprint import PrepareRequest
 from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.ext.observe.timeline import TraceTimeline, to_chrome
@@ -23,9 +22,9 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.program import Op
 from penstock.forecast.retime import Timing, Timings
 from penstock.planner.question import Question
+from penstock.rehearsal.engine_internals import PrepareRequest, device_for
 from penstock.rehearsal.measured import time_ops
 from penstock.rehearsal.rehearse import Rehearsal, Scene, rehearse
-from penstock.runtime.hardware import device_for
 
 
 @dataclass(frozen=True)

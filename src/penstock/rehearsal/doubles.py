@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.engine.unit.dtensor import is_divided, own_elements, spec_of, wrapped
 from penstock.errors import ConfigError, one_line
+from penstock.rehearsal.engine_internals import is_divided, own_elements, spec_of, wrapped
 from penstock.rehearsal.hollow import hollow
 from penstock.rehearsal.rehearsed import SMALL_BYTES
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.forecast.program import Collective
+from penstock.rehearsal.engine_internals import Collectives, Grid, Hop
 from penstock.rehearsal.notes import Notes
-from penstock.runtime.collectives import Collectives, Hop
-from penstock.runtime.topology import Grid
 
 
 class VirtualRanks(Collectives):

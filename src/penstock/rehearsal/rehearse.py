@@ -14,13 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-from penstock.blueprint import Blueprint, PrepareRequest, draw_blueprint
-from penstock.build import build
 from penstock.config import Tier
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.program import BackEnd, Op, Program
-from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
+from penstock.rehearsal.engine_internals import (
+    Blueprint,
+    Grid,
+    MemoryBudget,
+    PrepareRequest,
+    budget_of,
+    build,
+    draw_blueprint,
+    noting,
+    recomputes,
+    tell,
+    user_mode,
+)
 from penstock.rehearsal.memory import BLOCK_BYTES, rounded
 from penstock.rehearsal.notes import NotedMemory, Notes
 from penstock.rehearsal.performed import Performed, random_values
@@ -28,9 +38,6 @@ from penstock.rehearsal.ranks import VirtualRanks
 from penstock.rehearsal.rehearsed import Recipe, Rehearsed
 from penstock.rehearsal.streams import VirtualStreams
 from penstock.rehearsal.supply import Imagined
-from penstock.rules.rule import noting
-from penstock.runtime.modes import user_mode
-from penstock.runtime.topology import Grid
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 _SMALL_OF_A_UNIT = 3  # what a parameter is while it is not there, an empty one, and the norms of the gradient
@@ -75,6 +82,7 @@ class Rehearsal:
     Attributes:
         program: what two steps do.
         blueprint: what the engine would have on this rank.
+        budget: what that takes of each memory.
         activation_bytes: the most bytes that compute had at once beside what the engine has.
         phases: the numbers of the program's items of each "forward", "backward" and "step".
         recipes: for each kind of operation an example of how to run it.
@@ -82,6 +90,7 @@ class Rehearsal:
 
     program: Program
     blueprint: Blueprint
+    budget: MemoryBudget
     activation_bytes: int
     phases: Mapping[str, Sequence[range]]
     recipes: Mapping[Op, Recipe]
@@ -123,7 +132,7 @@ def _rehearse(scene: Scene, request: PrepareRequest, steps: int) -> Rehearsal:
         memory = NotedMemory(notes)
         seen = _mode(scene, notes, memory)
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
-        rule = blueprint.rule.name
+        rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
         prepared = build(model, optimizer, request, ranks, streams, supply)
         closing.callback(prepared.close, keep_params=False)
         notes.begin()
@@ -151,7 +160,7 @@ def _rehearse(scene: Scene, request: PrepareRequest, steps: int) -> Rehearsal:
     gc.collect()  # graphs refer to the engine that they were made in
     phases = {phase: notes.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     return Rehearsal(
-        program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
+        program, blueprint, budget, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
     )
 
 

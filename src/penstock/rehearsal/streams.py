@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.config import Tier
 from penstock.forecast.program import BackEnd, ProgramJob
+from penstock.rehearsal.engine_internals import COLLECTIVE, ON_DEVICE, Event, Streams, Work
 from penstock.rehearsal.hollow import mark
 from penstock.rehearsal.notes import Notes
 from penstock.rehearsal.supply import HollowRecords
-from penstock.runtime.streams import COLLECTIVE, ON_DEVICE, Event, Streams, Work
 from penstock.trace import NO_LABEL, Label
 
 #: What runs its jobs in order: a stream; of files a stream in one folder.

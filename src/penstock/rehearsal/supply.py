@@ -7,20 +7,29 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from penstock.blueprint import Blueprint, PrepareRequest
 from penstock.config import PARAM, Tier
-from penstock.engine.unit.first_values import FirstValues, FlatValues
-from penstock.engine.unit.partition import UnitSpec
-from penstock.memory_budget import Supply
+from penstock.rehearsal.engine_internals import (
+    Arena,
+    Blueprint,
+    Collectives,
+    FirstValues,
+    FlatValues,
+    HostMemory,
+    HostTier,
+    MemorySegment,
+    PrepareRequest,
+    Records,
+    Segment,
+    SegmentPlan,
+    Slab,
+    Striping,
+    Supply,
+    TierMemory,
+    UnitSpec,
+    record_sizes,
+)
 from penstock.rehearsal.hollow import hollow
 from penstock.rehearsal.notes import Notes
-from penstock.runtime.collectives import Collectives
-from penstock.runtime.host_memory import Arena, HostMemory
-from penstock.runtime.topology import Grid, Reach
-from penstock.tiers.host import HostTier
-from penstock.tiers.nvme import Striping
-from penstock.tiers.storage import MemorySegment, Records, Segment, SegmentPlan, record_sizes
-from penstock.tiers.tier import Slab, TierMemory
 
 _ROUNDED_BYTES = 512  # what torch's allocator of a device gives at least
 
@@ -41,7 +50,7 @@ class Imagined(Supply):
         self._fill = fill
         self._pinnable_bytes = pinnable_bytes
 
-    def check(self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
+    def check(self, blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
         """Refuse nothing: whether it fits is what the rehearsal is to tell."""
 
     def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:

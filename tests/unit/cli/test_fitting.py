@@ -33,6 +33,7 @@ def found(*, available: int | None = 300, world_size: int = 1, lack: str | None 
     budget = MemoryBudget(
         device=Need({}),
         host=Need({}),
+        files=Need({}),
         pinned_bytes=0,
         folders=[],
         is_shared=False,

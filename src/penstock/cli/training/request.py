@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from transformers.utils import logging
 
-from penstock.checkpoint.reader import resolve
 from penstock.cli.ranks import Ranks
 from penstock.cli.reporting.page import PAGE_NAME
 from penstock.cli.reporting.run import METRICS_NAME
@@ -30,6 +29,7 @@ from penstock.cli.training.sizes import StepSizes, step_sizes
 from penstock.errors import ConfigError
 from penstock.files import check_own
 from penstock.integrations.chunked import CHUNKABLE, check_chunkable
+from penstock.integrations.engine_internals import resolve
 from penstock.integrations.huggingface import ModelSource, find_model
 from penstock.integrations.lora import Lora, check_precision, parse_lora
 from penstock.integrations.tokenizers import Tokenizer, tokenizer_for

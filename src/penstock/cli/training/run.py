@@ -4,7 +4,6 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.checkpoint.save import check_shared
 from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.dataset import Data, read_data
@@ -32,6 +31,7 @@ from penstock.cli.training.runfile import resolved_by
 from penstock.cli.training.session import Session
 from penstock.cli.training.settings.common import AUTO, OFF, ON
 from penstock.footprint import Footprint
+from penstock.integrations.engine_internals import check_shared
 from penstock.integrations.huggingface import enable_activation_checkpointing
 
 

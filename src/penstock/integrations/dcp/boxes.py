@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.tables import BoxExtent, meet
 from penstock.errors import CheckpointError
+from penstock.integrations.engine_internals import BoxExtent, meet
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, one_line
-from penstock.ext.importing import Incoming, Read, write_checkpoint
 from penstock.integrations.dcp.boxes import Box, read_boxes
 from penstock.integrations.dcp.files import INDEX, DcpFolder, SavedTensor
+from penstock.integrations.engine_internals import Incoming, Read, write_checkpoint
 from penstock.integrations.foreign import OPTIONS, most_bytes, reading
 from penstock.integrations.pickled import refused
 

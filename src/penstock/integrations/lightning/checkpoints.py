@@ -20,11 +20,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.folder import remove
-from penstock.checkpoint.format import MARKER
-from penstock.checkpoint.reader import Checkpoint
-from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations.engine_internals import MARKER, Checkpoint, WeightFiles, remove
 from penstock.integrations.lightning.parts import names_of
 from penstock.integrations.lightning.prepared import Prepared
 

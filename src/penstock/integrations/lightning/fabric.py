@@ -14,8 +14,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.format import MARKER
 from penstock.errors import CheckpointError, ConfigError, no_gradient
+from penstock.integrations.engine_internals import MARKER
 from penstock.integrations.lightning.checkpoints import read_file
 from penstock.integrations.lightning.precision import (
     ComputePrecision,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.beside import persistent_buffers
 from penstock.errors import ConfigError
+from penstock.integrations.engine_internals import persistent_buffers
 
 
 @dataclass(frozen=True)

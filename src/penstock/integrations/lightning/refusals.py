@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
-from penstock.checkpoint.format import encode
 from penstock.errors import ConfigError
+from penstock.integrations.engine_internals import encode
 from penstock.integrations.lightning.precision import by_value
 
 

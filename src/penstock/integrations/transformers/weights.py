@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Optimizer
-from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations.engine_internals import WeightFiles
 from penstock.integrations.huggingface import build_empty, find_model
 from penstock.integrations.weights import adapter_entries, is_adapted, state_entries
 

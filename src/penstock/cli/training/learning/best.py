@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock.checkpoint.reader import read_manifest
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.reporting.reports import Reports
 from penstock.errors import CheckpointError
+from penstock.integrations.engine_internals import read_manifest
 
 
 @dataclass

@@ -8,13 +8,13 @@ from typing import Any, TypeGuard
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
-from penstock.checkpoint.reader import LATEST, checkpoints_in, read_manifest, resolve
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.best import Best
 from penstock.cli.training.learning.schedule import rate_factor
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.settings.common import MOST_COUNT
 from penstock.errors import CheckpointError, ConfigError, one_line
+from penstock.integrations.engine_internals import LATEST, checkpoints_in, read_manifest, resolve
 
 AUTO = "auto"
 _MOST_STEPS = 1 << 53

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.checkpoint.tensorfiles import StoredTensors, WeightFiles
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
 from penstock.integrations.chunked import chunk_loss
+from penstock.integrations.engine_internals import StoredTensors, WeightFiles
 from penstock.integrations.huggingface import ModelSource, build_empty, build_model, build_sketch
 from penstock.integrations.lora import Lora, LoraWeights, add_adapters
 from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary

@@ -1,0 +1,44 @@
+"""What integrations and the command line take from inside the library: every such name, from here alone."""
+
+from penstock.checkpoint.beside import batches, persistent_buffers
+from penstock.checkpoint.folder import remove
+from penstock.checkpoint.format import MARKER, MOST_DIMENSIONS, MOST_NUMEL, encode
+from penstock.checkpoint.pretrained import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    SCALE_DTYPE,
+    Merge,
+    adapter_name,
+    base_name,
+    codes_of,
+    configuration,
+    decoded,
+    describe,
+    merged,
+    plan_merges,
+    scales_of,
+)
+from penstock.checkpoint.reader import (
+    LATEST,
+    Checkpoint,
+    checkpoints_in,
+    damaged_tiles,
+    read_manifest,
+    resolve,
+    summarize,
+)
+from penstock.checkpoint.save import check_shared
+from penstock.checkpoint.tables import BoxExtent, meet
+from penstock.checkpoint.tensorfiles import (
+    DTYPES,
+    INDEX,
+    Forms,
+    StoredTensors,
+    TensorFile,
+    TensorSpec,
+    WeightFiles,
+    divide,
+    failed,
+    index_of,
+)
+from penstock.ext.importing import Incoming, Read, write_checkpoint
