@@ -131,6 +131,11 @@ class Engine:
         """Refuse other threads the model while a method of the optimizer runs."""
         return self.hooks.under_way.turn(method)
 
+    def check_process(self, verb: str) -> None:
+        """Refuse a method in a child of the process that prepared the model."""
+        if self.elsewhere is not None:
+            raise EngineError(f"{verb}() was called in a child process. {self.elsewhere}")
+
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
         unit = next((unit for unit in self.context.units if unit.name == unit_name), None)
