@@ -5,7 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import Facts
 from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import Streams
+
+if TYPE_CHECKING:
+    from penstock.ext.ema import Averages
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters that are trained from now on: units change, and everything that knows them is made anew.
@@ -170,7 +173,8 @@ class Adoption:
         self._newcomers = {p for plan in blueprint.units for p in plan.spec.parameters if p not in self._left}
         self._new: list[Unit] = []
         self._joining = [plan for plan in changed if plan.spec.trainable]  # with averages
-        self._averages = engine.averages.plans_for(self._joining)
+        averages: Averages | None = engine.averages
+        self._averages = averages.plans_for(self._joining) if averages is not None else []
         # In the order in which they are made.
         homes = [h for plan in changed for h in (plan.beside if plan.spec.name in stays else plan.sections).values()]
         self._reserved = engine.context.store.reserve(
@@ -201,8 +205,9 @@ class Adoption:
         engine.context.staging.give_back(lambda: self._blueprint.staging)
         other = connect(self._blueprint, engine.context, lasting)
         joining = {plan.spec.name for plan in self._joining}
-        other.averages.go_on_from(engine.averages, [unit for unit in units if unit.name in joining], averages)
         engine.go_on_as(other)
+        if averages:
+            engine.averages.join([unit for unit in units if unit.name in joining], averages)
         for unit in units:
             unit.count_writes()  # graphs from before are of parts that nobody asks any more
         engine.context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
@@ -212,7 +217,8 @@ class Adoption:
         """Finish what is under way, and take the engine's hooks off the model."""
         engine = self._engine
         engine.saver.finish()
-        engine.averages.drop_buffers()
+        if engine.averages is not None:
+            engine.averages.drop_buffers()
         engine.gatherer.drop_unused()
         engine.hooks.rest()
         engine.hooks.remove()

@@ -25,12 +25,10 @@ from penstock.engine.forward_backward.saved_tensors import ActivationOffload
 from penstock.engine.gradients.reduce import Reducer, ShardReduction
 from penstock.engine.policy import Gradients, StepPolicy
 from penstock.engine.state.access import StateAccess, as_state
-from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import GatheredBlocks
 from penstock.engine.state.loading import StateLoader
 from penstock.engine.state.moving import StateOffloader
 from penstock.engine.state.saving import StateSaver
-from penstock.engine.step.averaging import Averaging
 from penstock.engine.step.context import EngineContext, GradientScale, LossScale, SkippedSteps
 from penstock.engine.step.step import Stepper
 from penstock.engine.step.update import Updater, UpdateSharing
@@ -254,7 +252,6 @@ def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> E
         ),
         saver=StateSaver(context, access, lasting.control_group),
         loader=StateLoader(context, access, gatherer, reducer, updater),
-        averages=Averages(context, access, gatherer, hooks.backward, Averaging(context)),
         gradients=Gradients(context, hooks, reducer, stepper, access),
         policy=StepPolicy(
             context,

@@ -21,7 +21,6 @@ from penstock.engine.forward_backward.hooks import Hooks
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.policy import Gradients, StepPolicy
 from penstock.engine.state.access import StateAccess, state_has_failed
-from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import GatheredBlocks
 from penstock.engine.state.loading import StateLoader
 from penstock.engine.state.moving import StateOffloader
@@ -77,7 +76,6 @@ _OF_UNITS = (
     "mover",
     "saver",
     "loader",
-    "averages",
     "gradients",
     "policy",
     "restore_model",
@@ -92,13 +90,14 @@ class Engine:
         context: what all components share.
         gatherer, reducer, hooks: what happens in forward and backward.
         updater, stepper, skips: what a step decides and does.
-        access, blocks, mover, saver, loader, averages: what looks at the state of training, changes it, moves it, and
-            keeps it in files.
+        access, blocks, mover, saver, loader: what looks at the state of training, changes it, moves it, and keeps it in
+            files.
         gradients: what is done to gradients between backward and step.
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what was set on the model for these units, beside parameters and hooks.
         planted: what stands on the model and on the given optimizer until the end, whatever the units are.
         adopter: trains parameters that come into a param group later.
+        averages: the averages of the parameters (`penstock.ext.ema.Averages`); `None` until the first one is made.
         closed: whether the model was left, and everything is being given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
         begun_in: the id of the exception that the caller of `prepare` was handling.
@@ -116,12 +115,12 @@ class Engine:
     mover: StateOffloader
     saver: StateSaver
     loader: StateLoader
-    averages: Averages
     gradients: Gradients
     policy: StepPolicy
     restore_model: Callable[[], None]
     planted: AttributePatches = field(default_factory=AttributePatches)
     adopter: GroupAdopter | None = None
+    averages: Any = None
     closed: bool = False
     elsewhere: EngineError | None = None
     begun_in: int = field(default_factory=lambda: id(sys.exception()))
@@ -378,7 +377,7 @@ def check_not_averaged(verb: str, engine: Engine, *, writes: bool) -> None:
         engine: the one that may show an average.
         writes: whether it writes parameters or state, or moves them.
     """
-    if engine.averages.shown is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
+    if engine.hooks.backward.refusal is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
         raise EngineError(
             f"{verb}() was called inside EMA.applied(), where the parameters are the average's. Leave the block first."
         )

@@ -167,6 +167,11 @@ class EngineContext:
     param_groups: Sequence[dict[str, Any]]
 
     @property
+    def trained_units(self) -> list[Unit]:
+        """The units that the optimizer updates."""
+        return [unit for unit in self.units if unit.trained is not None]
+
+    @property
     def trains(self) -> bool:
         """Whether there is an optimizer; else the engine has parameters alone, all of them frozen."""
         return bool(self.param_groups)
