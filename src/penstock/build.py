@@ -220,6 +220,7 @@ class Adoption:
         if engine.averages is not None:
             engine.averages.drop_buffers()
         engine.gatherer.drop_unused()
+        engine.reducer.rest()
         engine.hooks.rest()
         engine.hooks.remove()
         engine.hooks.handles.drop()

@@ -1,12 +1,10 @@
 """Gradients on their way home: reduced over ranks, measured, and put into their storage."""
 
 import math
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from penstock.engine.step.step import measure_late, reached
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit, UnitGradient
 from penstock.layout import FlatLayout, SlotPiece
-from penstock.rules.formats import Ranges, deposit, deposit_part, deposit_parts, squared_norm, squared_norms
+from penstock.rules.formats import Ranges, deposit, deposit_part, deposit_parts, squared_norms
 from penstock.rules.wire import WireFormat
 from penstock.runtime.collectives import Hop
 from penstock.runtime.host_memory import Words
@@ -26,7 +24,6 @@ from penstock.runtime.streams import COLLECTIVE, DEVICE_UPDATE, DONE, DOWNLOAD, 
 from penstock.runtime.system import compute_pool
 from penstock.runtime.topology import Grid
 from penstock.tiers.storage import Storage, buffer_home
-from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,10 +67,6 @@ class BufferRing:
         self._leased[key] -= 1
         self._free.setdefault(key, deque()).append((buffer, event))
 
-    def forget(self, buffer: Tensor) -> None:
-        """Count a leased buffer as gone: it does not come back, and another may be made in its place."""
-        self._leased[buffer.numel(), buffer.dtype] -= 1
-
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that are kept for reuse."""
@@ -103,14 +96,6 @@ class BufferRing:
 _FP32_BYTES = 4
 
 
-class _HopBuffers(NamedTuple):
-    """What hops work in: codes to send and codes received, as bytes, and sums in fp32."""
-
-    sent: Tensor
-    received: Tensor
-    sums: Tensor
-
-
 class ShardReduction:
     """Sums over the shard ranks.
 
@@ -122,19 +107,15 @@ class ShardReduction:
     def __init__(self, context: EngineContext, dtype: torch.dtype, name: ReduceFormat) -> None:
         self.dtype = dtype
         self._context = context
+        self._name = name
         self._format = None if name == "exact" else WireFormat(name)
-        # Of the largest unit so far. Collectives alone use it, one after the other on their stream: none waits for it.
+        # Collectives alone use it, one after the other on their stream: none waits for it.
         self._memory: Tensor | None = None
-        self._last: Event = DONE
 
-    def make_room(self, unit: Unit) -> None:
-        """Take what the sum of a unit passes, before it is submitted: memory is taken where compute takes its own."""
-        if self._format is None:
-            return
-        nbytes = _bytes_of(self._format, self._context.ranks.grid, unit.layout.numel)
-        if self._memory is None or self._memory.numel() < nbytes:
-            if self._memory is not None:
-                self._context.streams.give_up((self._memory,), until=self._last)
+    def make_room(self) -> None:
+        """Take what sums pass, before the first is submitted: memory is taken where compute takes its own."""
+        if self._format is not None and self._memory is None:
+            nbytes = summing_bytes(self._context.units, self._name, self._context.ranks.grid)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._context.streams.device)
 
     def run(self, shard: Tensor, full: Tensor, layout: FlatLayout, what: str) -> None:
@@ -153,32 +134,28 @@ class ShardReduction:
         else:
             self._hop_twice(self._format, shard, full, what)
 
-    def note(self, event: Event) -> None:
-        """Note the event of the last sum that was submitted."""
-        self._last = event
-
     def clear(self) -> None:
         """Give the memory back. All sums are over."""
-        self._memory, self._last = None, DONE
+        self._memory = None
 
     def _hop_twice(self, form: WireFormat, shard: Tensor, full: Tensor, what: str) -> None:
-        grid = self._context.ranks.grid
-        passing = self._passing(form, full.numel())
+        assert self._memory is not None, "no room was made"
+        grid, nbytes = self._context.ranks.grid, form.packed_bytes(full.numel())
+        sent, received, rest = self._memory[:nbytes], self._memory[nbytes : 2 * nbytes], self._memory[2 * nbytes :]
+        sums = rest[: _FP32_BYTES * (full.numel() // grid.inside)].view(torch.float32)
         # Shards by node and place: those of one place are for one rank of this node. As codes they are less to reorder.
         if grid.across > 1:
-            form.pack(full, passing.received, self._context.pool)
-            by_node = passing.received.view(grid.across, grid.inside, -1)
-            passing.sent.view(grid.inside, grid.across, -1).copy_(by_node.transpose(0, 1))
+            form.pack(full, received, self._context.pool)
+            by_node = received.view(grid.across, grid.inside, -1)
+            sent.view(grid.inside, grid.across, -1).copy_(by_node.transpose(0, 1))
         else:
-            form.pack(full, passing.sent, self._context.pool)
-        sums = passing.sums
-        self._hop(form, sums, passing.sent, passing.received, "inside", what)
+            form.pack(full, sent, self._context.pool)
+        self._hop(form, sums, sent, received, "inside", what)
         if grid.across > 1:
             nbytes = form.packed_bytes(sums.numel())
-            sent, received = passing.sent[:nbytes], passing.received[:nbytes]
-            form.pack(sums, sent, self._context.pool)
+            form.pack(sums, sent[:nbytes], self._context.pool)
             sums = sums[: shard.numel()]
-            self._hop(form, sums, sent, received, "across", what)
+            self._hop(form, sums, sent[:nbytes], received[:nbytes], "across", what)
         shard.copy_(sums)
 
     def _hop(self, form: WireFormat, sums: Tensor, sent: Tensor, received: Tensor, hop: Hop, what: str) -> None:
@@ -187,24 +164,13 @@ class ShardReduction:
         for number, codes in enumerate(received.chunk(getattr(self._context.ranks.grid, hop))):
             form.unpack(codes, sums, self._context.pool, add=number > 0)
 
-    def _passing(self, form: WireFormat, numel: int) -> _HopBuffers:
-        assert self._memory is not None, "no room was made"
-        codes = form.packed_bytes(numel)
-        sent, received = self._memory[:codes], self._memory[codes : 2 * codes]
-        nbytes = _FP32_BYTES * (numel // self._context.ranks.grid.inside)
-        return _HopBuffers(sent, received, self._memory[2 * codes : 2 * codes + nbytes].view(torch.float32))
 
-
-def summing_bytes(plans: Iterable[UnitPlan], name: ReduceFormat, grid: Grid) -> int:
-    """Count the device bytes that sums pass, at most: what those of the largest unit do."""
+def summing_bytes(units: Iterable[UnitPlan | Unit], name: ReduceFormat, grid: Grid) -> int:
+    """Count the device bytes that sums pass: codes sent and received, and sums in fp32, of the largest unit."""
     if name == "exact" or grid.shards < 2:
         return 0
-    sizes: Sequence[int] = [plan.layout.numel for plan in plans if plan.spec.trainable]
-    return max((_bytes_of(WireFormat(name), grid, numel) for numel in sizes), default=0)
-
-
-def _bytes_of(form: WireFormat, grid: Grid, numel: int) -> int:
-    return 2 * form.packed_bytes(numel) + _FP32_BYTES * (numel // grid.inside)
+    numel = max((unit.layout.numel for unit in units if unit.spec.trainable), default=0)
+    return 2 * WireFormat(name).packed_bytes(numel) + _FP32_BYTES * (numel // grid.inside)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -224,186 +190,134 @@ class ReducedGradient:
     """What comes out of a reduction: this rank's shard of a unit's gradient.
 
     Attributes:
-        unit: the unit's name.
+        gradient: what is known of the unit's gradient.
+        home: where the values go.
         values: the shard, in the reduce dtype.
         parts: what each slot has of it.
         adds: whether the home holds earlier micro-batches, to which it is added.
         stale: the ranges of the home that a step before has left, where other slots hold a gradient of this one.
         norms: the squared norm of each part, where it is known already.
+        label: what traces call its way home.
     """
 
-    unit: str
+    gradient: UnitGradient
+    home: Storage
     values: Tensor
     parts: Sequence[SlotPiece]
     adds: bool
     stale: Ranges
-    norms: Sequence[float | Tensor] | None = None
+    norms: Sequence[float | Tensor] | None
+    label: Label
 
     @property
     def ranges(self) -> Ranges:
         """What each slot has of it, as first element and one past the last."""
         return [(start, stop) for _, start, stop in self.parts]
 
-    @property
-    def label(self) -> Label:
-        """What traces call its way home."""
-        return Label("save", self.unit, GRAD)
 
+class GradientSinks:
+    """The ways of reduced gradients to their homes.
 
-@dataclass(frozen=True)
-class SinkContext:
-    """What routes are made of.
-
-    Attributes:
-        pool: the threads of what runs on the host beside compute.
-        compute_pool: those of what compute's own thread does.
+    Arguments:
+        buffers: device memory for sums of homes out of reach.
+        compute_pool: the threads of what compute's own thread does.
         dtype: the homes' own, in which micro-batches are summed.
         agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
     """
 
-    streams: Streams
-    movement: Transfers
-    pool: Pool
-    compute_pool: Pool
-    buffers: BufferRing
-    dtype: torch.dtype
-    agrees: bool
+    def __init__(
+        self, context: EngineContext, buffers: BufferRing, compute_pool: Pool, *, dtype: torch.dtype, agrees: bool
+    ) -> None:
+        self._context = context
+        self._buffers = buffers
+        self._compute_pool = compute_pool
+        self._dtype = dtype
+        self._agrees = agrees
+        self._values: dict[Storage, Tensor | None] = {}
 
+    def values(self, home: Storage) -> Tensor | None:
+        """Return the values of a home, where compute reaches them: found out once."""
+        if home not in self._values:
+            self._values[home] = reached(home, self._context.streams)
+        return self._values[home]
 
-class GradientSink(ABC):
-    """How gradients get to one home.
+    def clear(self) -> None:
+        """Let go of the homes, which move or end."""
+        self._values.clear()
 
-    Attributes:
-        values: the home's values, where compute reaches them.
-        free: the event that a reduction follows, where it writes the home.
-    """
-
-    values: Tensor | None = None
-    free: Event = DONE
-
-    def __init__(self, home: Storage, means: SinkContext) -> None:
-        self._home = home
-        self._means = means
-
-    @abstractmethod
-    def receive(self, gradient: UnitGradient, reduced: ReducedGradient) -> None:
+    def receive(self, reduced: ReducedGradient) -> None:
         """Do what belongs to the reduction itself, on its stream: write what is in reach, and measure."""
-
-    @abstractmethod
-    def send_home(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
-        """Bring what was received home; return the event after which the reduced values are not needed any more."""
-
-
-class DirectSink(GradientSink):
-    """Compute reaches the home."""
-
-    def __init__(self, home: Storage, means: SinkContext, values: Tensor) -> None:
-        super().__init__(home, means)
-        self.values = values
-
-    @property
-    def free(self) -> Event:  # type: ignore[override]
-        """The home may have moved, and an update may read it."""
-        return self._home.memory.free
-
-    def receive(self, gradient: UnitGradient, reduced: ReducedGradient) -> None:
-        """Write or add the gradient, and measure the sum in the same pass."""
-        assert self.values is not None
-        _clear(self.values, reduced.stale)
-        gradient.flawed = None  # from when the home was elsewhere: the norms measured here say it from now on
-        norms = deposit_parts(
-            self.values, reduced.values, reduced.ranges, add=reduced.adds, pool=self._means.compute_pool
-        )
-        gradient.measure(reduced.parts, norms)
-
-    def send_home(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
-        """Note the write: it is home already."""
-        # The step, updates and the next micro-batch ask the home. None of them knows of the collective that wrote it.
-        self._home.note_write(received)  # site reduce.written_in_place
-        return received
-
-
-class TransferSink(GradientSink):
-    """Compute does not reach the home: the first micro-batch goes there as a whole, later ones are added."""
-
-    def receive(self, gradient: UnitGradient, reduced: ReducedGradient) -> None:
-        """Measure the first micro-batch; of later ones, whose sum is measured at home, say whether they are finite."""
-        if not reduced.adds:
-            norms = reduced.norms
-            if norms is None:
-                rounded = reduced.values.to(self._means.dtype)
-                norms = squared_norms(rounded, reduced.ranges, pool=self._means.compute_pool)
+        gradient, values = reduced.gradient, self.values(reduced.home)
+        if values is not None:
+            _clear(values, reduced.stale)
+            gradient.flawed = None  # from when the home was elsewhere: the norms measured here say it from now on
+            norms = deposit_parts(values, reduced.values, reduced.ranges, add=reduced.adds, pool=self._compute_pool)
             gradient.measure(reduced.parts, norms)
-        if self._means.agrees:
+            return
+        if not reduced.adds:  # else the sum is measured at home
+            rounded = reduced.norms or squared_norms(
+                reduced.values.to(self._dtype), reduced.ranges, pool=self._compute_pool
+            )
+            gradient.measure(reduced.parts, rounded)
+        if self._agrees:
             gradient.flawed = _flaw(reduced.values, gradient.flawed if reduced.adds else None)
 
-    def send_home(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
-        """Copy the first micro-batch, or add a later one."""
-        if reduced.adds:
-            return self._add(gradient, reduced, received)
-        # After the collective: else what the buffer held before would go home in place of the sum.
-        # site reduce.first_received
-        return self._means.movement.copy(buffer_home(reduced.values, written=received), self._home, reduced.label)
+    def send_home(self, reduced: ReducedGradient, received: Event) -> Event:
+        """Bring what was received home; return the event after which the reduced values are not needed any more."""
+        home = reduced.home
+        if self.values(home) is not None:
+            # The step, updates and the next micro-batch ask the home. None of them knows of the collective that wrote
+            # it.
+            home.note_write(received)  # site reduce.written_in_place
+            return received
+        if not reduced.adds:
+            # After the collective: else what the buffer held before would go home in place of the sum.
+            # site reduce.first_received
+            return self._context.movement.copy(buffer_home(reduced.values, written=received), home, reduced.label)
+        # Of homes in memory only those on a cut are added to on the device: they must be measured whole.
+        add = self._add_on_device if len(home.sections) > 1 or home.in_files else self._add_on_host
+        return add(reduced, received)
 
-    @abstractmethod
-    def _add(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
-        """Add a later micro-batch, and measure the sum."""
-
-
-class HostAccumulateSink(TransferSink):
-    """A home in one piece of host memory: gradients come down once, in the dtype that they were reduced in."""
-
-    def _add(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
-        """Add tile by tile: while one is added the next one comes down."""
-        ((home,),) = (section.tensors for section in self._home.sections)
-        pool = self._means.pool
+    def _add_on_host(self, reduced: ReducedGradient, received: Event) -> Event:
+        """Add to a home in one piece of host memory, tile by tile: while one is added the next one comes down."""
+        ((home,),) = (section.tensors for section in reduced.home.sections)
+        pool = self._context.pool
 
         def add(start: int, landed: Tensor) -> None:
             if start == 0:  # tiles run in order: zeroed later, the stale ranges would lose what was added to them
                 _clear(home, reduced.stale)
             deposit(home[start : start + landed.numel()], landed, add=True, pool=pool)
             if start + landed.numel() == home.numel():  # the last: they run in order
-                gradient.measure(reduced.parts, squared_norms(home, reduced.ranges, pool=pool))
+                reduced.gradient.measure(reduced.parts, squared_norms(home, reduced.ranges, pool=pool))
 
         # Not before the collective has made the values, nor while an earlier micro-batch still lands in the home or an
         # update or a move still reads it.
-        after = all_of([received, self._home.memory.free])  # site host_sum.received, host_sum.storage_free
-        added = self._means.movement.land(reduced.values[: home.numel()], add, after=after, label=reduced.label)
-        self._home.note_write(added)  # site host_sum.written: the next micro-batch and the update come after the sum
+        after = all_of([received, reduced.home.memory.free])  # site host_sum.received, host_sum.storage_free
+        values = reduced.values[: home.numel()]
+        added = self._context.movement.land(values, add, after=after, label=reduced.label)
+        reduced.home.note_write(added)  # site host_sum.written: the next micro-batch and the update come after the sum
         return added
 
-
-class DeviceAccumulateSink(TransferSink):
-    """A home in files or on several tiers. Of homes in memory only those on a cut are: they must be measured whole."""
-
-    def _add(self, gradient: UnitGradient, reduced: ReducedGradient, received: Event) -> Event:
-        """Bring up what the home holds, add, and put the sum back."""
-        means = self._means
-        total = means.buffers.lease(reduced.values.numel(), means.dtype)
-        brought = means.movement.copy(self._home, buffer_home(total), reduced.label)
+    def _add_on_device(self, reduced: ReducedGradient, received: Event) -> Event:
+        """Bring up what a home holds in files or on several tiers, add, and put the sum back."""
+        streams, movement, pool = self._context.streams, self._context.movement, self._context.pool
+        total = self._buffers.lease(reduced.values.numel(), self._dtype)
+        brought = movement.copy(reduced.home, buffer_home(total), reduced.label)
 
         def add() -> None:
             _clear(total, reduced.stale)  # else the sum would hold what a step before has left
-            norms = deposit_parts(total, reduced.values, reduced.ranges, add=True, pool=means.pool)
-            gradient.measure(reduced.parts, norms)
+            norms = deposit_parts(total, reduced.values, reduced.ranges, add=True, pool=pool)
+            reduced.gradient.measure(reduced.parts, norms)
 
         # On a stream beside that of collectives: whoever issues one waits on the host for what it follows, and this
         # follows a read of a file. Not before both are there: else half of the sum is missing.
         nbytes = 2 * total.nbytes + reduced.values.nbytes  # read and written
         # site device_sum.received, device_sum.loaded
-        added = means.streams.submit(DEVICE_UPDATE, add, after=(received, brought), nbytes=nbytes, label=reduced.label)
+        added = streams.submit(DEVICE_UPDATE, add, after=(received, brought), nbytes=nbytes, label=reduced.label)
         # site device_sum.added
-        saved = means.movement.copy(buffer_home(total, written=added), self._home, reduced.label)
-        means.buffers.give_back(total, saved)  # the copy home reads it last
+        saved = movement.copy(buffer_home(total, written=added), reduced.home, reduced.label)
+        self._buffers.give_back(total, saved)  # the copy home reads it last
         return saved
-
-
-def route_to(home: Storage, means: SinkContext) -> GradientSink:
-    """Choose the route to a home."""
-    values = reached(home, means.streams)
-    if values is not None:
-        return DirectSink(home, means, values)
-    return (DeviceAccumulateSink if len(home.sections) > 1 or home.in_files else HostAccumulateSink)(home, means)
 
 
 def _clear(home: Tensor, stale: Ranges) -> None:
@@ -440,6 +354,7 @@ class Reducer:
             and 1).
 
     Attributes:
+        has_peers: whether gradients are reduced over ranks.
         changes: counts what has changed gradients: whoever keeps something about them asks whether it has.
     """
 
@@ -453,27 +368,25 @@ class Reducer:
         may_hold_back: bool,
     ) -> None:
         ranks, streams = context.ranks, context.streams
+        self._context = context
         self._ranks = ranks
         self._streams = streams
         self._pool = compute_pool(streams.device, otherwise=context.pool)  # compute's own thread does all that is here
         self._sums = sums
         self._reduce_dtype = sums.dtype
         self._accumulation_dtype = accumulation_dtype
+        self.has_peers = ranks.data_size > 1
         # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
         self._measures_late = not streams.computes_on_host
-        self._straight = ranks.data_size == 1
         # What is collected is what will be at home, bit for bit: the pass that collects it measures for nothing.
-        self._measures_collected = self._straight and streams.computes_on_host and sums.dtype == accumulation_dtype
+        self._measures_collected = not (self._measures_late or self.has_peers) and sums.dtype == accumulation_dtype
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
         if agrees and not streams.aliases_host:
             self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
-        self._means = SinkContext(
-            streams, context.movement, context.pool, self._pool, self.buffers, accumulation_dtype, self._agrees
-        )
-        self._routes: dict[Unit, tuple[Storage, GradientSink]] = {}
+        self._sinks = GradientSinks(context, self.buffers, self._pool, dtype=accumulation_dtype, agrees=self._agrees)
         self.changes = 0
         self.accumulates = False  # inside `held_back`: another micro-batch follows
 
@@ -491,14 +404,9 @@ class Reducer:
         finally:
             self.accumulates = before
 
-    def holds_back(self, units: Sequence[Unit]) -> bool:
+    def holds_back(self) -> bool:
         """Whether a gradient waits to be reduced."""
-        return any(gradient.due or gradient.pending is not None for gradient in _gradients(units))
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether gradients are reduced over ranks."""
-        return self._ranks.data_size > 1
+        return any(gradient.due or gradient.pending is not None for gradient in self._gradients())
 
     def expect(self, unit: Unit) -> None:
         """Have a unit reduced that backward has come to on every rank, also where this rank has no gradient."""
@@ -514,29 +422,31 @@ class Reducer:
         slot = unit.layout.slots[slot_index]
         start, stop = slot.start, slot.start + slot.numel
         flat = grad if grad.is_contiguous() else grad.reshape(-1)
-        values = self._route(unit, gradient.home).values if self._straight else None
-        if values is not None and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
+        home = None  # in reach of compute, and with the bits that reducing would give
+        if not self.has_peers and self._reduce_dtype in (flat.dtype, torch.float32):
+            home = self._sinks.values(gradient.home)
+        if home is not None:
             # Where the home has just moved, copies may still write it: they would undo what is written here.
             gradient.home.memory.written.wait()  # site reduce.storage_moved
-            held = slot_index in gradient.present
-            if not self._measures_late:
-                norm = deposit_part(values, start, stop, flat, add=held, pool=self._pool)
-                gradient.squared_norms[slot_index] = norm
-            else:
-                target, flat = values[start:stop], flat.view(-1)
-                target.add_(flat) if held else target.copy_(flat)
-                gradient.unmeasured.add(slot_index)
-            gradient.present.add(slot_index)
-            gradient.held.add(slot_index)
-            return
-        pending, held = self._collected(unit, gradient), slot_index in gradient.arrived
-        if self._measures_collected:
-            norm = deposit_part(pending, start, stop, flat, add=held, pool=self._pool)
+            target, held, measures = home, slot_index in gradient.present, not self._measures_late
+        else:
+            target, held = self._collected(gradient, unit.layout.numel), slot_index in gradient.arrived
+            measures = self._measures_collected
+        norm = None
+        if measures:
+            norm = deposit_part(target, start, stop, flat, add=held, pool=self._pool)
+        else:
+            into, flat = target[start:stop], flat.view(-1)
+            into.add_(flat) if held else into.copy_(flat)
+        if home is None:
             gradient.arrived[slot_index] = norm
             return
-        target, flat = pending[start:stop], flat.view(-1)
-        target.add_(flat) if held else target.copy_(flat)
-        gradient.arrived[slot_index] = None
+        if norm is None:
+            gradient.unmeasured.add(slot_index)
+        else:
+            gradient.squared_norms[slot_index] = norm
+        gradient.present.add(slot_index)
+        gradient.held.add(slot_index)
 
     def flush(self, unit: Unit) -> None:
         """Reduce what is pending of a unit whose backward is over, and send it home."""
@@ -546,7 +456,7 @@ class Reducer:
         self.changes += 1
         # Autograd may have left gradients on another stream of compute: this one follows that, and the reduction this.
         self._streams.here()
-        pending = self._collected(unit, gradient)
+        pending = self._collected(gradient, unit.layout.numel)
         self._clear_the_rest(unit, gradient)
         gradient.pending, gradient.due = None, False
         gradient.present |= gradient.arrived.keys()
@@ -558,41 +468,38 @@ class Reducer:
             full.copy_(pending)
             self.buffers.give_back(pending, DONE)  # compute alone has read it, and compute fills it next
         sharded = self._ranks.shards > 1
-        reduced = self._begin(unit, gradient, self._shard_of(unit) if sharded else full, arrived)
-        route = self._route(unit, gradient.home)
+        values = self.buffers.lease(unit.shard_numel, self._reduce_dtype) if sharded else full
+        reduced = self._begin(unit, gradient, values, arrived)
         flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
         if sharded:
-            self._sums.make_room(unit)
+            self._sums.make_room()
 
         def communicate() -> None:
             # On one stream, and issued before `submit` returns: every rank issues its collectives in this order.
             if sharded:
                 self._sums.run(reduced.values, full, unit.layout, unit.label)
             self._ranks.all_reduce_replicas(reduced.values, unit.label)
-            route.receive(gradient, reduced)
+            self._sinks.receive(reduced)
             if flaws is not None:  # now, in the program's order: the sum of micro-batches is measured when it is home
                 flaws.copy_(self._flaws(gradient) if gradient.flawed is None else gradient.flawed)
                 self._ranks.agree(flaws)
 
+        # Where it writes the home, which an update may still read.
+        free = DONE if self._sinks.values(reduced.home) is None else reduced.home.memory.free
         received = self._streams.submit(
             COLLECTIVE,
             communicate,
-            after=(route.free,),  # site reduce.storage_free: an update may still read the home that this writes
+            after=(free,),  # site reduce.storage_free
             writes=(reduced.values,) if sharded else (),
             nbytes=full.numel() * full.element_size(),
             label=Label("reduce", unit.name),
         )
         self._ranks.submitted(received)  # what the program issues next comes after it
-        self._sums.note(received)
-        sent = route.send_home(gradient, reduced, received)
+        sent = self._sinks.send_home(reduced, received)
         # Each buffer after its last reader: the whole gradient after the collective, the shard after the way home.
         self.buffers.give_back(full, received if sharded else sent)
         if sharded:
             self.buffers.give_back(reduced.values, sent)
-
-    def _shard_of(self, unit: Unit) -> Tensor:
-        """Lease a buffer for this rank's shard of a unit's gradient."""
-        return self.buffers.lease(unit.shard_numel, self._reduce_dtype)
 
     def _begin(
         self, unit: Unit, gradient: UnitGradient, values: Tensor, arrived: Mapping[int, float | Tensor | None]
@@ -602,14 +509,9 @@ class Reducer:
         stale = [(start, stop) for index, start, stop in parts if adds and index not in gradient.held]
         gradient.held = set(range(len(unit.layout.slots)))
         norms = [norm for index, _, _ in parts if (norm := arrived.get(index)) is not None]
-        return ReducedGradient(unit.name, values, parts, adds, stale, norms if len(norms) == len(parts) else None)
-
-    def _route(self, unit: Unit, home: Storage) -> GradientSink:
-        """Find the route to a unit's home: chosen when it is first seen, and again when it has moved."""
-        known = self._routes.get(unit)
-        if known is None or known[0] is not home:
-            known = self._routes[unit] = home, route_to(home, self._means)
-        return known[1]
+        known = norms if len(norms) == len(parts) else None
+        label = Label("save", unit.name, GRAD)
+        return ReducedGradient(gradient, gradient.home, values, parts, adds, stale, known, label)
 
     def tell_host(self, unit: Unit) -> None:
         """Have the host know whether a gradient is finite: to ask a device for it later would wait for compute."""
@@ -642,48 +544,49 @@ class Reducer:
 
     def close(self) -> None:
         """Give every buffer back. Work on them is over."""
-        self._routes.clear()
+        self._sinks.clear()
         self.buffers.clear()
         self._sums.clear()
         self._told.close()
 
-    def drop_pending(self, units: Sequence[Unit]) -> None:
+    def drop_pending(self) -> None:
         """Forget what a backward that failed has collected."""
-        for gradient in _gradients(units):
+        for gradient in self._gradients():
             if gradient.pending is not None and not gradient.rests:
                 self.buffers.give_back(gradient.pending, DONE)  # no collective was begun on it
             gradient.pending, gradient.rests, gradient.due = None, False, False
             gradient.arrived = {}
 
-    def rest(self, units: Sequence[Unit]) -> None:
+    def rest(self) -> None:
         """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient.
 
         Homes may move from here on, so what was not measured is.
         """
-        measure_late(units, self._streams)  # the next home may be out of reach of the pass that measures
-        self._routes.clear()  # they would keep the memory of homes that are left
-        for gradient in _gradients(units):
+        measure_late(self._context.units, self._streams)  # the next home may be out of reach of the pass that measures
+        self._sinks.clear()  # they would keep the memory of homes that are left
+        for gradient in self._gradients():
             if not (gradient.pending is None or gradient.rests or self._streams.aliases_host):
-                self.buffers.forget(gradient.pending)
-                gradient.pending, gradient.rests = gradient.pending.to("cpu", copy=True), True
+                rests = gradient.pending.to("cpu", copy=True)
+                self.buffers.give_back(gradient.pending, DONE)
+                gradient.pending, gradient.rests = rests, True
         self.buffers.clear()
         self._sums.clear()
 
-    def _collected(self, unit: Unit, gradient: UnitGradient) -> Tensor:
-        """Give the flat gradient that is being collected, on the device: a new one, or what rested in host memory."""
+    def _collected(self, gradient: UnitGradient, numel: int) -> Tensor:
+        """Return the flat gradient being collected, on the device: a new one, or the one that rested in host memory."""
         if gradient.pending is None:
             dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
-            gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
+            gradient.pending = self.buffers.lease(numel, dtype)
         if gradient.rests:
-            buffer = self.buffers.lease(gradient.pending.numel(), gradient.pending.dtype)
+            buffer = self.buffers.lease(numel, gradient.pending.dtype)
             gradient.pending, gradient.rests = buffer.copy_(gradient.pending), False
         return gradient.pending
 
-    def zero(self, units: Sequence[Unit]) -> None:
+    def zero(self) -> None:
         """Forget every gradient, and each `.grad`. Homes keep their memory and are overwritten by the next one."""
         self.changes += 1
-        self.drop_pending(units)
-        for unit in units:
+        self.drop_pending()
+        for unit in self._context.units:
             for parameter in unit.parameters:
                 parameter.drop_gradient()
             if unit.trained:
@@ -705,10 +608,6 @@ class Reducer:
         gradient.arrived.pop(index, None)
         gradient.squared_norms.pop(index, None)
 
-    def squared_norm(self, values: Tensor) -> float | Tensor:
-        """Take the squared norm of values, in the way that every gradient's is taken."""
-        return squared_norm(values, pool=self._pool)
-
     def _flaws(self, gradient: UnitGradient) -> Tensor:
         """Tell whether this rank's part of the gradient is not finite: 0 or 1, on the device."""
         device = self._streams.device
@@ -729,6 +628,5 @@ class Reducer:
             if index not in gradient.arrived:
                 gradient.pending[slot.start : slot.stop] = 0
 
-
-def _gradients(units: Sequence[Unit]) -> list[UnitGradient]:
-    return [unit.trained.gradient for unit in units if unit.trained]
+    def _gradients(self) -> list[UnitGradient]:
+        return [unit.trained.gradient for unit in self._context.units if unit.trained]

@@ -110,7 +110,7 @@ class StateOffloader:
                 moved, on any rank.
         """
         self._gatherer.drop_unused()
-        self._reducer.rest(self._context.units)
+        self._reducer.rest()
         if PARAM in homes:
             for unit in self._context.units:
                 if not self._in_use(unit):
@@ -132,7 +132,7 @@ class StateOffloader:
     def reload(self, *, wait: bool) -> None:
         """Move every home to where the placement wants it. Collective. Needs and raises what `offload` does."""
         self._gatherer.drop_unused()
-        self._reducer.rest(self._context.units)
+        self._reducer.rest()
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait, back=True)
         self._context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
 
