@@ -16,16 +16,17 @@ from torch import Tensor
 from penstock.config import MASTER, PARAM, SHADOW, Tier, TierName, average_kind, parse_tier
 from penstock.engine.engine import Engine
 from penstock.engine.state.access import failing_as_a_whole
+from penstock.engine.step.update import use_staged
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.optimizer import Optimizer
 from penstock.rules.average import begin, follow, hide, show
 from penstock.runtime.modes import EngineBlock, engine_entry, engine_mode
-from penstock.runtime.streams import DONE, UPDATE, Event, all_of
+from penstock.runtime.streams import UPDATE, all_of
 from penstock.tiers.staging import Buffers, SlotPlan, plan_ring, worked_on
 from penstock.tiers.storage import CellPlan, Ring, Segment, SegmentPlan, Storage
-from penstock.tiers.transfer import StagedTile, TileStreamer
+from penstock.tiers.transfer import TileStreamer
 from penstock.trace import Label
 
 
@@ -351,7 +352,11 @@ class Averages:
                     written=tuple(homes) if exchanges else ("average",),
                     count=count,
                 )
-                events.append(self._submit(brought, beside, work))
+                (param,) = brought.views[SHADOW] if SHADOW in brought.views else brought.views[PARAM]
+                (values,), master = brought.views["average"], brought.views[MASTER]
+                call = partial(work, values, param, master[0] if master else None)
+                stream = None if beside is Tier.DEVICE else UPDATE
+                events.append(use_staged(self._context.streams, stream, brought, call))
                 number += count
             over = all_of(events)  # site average.tiles_over
             for home in read:
@@ -360,22 +365,6 @@ class Averages:
                 home.note_write(over)  # site average.written
             if exchanges and any(trained.is_shadowed(number) for number in range(len(trained.tiles))):
                 self._context.movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
-
-    def _submit(self, brought: StagedTile, beside: Tier, work: Work) -> Event:
-        """Do the work on a tile once all of it is there, and put back what it wrote."""
-        (average,), master = brought.views["average"], brought.views[MASTER]
-        (param,) = brought.views[SHADOW] if SHADOW in brought.views else brought.views[PARAM]
-        call = partial(work, average, param, master[0] if master else None)
-        streams = self._context.streams
-        if beside is Tier.DEVICE:
-            brought.ready.wait()  # site average.loaded_for_compute: compute works with what is brought on other streams
-            streams.compute(call, label=brought.label)
-            done: Event = DONE
-        else:
-            nbytes = sum(tensor.numel() * tensor.element_size() for views in brought.views.values() for tensor in views)
-            # site average.loaded
-            done = streams.submit(UPDATE, call, after=(brought.ready,), nbytes=nbytes, label=brought.label)
-        return brought.put_back(done)
 
 
 def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SegmentPlan:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.config import Tier
 from penstock.engine.step.context import EngineContext
-from penstock.engine.step.update import Plan, TileUpdate, Updater, UpdateSharing
+from penstock.engine.step.update import KnownScalars, Plan, TileUpdate, Updater, UpdateSharing
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 from penstock.layout import SlotPiece
@@ -168,7 +168,7 @@ class Stepper:
         overlaps: bool,
         begins: bool,
     ) -> None:
-        self._units = [unit for unit in context.units if unit.trained]
+        self._units = context.trained_units
         self._context = context
         self._updater = updater
         self._sharing = sharing
@@ -188,7 +188,8 @@ class Stepper:
         for unit in self._units:  # all of them, also after a failure: their collectives come before the one here
             assert unit.trained is not None
             try:
-                _check(unit)
+                for home in unit.homes.values():  # of an earlier update or move that has failed by now
+                    home.written.check()
                 # The host decides on its norm, which the same work has measured: before that it is the norm of another
                 # gradient, or of half of this one.
                 unit.trained.gradient.home.memory.written.synchronize()  # site step.gradient_measured
@@ -204,12 +205,12 @@ class Stepper:
         flags: list[float] = []
         for unit in self._units:
             assert unit.trained is not None
-            gradient, slots = unit.trained.gradient, range(len(unit.layout.slots))
+            gradient = unit.trained.gradient
             # What other ranks have alike counts once; what is not finite, everywhere: 0 times it is NaN.
             for parameter in unit.parameters:
                 square = gradient.squared_norms.get(parameter.index, 0.0)
                 squares.append(square if parameter.counts else square * 0.0)
-            flags += [float(index in gradient.present) for index in slots]
+                flags.append(float(parameter.index in gradient.present))
         norms = _on_host(squares)
         if self._context.ranks.world_size > 1:
             report = self._context.ranks.report(failure)
@@ -230,11 +231,8 @@ class Stepper:
             self._context.ranks.sequel.check([digest, digest_squared])
         elif failure is not None:
             raise failure
-        present, cursor = {}, 0
-        for unit in self._units:
-            count = len(unit.layout.slots)
-            present[unit] = frozenset(i for i in range(count) if flags[cursor + i] > 0)
-            cursor += count
+        counts = iter(flags)
+        present = {unit: frozenset(p.index for p in unit.parameters if next(counts) > 0) for unit in self._units}
         names = [name for unit in self._units for name in unit.spec.names]
         flawed = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
         # The exact sum, rounded once: the same for every order, in whatever units the parameters are. As fp32 it is the
@@ -254,8 +252,9 @@ class Stepper:
         scale = self._context.gradient_scale.value
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
-        plans = self._updater.plans(measure.present, self._context.param_groups)
-        written = self._updater.written(self._context.param_groups)
+        groups, known = self._context.param_groups, KnownScalars()
+        plans = {unit: self._updater.plan(unit, slots, known) for unit, slots in measure.present.items() if slots}
+        written = [self._context.rule.advance_group(group) for group in groups]  # the same on every rank
         self._forwards = self._overlaps or not self._forwards
         # After the plans, which may refuse a group: what began is then still there to be given up.
         begun = self._take_early().units
@@ -274,7 +273,7 @@ class Stepper:
             for unit, plan in plans.items():
                 self._updater.publish(unit, tiles[unit], goes_on=unit in begun)
                 self._updater.count(unit, plan)
-            for group, values in zip(self._context.param_groups, written, strict=True):
+            for group, values in zip(groups, written, strict=True):
                 group.update(values)
             if not self._overlaps:
                 for unit in self._units:
@@ -296,7 +295,7 @@ class Stepper:
         """
         trained = unit.trained
         assert trained is not None
-        plan = self._updater.plan(unit, frozenset(range(len(unit.layout.slots))), self._context.param_groups)
+        plan = self._updater.plan(unit, range(len(unit.layout.slots)), KnownScalars())
         # Taken now, before the homes hear of these updates: the tiles that are left for the step follow the same, and
         # would else wait for tiles that have nothing to do with theirs.
         complete = self._updater.complete(unit)
@@ -414,12 +413,6 @@ class Stepper:
         for unit in self._units:
             for home in unit.updated_homes:
                 home.note_write(FailedEvent(error))
-
-
-def _check(unit: Unit) -> None:
-    """Raise the error of an earlier update or movement that has failed by now. Waits for none that is under way."""
-    for home in unit.homes.values():
-        home.written.check()
 
 
 def _as_fp32(value: float) -> float:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import Any, Literal
 
 from torch import nn
@@ -14,7 +14,7 @@ from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.unit import StateFields, Unit
 from penstock.layout import SlotPiece
 from penstock.rules.fused import RecordChecksums, Summing, update_many
-from penstock.rules.rule import BLOCK_NUMEL, Scalars, StepScalars, UpdateSlice
+from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars, StepScalars, UpdateSlice
 from penstock.runtime.hardware import Clock, HostClock
 from penstock.runtime.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.tiers.storage import Storage, Views
@@ -28,11 +28,11 @@ from penstock.trace import NO_LABEL, Label
 
 #: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
 Plan = dict[int, tuple[StepScalars, Scalars]]
-#: The same of parameters of one rule, group and step, and with the same scalars.
-_Known = dict[Hashable, tuple[StepScalars, Scalars]]
+#: The same of parameters of one rule, group and step, and with the same scalars: a group is read once for all units.
+KnownScalars = dict[Hashable, tuple[StepScalars, Scalars]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class UpdateRun:
     """Neighbouring pieces that are updated in one pass: elements `start` to `stop` of the shard."""
 
@@ -111,20 +111,8 @@ class Updater:
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
-    def plan(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> Plan:
+    def plan(self, unit: Unit, slots: Iterable[int], known: KnownScalars) -> Plan:
         """Say what the next step does to each slot, with its group as it is now: a scheduler may change it later."""
-        return self._plan(unit, slots, param_groups, {})
-
-    def plans(
-        self, present: Mapping[Unit, frozenset[int]], param_groups: Sequence[Mapping[str, Any]]
-    ) -> dict[Unit, Plan]:
-        """Say what the next step does to each unit, of those that have a slot with a gradient."""
-        known: _Known = {}  # a group is read once, not again for every unit
-        return {unit: self._plan(unit, slots, param_groups, known) for unit, slots in present.items() if slots}
-
-    def _plan(
-        self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]], known: _Known
-    ) -> Plan:
         plan: Plan = {}
         rule = unit.rule
         for index in sorted(slots):
@@ -134,14 +122,10 @@ class Updater:
             key = id(rule), group, step, tuple(scalars.items()) if scalars else ()
             found = known.get(key)
             if found is None:
-                hyper = rule.hyper(param_groups[group], step, scalars)
+                hyper = rule.hyper(self._context.param_groups[group], step, scalars)
                 found = known[key] = hyper, rule.advance(hyper)
             plan[index] = found
         return plan
-
-    def written(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return what the next step writes into each group: the same on every rank."""
-        return [self._context.rule.advance_group(group) for group in param_groups]
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise `ConfigError` for a group that asks for what the rule does not honour."""
@@ -169,7 +153,9 @@ class Updater:
         trained = unit.trained
         assert trained is not None
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
-        bases = self._bases(unit, plan)
+        # What, added to an index in the shard, numbers each slot's elements among all of the optimizer.
+        parameters, own, slots = unit.spec.parameters, unit.own_range[0], unit.layout.slots
+        bases = {index: self._firsts[parameters[index]] + own - slots[index].start for index in plan}
         updates: list[TileUpdate] = []
         number = 0
         while number < len(trained.tiles):
@@ -214,23 +200,19 @@ class Updater:
         """
         on_host: list[Callable[[], None]] = []
         on_device: list[Callable[[], None]] = []
-        in_place: list[TileUpdate] = []
+        in_place: dict[tuple[Rule, str], list[TileUpdate]] = {}
+        observer = self._context.streams.observer
+        recorded = observer is not None and observer.is_traced
         for tile in tiles:
-            # These go in one call of the rule, before which nobody could be asked for each tile.
+            # These go in one call of the rule, before which nobody could be asked for each tile: what is small in each
+            # unit is a launch together. A trace tells units apart.
             if tile.in_place and allowed is None:
-                in_place.append(tile)
+                name = tile.unit.name if recorded else "on the device"
+                in_place.setdefault((tile.unit.rule, name), []).append(tile)
             else:
                 side = on_device if tile.runs_on is Tier.DEVICE else on_host
                 side.append(partial(self._submit, tile, allowed))
-        # All in one call: what is small in each unit is a launch together. A trace tells units apart.
-        observer = self._context.streams.observer
-        recorded = observer is not None and observer.is_traced
-        of_rule = {tile.unit.rule: "on the device" for tile in in_place}
-        together = groupby(
-            in_place if recorded else sorted(in_place, key=lambda tile: list(of_rule).index(tile.unit.rule)),
-            key=lambda tile: (tile.unit.rule, tile.unit.name if recorded else of_rule[tile.unit.rule]),
-        )
-        calls = [partial(self._update_in_place, list(group), Label("update", name)) for (_, name), group in together]
+        calls = [partial(self._update_in_place, group, Label("update", name)) for (_, name), group in in_place.items()]
         # Neither side waits until all of the other's work is submitted.
         turns = [submit for pair in zip_longest(on_host, on_device) for submit in pair if submit is not None]
         # On a cpu the calls of compute itself end when all of it is updated: the host's tiles are on their way before.
@@ -272,19 +254,10 @@ class Updater:
             tile.number, homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
         )
         work = partial(self._apply, tile, trained.fields, brought, allowed)
-        nbytes = _touched(brought.views)
-        if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
-            brought.ready.wait()  # site update.loaded_for_compute: else it computes with what the slot held before
-            self._context.streams.compute(work, label=label, nbytes=nbytes)
-            updated = DONE  # what puts it back follows all that compute was given
-        else:
-            # Two streams: the device's own updates run beside those of the host, and beside compute.
-            stream = DEVICE_UPDATE if tile.streamed else UPDATE
-            # site update.loaded
-            updated = self._context.streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, label=label)
-        # After the update, or it would put back what was brought. The slot is free once it has arrived: another tile's
-        # values would else be written over it on its way.
-        tile.written = brought.put_back(updated)
+        # Compute itself updates what is on the device. Two streams for the rest: the device's own updates run beside
+        # those of the host, and beside compute.
+        stream = None if tile.beside is Tier.DEVICE else DEVICE_UPDATE if tile.streamed else UPDATE
+        tile.written = use_staged(self._context.streams, stream, brought, work)
 
     def publish(self, unit: Unit, tiles: Sequence[TileUpdate], *, goes_on: bool = False) -> None:
         """Have a unit's homes wait for tiles that were submitted, and take their shadows to where parameters rest.
@@ -316,11 +289,6 @@ class Updater:
             self.scalars[unit.spec.parameters[index]] = scalars
         # Each rank has updated its own shard of a replicated unit: the next gather fetches the others, on every rank.
         unit.outdate_parts()
-
-    def _bases(self, unit: Unit, slots: Iterable[int]) -> dict[int, int]:
-        """Compute what, added to an index in the shard, numbers each slot's elements among all of the optimizer."""
-        parameters, own, layout = unit.spec.parameters, unit.own_range[0], unit.layout.slots
-        return {index: self._firsts[parameters[index]] + own - layout[index].start for index in slots}
 
     def _apply(
         self, tile: TileUpdate, fields: StateFields, brought: StagedTile, allowed: Callable[[], bool] | None
@@ -368,6 +336,31 @@ class Updater:
             yield segment, run.hyper
 
 
+def use_staged(streams: Streams, stream: str | None, staged: StagedTile, work: Callable[[], None]) -> Event:
+    """Do work on a tile once all of it is there, and put back what it wrote.
+
+    Arguments:
+        streams: where work runs beside compute.
+        stream: the one that does the work; `None` for compute itself.
+        staged: the tile.
+        work: reads and writes its views.
+
+    Returns:
+        The event after which what was written is in those homes that are memory.
+    """
+    nbytes = _touched(staged.views)
+    if stream is None:
+        staged.ready.wait()  # site update.loaded_for_compute: else it computes with what the slot held before
+        streams.compute(work, label=staged.label, nbytes=nbytes)
+        used = DONE  # what puts it back follows all that compute was given
+    else:
+        # site update.loaded
+        used = streams.submit(stream, work, after=(staged.ready,), nbytes=nbytes, label=staged.label)
+    # After the work, or what was brought would be put back. The slot is free once it has arrived: another tile's values
+    # would else be written over it on its way.
+    return staged.put_back(used)
+
+
 def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
     """Make one stretch of neighbouring tiles of a unit."""
     runs: list[UpdateRun] = []
@@ -402,23 +395,17 @@ def merge(pieces: Iterable[SlotPiece], hypers: Mapping[int, StepScalars], bases:
     and where neighbours are not numbered one after the other (`bases`, see `UpdateRun`), they stay apart.
     """
     runs: list[UpdateRun] = []
-    first: SlotPiece | None = None  # of the run that goes on
-    last = 0
+    goes_on = False  # a parameter without a gradient, which no run may reach across, is not touched
     for piece in pieces:
         hyper = hypers.get(piece.slot)
-        if first is not None:
-            if (
-                hyper is not None
-                and (hypers[first.slot], bases[first.slot]) == (hyper, bases[piece.slot])
-                and (last == piece.start or hyper.keeps_zeros)
-            ):
-                last = piece.stop
-                continue
-            runs.append(UpdateRun(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
-        # A parameter without a gradient, which no run may reach across, is not touched.
-        first, last = None if hyper is None else piece, piece.stop
-    if first is not None:
-        runs.append(UpdateRun(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
+        if hyper is not None:
+            base, last = bases[piece.slot], runs[-1] if goes_on else None
+            meets = last is not None and (last.stop == piece.start or hyper.keeps_zeros)
+            if last is not None and meets and (last.hyper, last.base) == (hyper, base):
+                last.stop = piece.stop
+            else:
+                runs.append(UpdateRun(piece.start, piece.stop, hyper, base, piece.slot))
+        goes_on = hyper is not None
     return runs
 
 
