@@ -204,10 +204,9 @@ class Adoption:
         lasting.gatherer.live_budget = self._blueprint.live_bytes
         engine.context.staging.give_back(lambda: self._blueprint.staging)
         other = connect(self._blueprint, engine.context, lasting)
-        joining = {plan.spec.name for plan in self._joining}
         engine.go_on_as(other)
         if averages:
-            engine.averages.join([unit for unit in units if unit.name in joining], averages)
+            engine.averages.join({plan.spec.name for plan in self._joining}, averages)
         for unit in units:
             unit.count_writes()  # graphs from before are of parts that nobody asks any more
         engine.context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
@@ -413,7 +412,7 @@ def build(
     prepared, lasting = construct(blueprint, model, optimizer, ranks, streams, of_saves, supply)
     engine = prepared._engine
     assert engine is not None
-    engine.adopter = Adopter(blueprint, lasting)
+    engine.adopt = Adopter(blueprint, lasting).plan
     return prepared
 
 

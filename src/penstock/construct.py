@@ -239,7 +239,6 @@ def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> E
         hooks=hooks,
         updater=updater,
         stepper=stepper,
-        skips=lasting.skips,
         access=access,
         blocks=GatheredBlocks(context, gatherer, access, hooks.forward.watch_saved),
         mover=StateOffloader(
@@ -284,8 +283,7 @@ def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater
         context,
         updater,
         sharing=UpdateSharing(options.streamed_updates, streams, updater.taken_at_once) if streamed else None,
-        overlaps=request.overlap != "none",
-        begins=request.overlap == "backward",
+        overlap=request.overlap,
     )
     return updater, stepper
 

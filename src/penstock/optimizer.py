@@ -234,8 +234,8 @@ class Optimizer(torch.optim.Optimizer):
                 engine.gradients.look()
                 undo.callback(self._restore_groups, [(group, group["params"]) for group in self.param_groups])
                 self._extend_groups(engine, dict(param_group))
-                assert engine.adopter is not None
-                change = engine.adopter.plan(engine, self._given, facts)
+                assert engine.adopt is not None
+                change = engine.adopt(engine, self._given, facts)
                 undo.callback(change.cancel)
             undo.pop_all()
         try:
@@ -358,14 +358,14 @@ class Optimizer(torch.optim.Optimizer):
         """
         with self._together("state_dict", whole=True, settled=True) as (engine, _):
             access = engine.access
-        packed = super().state_dict()
-        numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        packed["state"] = {
-            numbers[p]: {name: access.state(p, name) for name in ("step", *access.state_names(p))}
-            for p in access.steps()
-            if access.has_state(p)
-        }
-        return packed
+        for parameter in access.steps():
+            if access.has_state(parameter):
+                names = ("step", *access.state_names(parameter))
+                self.state[parameter] = {name: access.state(parameter, name) for name in names}
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
 
     @_public
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

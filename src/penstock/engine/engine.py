@@ -25,7 +25,7 @@ from penstock.engine.state.gathered import GatheredBlocks
 from penstock.engine.state.loading import StateLoader
 from penstock.engine.state.moving import StateOffloader
 from penstock.engine.state.saving import StateSaver
-from penstock.engine.step.context import EngineContext, SkippedSteps
+from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import in_backward
 from penstock.engine.step.step import Stepper
 from penstock.engine.step.update import Updater
@@ -59,29 +59,6 @@ class PendingChange(Protocol):
         """Let the units change, and the engine know them. Collective."""
 
 
-class GroupAdopter(Protocol):
-    """Trains parameters that were not trained so far."""
-
-    def plan(self, engine: "Engine", given: torch.optim.Optimizer, facts: Facts) -> PendingChange:
-        """Find out what has to change for an optimizer's param groups as they are now, and take memory for it."""
-
-
-#: The components that know the units of an engine: they are made anew where units change.
-_OF_UNITS = (
-    "hooks",
-    "updater",
-    "stepper",
-    "access",
-    "blocks",
-    "mover",
-    "saver",
-    "loader",
-    "gradients",
-    "policy",
-    "restore_model",
-)
-
-
 @dataclass
 class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
@@ -89,14 +66,15 @@ class Engine:
     Attributes:
         context: what all components share.
         gatherer, reducer, hooks: what happens in forward and backward.
-        updater, stepper, skips: what a step decides and does.
+        updater, stepper: what a step decides and does.
         access, blocks, mover, saver, loader: what looks at the state of training, changes it, moves it, and keeps it in
             files.
         gradients: what is done to gradients between backward and step.
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what was set on the model for these units, beside parameters and hooks.
         planted: what stands on the model and on the given optimizer until the end, whatever the units are.
-        adopter: trains parameters that come into a param group later.
+        adopt: finds out what has to change for an optimizer's param groups as they are now, and takes memory for it;
+            there once the engine is whole.
         averages: the averages of the parameters (`penstock.ext.ema.Averages`); `None` until the first one is made.
         closed: whether the model was left, and everything is being given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
@@ -109,7 +87,6 @@ class Engine:
     hooks: Hooks
     updater: Updater
     stepper: Stepper
-    skips: SkippedSteps
     access: StateAccess
     blocks: GatheredBlocks
     mover: StateOffloader
@@ -119,7 +96,7 @@ class Engine:
     policy: StepPolicy
     restore_model: Callable[[], None]
     planted: AttributePatches = field(default_factory=AttributePatches)
-    adopter: GroupAdopter | None = None
+    adopt: Callable[["Engine", torch.optim.Optimizer, Facts], PendingChange] | None = None
     averages: Any = None
     closed: bool = False
     elsewhere: EngineError | None = None
@@ -148,8 +125,8 @@ class Engine:
         other.access.go_on_from(self.access)
         other.gradients.go_on_from(self.gradients)
         other.hooks.backward.has_failed = self.hooks.backward.has_failed
-        for name in _OF_UNITS:
-            setattr(self, name, getattr(other, name))
+        other.adopt, other.averages, other.begun_in = self.adopt, self.averages, self.begun_in
+        vars(self).update(vars(other))
 
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, give everything back.
@@ -198,7 +175,11 @@ class Engine:
                 raise
             return
         try:
-            values = {p: self._restored(p) for p in self._parameters()} if keep_params else {}
+            values = {
+                parameter: parameter.as_before(self.access.own_param(parameter.tensor))
+                for parameter in self._parameters()
+                if keep_params
+            }
         except (NvmeError, EngineError):  # of this rank, or of another
             self.abandon()
             raise
@@ -213,9 +194,6 @@ class Engine:
 
     def _parameters(self) -> Iterator[UnitParameter]:
         return (parameter for unit in self.context.units for parameter in unit.parameters)
-
-    def _restored(self, parameter: UnitParameter) -> Tensor:
-        return parameter.as_before(self.access.own_param(parameter.tensor))
 
     def _give_back(self, values: Mapping[UnitParameter, Tensor]) -> None:
         """Leave the model with these values of its parameters, or none, and without hooks; free all memory.

@@ -6,8 +6,8 @@ made after `prepare`, saved and loaded with the rest, and moved by nothing. To u
 needed, and each value comes back bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.state.access import failing_as_a_whole
 from penstock.engine.step.update import use_staged
 from penstock.engine.unit.plan import UnitPlan
-from penstock.engine.unit.unit import Unit
+from penstock.engine.unit.unit import TrainingState, Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.optimizer import Optimizer
 from penstock.rules.average import begin, follow, hide, show
@@ -73,12 +73,15 @@ class EMA:
         self.decay = decay
         self._optimizer = optimizer
         self._kind = average_kind(name)
-        with optimizer._open("EMA").turn("EMA"):
+        with optimizer._open("EMA").turn("EMA"), ExitStack() as undo:
             with optimizer._together("EMA", whole=True, writes=True, idle=True, settled=True) as (engine, facts):
                 averages = engine.averages = engine.averages or Averages(engine)
                 averages.check_new(self._kind)
                 facts.update({"tier": where.value, "name": name, "decay": self.decay})
-            averages.add(self._kind, where)
+                undo.callback(averages.remove, self._kind)
+                averages.make(self._kind, where)
+            undo.pop_all()
+            averages.begin(self._kind, engine.context.trained)
 
     @property
     def decay(self) -> float:
@@ -125,7 +128,7 @@ class EMA:
         """
         meeting = self._optimizer._together("EMA.applied", whole=True, writes=True, idle=True, settled=True)
         with engine_mode(), meeting as (engine, facts):
-            for unit in engine.context.trained_units:
+            for unit, _ in engine.context.trained:
                 if unit.holding.is_held:
                     raise EngineError(
                         f"EMA.applied(): unit '{unit.name}' is in use by a forward whose backward has not run. Run it, "
@@ -188,45 +191,37 @@ class Averages:
             raise ConfigError(
                 f"This optimizer has an average '{kind}' already. Give each one a name: EMA(..., name='slow')."
             )
-        if not self._context.trained_units:
+        if not self._context.trained:
             raise ConfigError("EMA: the optimizer trains no parameter, so there is nothing to average.")
 
-    def add(self, kind: str, tier: Tier) -> None:
-        """Take the memory of an average, and begin it with the parameters as they are. Collective.
+    def make(self, kind: str, tier: Tier) -> None:
+        """Take the memory of an average.
 
         Raises:
-            MemoryBudgetError, NvmeError: there is no room for it on some rank. Nothing has changed.
+            MemoryBudgetError, NvmeError: there is no room for it.
         """
-        units = self._context.trained_units
+        units = self._context.trained
+        plans = [_plan(u.name, u.shard_numel, u.params.sections[0].tile_numel, kind, tier) for u, _ in units]
+        reserved = self._context.store.reserve(plans)
+        for (_, trained), plan in zip(units, plans, strict=True):
+            trained.averages[kind] = Storage([reserved.make(plan)])
         self.tiers[kind] = tier
-        failure: Exception | None = None
-        try:
-            plans = [_plan(u.name, u.shard_numel, u.params.sections[0].tile_numel, kind, tier) for u in units]
-            reserved = self._context.store.reserve(plans)
-            for unit, plan in zip(units, plans, strict=True):
-                assert unit.trained is not None
-                unit.trained.averages[kind] = Storage([reserved.make(plan)])
-            self.make_room()
-        except Exception as error:  # ours, or torch's where the device has no room
-            failure = error
-        try:
-            self._context.ranks.control_group.agree(failure)
-        except BaseException:
-            self._remove(kind)
-            raise
-        self._run(units, kind, begin, label="begin")
+        self.make_room()
 
-    def _remove(self, kind: str) -> None:
+    def remove(self, kind: str) -> None:
         """Give the memory of an average back, as far as there is any."""
         self._engine.access.finish()
-        del self.tiers[kind]
+        self.tiers.pop(kind, None)
         self.drop_buffers()  # they may hold records of it
-        for unit in self._context.trained_units:
-            assert unit.trained is not None
-            home = unit.trained.averages.pop(kind, None)
+        for _, trained in self._context.trained:
+            home = trained.averages.pop(kind, None)
             for section in home.sections if home is not None else ():
                 self._context.store.leave(section)
                 self._context.store.free(section)
+
+    def begin(self, kind: str, units: Iterable[tuple[Unit, TrainingState]]) -> None:
+        """Begin an average of units with their parameters as they are."""
+        self._run(units, kind, begin, label="begin")
 
     def plans_for(self, plans: Iterable[UnitPlan]) -> list[SegmentPlan]:
         """Plan the storages that every average has of units that are to be trained."""
@@ -236,21 +231,21 @@ class Averages:
             for kind, tier in self.tiers.items()
         ]
 
-    def join(self, units: Sequence[Unit], sections: Iterable[Segment]) -> None:
+    def join(self, names: Container[str], sections: Iterable[Segment]) -> None:
         """Begin every average of units that are trained from now on, in memory that was planned by `plans_for`."""
+        units = [(unit, trained) for unit, trained in self._context.trained if unit.name in names]
         made = iter(sections)
-        for unit in units:
-            assert unit.trained is not None
-            unit.trained.averages |= {kind: Storage([next(made)]) for kind in self.tiers}
+        for _, trained in units:
+            trained.averages |= {kind: Storage([next(made)]) for kind in self.tiers}
         self.make_room()
         for kind in self.tiers:
-            self._run(units, kind, begin, label="begin")
+            self.begin(kind, units)
 
     def update(self, kind: str, decay: float) -> None:
         """Have an average follow the parameters as they are after the updates that are under way."""
         self.make_room()
         work = partial(follow, decay=decay, pool=self._context.pool)
-        self._run(self._context.trained_units, kind, work, label="average")
+        self._run(self._context.trained, kind, work, label="average")
 
     @contextmanager
     def applied(self, kind: str) -> Iterator[None]:
@@ -268,7 +263,8 @@ class Averages:
             backward.refusal = None
 
     def _exchange(self, kind: str, *, back: bool) -> None:
-        gatherer, access, units = self._engine.gatherer, self._engine.access, self._context.trained_units
+        gatherer, access = self._engine.gatherer, self._engine.access
+        units = [unit for unit, _ in self._context.trained]
         access.finish()
         self.make_room()
         gatherer.drop_unused()
@@ -280,7 +276,7 @@ class Averages:
             for unit in units:  # before the first write: what is gathered has the values of before
                 gatherer.outdate(unit)
                 unit.count_writes()  # a graph from before reads other weights: its backward is refused
-            self._run(units, kind, hide if back else show, label="exchange", exchanges=True)
+            self._run(self._context.trained, kind, hide if back else show, label="exchange", exchanges=True)
             access.finish()
             for unit in units:
                 # Each rank has exchanged its own part of a replica: the others' are old until they are gathered.
@@ -289,7 +285,7 @@ class Averages:
 
     def make_room(self) -> None:
         """Take the buffers that passes need, as storages are now, in the place of those before: they may have moved."""
-        units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._context.trained_units]
+        units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit, _ in self._context.trained]
         planned = {}
         for beside in SIDES:
             sections = (
@@ -317,7 +313,15 @@ class Averages:
         self._buffers.free()
         self._planned = {}
 
-    def _run(self, units: Iterable[Unit], kind: str, work: Work, *, label: str, exchanges: bool = False) -> None:
+    def _run(
+        self,
+        units: Iterable[tuple[Unit, TrainingState]],
+        kind: str,
+        work: Work,
+        *,
+        label: str,
+        exchanges: bool = False,
+    ) -> None:
         """Submit a pass over all tiles of some units.
 
         Arguments:
@@ -327,9 +331,7 @@ class Averages:
             label: what it is for, in traces.
             exchanges: whether it writes parameters and masters as well as the average.
         """
-        for unit in units:
-            trained = unit.trained
-            assert trained is not None
+        for unit, trained in units:
             average = trained.averages[kind]
             weights = [unit.params, trained.master, trained.shadow]
             read, written = ([], [*weights, average]) if exchanges else (weights, [average])

@@ -251,15 +251,14 @@ class GradientProxies:
     """
 
     def __init__(self, context: EngineContext) -> None:
-        self._units = context.trained_units
+        self._units = context.trained
         self._has_peers = context.ranks.data_size > 1
         self.answers: GradientSource | None = None
 
     def put_on(self) -> None:
         """Put handles on all parameters that have a gradient: a backward is over."""
-        for unit in self._units:
-            assert unit.trained is not None
-            gradient = unit.trained.gradient
+        for unit, trained in self._units:
+            gradient = trained.gradient
             # Of several ranks one alone may have a gradient: it is reduced on all of them, and all clip the same.
             there = gradient.held if self._has_peers else gradient.present
             own = gradient.present | gradient.arrived.keys()
@@ -287,14 +286,14 @@ class GradientProxies:
 
     def take_off(self) -> None:
         """Take them off: a backward begins, and autograd would add to them."""
-        for unit in self._units:
+        for unit, _ in self._units:
             for parameter in unit.parameters:
                 parameter.hide_gradient()
 
     def drop(self) -> None:
         """Take them off for good: another one answers for these gradients from now on."""
         self.take_off()
-        for unit in self._units:
+        for unit, _ in self._units:
             for parameter in unit.parameters:
                 parameter.handle = None
 

@@ -470,7 +470,9 @@ class Reducer:
         sharded = self._ranks.shards > 1
         values = self.buffers.lease(unit.shard_numel, self._reduce_dtype) if sharded else full
         reduced = self._begin(unit, gradient, values, arrived)
-        flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
+        flaws = gradient.flaws = None
+        if self._agrees and not self.accumulates:
+            flaws = gradient.flaws = torch.empty(1, dtype=torch.float32, device=self._streams.device)
         if sharded:
             self._sums.make_room()
 
@@ -590,13 +592,9 @@ class Reducer:
             for parameter in unit.parameters:
                 parameter.drop_gradient()
             if unit.trained:
-                gradient = unit.trained.gradient
-                # site reduce.over_before_zero
-                gradient.home.memory.written.synchronize()  # work under way must not write into what comes next
-                gradient.present = set()
-                gradient.squared_norms, gradient.unmeasured = {}, set()
-                gradient.held = set()
-                gradient.flaws = gradient.flawed = None
+                home = unit.trained.gradient.home
+                home.memory.written.synchronize()  # site reduce.over_before_zero: work must not write into what is next
+                unit.trained.gradient = UnitGradient(home)
 
     def forget(self, unit: Unit, index: int) -> None:
         """Forget the gradient of one slot: it counts as absent, whatever its home holds there."""
@@ -610,14 +608,9 @@ class Reducer:
 
     def _flaws(self, gradient: UnitGradient) -> Tensor:
         """Tell whether this rank's part of the gradient is not finite: 0 or 1, on the device."""
-        device = self._streams.device
-        norms = [torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in gradient.squared_norms.values()]
-        if not norms:
-            return self._no_flaws()
-        return torch.stack(norms).isfinite().all().logical_not().float().view(1)
-
-    def _no_flaws(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.float32, device=self._streams.device)
+        norms = [0.0, *gradient.squared_norms.values()]
+        told = [torch.as_tensor(norm, dtype=torch.float64, device=self._streams.device) for norm in norms]
+        return torch.stack(told).isfinite().all().logical_not().float().view(1)
 
     def _clear_the_rest(self, unit: Unit, gradient: UnitGradient) -> None:
         """Zero what no gradient arrived for: other ranks may have one."""
@@ -629,4 +622,4 @@ class Reducer:
                 gradient.pending[slot.start : slot.stop] = 0
 
     def _gradients(self) -> list[UnitGradient]:
-        return [unit.trained.gradient for unit in self._context.units if unit.trained]
+        return [trained.gradient for _, trained in self._context.trained]

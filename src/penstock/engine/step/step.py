@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config import Tier
+from penstock.config import Overlap, Tier
 from penstock.engine.step.context import EngineContext
 from penstock.engine.step.update import KnownScalars, Plan, TileUpdate, Updater, UpdateSharing
-from penstock.engine.unit.unit import Unit
+from penstock.engine.unit.unit import Unit, UnitGradient
 from penstock.errors import EngineError
 from penstock.layout import SlotPiece
 from penstock.rules.formats import squared_norms_of
@@ -34,7 +34,7 @@ def measure_late(units: Iterable[Unit], streams: Streams) -> None:
 
     Compute has written these homes itself, and takes the norms after that.
     """
-    late: list[tuple[Unit, SlotPiece]] = []
+    late: list[tuple[UnitGradient, SlotPiece]] = []
     values = []
     for unit in units:
         if unit.trained is None or not unit.trained.gradient.unmeasured:
@@ -45,11 +45,10 @@ def measure_late(units: Iterable[Unit], streams: Streams) -> None:
         assert home is not None, "gradients are measured before their home moves"
         for part in unit.parts():
             if part.slot in gradient.unmeasured:
-                late.append((unit, part))
+                late.append((gradient, part))
                 values.append(home[part.start : part.stop])
-    for (unit, part), norm in zip(late, squared_norms_of(values), strict=True):
-        assert unit.trained is not None
-        unit.trained.gradient.measure([part], [norm])
+    for (gradient, part), norm in zip(late, squared_norms_of(values), strict=True):
+        gradient.measure([part], [norm])
 
 
 def reached(home: Storage, streams: Streams) -> Tensor | None:
@@ -138,12 +137,11 @@ class _Early:
     flawed: bool = False
     applied: bool = False
 
-    def may_update(self, unit: Unit) -> bool:
-        """Whether all gradients so far are finite. Asked on the stream of updates, once the unit's is there."""
-        assert unit.trained is not None
+    def may_update(self, gradient: UnitGradient) -> bool:
+        """Return True if all gradients so far are finite. Asked on the stream of updates, once this one is there."""
         # Without a lock: tiles ask one after the other, in the order of their stream, and whoever reads these flags has
         # waited for the last of them. A flaw that was found stays: nothing after it is updated, on any rank.
-        self.flawed = self.flawed or not unit.trained.gradient.is_finite()
+        self.flawed = self.flawed or not gradient.is_finite()
         self.applied = self.applied or not self.flawed
         return not self.flawed
 
@@ -155,8 +153,8 @@ class Stepper:
         updater: plans and submits the updates of tiles.
         sharing: which of the host's tiles the device updates; `None` for none of them.
         context: what every part of the engine works with.
-        overlaps: whether `update` returns before the last update has run: then whoever needs a unit waits for it.
-        begins: whether updates begin in backward.
+        overlap: as in `prepare`: with `"none"` every update is over when `update` returns; with `"backward"` updates
+            begin there.
     """
 
     def __init__(
@@ -165,15 +163,14 @@ class Stepper:
         updater: Updater,
         *,
         sharing: UpdateSharing | None,
-        overlaps: bool,
-        begins: bool,
+        overlap: Overlap,
     ) -> None:
-        self._units = context.trained_units
+        self._units = context.trained
         self._context = context
         self._updater = updater
         self._sharing = sharing
-        self._overlaps = overlaps
-        self._begins = begins
+        self._overlaps = overlap != "none"
+        self._begins = overlap == "backward"
         self._forwards = False  # whether the last update went through the units in their order
         self._early = _Early()
 
@@ -185,27 +182,25 @@ class Stepper:
             EngineError: on the other ranks.
         """
         failure: Exception | None = None
-        for unit in self._units:  # all of them, also after a failure: their collectives come before the one here
-            assert unit.trained is not None
+        for unit, trained in self._units:  # all, also after a failure: their collectives come before the one here
             try:
                 for home in unit.homes.values():  # of an earlier update or move that has failed by now
                     home.written.check()
                 # The host decides on its norm, which the same work has measured: before that it is the norm of another
                 # gradient, or of half of this one.
-                unit.trained.gradient.home.memory.written.synchronize()  # site step.gradient_measured
+                trained.gradient.home.memory.written.synchronize()  # site step.gradient_measured
             except Exception as error:
                 failure = failure or error
         try:  # after the waits: these read the homes themselves
-            measure_late(self._units if failure is None else [], self._context.streams)
+            measure_late(self._context.units if failure is None else [], self._context.streams)
         except Exception as error:
             failure = error
         # What has failed is not raised yet: the other ranks are about to wait for this one in the all-reduce, and would
         # stay there until their timeout.
         squares: list[float | Tensor] = []  # of every slot
         flags: list[float] = []
-        for unit in self._units:
-            assert unit.trained is not None
-            gradient = unit.trained.gradient
+        for unit, trained in self._units:
+            gradient = trained.gradient
             # What other ranks have alike counts once; what is not finite, everywhere: 0 times it is NaN.
             for parameter in unit.parameters:
                 square = gradient.squared_norms.get(parameter.index, 0.0)
@@ -232,8 +227,8 @@ class Stepper:
         elif failure is not None:
             raise failure
         counts = iter(flags)
-        present = {unit: frozenset(p.index for p in unit.parameters if next(counts) > 0) for unit in self._units}
-        names = [name for unit in self._units for name in unit.spec.names]
+        present = {unit: frozenset(p.index for p in unit.parameters if next(counts) > 0) for unit, _ in self._units}
+        names = [name for unit, _ in self._units for name in unit.spec.names]
         flawed = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
         # The exact sum, rounded once: the same for every order, in whatever units the parameters are. As fp32 it is the
         # same, too, for devices that sum the squares of a part in an order of their own.
@@ -260,13 +255,12 @@ class Stepper:
         begun = self._take_early().units
         try:  # from here on nothing is refused
             self._check_groups_kept(begun, plans)
-            tiles = {unit: self._rest(unit, plan, scale, begun.get(unit)) for unit, plan in plans.items()}
-            left = [tile for of_unit in tiles.values() for tile in of_unit]
+            left = [tile for unit, plan in plans.items() for tile in self._rest(unit, plan, scale, begun.get(unit))]
             if self._sharing is not None:
                 left = self._sharing.divide(left)
-                tiles = {unit: [] for unit in plans}
-                for tile in left:
-                    tiles[tile.unit].append(tile)
+            tiles: dict[Unit, list[TileUpdate]] = {unit: [] for unit in plans}
+            for tile in left:
+                tiles[tile.unit].append(tile)
             self._updater.submit(left if self._forwards else left[::-1])
             # Once all are submitted, which gives them their events, and before any forward: it would find homes whose
             # last write is that of the step before, and gather parameters that are half updated.
@@ -276,11 +270,10 @@ class Stepper:
             for group, values in zip(groups, written, strict=True):
                 group.update(values)
             if not self._overlaps:
-                for unit in self._units:
-                    assert unit.trained is not None
+                for _, trained in self._units:
                     # As promised: nothing of this step goes on beside what the user's thread does next. Files may still
                     # be written: nobody is kept from them, and records know their own events.
-                    unit.trained.optimizer.memory.written.synchronize()  # site step.updates_over
+                    trained.optimizer.memory.written.synchronize()  # site step.updates_over
         except BaseException as error:  # an interrupt too: some tiles are of this step and others of the last
             self._fail(error)
             raise
@@ -306,7 +299,7 @@ class Stepper:
             return
         try:
             # `may_update` of this backward's own notes: the next one has others, while tiles of this one still ask.
-            self._updater.submit(begun.tiles, allowed=partial(self._early.may_update, unit))
+            self._updater.submit(begun.tiles, allowed=partial(self._early.may_update, trained.gradient))
             # At once: the unit is released next, and its next gather has to follow these writes.
             self._updater.publish(unit, begun.tiles)
         except BaseException as error:
@@ -410,7 +403,7 @@ class Stepper:
             error = EngineError("An update was interrupted: its values are not whole. Close the optimizer.")
         # All units, not those alone that this rank knows to be torn: which those are differs between ranks, and one
         # that gathered another unit would wait there for ranks that raise.
-        for unit in self._units:
+        for unit, _ in self._units:
             for home in unit.updated_homes:
                 home.note_write(FailedEvent(error))
 

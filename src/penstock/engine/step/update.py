@@ -60,6 +60,7 @@ class TileUpdate:
             written it: whatever is submitted later follows compute.
         count: how many tiles the stretch has.
         in_place: whether compute itself updates it, and reaches all of it where it rests.
+        homes: those that it works on, by name.
         divisible: whether it may be the device's or the host's, as the share of each wants it.
     """
 
@@ -75,6 +76,7 @@ class TileUpdate:
     count: int = 1
     in_place: bool = False
     divisible: bool = True
+    homes: Mapping[str, Storage] = field(default_factory=dict)
 
     @property
     def runs_on(self) -> Tier:
@@ -164,6 +166,7 @@ class Updater:
             # The section may have moved since it was planned: what rests on the device is updated there.
             update.streamed = section.plan.streamed == "all" and update.beside is not Tier.DEVICE
             update.divisible = section.plan.streamed == "some"
+            update.homes = _homes(unit, number)
             if update.runs_on is Tier.DEVICE or not (singly or update.divisible):
                 update.count, update.in_place = self._stretch(update, update.runs_on)
             count = update.count
@@ -180,7 +183,7 @@ class Updater:
         """
         if tile.unit.spec.whole_numel:
             return TileRange(1, in_place=False)
-        stretch = self._pipelines[on].stretch(tile.number, _homes(tile.unit, tile.number))
+        stretch = self._pipelines[on].stretch(tile.number, tile.homes)
         # What the host updates is work of its stream, and never compute's.
         return stretch if on is Tier.DEVICE else stretch._replace(in_place=False)
 
@@ -225,9 +228,8 @@ class Updater:
         nbytes = 0
         for tile in tiles:
             assert tile.unit.trained is not None
-            homes = _homes(tile.unit, tile.number)
             brought = self._pipelines[tile.beside].bring(
-                tile.number, homes, after=tile.complete, label=NO_LABEL, count=tile.count
+                tile.number, tile.homes, after=tile.complete, label=NO_LABEL, count=tile.count
             )
             # Nothing has to be brought, but a save or a gather may still read what compute is about to write, and a
             # move still be bringing it: streams of their own, which compute does not follow by itself.
@@ -246,12 +248,11 @@ class Updater:
         """
         unit, trained = tile.unit, tile.unit.trained
         assert trained is not None
-        homes = _homes(unit, tile.number)
         written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", unit.name, tile=tile.number)
         # What a pass of the host touches anyway is summed by it, and not by those who move it.
         sums = tile.runs_on is Tier.CPU and isinstance(unit.rule, Summing)
         brought = self._pipelines[tile.runs_on].bring(
-            tile.number, homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
+            tile.number, tile.homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
         )
         work = partial(self._apply, tile, trained.fields, brought, allowed)
         # Compute itself updates what is on the device. Two streams for the rest: the device's own updates run beside
@@ -465,35 +466,31 @@ class UpdateSharing:
         if self._race is not None:
             self._learn(self._race.fair_share())
         divided: list[TileUpdate] = []
-        passed = taken = 0
-        for group in self._groups(tiles):
-            if not _is_divided(group[0]):
-                divided += group
-                continue
-            passed += len(group)
-            if self.share > 0 and taken + len(group) <= self.share * passed:
-                taken += len(group)
-                group = [join(group) if len(group) > 1 else group[0]]
-                group[0].streamed = True
+        number = passed = taken = 0
+        while number < len(tiles):
+            first = tiles[number]
+            group = self._group(tiles, number) if _is_divided(first) else [first]
+            number += len(group)
+            if _is_divided(first):
+                passed += len(group)
+                if self.share > 0 and taken + len(group) <= self.share * passed:
+                    taken += len(group)
+                    group = [join(group)] if len(group) > 1 else group
+                    group[0].streamed = True
             divided += group
         if self._steps_left:
             self._clock = self._clock or self._streams.device_clock()
             self._race = _Race([tile for tile in divided if _is_divided(tile)], self._clock)
         return divided
 
-    def _groups(self, tiles: Sequence[TileUpdate]) -> Iterator[list[TileUpdate]]:
-        """Yield groups of neighbouring tiles that the device takes at once, in order."""
-        group: list[TileUpdate] = []
-        most = 0
-        for tile in tiles:
-            follows = group and tile.unit is group[0].unit and tile.number == group[-1].number + 1
-            if not follows or len(group) >= most:
-                if group:
-                    yield group
-                group, most = [], self._at_once(tile) if _is_divided(tile) else 1
+    def _group(self, tiles: Sequence[TileUpdate], number: int) -> list[TileUpdate]:
+        """List the neighbouring tiles from one on that the device takes at once."""
+        group = [tiles[number]]
+        for tile in tiles[number + 1 : number + self._at_once(group[0])]:
+            if tile.unit is not group[0].unit or tile.number != group[-1].number + 1:
+                break
             group.append(tile)
-        if group:
-            yield group
+        return group
 
     def _learn(self, share: float | None) -> None:
         """Take up the share at which both sides would have ended together, unless that is not known yet."""
