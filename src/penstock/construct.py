@@ -49,7 +49,7 @@ from penstock.runtime.streams import Streams
 from penstock.runtime.system import update_cores
 from penstock.tiers.staging import Staging
 from penstock.tiers.tier import Store
-from penstock.tiers.transfer import TileStreamer, Transfers
+from penstock.tiers.transfer import Transfers
 
 
 def construct(
@@ -274,9 +274,6 @@ def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater
         context,
         groups=trained,
         firsts=number_elements(p for p in context.model.parameters() if p in trained),
-        pipelines={
-            beside: TileStreamer(streams, ring, beside=beside) for beside, ring in context.staging.update.items()
-        },
     )
     streamed = blueprint.homes.streamed
     stepper = Stepper(

@@ -1,10 +1,9 @@
 """The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
 
-import contextlib
 import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from os import PathLike
@@ -47,7 +46,7 @@ def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concat
     @engine_entry
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
         # Refused beside a forward of another thread, which gathers what this method may move, write or give back.
-        with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__.lstrip("_")):
+        with nullcontext() if self._engine is None else self._engine.turn(method.__name__.lstrip("_")):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value] # functions are bound, whatever their first parameter is called
@@ -66,6 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._record: Record | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups  # the same list: a group that is added or taken back is one of both
         # Those that were registered before `prepare` see the steps that are made now.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
@@ -87,7 +87,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan | None:
-        """What `prepare(placement="auto")` was done by: print it for a table. `None` where the placement was given."""
+        """The plan of `prepare(placement="auto")`: print it for a table. `None` where the placement was given."""
         return self._plan
 
     # Training
@@ -229,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):
         if "_given" not in self.__dict__:  # torch's constructor
             super().add_param_group(param_group)
             return
-        with contextlib.ExitStack() as undo:
+        with ExitStack() as undo:
             with self._together("add_param_group", whole=True, writes=True, idle=True, settled=True) as (engine, facts):
                 engine.gradients.look()
                 undo.callback(self._restore_groups, [(group, group["params"]) for group in self.param_groups])
@@ -247,7 +247,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _extend_groups(self, engine: Engine, group: dict[str, Any]) -> None:
-        """Add a group to the handle's and to the given optimizer's; what was never trained leaves its old one."""
+        """Add a group to both optimizers; what was never trained leaves its old one."""
         params = group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
         new = {p for p in group["params"] if isinstance(p, Tensor) and not engine.access.is_trained(p)}
@@ -256,12 +256,10 @@ class Optimizer(torch.optim.Optimizer):
                 other["params"] = [p for p in other["params"] if p not in new]
         # By the given optimizer's class: what fills in may be more than torch's defaults, as by the group's rule.
         type(self._given).add_param_group(self._given, group)
-        self.param_groups.append(self._given.param_groups[-1])
 
     def _restore_groups(self, before: Sequence[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
         """Leave both optimizers with these groups, and the groups with these parameters."""
-        for groups in (self.param_groups, self._given.param_groups):
-            del groups[len(before) :]
+        del self.param_groups[len(before) :]
         for group, params in before:
             group["params"] = params
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.engine.step.context import EngineContext
-from penstock.engine.unit.unit import StateFields, Unit
+from penstock.engine.unit.unit import Unit
 from penstock.layout import SlotPiece
 from penstock.rules.fused import RecordChecksums, Summing, update_many
 from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars, StepScalars, UpdateSlice
@@ -91,7 +91,6 @@ class Updater:
         context: what every part of the engine works with.
         groups: index of the optimizer's param group of each trained parameter.
         firsts: number of each trained parameter's first element among all elements of the optimizer.
-        pipelines: for each side, what brings the tiles that its updates cannot reach where they rest.
 
     Attributes:
         steps: how often each trained parameter was updated.
@@ -104,12 +103,15 @@ class Updater:
         *,
         groups: Mapping[nn.Parameter, int],
         firsts: Mapping[nn.Parameter, int],
-        pipelines: Mapping[Tier, TileStreamer],
     ) -> None:
         self._context = context
         self._groups = groups
         self._firsts = firsts
-        self._pipelines = pipelines
+        # For each side: brings the tiles that its updates cannot reach where they rest.
+        self._pipelines = {
+            beside: TileStreamer(context.streams, ring, beside=beside)
+            for beside, ring in context.staging.update.items()
+        }
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
@@ -140,7 +142,7 @@ class Updater:
         # A gradient that is not there yet would be half an old one. What a save or a gather still copies would be half
         # a new state: every home that is written has to be free of reads, too.
         # site update.gradient_written, update.storage_free
-        return all_of([unit.trained.gradient.home.memory.written, *(home.memory.free for home in unit.updated_homes)])
+        return all_of([unit.trained.gradient.home.memory.written, *[home.memory.free for home in unit.updated_homes]])
 
     def tiles(self, unit: Unit, plan: Plan, scale: float, complete: Event, *, singly: bool = False) -> list[TileUpdate]:
         """List what is to be done for a unit once it is complete, in forward order.
@@ -227,14 +229,13 @@ class Updater:
         segments: list[tuple[UpdateSlice, StepScalars]] = []
         nbytes = 0
         for tile in tiles:
-            assert tile.unit.trained is not None
             brought = self._pipelines[tile.beside].bring(
                 tile.number, tile.homes, after=tile.complete, label=NO_LABEL, count=tile.count
             )
             # Nothing has to be brought, but a save or a gather may still read what compute is about to write, and a
             # move still be bringing it: streams of their own, which compute does not follow by itself.
             brought.ready.wait()  # site update.in_place_free
-            segments += self._segments(tile, tile.unit.trained.fields, brought.views)
+            segments += self._segments(tile, brought.views)
             nbytes += _touched(brought.views)
         (scale,), (rule,) = {tile.scale for tile in tiles}, {tile.unit.rule for tile in tiles}
         work = partial(rule.update_many, segments, scale, self._context.pool)
@@ -246,15 +247,13 @@ class Updater:
         What brings it follows `complete`, and the last use of the slot that it passes; the update follows that; what
         puts it back follows the update.
         """
-        unit, trained = tile.unit, tile.unit.trained
-        assert trained is not None
-        written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", unit.name, tile=tile.number)
+        written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", tile.unit.name, tile=tile.number)
         # What a pass of the host touches anyway is summed by it, and not by those who move it.
-        sums = tile.runs_on is Tier.CPU and isinstance(unit.rule, Summing)
+        sums = tile.runs_on is Tier.CPU and isinstance(tile.unit.rule, Summing)
         brought = self._pipelines[tile.runs_on].bring(
             tile.number, tile.homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
         )
-        work = partial(self._apply, tile, trained.fields, brought, allowed)
+        work = partial(self._apply, tile, brought, allowed)
         # Compute itself updates what is on the device. Two streams for the rest: the device's own updates run beside
         # those of the host, and beside compute.
         stream = None if tile.beside is Tier.DEVICE else DEVICE_UPDATE if tile.streamed else UPDATE
@@ -291,35 +290,32 @@ class Updater:
         # Each rank has updated its own shard of a replicated unit: the next gather fetches the others, on every rank.
         unit.outdate_parts()
 
-    def _apply(
-        self, tile: TileUpdate, fields: StateFields, brought: StagedTile, allowed: Callable[[], bool] | None
-    ) -> None:
+    def _apply(self, tile: TileUpdate, brought: StagedTile, allowed: Callable[[], bool] | None) -> None:
         """Update every run of a tile, as the work of a stream, once all of it is there."""
         updates = allowed is None or allowed()
         sums = RecordChecksums(record.buffer for record in brought.summed)
         if updates:
-            segments = self._segments(tile, fields, brought.views)
+            segments = self._segments(tile, brought.views)
             update_many(tile.unit.rule, segments, tile.scale, self._context.pool, sums)
         for record in brought.summed:  # what has stayed as it was is put back all the same
             record.check(sums)
         if updates and tile.then is not None:
             tile.then()
 
-    def _segments(
-        self, tile: TileUpdate, fields: StateFields, views: Mapping[str, Views]
-    ) -> Iterator[tuple[UpdateSlice, StepScalars]]:
+    def _segments(self, tile: TileUpdate, views: Mapping[str, Views]) -> Iterator[tuple[UpdateSlice, StepScalars]]:
         """Yield what the rule works on in each run of a tile: views of its values, as they were brought."""
-        unit = tile.unit
+        unit, trained = tile.unit, tile.unit.trained
+        assert trained is not None
         first = tile.number * unit.params.sections[0].tile_numel  # where the values begin in the shard
         (grad,) = views[GRAD]
         # The shadow where there is one: the parameter is out of reach, and gets the same bits when it is published.
         (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
         master = views[MASTER][0] if views[MASTER] else None
-        states, scales = fields.name(views[OPTIMIZER])
+        states, scales = trained.fields.name(views[OPTIMIZER])
         for run in tile.runs:
             start, stop = run.start - first, run.stop - first
             shape = unit.layout.slots[run.slot].shape if unit.spec.whole_numel else ()
-            if start == 0 and stop == len(param) and all(scale is None for scale in scales):
+            if start == 0 and stop == len(param) and trained.fields.scales.count(None) == len(scales):
                 # All of it: views of the same elements would take as long as the update of a small unit.
                 yield UpdateSlice(param, grad, master, states, first=run.base + run.start, shape=shape), run.hyper
                 continue
@@ -447,7 +443,7 @@ class UpdateSharing:
         self,
         share: float | Literal["auto"],
         streams: Streams,
-        at_once: Callable[[TileUpdate], int] = lambda _: 1,
+        at_once: Callable[[TileUpdate], int],
     ) -> None:
         self._streams = streams
         self._at_once = at_once
