@@ -1,4 +1,4 @@
-"""Gradients on their way home: reduced over ranks, measured, and put into their storage."""
+"""Gradients from autograd to their storage: collected, reduced over ranks, measured, accumulated."""
 
 import math
 from collections import deque
@@ -27,10 +27,10 @@ from penstock.tiers.storage import Storage, buffer_home
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Device buffers for gradients on their way: a few of each size, reused in turn.
+# Device buffers for gradients in transfer: a few of each size, reused in turn.
 #
-# Memory that is given back to the allocator and mapped again every step costs page faults on a cpu and fragmentation on
-# a device, so buffers are kept.
+# Freeing a buffer and allocating it again in every step costs page faults on a cpu and fragmentation on a device, so
+# buffers are kept.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -38,7 +38,7 @@ BUFFERS_OF_A_SIZE = 2  # one being filled by backward while the other is being r
 
 
 class BufferRing:
-    """Flat device buffers, leased and returned. A returned buffer is used again once its event is waited for."""
+    """Flat device buffers, allocated and returned. A returned buffer is reused after its event (ordering rule 1)."""
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
@@ -47,47 +47,47 @@ class BufferRing:
         self._leased: dict[tuple[int, torch.dtype], int] = {}
 
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Lease a 1-D buffer with undefined contents."""
+        """Return a 1-D buffer with undefined contents."""
         key = (numel, dtype)
         free = self._free.setdefault(key, deque())
         self._leased[key] = self._leased.get(key, 0) + 1
-        # Prefer one that is idle; make another only while the ring is not full.
+        # Prefer an idle buffer; allocate another only while the ring is not full.
         if free and (free[0][1].done() or len(free) + self._leased[key] > BUFFERS_OF_A_SIZE):
             buffer, event = free.popleft()
             # site reduce.buffer_free
-            event.wait()  # else compute overwrites what a collective or a copy of the last gradient still reads
+            event.wait()  # a collective or a copy of an earlier gradient may still read the buffer (ordering rule 3)
         else:
             buffer = torch.empty(numel, dtype=dtype, device=self._device)
         self._streams.lease(buffer)
         return buffer
 
     def give_back(self, buffer: Tensor, event: Event) -> None:
-        """Return a buffer, which is used again after `event`: work on it is over then."""
+        """Return a buffer to the ring. Work on it is over after `event`."""
         key = (buffer.numel(), buffer.dtype)
         self._leased[key] -= 1
         self._free.setdefault(key, deque()).append((buffer, event))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that are kept for reuse."""
+        """Size of the buffers in the ring."""
         return sum(b.numel() * b.element_size() for ring in self._free.values() for b, _ in ring)
 
     def clear(self) -> None:
-        """Drop every returned buffer. Gradients are there, so work on them is over."""
+        """Free every returned buffer. Precondition: work on them is over."""
         self._free.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sums of gradients over the ranks that share them: exact, or in hops that carry codes.
+# Sums of gradients over the shard ranks: exact, or quantized in one or two hops.
 #
-# Exact is one reduce-scatter. In a wire format each rank sends every other one its summands of that one's shard,
-# packed, and each sums in fp32 what it gets, in the order of the ranks. In nodes that happens twice:
+# Exact is one reduce-scatter. In a wire format each rank quantizes its summands and sends to every other rank those of
+# its shard. Each rank sums in fp32 what it receives, in the order of the ranks. With several nodes there are two hops:
 #
-#     inside    to each rank of the node the slices of all shards that ranks of its place have, in any node: summed
-# there     across    to the rank of this place in each node its shard of these sums: summed there
+#     inside    each rank of a node receives the summands of the shards at its place in every node, and sums them
+#     across    each rank receives from the ranks at its place in the other nodes the sums of its shard, and sums them
 #
-# So each value is rounded twice, whatever the number of ranks, and between nodes goes one sum of each node. A shard is
-# summed on one rank alone: there is nothing in which ranks could differ.
+# So each value is rounded twice, for any number of ranks, and one sum per node crosses between nodes. A shard is summed
+# by one rank alone, so ranks cannot disagree about it.
 #
 # Source: G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023 (qgZ).
 # ----------------------------------------------------------------------------------------------------------------------
@@ -97,11 +97,11 @@ _FP32_BYTES = 4
 
 
 class ShardReduction:
-    """Sums over the shard ranks.
+    """Sums of flat gradients over the shard ranks.
 
     Arguments:
-        dtype: in which gradients are summed; the dtype of both what is given and what comes out.
-        name: of the format in which they go between ranks; `"exact"` for none.
+        dtype: the reduce dtype, of the summands and of the sum.
+        name: the format in which summands are sent; `"exact"` for none.
     """
 
     def __init__(self, context: EngineContext, dtype: torch.dtype, name: ReduceFormat) -> None:
@@ -109,22 +109,22 @@ class ShardReduction:
         self._context = context
         self._name = name
         self._format = None if name == "exact" else WireFormat(name)
-        # Collectives alone use it, one after the other on their stream: none waits for it.
+        # Used on the stream of collectives alone, by one collective after the other.
         self._memory: Tensor | None = None
 
     def make_room(self) -> None:
-        """Take what sums pass, before the first is submitted: memory is taken where compute takes its own."""
+        """Allocate the buffer of quantized sums, before the first of them is submitted, on compute's stream."""
         if self._format is not None and self._memory is None:
             nbytes = summing_bytes(self._context.units, self._name, self._context.ranks.grid)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._context.streams.device)
 
     def run(self, shard: Tensor, full: Tensor, layout: FlatLayout, what: str) -> None:
-        """Sum a flat gradient over the shard ranks, as the work of the stream of collectives.
+        """Sum a flat gradient over the shard ranks. Runs on the stream of collectives. Collective.
 
         Arguments:
-            shard: filled with the sum of this rank's part, [n].
+            shard: receives the sum of this rank's shard, [n].
             full: this rank's summands, of all shards.
-            layout: says which are whose.
+            layout: the ranges of the shards.
             what: the unit's name, for messages.
         """
         if not layout.is_even:
@@ -135,7 +135,7 @@ class ShardReduction:
             self._hop_twice(self._format, shard, full, what)
 
     def clear(self) -> None:
-        """Give the memory back. All sums are over."""
+        """Free the buffer. Precondition: all sums are over."""
         self._memory = None
 
     def _hop_twice(self, form: WireFormat, shard: Tensor, full: Tensor, what: str) -> None:
@@ -143,7 +143,8 @@ class ShardReduction:
         grid, nbytes = self._context.ranks.grid, form.packed_bytes(full.numel())
         sent, received, rest = self._memory[:nbytes], self._memory[nbytes : 2 * nbytes], self._memory[2 * nbytes :]
         sums = rest[: _FP32_BYTES * (full.numel() // grid.inside)].view(torch.float32)
-        # Shards by node and place: those of one place are for one rank of this node. As codes they are less to reorder.
+        # Shards are ordered by node, then by place. One rank of this node needs those of one place, from all nodes.
+        # Reorder them after quantization: there are fewer bytes then.
         if grid.across > 1:
             form.pack(full, received, self._context.pool)
             by_node = received.view(grid.across, grid.inside, -1)
@@ -159,14 +160,14 @@ class ShardReduction:
         shard.copy_(sums)
 
     def _hop(self, form: WireFormat, sums: Tensor, sent: Tensor, received: Tensor, hop: Hop, what: str) -> None:
-        """Exchange codes among some ranks, and sum what came."""
+        """Exchange quantized summands among the ranks of a hop, and sum them."""
         self._context.ranks.all_to_all(received, sent, hop, what)
         for number, codes in enumerate(received.chunk(getattr(self._context.ranks.grid, hop))):
             form.unpack(codes, sums, self._context.pool, add=number > 0)
 
 
 def summing_bytes(units: Iterable[UnitPlan | Unit], name: ReduceFormat, grid: Grid) -> int:
-    """Count the device bytes that sums pass: codes sent and received, and sums in fp32, of the largest unit."""
+    """Return the size of the buffer of quantized sums: codes sent and received, and fp32 sums, of the largest unit."""
     if name == "exact" or grid.shards < 2:
         return 0
     numel = max((unit.layout.numel for unit in units if unit.spec.trainable), default=0)
@@ -174,30 +175,32 @@ def summing_bytes(units: Iterable[UnitPlan | Unit], name: ReduceFormat, grid: Gr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Three routes of a reduced gradient to its home.
+# Gradient sinks: from a reduced gradient to its storage.
 #
-#     in place    compute reaches the home: the gradient is written or added there where it was reduced
-#     as a whole  the first micro-batch of a home out of reach: one copy
-#     added       the later ones: down to the host and added there tile by tile, or, where the home is in files or on
-#                 several tiers, what it holds comes up, is added to, and goes back
+#     direct             compute reaches the storage: the reduction itself writes or adds the gradient there
+#     copy               the first micro-batch, where compute does not reach the storage
+#     host accumulate    later micro-batches, where the storage is one piece of host memory: each tile is copied to the
+#                        host and added there
+#     device accumulate  later micro-batches, where the storage is in files or on several tiers: its values are copied
+#                        to the device, added to, and copied back
 #
-# Which of them a home takes is decided once, when it is first seen. Norms are taken of what the home holds in the end.
+# Norms are those of the values that the storage holds in the end.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ReducedGradient:
-    """What comes out of a reduction: this rank's shard of a unit's gradient.
+    """The result of a reduction: this rank's shard of a unit's gradient.
 
     Attributes:
-        gradient: what is known of the unit's gradient.
-        home: where the values go.
+        gradient: the state of the unit's gradient.
+        home: the storage that receives the values.
         values: the shard, in the reduce dtype.
-        parts: what each slot has of it.
-        adds: whether the home holds earlier micro-batches, to which it is added.
-        stale: the ranges of the home that a step before has left, where other slots hold a gradient of this one.
-        norms: the squared norm of each part, where it is known already.
-        label: what traces call its way home.
+        parts: the range of each slot in it.
+        adds: the storage holds earlier micro-batches, to which this one is added.
+        stale: ranges of the storage with values from before `zero_grad`, while other slots hold earlier micro-batches.
+        norms: the squared norm of each part; `None` where it was not taken yet.
+        label: the name of its transfers in traces.
     """
 
     gradient: UnitGradient
@@ -211,18 +214,18 @@ class ReducedGradient:
 
     @property
     def ranges(self) -> Ranges:
-        """What each slot has of it, as first element and one past the last."""
+        """The range of each slot: first element, and one past the last."""
         return [(start, stop) for _, start, stop in self.parts]
 
 
 class GradientSinks:
-    """The ways of reduced gradients to their homes.
+    """Writes reduced gradients to their storage, by one of the four sinks above.
 
     Arguments:
-        buffers: device memory for sums of homes out of reach.
-        compute_pool: the threads of what compute's own thread does.
-        dtype: the homes' own, in which micro-batches are summed.
-        agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
+        buffers: device memory for sums.
+        compute_pool: threads for work of compute's own thread.
+        dtype: the accumulation dtype, which the storages have.
+        agrees: ranks exchange whether a gradient is finite, as soon as it is reduced.
     """
 
     def __init__(
@@ -236,25 +239,25 @@ class GradientSinks:
         self._values: dict[Storage, Tensor | None] = {}
 
     def values(self, home: Storage) -> Tensor | None:
-        """Return the values of a home, where compute reaches them: found out once."""
+        """Return the values of a storage if compute reaches them, else `None`."""
         if home not in self._values:
             self._values[home] = reached(home, self._context.streams)
         return self._values[home]
 
     def clear(self) -> None:
-        """Let go of the homes, which move or end."""
+        """Forget all storages, which are about to move or to be freed."""
         self._values.clear()
 
     def receive(self, reduced: ReducedGradient) -> None:
-        """Do what belongs to the reduction itself, on its stream: write what is in reach, and measure."""
+        """Measure the gradient, and write it if compute reaches the storage. Runs on the stream of collectives."""
         gradient, values = reduced.gradient, self.values(reduced.home)
         if values is not None:
             _clear(values, reduced.stale)
-            gradient.flawed = None  # from when the home was elsewhere: the norms measured here say it from now on
+            gradient.flawed = None  # set while the storage was out of reach; the norms measured here replace it
             norms = deposit_parts(values, reduced.values, reduced.ranges, add=reduced.adds, pool=self._compute_pool)
             gradient.measure(reduced.parts, norms)
             return
-        if not reduced.adds:  # else the sum is measured at home
+        if not reduced.adds:  # else the sum is measured where it is added
             rounded = reduced.norms or squared_norms(
                 reduced.values.to(self._dtype), reduced.ranges, pool=self._compute_pool
             )
@@ -263,99 +266,98 @@ class GradientSinks:
             gradient.flawed = _flaw(reduced.values, gradient.flawed if reduced.adds else None)
 
     def send_home(self, reduced: ReducedGradient, received: Event) -> Event:
-        """Bring what was received home; return the event after which the reduced values are not needed any more."""
+        """Submit the transfer to the storage; return the event after which the buffer of the reduced values is free."""
         home = reduced.home
         if self.values(home) is not None:
-            # The step, updates and the next micro-batch ask the home. None of them knows of the collective that wrote
-            # it.
+            # The step, updates and the next micro-batch wait for the storage's last write (ordering rule 3).
             home.note_write(received)  # site reduce.written_in_place
             return received
         if not reduced.adds:
-            # After the collective: else what the buffer held before would go home in place of the sum.
+            # The copy reads the buffer, so it follows the collective that fills it (ordering rule 3).
             # site reduce.first_received
             return self._context.movement.copy(buffer_home(reduced.values, written=received), home, reduced.label)
-        # Of homes in memory only those on a cut are added to on the device: they must be measured whole.
+        # A part that is cut between two segments in memory is added on the device too: it has to be measured whole.
         add = self._add_on_device if len(home.sections) > 1 or home.in_files else self._add_on_host
         return add(reduced, received)
 
     def _add_on_host(self, reduced: ReducedGradient, received: Event) -> Event:
-        """Add to a home in one piece of host memory, tile by tile: while one is added the next one comes down."""
+        """Add to a storage in one piece of host memory: a tile is copied while the one before is added."""
         ((home,),) = (section.tensors for section in reduced.home.sections)
         pool = self._context.pool
 
         def add(start: int, landed: Tensor) -> None:
-            if start == 0:  # tiles run in order: zeroed later, the stale ranges would lose what was added to them
+            if start == 0:  # before the first addition: tiles run in order
                 _clear(home, reduced.stale)
             deposit(home[start : start + landed.numel()], landed, add=True, pool=pool)
-            if start + landed.numel() == home.numel():  # the last: they run in order
+            if start + landed.numel() == home.numel():  # the last tile
                 reduced.gradient.measure(reduced.parts, squared_norms(home, reduced.ranges, pool=pool))
 
-        # Not before the collective has made the values, nor while an earlier micro-batch still lands in the home or an
-        # update or a move still reads it.
+        # A read-modify-write: it follows the collective, which makes the summands, and all reads and writes of the
+        # storage by an earlier micro-batch, an update or a move (ordering rule 3).
         after = all_of([received, reduced.home.memory.free])  # site host_sum.received, host_sum.storage_free
         values = reduced.values[: home.numel()]
         added = self._context.movement.land(values, add, after=after, label=reduced.label)
-        reduced.home.note_write(added)  # site host_sum.written: the next micro-batch and the update come after the sum
+        reduced.home.note_write(added)  # site host_sum.written: the next micro-batch and the update follow the sum
         return added
 
     def _add_on_device(self, reduced: ReducedGradient, received: Event) -> Event:
-        """Bring up what a home holds in files or on several tiers, add, and put the sum back."""
+        """Copy the values of a storage in files or on several tiers to the device, add, and copy the sum back."""
         streams, movement, pool = self._context.streams, self._context.movement, self._context.pool
         total = self._buffers.lease(reduced.values.numel(), self._dtype)
         brought = movement.copy(reduced.home, buffer_home(total), reduced.label)
 
         def add() -> None:
-            _clear(total, reduced.stale)  # else the sum would hold what a step before has left
+            _clear(total, reduced.stale)
             norms = deposit_parts(total, reduced.values, reduced.ranges, add=True, pool=pool)
             reduced.gradient.measure(reduced.parts, norms)
 
-        # On a stream beside that of collectives: whoever issues one waits on the host for what it follows, and this
-        # follows a read of a file. Not before both are there: else half of the sum is missing.
+        # Not on the stream of collectives: the thread that issues a collective waits on the host for what it follows,
+        # and this follows a read of a file. It follows both summands (ordering rule 3).
         nbytes = 2 * total.nbytes + reduced.values.nbytes  # read and written
         # site device_sum.received, device_sum.loaded
         added = streams.submit(DEVICE_UPDATE, add, after=(received, brought), nbytes=nbytes, label=reduced.label)
         # site device_sum.added
         saved = movement.copy(buffer_home(total, written=added), reduced.home, reduced.label)
-        self._buffers.give_back(total, saved)  # the copy home reads it last
+        self._buffers.give_back(total, saved)  # the copy back reads it last
         return saved
 
 
 def _clear(home: Tensor, stale: Ranges) -> None:
-    """Zero what a step before has left, where some slots hold a gradient of this one already."""
+    """Zero ranges with values from before `zero_grad`."""
     for start, stop in stale:
         home[start:stop] = 0
 
 
 def _flaw(values: Tensor, before: Tensor | None) -> Tensor:
-    """Say whether this micro-batch, or one before it, is not finite: 0 or 1. On the device."""
+    """Return 1 if this micro-batch, or one before it, is not finite, else 0, on the device."""
     flaw = torch.linalg.vector_norm(values, math.inf).isfinite().logical_not().float().view(1)
     return flaw if before is None else torch.maximum(before, flaw)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gradients from autograd to their home: collected, reduced over ranks, summed over micro-batches, measured.
+# Gradients from autograd: collected, reduced over ranks, accumulated over micro-batches, measured.
 #
-#     autograd -> pending (device, whole unit, reduce dtype) -> reduced (this rank's shard) -> home (accumulation dtype)
+#     autograd -> pending (whole unit, reduce dtype) -> reduced (this rank's shard) -> storage (accumulation dtype)
 #
-# At world size 1, where compute reaches the home, a gradient goes there straight from autograd. Nothing here makes the
-# host wait for the device. Norms are taken part by part (a slot's part in the shard) of what the home holds in the end,
-# so they do not depend on the path, the placement or the tile size. The way home is `engine/gradients/reduce.py`.
+# At world size 1, where compute reaches the storage, a gradient is written there straight from autograd. Nothing here
+# makes the host wait for the device (ordering rule 5). A norm is that of a part, a slot's range of the shard, of the
+# values that the storage holds in the end: it does not depend on the sink, the placement or the tile size.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Reducer:
-    """Takes every gradient of the engine's units.
+    """Collects, reduces and accumulates the gradients of all units.
 
     Arguments:
-        sums: sums gradients over shards.
-        accumulation_dtype: the dtype in which micro-batches are summed, the homes' own.
-        agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
-        may_hold_back: whether whole gradients may stay on this rank until a later micro-batch is reduced (stages 0
-            and 1).
+        sums: the sums over shard ranks.
+        accumulation_dtype: the dtype in which micro-batches are summed, which the storages have.
+        agrees: ranks exchange whether a gradient is finite, as soon as it is reduced.
+        may_hold_back: whole gradients may stay on this rank until a later micro-batch is reduced (stages 0 and 1).
 
     Attributes:
-        has_peers: whether gradients are reduced over ranks.
-        changes: counts what has changed gradients: whoever keeps something about them asks whether it has.
+        has_peers: True if gradients are reduced over ranks.
+        changes: a count of changes to gradients. A cache of values that depend on gradients compares it.
+        accumulates: True inside `held_back`: another micro-batch follows.
     """
 
     def __init__(
@@ -371,24 +373,24 @@ class Reducer:
         self._context = context
         self._ranks = ranks
         self._streams = streams
-        self._pool = compute_pool(streams.device, otherwise=context.pool)  # compute's own thread does all that is here
+        self._pool = compute_pool(streams.device, otherwise=context.pool)  # used by compute's own thread
         self._sums = sums
         self._reduce_dtype = sums.dtype
         self._accumulation_dtype = accumulation_dtype
         self.has_peers = ranks.data_size > 1
-        # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
+        # The pass that writes on the host measures at no cost. On a device a norm is a kernel of its own.
         self._measures_late = not streams.computes_on_host
-        # What is collected is what will be at home, bit for bit: the pass that collects it measures for nothing.
+        # The collected values are those that the storage will hold: the pass that collects them may measure them.
         self._measures_collected = not (self._measures_late or self.has_peers) and sums.dtype == accumulation_dtype
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
         if agrees and not streams.aliases_host:
-            self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
+            self._told.place(0)  # now: pinning memory inside a backward may block work that it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
         self._sinks = GradientSinks(context, self.buffers, self._pool, dtype=accumulation_dtype, agrees=self._agrees)
         self.changes = 0
-        self.accumulates = False  # inside `held_back`: another micro-batch follows
+        self.accumulates = False
 
     @property
     def _synchronizing(self) -> bool:
@@ -396,7 +398,7 @@ class Reducer:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Sum micro-batches inside on this rank, and reduce them with the next one outside, where that is allowed."""
+        """Sum micro-batches inside a `with` block on this rank, where allowed; the next one outside reduces them."""
         before = self.accumulates
         self.accumulates = True
         try:
@@ -405,28 +407,28 @@ class Reducer:
             self.accumulates = before
 
     def holds_back(self) -> bool:
-        """Whether a gradient waits to be reduced."""
+        """Return True if a gradient was not reduced yet."""
         return any(gradient.due or gradient.pending is not None for gradient in self._gradients())
 
     def expect(self, unit: Unit) -> None:
-        """Have a unit reduced that backward has come to on every rank, also where this rank has no gradient."""
+        """Note that backward has reached a unit on every rank, so this rank reduces it even if it has no gradient."""
         if self.has_peers and unit.trained is not None and unit.wants_gradient:
-            unit.trained.gradient.due = True  # a rank that stayed out would leave the others in their collective
+            unit.trained.gradient.due = True  # else the other ranks wait in their collective (ordering rule 4)
 
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
-        """Add a gradient that autograd has finished: to its home where that is in reach, else to the flat gradient."""
+        """Add a gradient from autograd: to its storage where compute reaches that, else to the flat gradient."""
         assert unit.trained is not None
         self.changes += 1
-        self._streams.here()  # autograd hands over each gradient on the stream that its parameter was used on
+        self._streams.here()  # autograd returns a gradient on the stream that its parameter was used on
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
         start, stop = slot.start, slot.start + slot.numel
         flat = grad if grad.is_contiguous() else grad.reshape(-1)
-        home = None  # in reach of compute, and with the bits that reducing would give
+        home = None  # the values of the storage, if they may be written here with the bits that reducing would give
         if not self.has_peers and self._reduce_dtype in (flat.dtype, torch.float32):
             home = self._sinks.values(gradient.home)
         if home is not None:
-            # Where the home has just moved, copies may still write it: they would undo what is written here.
+            # Copies of a move may still write the storage (ordering rule 3).
             gradient.home.memory.written.wait()  # site reduce.storage_moved
             target, held, measures = home, slot_index in gradient.present, not self._measures_late
         else:
@@ -449,12 +451,12 @@ class Reducer:
         gradient.held.add(slot_index)
 
     def flush(self, unit: Unit) -> None:
-        """Reduce what is pending of a unit whose backward is over, and send it home."""
+        """Reduce the flat gradient of a unit whose backward is over, and submit its transfer to the storage."""
         gradient = unit.trained.gradient if unit.trained else None
         if gradient is None or not (gradient.due or gradient.pending is not None) or not self._synchronizing:
             return
         self.changes += 1
-        # Autograd may have left gradients on another stream of compute: this one follows that, and the reduction this.
+        # Autograd may have written gradients on another stream of compute: make the current one follow it.
         self._streams.here()
         pending = self._collected(gradient, unit.layout.numel)
         self._clear_the_rest(unit, gradient)
@@ -466,7 +468,7 @@ class Reducer:
         if pending.dtype != self._reduce_dtype:
             full = self.buffers.lease(unit.layout.numel, self._reduce_dtype)
             full.copy_(pending)
-            self.buffers.give_back(pending, DONE)  # compute alone has read it, and compute fills it next
+            self.buffers.give_back(pending, DONE)  # read and next written by compute alone
         sharded = self._ranks.shards > 1
         values = self.buffers.lease(unit.shard_numel, self._reduce_dtype) if sharded else full
         reduced = self._begin(unit, gradient, values, arrived)
@@ -477,16 +479,16 @@ class Reducer:
             self._sums.make_room()
 
         def communicate() -> None:
-            # On one stream, and issued before `submit` returns: every rank issues its collectives in this order.
+            # On one stream, and issued before `submit` returns: the same order on every rank (ordering rule 4).
             if sharded:
                 self._sums.run(reduced.values, full, unit.layout, unit.label)
             self._ranks.all_reduce_replicas(reduced.values, unit.label)
             self._sinks.receive(reduced)
-            if flaws is not None:  # now, in the program's order: the sum of micro-batches is measured when it is home
+            if flaws is not None:  # here, in the program's order (ordering rule 4): sinks measure their sums later
                 flaws.copy_(self._flaws(gradient) if gradient.flawed is None else gradient.flawed)
                 self._ranks.agree(flaws)
 
-        # Where it writes the home, which an update may still read.
+        # If the reduction writes the storage, it follows the updates that read it (ordering rule 3).
         free = DONE if self._sinks.values(reduced.home) is None else reduced.home.memory.free
         received = self._streams.submit(
             COLLECTIVE,
@@ -496,9 +498,9 @@ class Reducer:
             nbytes=full.numel() * full.element_size(),
             label=Label("reduce", unit.name),
         )
-        self._ranks.submitted(received)  # what the program issues next comes after it
+        self._ranks.submitted(received)  # the next collective of the program follows it
         sent = self._sinks.send_home(reduced, received)
-        # Each buffer after its last reader: the whole gradient after the collective, the shard after the way home.
+        # The last reader of the flat gradient is the collective, that of the shard its transfer (ordering rule 1).
         self.buffers.give_back(full, received if sharded else sent)
         if sharded:
             self.buffers.give_back(reduced.values, sent)
@@ -506,7 +508,7 @@ class Reducer:
     def _begin(
         self, unit: Unit, gradient: UnitGradient, values: Tensor, arrived: Mapping[int, float | Tensor | None]
     ) -> ReducedGradient:
-        """Describe what a reduction will leave in `values`; from now on the home holds a gradient of every slot."""
+        """Describe the result of a reduction, and note that the storage holds a gradient of every slot from now on."""
         parts, adds = unit.parts(), bool(gradient.held)
         stale = [(start, stop) for index, start, stop in parts if adds and index not in gradient.held]
         gradient.held = set(range(len(unit.layout.slots)))
@@ -516,17 +518,17 @@ class Reducer:
         return ReducedGradient(gradient, gradient.home, values, parts, adds, stale, known, label)
 
     def tell_host(self, unit: Unit) -> None:
-        """Have the host know whether a gradient is finite: to ask a device for it later would wait for compute."""
+        """Copy to the host whether a gradient is finite: reading it later from the device would wait for compute."""
         assert unit.trained is not None
         gradient = unit.trained.gradient
         measure_late([unit], self._streams)
         if self._streams.aliases_host:
             return
         agreed = gradient.flaws if self._agrees else None
-        told = self._told.place(unit.index)  # free: what was told last was asked before this gradient took its home
+        told = self._told.place(unit.index)  # free: the flag of the last step was read before this gradient was written
 
         def tell() -> None:
-            # A word of pinned memory: into any other, the device would copy only while the host waits for it.
+            # Into pinned memory: a copy to pageable memory would make the host wait (ordering rule 5).
             across(told, self._flaws(gradient) if agreed is None else agreed)()
 
         gradient.flaws = told
@@ -534,38 +536,35 @@ class Reducer:
         heard = self._streams.submit(
             DOWNLOAD,
             tell,
-            after=(home.memory.written,),  # site reduce.norm_measured: the norms are taken of what the home holds then
+            after=(home.memory.written,),  # site reduce.norm_measured: the flag is that of the final values
             writes=(told,),
             nbytes=told.element_size(),
             label=Label("tell", unit.name),
         )
         # site reduce.norm_told
-        home.note_write(heard)  # whoever waits for the gradient may ask the host, which knows only after the copy
-        if agreed is not None:  # ranks may not have agreed yet: the copy reads its memory later
+        home.note_write(heard)  # a wait for the gradient is then a wait for the flag too (ordering rule 5)
+        if agreed is not None:  # the collective and the copy may still use its memory (ordering rule 1)
             self._streams.give_up((agreed,), until=heard)
 
     def close(self) -> None:
-        """Give every buffer back. Work on them is over."""
+        """Free every buffer. Precondition: work on them is over."""
         self._sinks.clear()
         self.buffers.clear()
         self._sums.clear()
         self._told.close()
 
     def drop_pending(self) -> None:
-        """Forget what a backward that failed has collected."""
+        """Drop the flat gradients of a backward that failed."""
         for gradient in self._gradients():
             if gradient.pending is not None and not gradient.rests:
-                self.buffers.give_back(gradient.pending, DONE)  # no collective was begun on it
+                self.buffers.give_back(gradient.pending, DONE)  # no collective has read it
             gradient.pending, gradient.rests, gradient.due = None, False, False
             gradient.arrived = {}
 
     def rest(self) -> None:
-        """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient.
-
-        Homes may move from here on, so what was not measured is.
-        """
-        measure_late(self._context.units, self._streams)  # the next home may be out of reach of the pass that measures
-        self._sinks.clear()  # they would keep the memory of homes that are left
+        """Free the buffers, before storages move. Flat gradients that were not reduced yet are kept in host memory."""
+        measure_late(self._context.units, self._streams)  # compute may not reach the next storage
+        self._sinks.clear()
         for gradient in self._gradients():
             if not (gradient.pending is None or gradient.rests or self._streams.aliases_host):
                 rests = gradient.pending.to("cpu", copy=True)
@@ -575,7 +574,7 @@ class Reducer:
         self._sums.clear()
 
     def _collected(self, gradient: UnitGradient, numel: int) -> Tensor:
-        """Return the flat gradient being collected, on the device: a new one, or the one that rested in host memory."""
+        """Return the flat gradient being collected, on the device: a new one, or the one kept in host memory."""
         if gradient.pending is None:
             dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
             gradient.pending = self.buffers.lease(numel, dtype)
@@ -585,7 +584,7 @@ class Reducer:
         return gradient.pending
 
     def zero(self) -> None:
-        """Forget every gradient, and each `.grad`. Homes keep their memory and are overwritten by the next one."""
+        """Drop every gradient and each `.grad`. Storages keep their memory; the next gradient overwrites them."""
         self.changes += 1
         self.drop_pending()
         for unit in self._context.units:
@@ -593,11 +592,11 @@ class Reducer:
                 parameter.drop_gradient()
             if unit.trained:
                 home = unit.trained.gradient.home
-                home.memory.written.synchronize()  # site reduce.over_before_zero: work must not write into what is next
+                home.memory.written.synchronize()  # site reduce.over_before_zero: it writes what the next gradient does
                 unit.trained.gradient = UnitGradient(home)
 
     def forget(self, unit: Unit, index: int) -> None:
-        """Forget the gradient of one slot: it counts as absent, whatever its home holds there."""
+        """Drop the gradient of one slot: it counts as absent, whatever its storage holds."""
         assert unit.trained is not None
         self.changes += 1
         gradient = unit.trained.gradient
@@ -607,13 +606,15 @@ class Reducer:
         gradient.squared_norms.pop(index, None)
 
     def _flaws(self, gradient: UnitGradient) -> Tensor:
-        """Tell whether this rank's part of the gradient is not finite: 0 or 1, on the device."""
-        norms = [0.0, *gradient.squared_norms.values()]
-        told = [torch.as_tensor(norm, dtype=torch.float64, device=self._streams.device) for norm in norms]
-        return torch.stack(told).isfinite().all().logical_not().float().view(1)
+        """Return 1 if this rank's part of the gradient is not finite, else 0, on the device."""
+        device = self._streams.device
+        norms = [torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in gradient.squared_norms.values()]
+        if not norms:
+            return torch.zeros(1, dtype=torch.float32, device=device)
+        return torch.stack(norms).isfinite().all().logical_not().float().view(1)
 
     def _clear_the_rest(self, unit: Unit, gradient: UnitGradient) -> None:
-        """Zero what no gradient arrived for: other ranks may have one."""
+        """Zero the slots without a gradient on this rank, which other ranks may have, and the gaps between slots."""
         assert gradient.pending is not None
         for start, stop in unit.layout.gaps():
             gradient.pending[start:stop] = 0
