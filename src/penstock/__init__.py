@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.config import Options, Placement
-    from penstock.ema import EMA
     from penstock.engine.step.step import StepResult
     from penstock.errors import (
         CheckpointError,
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         NvmeError,
         PenstockError,
     )
+    from penstock.ext.ema import EMA
     from penstock.ext.export import export
     from penstock.optimizer import Optimizer
     from penstock.preparing import prepare
@@ -49,7 +49,7 @@ __all__ = [
 _HOMES = {
     "prepare": "penstock.preparing",
     "export": "penstock.ext.export",
-    "EMA": "penstock.ema",
+    "EMA": "penstock.ext.ema",
     "Options": "penstock.config",
     "Placement": "penstock.config",
     "StepResult": "penstock.engine.step.step",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import Facts
 from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import Streams
+
+if TYPE_CHECKING:
+    from penstock.ext.ema import Averages
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters that are trained from now on: units change, and everything that knows them is made anew.
@@ -74,7 +78,8 @@ class Adoption:
         changed = self._draw(before, given)
         facts.update(self._blueprint.facts(context.model))
         self._joining = [plan for plan in changed if plan.spec.trainable]  # with averages
-        self._averages = engine.averages.plans_for(self._joining)
+        averages: Averages | None = engine.averages
+        self._averages = averages.plans_for(self._joining) if averages is not None else []
         # In the order in which they are made.
         homes = [
             h for plan in changed for h in (plan.beside if plan.spec.name in self._stays else plan.sections).values()
@@ -119,7 +124,7 @@ class Adoption:
     def make(self) -> None:
         """Let the units change, and the engine know them. Collective."""
         engine, blueprint = self._engine, self._blueprint
-        context, access, gradients, averages = engine.context, engine.access, engine.gradients, engine.averages
+        context, access, gradients = engine.context, engine.access, engine.gradients
         has_failed = engine.hooks.backward.has_failed
         self._let_go()
         try:
@@ -128,7 +133,7 @@ class Adoption:
             self._empty()
             raise
         context.rule = blueprint.rule
-        sections = [self._reserved.make(plan) for plan in self._averages]
+        averages = [self._reserved.make(plan) for plan in self._averages]
         # Modules that have new parameters alone came with those, and so did their buffers.
         new = [m for m in context.model.modules() if (own := set(m.parameters())) and own <= self._newcomers]
         align_buffers(nn.ModuleList(new), context.ranks, context.streams.device)
@@ -138,8 +143,8 @@ class Adoption:
         engine.access.go_on_from(access)
         engine.gradients.go_on_from(gradients)
         engine.hooks.backward.has_failed = has_failed
-        joining = {plan.spec.name for plan in self._joining}
-        engine.averages.go_on_from(averages, [unit for unit in context.units if unit.name in joining], sections)
+        if averages:
+            engine.averages.join({plan.spec.name for plan in self._joining}, averages)
         for unit in context.units:
             unit.count_writes()  # graphs from before are of parts that nobody asks any more
         context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
@@ -149,8 +154,10 @@ class Adoption:
         """Finish what is under way, and take the engine's hooks off the model."""
         engine = self._engine
         engine.saver.finish()
-        engine.averages.drop_buffers()
+        if engine.averages is not None:
+            engine.averages.drop_buffers()
         engine.gatherer.drop_unused()
+        engine.reducer.rest()
         engine.hooks.rest()
         engine.hooks.remove()
         engine.hooks.handles.drop()

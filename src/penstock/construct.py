@@ -24,12 +24,10 @@ from penstock.engine.forward_backward.saved_tensors import ActivationOffload
 from penstock.engine.gradients.reduce import Reducer, ShardReduction
 from penstock.engine.policy import Gradients, StepPolicy
 from penstock.engine.state.access import StateAccess, as_state
-from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import GatheredBlocks
 from penstock.engine.state.loading import StateLoader
 from penstock.engine.state.moving import StateOffloader
 from penstock.engine.state.saving import StateSaver
-from penstock.engine.step.averaging import Averaging
 from penstock.engine.step.context import EngineContext, GradientScale, LossScale, SkippedSteps
 from penstock.engine.step.step import Stepper
 from penstock.engine.step.update import Updater, UpdateSharing
@@ -50,7 +48,7 @@ from penstock.runtime.streams import Streams
 from penstock.runtime.system import update_cores
 from penstock.tiers.staging import Staging
 from penstock.tiers.tier import Store
-from penstock.tiers.transfer import TileStreamer, Transfers
+from penstock.tiers.transfer import Transfers
 
 
 def construct(
@@ -225,7 +223,6 @@ def connect(blueprint: Blueprint, engine: Engine) -> None:
     )
     engine.saver = StateSaver(context, access, engine.save_group)
     engine.loader = StateLoader(context, access, gatherer, reducer, updater)
-    engine.averages = Averages(context, access, gatherer, hooks.backward, Averaging(context))
     engine.gradients = Gradients(context, hooks, reducer, stepper, access)
     engine.policy = StepPolicy(
         context,
@@ -246,17 +243,13 @@ def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater
         context,
         groups=trained,
         firsts=number_elements(p for p in context.model.parameters() if p in trained),
-        pipelines={
-            beside: TileStreamer(streams, ring, beside=beside) for beside, ring in context.staging.update.items()
-        },
     )
     streamed = blueprint.homes.streamed
     stepper = Stepper(
         context,
         updater,
         sharing=UpdateSharing(options.streamed_updates, streams, updater.taken_at_once) if streamed else None,
-        overlaps=request.overlap != "none",
-        begins=request.overlap == "backward",
+        overlap=request.overlap,
     )
     return updater, stepper
 

@@ -1,10 +1,9 @@
 """The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from os import PathLike
@@ -47,7 +46,7 @@ def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concat
     @engine_entry
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
         # Refused beside a forward of another thread, which gathers what this method may move, write or give back.
-        with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__.lstrip("_")):
+        with nullcontext() if self._engine is None else self._engine.turn(method.__name__.lstrip("_")):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value] # functions are bound, whatever their first parameter is called
@@ -66,6 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._record: Record | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups  # the same list: a group that is added or taken back is one of both
         # Those that were registered before `prepare` see the steps that are made now.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
@@ -87,7 +87,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan | None:
-        """What `prepare(placement="auto")` was done by: print it for a table. `None` where the placement was given."""
+        """The plan of `prepare(placement="auto")`: print it for a table. `None` where the placement was given."""
         return self._plan
 
     # Training
@@ -143,7 +143,6 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self) -> StepResult:
         """Update what has gradients, as `step` says. Collective."""
         with self._together("step") as (engine, facts):
-            self._open("step")
             check_step(engine)
             if engine.context.ranks.world_size > 1:
                 # Each rank updates its own shard with these: where they differ, ranks would part in silence.
@@ -196,8 +195,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.step()  # doctest: +SKIP
         """
         limit, norm_type = _above_zero("max_norm", max_norm), _above_zero("norm_type", norm_type)
-        with self._together("clip_grad_norm_") as (engine, facts):
-            self._open("clip_grad_norm_", whole=True)
+        with self._together("clip_grad_norm_", whole=True) as (engine, facts):
             engine.gradients.check_whole("clip_grad_norm_")
             facts.update({"max_norm": limit, "norm_type": norm_type, **engine.gradients.by_hand})
         norm = engine.gradients.clip(limit, norm_type)
@@ -231,14 +229,10 @@ class Optimizer(torch.optim.Optimizer):
         if "_given" not in self.__dict__:  # torch's constructor
             super().add_param_group(param_group)
             return
-        with contextlib.ExitStack() as undo:
-            with self._together("add_param_group") as (engine, facts):
-                self._open("add_param_group", whole=True, writes=True)
-                check_at_rest("add_param_group", engine)
-                engine.access.finish()
+        with ExitStack() as undo:
+            with self._together("add_param_group", whole=True, writes=True, idle=True, settled=True) as (engine, facts):
                 engine.gradients.look()
-                undo.callback(_put_back, [(group, group["params"]) for group in self.param_groups])
-                undo.callback(_truncate, (self.param_groups, self._given.param_groups), len(self.param_groups))
+                undo.callback(self._restore_groups, [(group, group["params"]) for group in self.param_groups])
                 self._extend_groups(engine, dict(param_group))
                 change = engine.adopt(self._given, facts)
                 undo.callback(change.cancel)
@@ -252,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _extend_groups(self, engine: Engine, group: dict[str, Any]) -> None:
-        """Add a group to the handle's and to the given optimizer's; what was never trained leaves its old one."""
+        """Add a group to both optimizers; what was never trained leaves its old one."""
         params = group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
         new = {p for p in group["params"] if isinstance(p, Tensor) and not engine.access.is_trained(p)}
@@ -261,7 +255,12 @@ class Optimizer(torch.optim.Optimizer):
                 other["params"] = [p for p in other["params"] if p not in new]
         # By the given optimizer's class: what fills in may be more than torch's defaults, as by the group's rule.
         type(self._given).add_param_group(self._given, group)
-        self.param_groups.append(self._given.param_groups[-1])
+
+    def _restore_groups(self, before: Sequence[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
+        """Leave both optimizers with these groups, and the groups with these parameters."""
+        del self.param_groups[len(before) :]
+        for group, params in before:
+            group["params"] = params
 
     # State
 
@@ -291,25 +290,22 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a tensor that is no parameter of the model.
         """
         wanted = None if parameters is None else list(parameters)
-        with engine_mode(), self._together("gathered") as (engine, facts):
-            self._open("gathered", whole=modify, writes=modify)
+        with engine_mode(), self._together("gathered", whole=modify, writes=modify, settled=True) as (engine, facts):
             facts["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
             facts["modify"] = modify
-            engine.access.finish()  # inside the meeting: an update that has failed here stops every rank
         return EngineBlock(engine.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
 
     @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter at master precision: fp32, in its shape, on the cpu. Collective."""
         with self._one("full_param", parameter) as engine:
-            self._open("full_param")
+            pass
         return engine.access.param(parameter)
 
     @_public
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient accumulated so far over all ranks: fp32, on the cpu; zeros without one. Collective."""
         with self._one("full_grad", parameter) as engine:
-            self._open("full_grad")
             engine.gradients.look()
             engine.access.check_grad(parameter)
         return engine.access.grad(parameter)
@@ -318,15 +314,13 @@ class Optimizer(torch.optim.Optimizer):
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """Return an optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
         with self._one("full_state", parameter, name) as engine:
-            self._open("full_state")
             engine.access.check_name(parameter, name)
         return engine.access.state(parameter, name)
 
     @_public
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        with self._one("set_full_param", parameter) as engine:
-            self._open("set_full_param", whole=True, writes=True)
+        with self._one("set_full_param", parameter, whole=True, writes=True) as engine:
             check_outside("set_full_param", engine)
             engine.access.check_param(parameter, value)
         engine.access.set_param(parameter, value)
@@ -334,8 +328,7 @@ class Optimizer(torch.optim.Optimizer):
     @_public
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
-        with self._one("set_full_grad", parameter) as engine:
-            self._open("set_full_grad", whole=True)
+        with self._one("set_full_grad", parameter, whole=True) as engine:
             engine.gradients.look()
             engine.access.check_grad(parameter, value)
         engine.gradients.set(parameter, value)
@@ -343,8 +336,7 @@ class Optimizer(torch.optim.Optimizer):
     @_public
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
-        with self._one("set_full_state", parameter, name) as engine:
-            self._open("set_full_state", whole=True, writes=True)
+        with self._one("set_full_state", parameter, name, whole=True, writes=True) as engine:
             engine.access.check_state(parameter, name, value)
         engine.access.set_state(parameter, name, value)
 
@@ -361,18 +353,16 @@ class Optimizer(torch.optim.Optimizer):
 
         Meant for small models and for tools that expect it: it needs the memory of the whole optimizer state.
         """
-        with self._together("state_dict") as (engine, _):
-            self._open("state_dict", whole=True)
-            engine.access.finish()
-        access = engine.access
-        packed = super().state_dict()
-        numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        packed["state"] = {
-            numbers[p]: {name: access.state(p, name) for name in ("step", *access.state_names(p))}
-            for p in access.steps()
-            if access.has_state(p)
-        }
-        return packed
+        with self._together("state_dict", whole=True, settled=True) as (engine, _):
+            access = engine.access
+        for parameter in access.steps():
+            if access.has_state(parameter):
+                names = ("step", *access.state_names(parameter))
+                self.state[parameter] = {name: access.state(parameter, name) for name in names}
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
 
     @_public
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -384,8 +374,7 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a state or an option that the rule does not have, or a state of another shape. Nothing changed.
             ValueError: other groups than this optimizer's.
         """
-        with self._together("load_state_dict") as (engine, _):
-            self._open("load_state_dict", whole=True, writes=True)
+        with self._together("load_state_dict", whole=True, writes=True) as (engine, _):
             groups = self.param_groups
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
@@ -450,10 +439,8 @@ class Optimizer(torch.optim.Optimizer):
         if tier is Tier.DEVICE:
             raise ConfigError("offload_states(to='device'): use 'cpu' or 'nvme'; reload_states() brings state back.")
         kinds = _movable(include)
-        with self._together("offload_states") as (engine, facts):
-            self._open("offload_states", writes=True)
+        with self._together("offload_states", writes=True, settled=True) as (engine, facts):
             facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking, "keep": keep})
-            engine.access.finish()  # inside the meeting: what has failed here stops every rank before it moves
             engine.hooks.rest()
         engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking, keep=keep)
 
@@ -464,10 +451,8 @@ class Optimizer(torch.optim.Optimizer):
         Arguments:
             non_blocking: return while copies are under way; who needs the state waits for it.
         """
-        with self._together("reload_states") as (engine, facts):
-            self._open("reload_states", writes=True)
+        with self._together("reload_states", writes=True, settled=True) as (engine, facts):
             facts["non_blocking"] = non_blocking
-            engine.access.finish()
         engine.mover.reload(wait=not non_blocking)
 
     @_public
@@ -511,9 +496,7 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> optimizer.save("checkpoints/step-100", extra={"step": 100}, keep=3)  # doctest: +SKIP
         """
-        with self._together("save") as (engine, facts):
-            self._open("save", whole=True)
-            check_at_rest("save", engine)
+        with self._together("save", whole=True, idle=True) as (engine, facts):
             facts.update({"blocking": blocking, "keep": keep, "if_busy": if_busy, "frozen": frozen})
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy, frozen=frozen)
 
@@ -544,9 +527,7 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> extra = optimizer.load("checkpoints/latest")  # doctest: +SKIP
         """
-        with self._together("load") as (engine, facts):
-            self._open("load", whole=True, writes=True)
-            check_at_rest("load", engine)
+        with self._together("load", whole=True, writes=True, idle=True) as (engine, facts):
             facts["verify"] = verify
         engine.saver.finish()  # it may be writing the checkpoint that is read next
         extra = engine.loader.load(path, verify=verify)
@@ -617,7 +598,6 @@ class Optimizer(torch.optim.Optimizer):
         from penstock.ext.observe.record import Record  # here: most runs record nothing
 
         with self._together("record") as (engine, facts):
-            self._open("record")
             facts["begin"] = begin
             record = Record.open(engine, folder, begin, before=self._record)
         plan = None if self._plan is None else self._plan.to_json()
@@ -641,53 +621,67 @@ class Optimizer(torch.optim.Optimizer):
                 `keep_params=False` not once more, where it is on its way (`close` in a `finally`) or a `load` said it.
         """
         engine = self._engine
-        if engine is not None and engine.blocks.modifying:
+        if engine is None:
+            return
+        if engine.blocks.modifying:
             raise EngineError(
                 "close() was called inside gathered(modify=True). Leave the block first: what was written there would "
                 "be lost."
             )
-        if engine is not None:
-            self._check_here("close", engine)
-            check_not_averaged("close", engine, writes=True)
-            check_outside("close", engine)
-            if self._record is not None:
-                self._record.close()
-            try:
-                engine.close(keep_params=keep_params)
-            finally:  # also of a close that raises: most have given everything back, and some nothing
-                self._engine = None if engine.ended else engine
-
-    def _check_here(self, verb: str, engine: Engine) -> None:
-        """Refuse in a child of the process that prepared the model."""
-        if engine.elsewhere is not None:
-            raise EngineError(f"{verb}() was called in a child process. {engine.elsewhere}")
+        engine.check_process("close")
+        check_not_averaged("close", engine, writes=True)
+        check_outside("close", engine)
+        if self._record is not None:
+            self._record.close()
+        try:
+            engine.close(keep_params=keep_params)
+        finally:  # also of a close that raises: most have given everything back, and some nothing
+            self._engine = None if engine.ended else engine
 
     @contextmanager
-    def _together(self, verb: str) -> Iterator[tuple[Engine, Facts]]:
+    def _together(
+        self, verb: str, *, whole: bool = False, writes: bool = False, idle: bool = False, settled: bool = False
+    ) -> Iterator[tuple[Engine, Facts]]:
         """Run the checks of a collective method in a `with` block. Collective.
 
         Ranks meet at its end: where one has refused, or has called another method, all stop and nothing has changed.
         Without the meeting, the others would wait in a collective for a rank that does not come.
 
+        Arguments:
+            verb: the method that was called, for messages.
+            whole: as in `_open`.
+            writes: as in `_open`.
+            idle: refuse it inside a forward, a backward or a `gathered` block.
+            settled: wait for all updates and moves, so that one that has failed on this rank stops every rank.
+
         Returns:
             A context manager that gives the engine, and a dict for what has to be the same on all ranks.
         """
-        if self._engine is None or self._engine.closed:
-            self._open(verb)
-        assert self._engine is not None
-        engine = self._engine
-        self._check_here(verb, engine)
+        engine = self._prepared(verb)
         with engine.context.ranks.control_group.together(f"{verb}()") as facts:
+            self._open(verb, whole=whole, writes=writes)
+            if idle:
+                check_at_rest(verb, engine)
+            if settled:
+                engine.access.finish()
             yield engine, facts
 
     @contextmanager
-    def _one(self, verb: str, parameter: nn.Parameter, state: str = "") -> Iterator[Engine]:
+    def _one(
+        self, verb: str, parameter: nn.Parameter, state: str = "", *, whole: bool = False, writes: bool = False
+    ) -> Iterator[Engine]:
         """Run the checks of a collective method that works on one parameter, as `_together` does. Collective."""
-        with self._together(verb) as (engine, facts):
+        with self._together(verb, whole=whole, writes=writes, settled=True) as (engine, facts):
             facts["parameter"] = engine.access.name(parameter)
             facts["state"] = state
             yield engine
-            engine.access.finish()  # inside the meeting: an update that has failed here stops every rank
+
+    def _prepared(self, verb: str) -> Engine:
+        """Return the engine; refuse a method after `close`, and in a child of the process that prepared the model."""
+        if self._engine is None or self._engine.closed:
+            raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
+        self._engine.check_process(verb)
+        return self._engine
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
         """Return the engine, once nothing stands against a method.
@@ -697,14 +691,12 @@ class Optimizer(torch.optim.Optimizer):
             whole: whether it needs the state of one step, or changes what updates read in it.
             writes: whether it changes state, or where that is: what is being saved has to be copied first.
         """
-        if self._engine is None or self._engine.closed:
-            raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
-        self._check_here(verb, self._engine)
-        check_not_averaged(verb, self._engine, writes=writes)
-        backward = self._engine.hooks.backward
+        engine = self._prepared(verb)
+        check_not_averaged(verb, engine, writes=writes)
+        backward = engine.hooks.backward
         if (whole or writes) and backward.is_open and not in_backward():
             backward.abandon()  # it ended with an exception: what it has gathered must not outlive a change
-        if whole and self._engine.stepper.is_open:
+        if whole and engine.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "
                 "first, or use overlap='forward'."
@@ -712,8 +704,8 @@ class Optimizer(torch.optim.Optimizer):
         if writes:
             # A save reads homes beside training. Updates follow those reads by their events; what writes on the host's
             # time waits here, or the checkpoint would hold half of the one state and half of the other.
-            self._engine.saver.wait_copied()
-        return self._engine
+            engine.saver.wait_copied()
+        return engine
 
 
 class ModelZeroGrad:
@@ -730,18 +722,6 @@ class ModelZeroGrad:
             optimizer.zero_grad(set_to_none)
         else:
             self._engine.gradients.zero()
-
-
-def _put_back(params: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
-    """Give param groups the parameters that they had."""
-    for group, before in params:
-        group["params"] = before
-
-
-def _truncate(lists: Iterable[list[dict[str, Any]]], count: int) -> None:
-    """Leave lists of param groups with the first so many."""
-    for groups in lists:
-        del groups[count:]
 
 
 def _above_zero(name: str, value: Any) -> float:

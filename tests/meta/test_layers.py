@@ -28,7 +28,7 @@ LAYERS = (
     ("ext",),  # loaded by the option that asks for it
     ("forecast",),
     ("checks", "losses", "optimizer", "parallel", "recompute", "ring"),
-    ("blueprint", "ema", "inference", "planned"),
+    ("blueprint", "ext.ema", "inference", "planned"),
     ("memory_budget",),
     ("construct",),
     ("build", "footprint"),
@@ -54,7 +54,8 @@ FOLDERS = {
 
 
 def part_of(module: str) -> str:
-    return module.split(".")[0]
+    """The part of the package that a module is in, or the module itself where it has a layer of its own."""
+    return module if module in LEVEL else module.split(".")[0]
 
 
 @pytest.mark.parametrize("module", modules())

@@ -12,8 +12,6 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "average.after_storage": ("saving an average beside its update", "upload"),
     "average.read": ("averaging on the host what is on the device", "upload"),
     "average.written": ("averaging on the host", "download"),
-    "average.loaded": ("averaging on the host what is on the device", "upload"),
-    "average.loaded_for_compute": ("averaging on the device", "upload"),
     "reduce.buffer_free": ("everything on cpu", "download"),
     "copy.source_ready": ("two micro-batches on a cut", "upload"),
     "staged_copy.over": ("looking right after backward", "download"),

@@ -22,7 +22,6 @@ from penstock.engine.forward_backward.saved_tensors import ActivationOffload
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.policy import Gradients, StepPolicy
 from penstock.engine.state.access import StateAccess, state_has_failed
-from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import GatheredBlocks
 from penstock.engine.state.loading import StateLoader
 from penstock.engine.state.moving import StateOffloader
@@ -74,14 +73,15 @@ class Engine:
         activations: takes saved tensors off the device; `None` where they stay.
         updater, stepper, skips: what a step decides and does.
         save_group: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
-        access, blocks, mover, saver, loader, averages: what looks at the state of training, changes it, moves it, and
-            keeps it in files.
+        access, blocks, mover, saver, loader: what looks at the state of training, changes it, moves it, and keeps it in
+            files.
         gradients: what is done to gradients between backward and step.
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what was set on the model for these units, beside parameters and hooks.
         planted: what stands on the model and on the given optimizer until the end, whatever the units are.
         adopt: plans what changes where the param groups of the given optimizer have more parameters, takes memory for
             it, and adds what ranks compare before anything changes.
+        averages: the averages of the parameters (`penstock.ext.ema.Averages`); `None` until the first one is made.
         closed: whether the model was left, and everything is being given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
         begun_in: the id of the exception that the caller of `prepare` was handling.
@@ -102,11 +102,11 @@ class Engine:
     mover: StateOffloader = field(init=False)
     saver: StateSaver = field(init=False)
     loader: StateLoader = field(init=False)
-    averages: Averages = field(init=False)
     gradients: Gradients = field(init=False)
     policy: StepPolicy = field(init=False)
     restore_model: Callable[[], None] = field(init=False)
     adopt: Callable[[torch.optim.Optimizer, Facts], PendingChange] = field(init=False)
+    averages: Any = None
     closed: bool = False
     elsewhere: EngineError | None = None
     begun_in: int = field(default_factory=lambda: id(sys.exception()))
@@ -115,6 +115,11 @@ class Engine:
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
         """Refuse other threads the model while a method of the optimizer runs."""
         return self.hooks.under_way.turn(method)
+
+    def check_process(self, verb: str) -> None:
+        """Refuse a method in a child of the process that prepared the model."""
+        if self.elsewhere is not None:
+            raise EngineError(f"{verb}() was called in a child process. {self.elsewhere}")
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
@@ -171,7 +176,11 @@ class Engine:
                 raise
             return
         try:
-            values = {p: self._restored(p) for p in self._parameters()} if keep_params else {}
+            values = {
+                parameter: parameter.as_before(self.access.own_param(parameter.tensor))
+                for parameter in self._parameters()
+                if keep_params
+            }
         except (NvmeError, EngineError):  # of this rank, or of another
             self.abandon()
             raise
@@ -186,9 +195,6 @@ class Engine:
 
     def _parameters(self) -> Iterator[UnitParameter]:
         return (parameter for unit in self.context.units for parameter in unit.parameters)
-
-    def _restored(self, parameter: UnitParameter) -> Tensor:
-        return parameter.as_before(self.access.own_param(parameter.tensor))
 
     def _give_back(self, values: Mapping[UnitParameter, Tensor]) -> None:
         """Leave the model with these values of its parameters, or none, and without hooks; free all memory.
@@ -350,7 +356,7 @@ def check_not_averaged(verb: str, engine: Engine, *, writes: bool) -> None:
         engine: the one that may show an average.
         writes: whether it writes parameters or state, or moves them.
     """
-    if engine.averages.shown is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
+    if engine.hooks.backward.refusal is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
         raise EngineError(
             f"{verb}() was called inside EMA.applied(), where the parameters are the average's. Leave the block first."
         )

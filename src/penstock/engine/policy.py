@@ -179,7 +179,7 @@ class Gradients:
             raise EngineError(
                 "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
             )
-        if self._reducer.holds_back(self._context.units):
+        if self._reducer.holds_back():
             raise EngineError(
                 f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
                 "outside no_sync(), or drop them with zero_grad()."
@@ -208,7 +208,7 @@ class Gradients:
     def zero(self) -> None:
         """Forget all gradients, also those that somebody has set. A new loss scale counts from here on."""
         self._hooks.backward.forget_failure()
-        self._reducer.zero(self._context.units)
+        self._reducer.zero()
         self.forget()
         self._context.gradient_scale.renew()  # last: gradients that were summed before had the scale of before
 

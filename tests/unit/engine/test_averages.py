@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import penstock
-from penstock.engine.step import averaging
+from penstock.ext.ema import Averages
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared
 from tests.support import inline, prepare_on, separate
 
@@ -300,7 +300,7 @@ def test_memory_that_is_not_there_leaves_what_was(monkeypatch: pytest.MonkeyPatc
         raise penstock.MemoryBudgetError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(averaging.Averaging, "make_room", fail)
+        patch.setattr(Averages, "make_room", fail)
         with pytest.raises(penstock.MemoryBudgetError):
             penstock.EMA(optimizer)
     assert optimizer.locations().to_dict() == before

@@ -25,9 +25,13 @@ def tiles(count: int, beside: Tier = Tier.CPU) -> list[TileUpdate]:
     return [TileUpdate(None, number, beside, [run], 1.0, DONE) for number in range(count)]  # type: ignore[arg-type]
 
 
+def one(_: TileUpdate) -> int:
+    return 1
+
+
 def divided(share: float, count: int) -> str:
     mixed = tiles(count)
-    UpdateSharing(share, separate()).divide(mixed)
+    UpdateSharing(share, separate(), one).divide(mixed)
     return "".join("d" if tile.streamed else "h" for tile in mixed)
 
 
@@ -41,7 +45,7 @@ def test_the_sides_are_mixed_evenly(share: float, expected: str) -> None:
 
 def test_tiles_of_the_device_itself_are_not_streamed() -> None:
     own = tiles(4, Tier.DEVICE)
-    UpdateSharing(1.0, separate()).divide(own)
+    UpdateSharing(1.0, separate(), one).divide(own)
     assert not any(tile.streamed for tile in own)
 
 
@@ -58,7 +62,7 @@ def run(mixed: list[TileUpdate], host_seconds: float, device_seconds: float) -> 
 
 
 def test_the_measured_share_lets_both_sides_end_together() -> None:
-    sharing = UpdateSharing("auto", separate())
+    sharing = UpdateSharing("auto", separate(), one)
     for _ in range(STEPS + 1):
         mixed = tiles(40)
         sharing.divide(mixed)
@@ -73,7 +77,7 @@ def test_the_measured_share_lets_both_sides_end_together() -> None:
 
 
 def test_a_side_without_tiles_tells_nothing() -> None:
-    sharing = UpdateSharing("auto", separate())
+    sharing = UpdateSharing("auto", separate(), one)
     before = sharing.share
     for _ in range(STEPS):
         mixed = tiles(1)

@@ -166,7 +166,7 @@ class Backward:
         self.has_failed = True
         if self._updates is not None:
             self._updates.abandon()
-        self._reducer.drop_pending(self._context.units)
+        self._reducer.drop_pending()
         self._close()
 
     def forget_failure(self) -> None:

@@ -68,34 +68,22 @@ class GradientProxy(Tensor):
         made._answers = answers
         return made
 
-    @property
-    def parameter(self) -> UnitParameter:
-        """Whose gradient it is."""
-        parameter = self._of()
-        if parameter is None or parameter.handle is None:
-            raise self._gone()
-        return parameter
+    def resolve(self) -> "tuple[UnitParameter, GradientSource]":
+        """Return the parameter whose gradient it is, and the source that knows of it.
 
-    def _gone(self) -> EngineError:
-        return EngineError(
-            f"This stood for the gradient of '{self._name}', whose optimizer is closed: the gradient is gone."
-        )
-
-    @property
-    def answers(self) -> GradientSource:
-        """Who knows of it."""
-        answers = self._answers()
-        if answers is None:
-            raise self._gone()
-        return answers
+        Raises:
+            EngineError: the optimizer is closed.
+        """
+        parameter, answers = self._of(), self._answers()
+        if parameter is None or parameter.handle is None or answers is None:
+            raise EngineError(
+                f"This stood for the gradient of '{self._name}', whose optimizer is closed: the gradient is gone."
+            )
+        return parameter, answers
 
     def another(self) -> "GradientProxy":
         """Make another handle of the same gradient: of `detach`, and of `.data`."""
-        return GradientProxy(self.parameter, self._answers)
-
-    def stands_for(self, parameter: UnitParameter) -> bool:
-        """Whether it is a handle of this parameter's gradient."""
-        return self._of() is parameter
+        return GradientProxy(self.resolve()[0], self._answers)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -114,14 +102,6 @@ class GradientProxy(Tensor):
             "optimizer.full_grad(parameter) is its value>"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither pickled nor copied."""
-        _refuse("pickle, torch.save or copy", (self,))
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Not copied, as not read."""
-        _refuse("copy.deepcopy", (self,))
-
 
 def _refused(name: str) -> Callable[..., NoReturn]:
     def method(self: GradientProxy, *_: Any, **__: Any) -> NoReturn:
@@ -134,6 +114,8 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 # Not `untyped_storage`: compilers look for it.
 for _name in ("numpy", "__array__", "tolist", "item", "data_ptr", "storage", "share_memory_"):
     setattr(GradientProxy, _name, _refused(_name))
+GradientProxy.__reduce_ex__ = _refused("pickle, torch.save or copy")  # type: ignore[method-assign]
+GradientProxy.__deepcopy__ = _refused("copy.deepcopy")  # type: ignore[method-assign]
 
 
 def _refuse(what: str, args: Iterable[Any]) -> NoReturn:
@@ -196,7 +178,7 @@ def _norms(handles: Sequence[GradientProxy], norm_type: float, dtype: torch.dtyp
     if not handles:
         return []
     # One by one: a list may have gradients of several engines.
-    values = [handle.answers.norm(handle.parameter, float(norm_type)) for handle in handles]
+    values = [source.norm(parameter, float(norm_type)) for parameter, source in (h.resolve() for h in handles)]
     # In fp32, as a norm of fp32 gradients: one of bf16 would have 8 bits. All in one copy to a device.
     made = torch.tensor(values, dtype=dtype or torch.float32, device=handles[0].device)
     return [made[0]] if len(values) == 1 else list(made.unbind())
@@ -206,13 +188,13 @@ def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
     """Multiply, divide or zero a gradient, or those of a list in which there may be gradients of others as well."""
     found = [tensors] if isinstance(tensors, Tensor) else tensors
     handles = [tensor for tensor in found if isinstance(tensor, GradientProxy)]
-    if factor is None:
-        for handle in handles:
-            handle.answers.drop([handle.parameter])
-    else:
-        number = _number(func, handles, factor)
-        for handle in handles:
-            handle.answers.scale(handle.parameter, number)
+    number = None if factor is None else _number(func, handles, factor)
+    for handle in handles:
+        parameter, source = handle.resolve()
+        if number is None:
+            source.drop([parameter])
+        else:
+            source.scale(parameter, number)
     plain = [tensor for tensor in found if not isinstance(tensor, GradientProxy)]
     if plain:
         func(plain, *([] if factor is None else [factor]))
@@ -239,9 +221,10 @@ def _add(func: Any, handle: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
     accumulates = in_backward() and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
     if not (accumulates and isinstance(handle, GradientProxy) and alpha == 1):
         _refuse(str(func), (handle, grad))
-    if handle.parameter.handle is not handle:
+    parameter, _ = handle.resolve()
+    if parameter.handle is not handle:
         _refuse(str(func), (handle, grad))
-    handle.parameter.arrived = grad
+    parameter.arrived = grad
     return handle if func.overloadpacket is aten.add_ else handle.another()
 
 
@@ -268,15 +251,14 @@ class GradientProxies:
     """
 
     def __init__(self, context: EngineContext) -> None:
-        self._units = [unit for unit in context.units if unit.trained]
+        self._units = context.trained
         self._has_peers = context.ranks.data_size > 1
         self.answers: GradientSource | None = None
 
     def put_on(self) -> None:
         """Put handles on all parameters that have a gradient: a backward is over."""
-        for unit in self._units:
-            assert unit.trained is not None
-            gradient = unit.trained.gradient
+        for unit, trained in self._units:
+            gradient = trained.gradient
             # Of several ranks one alone may have a gradient: it is reduced on all of them, and all clip the same.
             there = gradient.held if self._has_peers else gradient.present
             own = gradient.present | gradient.arrived.keys()
@@ -304,14 +286,14 @@ class GradientProxies:
 
     def take_off(self) -> None:
         """Take them off: a backward begins, and autograd would add to them."""
-        for unit in self._units:
+        for unit, _ in self._units:
             for parameter in unit.parameters:
                 parameter.hide_gradient()
 
     def drop(self) -> None:
         """Take them off for good: another one answers for these gradients from now on."""
         self.take_off()
-        for unit in self._units:
+        for unit, _ in self._units:
             for parameter in unit.parameters:
                 parameter.handle = None
 
@@ -324,4 +306,4 @@ class GradientProxies:
 
 def is_handle_of(grad: Tensor, parameter: UnitParameter) -> bool:
     """Whether a `.grad` is a handle of the parameter's own gradient, such as its `detach()`."""
-    return isinstance(grad, GradientProxy) and grad.stands_for(parameter)
+    return isinstance(grad, GradientProxy) and grad._of() is parameter

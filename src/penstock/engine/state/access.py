@@ -16,7 +16,7 @@ from penstock.engine.unit.dtensor import cut, is_divided, own_part
 from penstock.engine.unit.unit import TrainingState, Unit, UnitGradient
 from penstock.errors import ConfigError, EngineError, NvmeError, PenstockError
 from penstock.layout import Slot, SlotPiece
-from penstock.rules.formats import as_param, read_state, write_state
+from penstock.rules.formats import as_param, read_state, squared_norm, write_state
 from penstock.rules.rule import Scalars, StateSpec
 from penstock.runtime.streams import FailedEvent
 
@@ -339,7 +339,7 @@ class StateAccess:
         rounded = values.to(gradient.home.plans[0].cells[0].dtype)
         for first, last, (kept,) in gradient.home.visit(part.start, part.stop, modify=True):
             kept.copy_(rounded[first - part.start : last - part.start])
-        gradient.squared_norms[part.slot] = self._reducer.squared_norm(rounded)
+        gradient.squared_norms[part.slot] = squared_norm(rounded, pool=None)
         gradient.unmeasured.discard(part.slot)
 
     def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:

@@ -301,7 +301,7 @@ class StateLoader:
             self._gatherer.outdate(unit)
             if unit.resident:  # on every rank in this order: it may be a collective
                 self._gatherer.acquire(unit)
-        self._reducer.zero(self._context.units)  # gradients of other weights; waits for work that still writes them
+        self._reducer.zero()  # gradients of other weights; waits for work that still writes them
         self._context.gradient_scale.renew()
 
     def _restore_counts(self, parameter: nn.Parameter, saved: SavedParameter) -> None:

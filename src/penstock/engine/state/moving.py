@@ -109,7 +109,7 @@ class StateOffloader:
                 moved, on any rank.
         """
         self._gatherer.drop_unused()
-        self._reducer.rest(self._context.units)
+        self._reducer.rest()
         if PARAM in homes:
             for unit in self._context.units:
                 if not self._in_use(unit):
@@ -131,7 +131,7 @@ class StateOffloader:
     def reload(self, *, wait: bool) -> None:
         """Move every storage to the tier of the placement. Collective. Needs and raises the same as `offload`."""
         self._gatherer.drop_unused()
-        self._reducer.rest(self._context.units)
+        self._reducer.rest()
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait, back=True)
         # Not within a backward: pinning memory may wait for device work that later work completes (ordering rule 5).
         self._context.staging.take()

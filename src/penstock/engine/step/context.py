@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock._native import Pool
-from penstock.engine.unit.unit import Unit
+from penstock.engine.unit.unit import TrainingState, Unit
 from penstock.errors import EngineError
 from penstock.rules.rule import Rule
 from penstock.runtime.collectives import Collectives
@@ -167,6 +167,11 @@ class EngineContext:
     param_groups: Sequence[dict[str, Any]]
 
     @property
+    def trained(self) -> list[tuple[Unit, TrainingState]]:
+        """The units that the optimizer updates, each with what only those have."""
+        return [(unit, unit.trained) for unit in self.units if unit.trained is not None]
+
+    @property
     def trains(self) -> bool:
         """Whether there is an optimizer; else the engine has parameters alone, all of them frozen."""
         return bool(self.param_groups)
@@ -227,30 +232,28 @@ class SkippedSteps:
         if may_fall:
             return
         self.in_a_row += 1
+        scale = self._loss_scale
+        where = name_flawed(flawed)
+        where += "" if scale is None else f" The loss scale is {scale.value:g}, and does not fall any further."
+        where += f" {_WHERE_TO_LOOK}"
         if self._at_once:
             raise EngineError(
-                f"The norm of the gradient is not finite; nothing was updated. {name_flawed(flawed)}"
-                f"{self._at_which_scale()} {_WHERE_TO_LOOK}; or use Options(on_nonfinite='skip')."
+                f"The norm of the gradient is not finite; nothing was updated. {where}; or use "
+                "Options(on_nonfinite='skip')."
             )
         if self._most is not None and self.in_a_row >= self._most:
             raise EngineError(
                 f"{self.in_a_row} steps in a row were skipped, because the gradient was not finite: nothing was "
-                f"updated in them. {name_flawed(flawed)}{self._at_which_scale()} {_WHERE_TO_LOOK}. "
-                "Options(max_skipped_steps=None) goes on for ever."
+                f"updated in them. {where}. Options(max_skipped_steps=None) goes on for ever."
             )
         if not self._was_said:
             self._was_said = True
             warnings.warn(
-                f"The step was skipped, because the gradient is not finite. {name_flawed(flawed)}"
-                f"{self._at_which_scale()} {_WHERE_TO_LOOK}. This is said once; StepResult.skipped tells of every such "
-                f"step" + (f", and {self._most} in a row are an error." if self._most is not None else "."),
+                f"The step was skipped, because the gradient is not finite. {where}. This is said once; "
+                f"StepResult.skipped tells of every such step"
+                + (f", and {self._most} in a row are an error." if self._most is not None else "."),
                 stacklevel=8,  # whose call it is: behind the policy, step(), our wrappers and torch's
             )
-
-    def _at_which_scale(self) -> str:
-        if self._loss_scale is None:
-            return ""
-        return f" The loss scale is {self._loss_scale.value:g}, and does not fall any further."
 
 
 def name_flawed(flawed: Sequence[str]) -> str:

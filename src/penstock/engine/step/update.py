@@ -4,16 +4,16 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import Any, Literal
 
 from torch import nn
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.engine.step.context import EngineContext
-from penstock.engine.unit.unit import StateFields, Unit
+from penstock.engine.unit.unit import Unit
 from penstock.layout import SlotPiece
-from penstock.rules.rule import BLOCK_NUMEL, RecordChecksums, Scalars, StepScalars, UpdateSlice
+from penstock.rules.rule import BLOCK_NUMEL, RecordChecksums, Rule, Scalars, StepScalars, UpdateSlice
 from penstock.runtime.hardware import Clock
 from penstock.runtime.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.tiers.storage import Storage, Views
@@ -27,11 +27,11 @@ from penstock.trace import NO_LABEL, Label
 
 #: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
 Plan = dict[int, tuple[StepScalars, Scalars]]
-#: The same of parameters of one rule, group and step, and with the same scalars.
-_Known = dict[Hashable, tuple[StepScalars, Scalars]]
+#: The same of parameters of one rule, group and step, and with the same scalars: a group is read once for all units.
+KnownScalars = dict[Hashable, tuple[StepScalars, Scalars]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class UpdateRun:
     """Neighbouring pieces that are updated in one pass: elements `start` to `stop` of the shard."""
 
@@ -59,6 +59,7 @@ class TileUpdate:
             written it: whatever is submitted later follows compute.
         count: how many tiles the stretch has.
         in_place: whether compute itself updates it, and reaches all of it where it rests.
+        homes: those that it works on, by name.
         divisible: whether it may be the device's or the host's, as the share of each wants it.
     """
 
@@ -74,6 +75,7 @@ class TileUpdate:
     count: int = 1
     in_place: bool = False
     divisible: bool = True
+    homes: Mapping[str, Storage] = field(default_factory=dict)
 
     @property
     def runs_on(self) -> Tier:
@@ -88,7 +90,6 @@ class Updater:
         context: what every part of the engine works with.
         groups: index of the optimizer's param group of each trained parameter.
         firsts: number of each trained parameter's first element among all elements of the optimizer.
-        pipelines: for each side, what brings the tiles that its updates cannot reach where they rest.
 
     Attributes:
         steps: how often each trained parameter was updated.
@@ -101,29 +102,20 @@ class Updater:
         *,
         groups: Mapping[nn.Parameter, int],
         firsts: Mapping[nn.Parameter, int],
-        pipelines: Mapping[Tier, TileStreamer],
     ) -> None:
         self._context = context
         self._groups = groups
         self._firsts = firsts
-        self._pipelines = pipelines
+        # For each side: brings the tiles that its updates cannot reach where they rest.
+        self._pipelines = {
+            beside: TileStreamer(context.streams, ring, beside=beside)
+            for beside, ring in context.staging.update.items()
+        }
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
-    def plan(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> Plan:
+    def plan(self, unit: Unit, slots: Iterable[int], known: KnownScalars) -> Plan:
         """Say what the next step does to each slot, with its group as it is now: a scheduler may change it later."""
-        return self._plan(unit, slots, param_groups, {})
-
-    def plans(
-        self, present: Mapping[Unit, frozenset[int]], param_groups: Sequence[Mapping[str, Any]]
-    ) -> dict[Unit, Plan]:
-        """Say what the next step does to each unit, of those that have a slot with a gradient."""
-        known: _Known = {}  # a group is read once, not again for every unit
-        return {unit: self._plan(unit, slots, param_groups, known) for unit, slots in present.items() if slots}
-
-    def _plan(
-        self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]], known: _Known
-    ) -> Plan:
         plan: Plan = {}
         rule = unit.rule
         for index in sorted(slots):
@@ -133,14 +125,10 @@ class Updater:
             key = id(rule), group, step, tuple(scalars.items()) if scalars else ()
             found = known.get(key)
             if found is None:
-                hyper = rule.hyper(param_groups[group], step, scalars)
+                hyper = rule.hyper(self._context.param_groups[group], step, scalars)
                 found = known[key] = hyper, rule.advance(hyper)
             plan[index] = found
         return plan
-
-    def written(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return what the next step writes into each group: the same on every rank."""
-        return [self._context.rule.advance_group(group) for group in param_groups]
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise `ConfigError` for a group that asks for what the rule does not honour."""
@@ -153,7 +141,7 @@ class Updater:
         # A gradient that is not there yet would be half an old one. What a save or a gather still copies would be half
         # a new state: every home that is written has to be free of reads, too.
         # site update.gradient_written, update.storage_free
-        return all_of([unit.trained.gradient.home.memory.written, *(home.memory.free for home in unit.updated_homes)])
+        return all_of([unit.trained.gradient.home.memory.written, *[home.memory.free for home in unit.updated_homes]])
 
     def tiles(self, unit: Unit, plan: Plan, scale: float, complete: Event, *, singly: bool = False) -> list[TileUpdate]:
         """List what is to be done for a unit once it is complete, in forward order.
@@ -168,7 +156,9 @@ class Updater:
         trained = unit.trained
         assert trained is not None
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
-        bases = self._bases(unit, plan)
+        # What, added to an index in the shard, numbers each slot's elements among all of the optimizer.
+        parameters, own, slots = unit.spec.parameters, unit.own_range[0], unit.layout.slots
+        bases = {index: self._firsts[parameters[index]] + own - slots[index].start for index in plan}
         updates: list[TileUpdate] = []
         number = 0
         while number < len(trained.tiles):
@@ -177,6 +167,7 @@ class Updater:
             # The section may have moved since it was planned: what rests on the device is updated there.
             update.streamed = section.plan.streamed == "all" and update.beside is not Tier.DEVICE
             update.divisible = section.plan.streamed == "some"
+            update.homes = _homes(unit, number)
             if update.runs_on is Tier.DEVICE or not (singly or update.divisible):
                 update.count, update.in_place = self._stretch(update, update.runs_on)
             count = update.count
@@ -193,7 +184,7 @@ class Updater:
         """
         if tile.unit.spec.whole_numel:
             return TileRange(1, in_place=False)
-        stretch = self._pipelines[on].stretch(tile.number, _homes(tile.unit, tile.number))
+        stretch = self._pipelines[on].stretch(tile.number, tile.homes)
         # What the host updates is work of its stream, and never compute's.
         return stretch if on is Tier.DEVICE else stretch._replace(in_place=False)
 
@@ -213,23 +204,19 @@ class Updater:
         """
         on_host: list[Callable[[], None]] = []
         on_device: list[Callable[[], None]] = []
-        in_place: list[TileUpdate] = []
+        in_place: dict[tuple[Rule, str], list[TileUpdate]] = {}
+        observer = self._context.streams.observer
+        recorded = observer is not None and observer.is_traced
         for tile in tiles:
-            # These go in one call of the rule, before which nobody could be asked for each tile.
+            # These go in one call of the rule, before which nobody could be asked for each tile: what is small in each
+            # unit is a launch together. A trace tells units apart.
             if tile.in_place and allowed is None:
-                in_place.append(tile)
+                name = tile.unit.name if recorded else "on the device"
+                in_place.setdefault((tile.unit.rule, name), []).append(tile)
             else:
                 side = on_device if tile.runs_on is Tier.DEVICE else on_host
                 side.append(partial(self._submit, tile, allowed))
-        # All in one call: what is small in each unit is a launch together. A trace tells units apart.
-        observer = self._context.streams.observer
-        recorded = observer is not None and observer.is_traced
-        of_rule = {tile.unit.rule: "on the device" for tile in in_place}
-        together = groupby(
-            in_place if recorded else sorted(in_place, key=lambda tile: list(of_rule).index(tile.unit.rule)),
-            key=lambda tile: (tile.unit.rule, tile.unit.name if recorded else of_rule[tile.unit.rule]),
-        )
-        calls = [partial(self._update_in_place, list(group), Label("update", name)) for (_, name), group in together]
+        calls = [partial(self._update_in_place, group, Label("update", name)) for (_, name), group in in_place.items()]
         # Neither side waits until all of the other's work is submitted.
         turns = [submit for pair in zip_longest(on_host, on_device) for submit in pair if submit is not None]
         # On a cpu the calls of compute itself end when all of it is updated: the host's tiles are on their way before.
@@ -241,15 +228,13 @@ class Updater:
         segments: list[tuple[UpdateSlice, StepScalars]] = []
         nbytes = 0
         for tile in tiles:
-            assert tile.unit.trained is not None
-            homes = _homes(tile.unit, tile.number)
             brought = self._pipelines[tile.beside].bring(
-                tile.number, homes, after=tile.complete, label=NO_LABEL, count=tile.count
+                tile.number, tile.homes, after=tile.complete, label=NO_LABEL, count=tile.count
             )
             # Nothing has to be brought, but a save or a gather may still read what compute is about to write, and a
             # move still be bringing it: streams of their own, which compute does not follow by itself.
             brought.ready.wait()  # site update.in_place_free
-            segments += self._segments(tile, tile.unit.trained.fields, brought.views)
+            segments += self._segments(tile, brought.views)
             nbytes += _touched(brought.views)
         (scale,), (rule,) = {tile.scale for tile in tiles}, {tile.unit.rule for tile in tiles}
         work = partial(rule.update_many, segments, scale, self._context.pool)
@@ -261,29 +246,17 @@ class Updater:
         What brings it follows `complete`, and the last use of the slot that it passes; the update follows that; what
         puts it back follows the update.
         """
-        unit, trained = tile.unit, tile.unit.trained
-        assert trained is not None
-        homes = _homes(unit, tile.number)
-        written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", unit.name, tile=tile.number)
+        written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", tile.unit.name, tile=tile.number)
         # What a pass of the host touches anyway is summed by it, and not by those who move it.
-        sums = tile.runs_on is Tier.CPU and unit.rule.sums
+        sums = tile.runs_on is Tier.CPU and tile.unit.rule.sums
         brought = self._pipelines[tile.runs_on].bring(
-            tile.number, homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
+            tile.number, tile.homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
         )
-        work = partial(self._apply, tile, trained.fields, brought, allowed)
-        nbytes = _touched(brought.views)
-        if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
-            brought.ready.wait()  # site update.loaded_for_compute: else it computes with what the slot held before
-            self._context.streams.compute(work, label=label, nbytes=nbytes)
-            updated = DONE  # what puts it back follows all that compute was given
-        else:
-            # Two streams: the device's own updates run beside those of the host, and beside compute.
-            stream = DEVICE_UPDATE if tile.streamed else UPDATE
-            # site update.loaded
-            updated = self._context.streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, label=label)
-        # After the update, or it would put back what was brought. The slot is free once it has arrived: another tile's
-        # values would else be written over it on its way.
-        tile.written = brought.put_back(updated)
+        work = partial(self._apply, tile, brought, allowed)
+        # Compute itself updates what is on the device. Two streams for the rest: the device's own updates run beside
+        # those of the host, and beside compute.
+        stream = None if tile.beside is Tier.DEVICE else DEVICE_UPDATE if tile.streamed else UPDATE
+        tile.written = use_staged(self._context.streams, stream, brought, work)
 
     def publish(self, unit: Unit, tiles: Sequence[TileUpdate], *, goes_on: bool = False) -> None:
         """Have a unit's homes wait for tiles that were submitted, and take their shadows to where parameters rest.
@@ -316,40 +289,32 @@ class Updater:
         # Each rank has updated its own shard of a replicated unit: the next gather fetches the others, on every rank.
         unit.outdate_parts()
 
-    def _bases(self, unit: Unit, slots: Iterable[int]) -> dict[int, int]:
-        """Compute what, added to an index in the shard, numbers each slot's elements among all of the optimizer."""
-        parameters, own, layout = unit.spec.parameters, unit.own_range[0], unit.layout.slots
-        return {index: self._firsts[parameters[index]] + own - layout[index].start for index in slots}
-
-    def _apply(
-        self, tile: TileUpdate, fields: StateFields, brought: StagedTile, allowed: Callable[[], bool] | None
-    ) -> None:
+    def _apply(self, tile: TileUpdate, brought: StagedTile, allowed: Callable[[], bool] | None) -> None:
         """Update every run of a tile, as the work of a stream, once all of it is there."""
         updates = allowed is None or allowed()
         sums = RecordChecksums(record.buffer for record in brought.summed)
         if updates:
-            segments = self._segments(tile, fields, brought.views)
+            segments = self._segments(tile, brought.views)
             tile.unit.rule.update_many(segments, tile.scale, self._context.pool, sums)
         for record in brought.summed:  # what has stayed as it was is put back all the same
             record.check(sums)
         if updates and tile.then is not None:
             tile.then()
 
-    def _segments(
-        self, tile: TileUpdate, fields: StateFields, views: Mapping[str, Views]
-    ) -> Iterator[tuple[UpdateSlice, StepScalars]]:
+    def _segments(self, tile: TileUpdate, views: Mapping[str, Views]) -> Iterator[tuple[UpdateSlice, StepScalars]]:
         """Yield what the rule works on in each run of a tile: views of its values, as they were brought."""
-        unit = tile.unit
+        unit, trained = tile.unit, tile.unit.trained
+        assert trained is not None
         first = tile.number * unit.params.sections[0].tile_numel  # where the values begin in the shard
         (grad,) = views[GRAD]
         # The shadow where there is one: the parameter is out of reach, and gets the same bits when it is published.
         (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
         master = views[MASTER][0] if views[MASTER] else None
-        states, scales = fields.name(views[OPTIMIZER])
+        states, scales = trained.fields.name(views[OPTIMIZER])
         for run in tile.runs:
             start, stop = run.start - first, run.stop - first
             shape = unit.layout.slots[run.slot].shape if unit.spec.whole_numel else ()
-            if start == 0 and stop == len(param) and all(scale is None for scale in scales):
+            if start == 0 and stop == len(param) and trained.fields.scales.count(None) == len(scales):
                 # All of it: views of the same elements would take as long as the update of a small unit.
                 yield UpdateSlice(param, grad, master, states, first=run.base + run.start, shape=shape), run.hyper
                 continue
@@ -365,6 +330,31 @@ class Updater:
                 shape=shape,
             )
             yield segment, run.hyper
+
+
+def use_staged(streams: Streams, stream: str | None, staged: StagedTile, work: Callable[[], None]) -> Event:
+    """Do work on a tile once all of it is there, and put back what it wrote.
+
+    Arguments:
+        streams: where work runs beside compute.
+        stream: the one that does the work; `None` for compute itself.
+        staged: the tile.
+        work: reads and writes its views.
+
+    Returns:
+        The event after which what was written is in those homes that are memory.
+    """
+    nbytes = _touched(staged.views)
+    if stream is None:
+        staged.ready.wait()  # site update.loaded_for_compute: else it computes with what the slot held before
+        streams.compute(work, label=staged.label, nbytes=nbytes)
+        used = DONE  # what puts it back follows all that compute was given
+    else:
+        # site update.loaded
+        used = streams.submit(stream, work, after=(staged.ready,), nbytes=nbytes, label=staged.label)
+    # After the work, or what was brought would be put back. The slot is free once it has arrived: another tile's values
+    # would else be written over it on its way.
+    return staged.put_back(used)
 
 
 def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
@@ -401,23 +391,17 @@ def merge(pieces: Iterable[SlotPiece], hypers: Mapping[int, StepScalars], bases:
     and where neighbours are not numbered one after the other (`bases`, see `UpdateRun`), they stay apart.
     """
     runs: list[UpdateRun] = []
-    first: SlotPiece | None = None  # of the run that goes on
-    last = 0
+    goes_on = False  # a parameter without a gradient, which no run may reach across, is not touched
     for piece in pieces:
         hyper = hypers.get(piece.slot)
-        if first is not None:
-            if (
-                hyper is not None
-                and (hypers[first.slot], bases[first.slot]) == (hyper, bases[piece.slot])
-                and (last == piece.start or hyper.keeps_zeros)
-            ):
-                last = piece.stop
-                continue
-            runs.append(UpdateRun(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
-        # A parameter without a gradient, which no run may reach across, is not touched.
-        first, last = None if hyper is None else piece, piece.stop
-    if first is not None:
-        runs.append(UpdateRun(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
+        if hyper is not None:
+            base, last = bases[piece.slot], runs[-1] if goes_on else None
+            meets = last is not None and (last.stop == piece.start or hyper.keeps_zeros)
+            if last is not None and meets and (last.hyper, last.base) == (hyper, base):
+                last.stop = piece.stop
+            else:
+                runs.append(UpdateRun(piece.start, piece.stop, hyper, base, piece.slot))
+        goes_on = hyper is not None
     return runs
 
 
@@ -458,7 +442,7 @@ class UpdateSharing:
         self,
         share: float | Literal["auto"],
         streams: Streams,
-        at_once: Callable[[TileUpdate], int] = lambda _: 1,
+        at_once: Callable[[TileUpdate], int],
     ) -> None:
         self._streams = streams
         self._at_once = at_once
@@ -477,35 +461,31 @@ class UpdateSharing:
         if self._race is not None:
             self._learn(self._race.fair_share())
         divided: list[TileUpdate] = []
-        passed = taken = 0
-        for group in self._groups(tiles):
-            if not _is_divided(group[0]):
-                divided += group
-                continue
-            passed += len(group)
-            if self.share > 0 and taken + len(group) <= self.share * passed:
-                taken += len(group)
-                group = [join(group) if len(group) > 1 else group[0]]
-                group[0].streamed = True
+        number = passed = taken = 0
+        while number < len(tiles):
+            first = tiles[number]
+            group = self._group(tiles, number) if _is_divided(first) else [first]
+            number += len(group)
+            if _is_divided(first):
+                passed += len(group)
+                if self.share > 0 and taken + len(group) <= self.share * passed:
+                    taken += len(group)
+                    group = [join(group)] if len(group) > 1 else group
+                    group[0].streamed = True
             divided += group
         if self._steps_left:
             self._clock = self._clock or self._streams.device_clock()
             self._race = _Race([tile for tile in divided if _is_divided(tile)], self._clock)
         return divided
 
-    def _groups(self, tiles: Sequence[TileUpdate]) -> Iterator[list[TileUpdate]]:
-        """Yield groups of neighbouring tiles that the device takes at once, in order."""
-        group: list[TileUpdate] = []
-        most = 0
-        for tile in tiles:
-            follows = group and tile.unit is group[0].unit and tile.number == group[-1].number + 1
-            if not follows or len(group) >= most:
-                if group:
-                    yield group
-                group, most = [], self._at_once(tile) if _is_divided(tile) else 1
+    def _group(self, tiles: Sequence[TileUpdate], number: int) -> list[TileUpdate]:
+        """List the neighbouring tiles from one on that the device takes at once."""
+        group = [tiles[number]]
+        for tile in tiles[number + 1 : number + self._at_once(group[0])]:
+            if tile.unit is not group[0].unit or tile.number != group[-1].number + 1:
+                break
             group.append(tile)
-        if group:
-            yield group
+        return group
 
     def _learn(self, share: float | None) -> None:
         """Take up the share at which both sides would have ended together, unless that is not known yet."""

@@ -1,0 +1,372 @@
+"""An average of the parameters, beside the training state, and blocks in which it takes the parameters' place.
+
+An average is a storage of each trained unit, fp32, of this rank's shard, on one tier: 4 bytes for each parameter. It is
+made after `prepare`, saved and loaded with the rest, and moved by nothing. To update it reads 4 bytes of each parameter
+(the master) and reads and writes 4; in its block it changes places with the masters, so no further copy of either is
+needed, and each value comes back bit for bit.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.config import MASTER, PARAM, SHADOW, Tier, TierName, average_kind, parse_tier
+from penstock.engine.engine import Engine
+from penstock.engine.state.access import failing_as_a_whole
+from penstock.engine.step.update import use_staged
+from penstock.engine.unit.plan import UnitPlan
+from penstock.engine.unit.unit import Holder, TrainingState, Unit
+from penstock.errors import ConfigError, EngineError
+from penstock.optimizer import Optimizer
+from penstock.rules.average import begin, follow, hide, show
+from penstock.runtime.modes import EngineBlock, engine_entry, engine_mode
+from penstock.runtime.streams import UPDATE, all_of
+from penstock.tiers.staging import SIDES, Buffers, plan_ring, worked_on
+from penstock.tiers.storage import CellPlan, Ring, RingPlan, Segment, SegmentPlan, Storage
+from penstock.tiers.transfer import TileStreamer
+from penstock.trace import Label
+
+
+class EMA:
+    """An exponential moving average of the trained parameters: fp32, sharded as they are, on any tier.
+
+    It begins with the parameters as they are, at master precision, and `update` has it follow them:
+    `average = decay * average + (1 - decay) * parameter`, as `torch.optim.swa_utils.get_ema_multi_avg_fn` does, with
+    the same bits at every stage, placement, tier and world size. It takes 4 bytes for each trained parameter of this
+    rank's shard; `optimizer.locations()` lists them as `ema`. Parameters that the optimizer does not train are what
+    they are, and so are buffers (`AveragedModel(use_buffers=False)`).
+
+    `optimizer.save` keeps it and `optimizer.load` brings it back, at any world size, stage and tier: make it before
+    `load`. From a checkpoint without one it begins with the loaded parameters, and a warning says so.
+    `optimizer.close` gives it back.
+
+    Arguments:
+        optimizer: what `penstock.prepare` returned. Collective: every rank makes the same averages, in one order.
+        decay: how much of the average stays at each update, from 0 to 1. It may be set between updates.
+        tier: where the average rests, and is updated: `"device"`, `"cpu"`, or `"nvme"`, which needs
+            `Placement(nvme_path=...)`.
+        name: tells several averages of one optimizer apart: kind `ema.<name>` in reports and checkpoints.
+
+    Raises:
+        ConfigError: an argument is not as above, the name is taken, or no parameter is trained. Nothing has changed.
+        MemoryBudgetError, NvmeError: there is no room for it. Nothing has changed.
+        EngineError: closed; inside forward, backward, `gathered` or `applied`.
+
+    Example:
+        >>> ema = penstock.EMA(optimizer, decay=0.999)  # doctest: +SKIP
+        >>> for batch in loader:  # doctest: +SKIP
+        ...     optimizer.backward(model(**batch).loss)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     ema.update()
+        >>> with ema.applied():  # doctest: +SKIP
+        ...     evaluate(model)
+    """
+
+    @engine_entry
+    def __init__(self, optimizer: Optimizer, decay: float = 0.999, *, tier: TierName = "cpu", name: str = "") -> None:
+        _check(optimizer, name)
+        where = parse_tier(tier, what="tier")
+        self.decay = decay
+        self._optimizer = optimizer
+        self._kind = average_kind(name)
+        with optimizer._open("EMA").turn("EMA"), ExitStack() as undo:
+            with optimizer._together("EMA", whole=True, writes=True, idle=True, settled=True) as (engine, facts):
+                averages = engine.averages = engine.averages or Averages(engine)
+                averages.check_new(self._kind)
+                facts.update({"tier": where.value, "name": name, "decay": self.decay})
+                undo.callback(averages.remove, self._kind)
+                averages.make(self._kind, where)
+            undo.pop_all()
+            averages.begin(self._kind, engine.context.trained)
+
+    @property
+    def decay(self) -> float:
+        """How much of the average stays at each update, from 0 to 1."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, value: float) -> None:
+        self._decay = _fraction(value)
+
+    @engine_entry
+    def update(self) -> None:
+        """Have the average follow the parameters: called after `step`. Collective.
+
+        It follows the updates of that step, on whichever stream they run, and the next step follows it: with
+        `overlap="forward"` nothing waits for it. A step that was skipped has changed no parameter, and the average
+        follows all the same; ask `StepResult.skipped`.
+
+        Raises:
+            EngineError: closed; inside forward, backward, `gathered` or `applied`; or ranks have another decay. Nothing
+                has changed.
+        """
+        optimizer = self._optimizer
+        with optimizer._open("EMA.update").turn("EMA.update"):
+            with optimizer._together("EMA.update", whole=True, idle=True) as (engine, facts):
+                facts.update({"name": self._kind, "decay": self.decay})
+            engine.averages.update(self._kind, self.decay)
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Show the average in the model inside a `with` block, and the parameters again after it. Collective.
+
+        The two change places, so it takes no memory; after the block both have the bits that they had, also where an
+        exception ends it. Inside, the model computes with the average in the compute dtype: forward, `generate`,
+        `optimizer.gathered()` with `state_dict` and `save_pretrained` in it, `full_param`. Training is refused by name:
+        backward, `step`, `save`, `load`, whatever sets parameters or states, and `close`.
+
+        Raises:
+            EngineError: closed; inside forward, backward, `gathered` or another `applied`; a forward waits for its
+                backward. Nothing has changed.
+
+        Example:
+            >>> with ema.applied(), optimizer.gathered():  # doctest: +SKIP
+            ...     model.save_pretrained("averaged")
+        """
+        meeting = self._optimizer._together("EMA.applied", whole=True, writes=True, idle=True, settled=True)
+        with engine_mode(), meeting as (engine, facts):
+            for unit, _ in engine.context.trained:
+                if unit.holding.is_held:
+                    raise EngineError(
+                        f"EMA.applied(): unit '{unit.name}' is in use by a forward whose backward has not run. Run it, "
+                        "or run such forwards under torch.no_grad()."
+                    )
+            facts["name"] = self._kind
+        return EngineBlock(engine.averages.applied(self._kind), partial(engine.turn, "EMA.applied"))
+
+
+def _check(optimizer: object, name: object) -> None:
+    """Refuse an optimizer that is not ours, and a name that is none."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"EMA({type(optimizer).__name__}): give it the optimizer that penstock.prepare() returned.")
+    if name != "" and not (isinstance(name, str) and name.isidentifier()):
+        raise ConfigError(f"EMA(name={name!r}): use letters, digits and underscores.")
+
+
+def _fraction(value: object) -> float:
+    """Read a decay."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"EMA: decay={value!r}. Use a number from 0 to 1.")
+    return float(value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Passes over the parameters and an average of them, tile by tile, where the average rests.
+#
+# A pass brings what it needs of each tile as an update does, follows the last writes of what it reads, and is noted in
+# the storages: the next update of a unit waits for what a pass still reads, and a pass for the update before it.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: What is done with some elements: their average, their parameters, and what those lack to the fp32 values.
+Work = Callable[[Tensor, Tensor, Tensor | None], None]
+
+
+class Averages:
+    """Every average of one engine, and the buffers of the passes over them.
+
+    Attributes:
+        tiers: where each of them rests, by kind.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._context = engine.context
+        self._rings = {beside: Ring() for beside in SIDES}
+        self._streamers = {
+            beside: TileStreamer(self._context.streams, ring, beside=beside) for beside, ring in self._rings.items()
+        }
+        self._planned: dict[Tier, RingPlan] = {}
+        self._buffers = Buffers(self._context.store)
+        self.tiers: dict[str, Tier] = {}
+
+    def check_new(self, kind: str) -> None:
+        """Refuse an average of a name that there is, or of nothing."""
+        if kind in self.tiers:
+            raise ConfigError(
+                f"This optimizer has an average '{kind}' already. Give each one a name: EMA(..., name='slow')."
+            )
+        if not self._context.trained:
+            raise ConfigError("EMA: the optimizer trains no parameter, so there is nothing to average.")
+
+    def make(self, kind: str, tier: Tier) -> None:
+        """Take the memory of an average.
+
+        Raises:
+            MemoryBudgetError, NvmeError: there is no room for it.
+        """
+        units = self._context.trained
+        plans = [_plan(u.name, u.shard_numel, u.params.sections[0].tile_numel, kind, tier) for u, _ in units]
+        reserved = self._context.store.reserve(plans)
+        for (_, trained), plan in zip(units, plans, strict=True):
+            trained.averages[kind] = Storage([reserved.make(plan)])
+        self.tiers[kind] = tier
+        self.make_room()
+
+    def remove(self, kind: str) -> None:
+        """Give the memory of an average back, as far as there is any."""
+        self._engine.access.finish()
+        self.tiers.pop(kind, None)
+        self.drop_buffers()  # they may hold records of it
+        for _, trained in self._context.trained:
+            home = trained.averages.pop(kind, None)
+            for section in home.sections if home is not None else ():
+                self._context.store.leave(section)
+                self._context.store.free(section)
+
+    def begin(self, kind: str, units: Iterable[tuple[Unit, TrainingState]]) -> None:
+        """Begin an average of units with their parameters as they are."""
+        self._run(units, kind, begin, label="begin")
+
+    def plans_for(self, plans: Iterable[UnitPlan]) -> list[SegmentPlan]:
+        """Plan the storages that every average has of units that are to be trained."""
+        return [
+            _plan(plan.spec.name, plan.shard_numel, plan.tile_numel, kind, tier)
+            for plan in plans
+            for kind, tier in self.tiers.items()
+        ]
+
+    def join(self, names: Container[str], sections: Iterable[Segment]) -> None:
+        """Begin every average of units that are trained from now on, in memory that was planned by `plans_for`."""
+        units = [(unit, trained) for unit, trained in self._context.trained if unit.name in names]
+        made = iter(sections)
+        for _, trained in units:
+            trained.averages |= {kind: Storage([next(made)]) for kind in self.tiers}
+        self.make_room()
+        for kind in self.tiers:
+            self.begin(kind, units)
+
+    def update(self, kind: str, decay: float) -> None:
+        """Have an average follow the parameters as they are after the updates that are under way."""
+        self.make_room()
+        work = partial(follow, decay=decay, pool=self._context.pool)
+        self._run(self._context.trained, kind, work, label="average")
+
+    @contextmanager
+    def applied(self, kind: str) -> Iterator[None]:
+        """Show an average in the place of the parameters for the time of a `with` block. Collective."""
+        self._exchange(kind, back=False)
+        backward = self._engine.hooks.backward
+        backward.refusal = (
+            "backward() was called inside EMA.applied(): its gradients would be of the average. Leave the block first."
+        )
+        try:
+            yield
+        finally:
+            if not any(unit.is_dropped for unit in self._context.units):
+                self._exchange(kind, back=True)
+            backward.refusal = None
+
+    def _exchange(self, kind: str, *, back: bool) -> None:
+        gatherer, access = self._engine.gatherer, self._engine.access
+        units = [unit for unit, _ in self._context.trained]
+        access.finish()
+        self.make_room()
+        gatherer.drop_unused()
+        if back:
+            for unit in units:  # graphs of forwards inside have no backward any more, and what waits for it lets go
+                unit.holding.drop_all(Holder.BACKWARD, Holder.UNANNOUNCED)
+                gatherer.release(unit)
+        with failing_as_a_whole(units, "EMA.applied()"):
+            for unit in units:  # before the first write: what is gathered has the values of before
+                gatherer.outdate(unit)
+                unit.count_writes()  # a graph from before reads other weights: its backward is refused
+            self._run(self._context.trained, kind, hide if back else show, label="exchange", exchanges=True)
+            access.finish()
+            for unit in units:
+                # Each rank has exchanged its own part of a replica: the others' are old until they are gathered.
+                unit.outdate_parts()
+            gatherer.show_resident(units, wait=True)
+
+    def make_room(self) -> None:
+        """Take the buffers that passes need, as storages are now, in the place of those before: they may have moved."""
+        units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit, _ in self._context.trained]
+        planned = {}
+        for beside in SIDES:
+            sections = (
+                ("average" if name == kind else name, plan)
+                for unit in units
+                for kind in self.tiers
+                for name, plan in worked_on(beside, unit, kind, (MASTER, kind, SHADOW, PARAM))
+            )
+            planned[beside] = plan_ring("average", beside, sections, self._context.streams.reach)
+        if planned == self._planned:
+            return
+        self.drop_buffers()
+        reserved = self._context.store.reserve([plan for ring in planned.values() for plan in ring.sections()])
+        for beside, ring in planned.items():
+            self._rings[beside].fill(self._buffers.make_slots(ring, reserved))
+            self._rings[beside].tiles = ring.tiles
+        self._planned = planned
+
+    def drop_buffers(self) -> None:
+        """Give back the buffers of passes, once work on them is over. The next pass takes some again."""
+        for ring in self._rings.values():
+            ring.drop()
+        self._buffers.free()
+        self._planned = {}
+
+    def _run(
+        self,
+        units: Iterable[tuple[Unit, TrainingState]],
+        kind: str,
+        work: Work,
+        *,
+        label: str,
+        exchanges: bool = False,
+    ) -> None:
+        """Submit a pass over all tiles of some units.
+
+        Arguments:
+            units: trained ones, which have this average.
+            kind: the average.
+            work: what is done with each tile.
+            label: what it is for, in traces.
+            exchanges: whether it writes parameters and masters as well as the average.
+        """
+        for unit, trained in units:
+            average = trained.averages[kind]
+            weights = [unit.params, trained.master, trained.shadow]
+            read, written = ([], [*weights, average]) if exchanges else (weights, [average])
+            complete = all_of(home.memory.written for home in read)  # site average.weights_written
+            # site average.storage_free
+            free = all_of(home.memory.free for home in written)  # of updates, gathers, saves, and of the pass before
+            after = all_of([complete, free])  # site average.after_weights, average.after_storage
+            events, number = [], 0
+            while number < len(trained.tiles):
+                section, _ = average.tile(number)
+                beside = Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
+                homes = {MASTER: trained.master, "average": average}
+                homes |= {SHADOW: trained.shadow} if trained.is_shadowed(number) else {PARAM: unit.params}
+                count = self._streamers[beside].stretch(number, homes).tiles
+                brought = self._streamers[beside].bring(
+                    number,
+                    homes,
+                    after=after,
+                    label=Label(label, unit.name, kind, number),
+                    written=tuple(homes) if exchanges else ("average",),
+                    count=count,
+                )
+                (param,) = brought.views[SHADOW] if SHADOW in brought.views else brought.views[PARAM]
+                (values,), master = brought.views["average"], brought.views[MASTER]
+                call = partial(work, values, param, master[0] if master else None)
+                stream = None if beside is Tier.DEVICE else UPDATE
+                events.append(use_staged(self._context.streams, stream, brought, call))
+                number += count
+            over = all_of(events)  # site average.tiles_over
+            for home in read:
+                home.note_read(over)  # site average.read: the next update would else write what this still reads
+            for home in written:
+                home.note_write(over)  # site average.written
+            if exchanges and any(trained.is_shadowed(number) for number in range(len(trained.tiles))):
+                self._context.movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
+
+
+def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SegmentPlan:
+    """Plan the storage of an average of a unit: one section, of the tiles of the parameters."""
+    cell = CellPlan(name, kind, tier, torch.float32, shard_numel)
+    # The host works on what rests there: a device copies none of it.
+    return SegmentPlan(kind, tier, (cell,), 0, shard_numel, tile_numel, copied=False)
