@@ -7,7 +7,7 @@ from penstock.config import TierName, average_kind, parse_tier
 from penstock.engine.engine import check_at_rest
 from penstock.errors import ConfigError
 from penstock.optimizer import Optimizer
-from penstock.runtime.modes import EngineBlock, engine_entry, engine_mode
+from penstock.runtime.modes import EngineBlock, engine_entry
 
 
 class EMA:
@@ -92,6 +92,7 @@ class EMA:
                 facts.update({"name": self._kind, "decay": self.decay})
             engine.averages.update(self._kind, self.decay)
 
+    @engine_entry
     def applied(self) -> AbstractContextManager[None]:
         """Show the average in the model inside a `with` block, and the parameters again after it. Collective.
 
@@ -109,7 +110,7 @@ class EMA:
             ...     model.save_pretrained("averaged")
         """
         optimizer = self._optimizer
-        with engine_mode(), optimizer._together("EMA.applied") as (engine, facts):
+        with optimizer._together("EMA.applied") as (engine, facts):
             optimizer._open("EMA.applied", whole=True, writes=True)
             check_at_rest("EMA.applied", engine)
             engine.averages.check_free()

@@ -29,7 +29,7 @@ from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
 from penstock.runtime.control_group import Facts
-from penstock.runtime.modes import EngineBlock, engine_entry, engine_mode
+from penstock.runtime.modes import EngineBlock, engine_entry
 from penstock.tiers.tier import LocationReport
 
 if TYPE_CHECKING:
@@ -278,6 +278,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return locate(self._open("locations"))
 
+    @engine_entry
     def gathered(
         self, parameters: Iterable[nn.Parameter] | None = None, *, modify: bool = False
     ) -> AbstractContextManager[None]:
@@ -292,7 +293,7 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a tensor that is no parameter of the model.
         """
         wanted = None if parameters is None else list(parameters)
-        with engine_mode(), self._together("gathered") as (engine, facts):
+        with self._together("gathered") as (engine, facts):
             self._open("gathered", whole=modify, writes=modify)
             facts["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
             facts["modify"] = modify

@@ -11,20 +11,12 @@ allocation names its dtype.
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-# By names of this module: a small step crosses the border at each of its gradients.
-_grad_is_on, _set_grad = torch._C.is_grad_enabled, torch._C._set_grad_enabled
-_FunctionsOff = torch._C.DisableTorchFunction
-_inference_is_on = torch._C.is_inference_mode_enabled
-_autocast_is_on = torch._C._is_any_autocast_enabled
-_functorch = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,38 +44,41 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
     records: bool
 
     def __enter__(self) -> "engine_mode":
-        self._outer = outer = _thread.stay
-        self._grad = grad = _grad_is_on()
-        self.records = grad if outer is None else outer.records
+        self._outer, self._grad = _thread.stay, torch.is_grad_enabled()
+        self.records = self._grad if self._outer is None else self._outer.records
         self._modes: list[TorchDispatchMode] = []
         self._guards: list[Any] = []
-        self._functions = _FunctionsOff()
+        self._functions = torch._C.DisableTorchFunction()
         try:
             _thread.stay = self  # before anything is changed: an interrupt from here on is undone by `go_back_to`
             self._functions.__enter__()
-            if _inference_is_on():
+            if torch.is_inference_mode_enabled():
                 self._guard(torch._C._InferenceMode(False))
-            if _autocast_is_on():
+            if torch._C._is_any_autocast_enabled():
                 self._guard(torch._C._DisableAutocast())
-            if _functorch() is not None:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
                 self._guard(torch._C._DisableFuncTorch())
-            if _dispatch_modes():
+            if torch._C._len_torch_dispatch_stack():
                 self._take_modes()
-            _set_grad(False)  # last: leaving inference mode turns gradients on
+            torch._C._set_grad_enabled(False)  # last: leaving inference mode turns gradients on
             return self
         except BaseException:
-            self.end()
+            self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.end()
-        except BaseException:  # an interrupt: what was put back already is not put back again
-            self.end()
-            raise
+        """Put everything back as it was, in the reverse order. After an interrupt a second call does the rest."""
+        while self._modes:
+            torch._C._push_on_torch_dispatch_stack(self._modes.pop())
+        while self._guards:
+            self._guards[-1].__exit__(None, None, None)
+            del self._guards[-1]
+        torch._C._set_grad_enabled(self._grad)
+        self._functions.__exit__(None, None, None)  # after the grad mode: function modes would see that change
+        _thread.stay = self._outer
 
     def _guard(self, guard: Any) -> None:
-        """Enter one of torch's guards, and note it first, so that an interrupt in between leaves it to `end`."""
+        """Enter one of torch's guards, and note it first, so that an interrupt in between leaves it to `__exit__`."""
         self._guards.append(guard)
         guard.__enter__()
 
@@ -99,17 +94,6 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
             self._modes.append(mode)
             torch._C._pop_torch_dispatch_stack(None)
 
-    def end(self) -> None:
-        """Put everything back as it was, in the reverse order. What is put back is forgotten: it is done once."""
-        while self._modes:
-            torch._C._push_on_torch_dispatch_stack(self._modes.pop())
-        while self._guards:
-            self._guards[-1].__exit__(None, None, None)
-            del self._guards[-1]
-        _set_grad(self._grad)
-        self._functions.__exit__(None, None, None)  # after the grad mode: function modes would see that change
-        _thread.stay = self._outer
-
 
 class user_mode:  # noqa: N801
     """The user's side again, inside of `engine_mode`: for the user's own code, and what is recorded for backward."""
@@ -120,7 +104,7 @@ class user_mode:  # noqa: N801
         self._stays: list[engine_mode] = []
         while _thread.stay is not None:
             self._stays.append(_thread.stay)
-            _thread.stay.__exit__(None, None, None)
+            _thread.stay.__exit__()
 
     def __exit__(self, *_: object) -> None:
         while self._stays:
@@ -130,7 +114,7 @@ class user_mode:  # noqa: N801
 def user_records() -> bool:
     """Whether operations are recorded for backward on the user's side."""
     stay = _thread.stay
-    return _grad_is_on() if stay is None else stay.records
+    return torch.is_grad_enabled() if stay is None else stay.records
 
 
 def innermost() -> engine_mode | None:
@@ -144,7 +128,7 @@ def go_back_to(stay: engine_mode | None) -> None:
     It may come after a `with` block was entered and before the first line of `__exit__`.
     """
     while _thread.stay is not stay and _thread.stay is not None:
-        _thread.stay.end()
+        _thread.stay.__exit__()
 
 
 def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
@@ -173,9 +157,7 @@ class EngineBlock(AbstractContextManager[T]):
         turn: makes what is entered around each of these two steps.
     """
 
-    def __init__(
-        self, inside: AbstractContextManager[T], turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def __init__(self, inside: AbstractContextManager[T], turn: Callable[[], AbstractContextManager[None]]) -> None:
         self._inside = inside
         self._turn = turn
 
