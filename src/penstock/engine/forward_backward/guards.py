@@ -4,7 +4,7 @@ import copy
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,16 +19,6 @@ from penstock.engine.unit.parameter import OWNER, ParameterOwner, UnitParameter
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Copies of a prepared model, by `copy.deepcopy`, `AveragedModel`, pickle or `torch.save`: plain ones, or none.
-#
-# Where the parameters are there (inside `gathered`, or read in place), a copy is a model as before `prepare`, without
-# anything of ours. Where they are not, it would be full of NaN, and is refused by name. Parameters are copied by torch:
-# `deepcopy` gives each memory of its own, a pickle keeps that of the whole unit. `copy.copy` makes another name for the
-# same modules and parameters, and is left alone.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 #: Where modules keep the hooks that an anchor registers.
 _FORWARD_HOOKS = (
     "_forward_pre_hooks",
@@ -39,72 +29,16 @@ _FORWARD_HOOKS = (
 )
 _STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
-Places = Mapping[nn.Parameter, tuple[Unit, UnitParameter]]
-
-
-class ModelCopies:
-    """Copies modules of a model.
-
-    Arguments:
-        places: the unit and the seam of each parameter.
-        attached: what is set on modules.
-    """
-
-    def __init__(self, places: Places, attached: Sequence[AttributePatches]) -> None:
-        self._places = places
-        self._attached = attached
-        self.state_hooks: set[int] = set()  # identities of our hooks on state dicts
-
-    def plant(self, planted: AttributePatches, modules: Iterable[nn.Module]) -> None:
-        """Have modules be copied here. A parameter alone is copied by its class, or refuses to be read."""
-        for module in modules:
-            planted.plant(module, "__reduce_ex__", partial(self.reduce_module, module))
-
-    def reduce_module(self, module: nn.Module, protocol: Any) -> Any:
-        """Take a module apart for a copy, as its class does, without what is ours."""
-        parts = type(module).__reduce_ex__(module, protocol)
-        if sys._getframe(1).f_code is copy.copy.__code__:
-            return parts
-        if absent := self.absent(module.parameters()):
-            raise EngineError(
-                f"A prepared model cannot be copied or pickled here (copy.deepcopy, AveragedModel, torch.save(model)): "
-                f"{absent}. Copy it before prepare(), or inside optimizer.gathered(), on every rank: such a copy is a "
-                "plain model with the exact values. An average of the parameters is penstock.EMA; to keep the model, "
-                "use optimizer.save()."
-            )
-        if not (isinstance(parts, tuple) and len(parts) > 2 and isinstance(parts[2], dict)):
-            return parts  # by a class that takes itself apart: it says what it is made of
-        function, arguments, state, *rest = parts
-        state = dict(state)
-        for part in self._attached:
-            part.clean(module, state)
-        for names, ours in ((_FORWARD_HOOKS, {HOOK_ID}), (_STATE_HOOKS, self.state_hooks)):
-            for name in names:
-                if name in state:
-                    state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if key not in ours)
-        state["_parameters"] = dict(state.get("_parameters", {}))
-        return function, arguments, state, *rest
-
-    def absent(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        """Name the first parameter whose values are not there, or not exactly, and say why; `None` if all are."""
-        for parameter in parameters:
-            unit, own = self._places.get(parameter, (None, None))
-            if unit is None or own is None or not (own.is_hidden or unit.is_rounded):
-                continue
-            why = "is not gathered and would read as NaN"
-            if not own.is_hidden:
-                why = "shows what its gather carried, which Options(gather_format=) rounds"
-            return f"parameter '{own.name}' {tuple(parameter.shape)} {why}"
-        return None
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What people call on any module, on a prepared one: it works, or an error names what to call instead.
 #
 # state_dict        of parameters that are not gathered would be NaN.
 # load_state_dict   into what no update starts from would be lost; with `assign=True` it replaces parameters.
 # to, half, cuda    and whatever else gives parameters other memory would be undone by the next gather.
-# deepcopy, pickle  are plain copies, where there is something to copy (`copying`).
+# deepcopy, pickle  of parameters that are there (inside `gathered`, or read in place) make a model as before `prepare`,
+#                   without anything of ours. Where they are not there, it would be full of NaN, and is refused by name.
+#                   Parameters are copied by torch: `deepcopy` gives each memory of its own, a pickle keeps that of the
+#                   whole unit. `copy.copy` makes another name for the same modules and parameters, and is left alone.
 # DDP, DataParallel would combine gradients, and give parameters other memory, beside the engine.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -137,9 +71,8 @@ class ModelGuards:
         self._hooks = hooks
         self._places = {p.tensor: (unit, p) for unit in units for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        self._copies = ModelCopies(self._places, [replaced, planted])
-        modules = list(model.modules())
-        for module in modules:
+        self._attached = replaced, planted
+        for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 saves = module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
                 loads = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
@@ -147,8 +80,8 @@ class ModelGuards:
             planted.plant(module, "_apply", partial(self._apply, module))
             planted.plant(module, "_ddp_params_and_buffers_to_ignore", DdpRefusal(module))
             planted.plant(module, "_replicate_for_data_parallel", partial(refuse_wrapper, module, "DataParallel"))
-        self._copies.state_hooks = {handle.id for handle in self._handles}
-        self._copies.plant(planted, modules)
+            # A parameter alone is copied by its class, or refuses to be read.
+            planted.plant(module, "__reduce_ex__", partial(self._reduce_module, module))
         for parameter, (_, own) in self._places.items():
             planted.plant(parameter, OWNER, ParameterOwner(self, own.name))
 
@@ -168,9 +101,49 @@ class ModelGuards:
         unit.params.written.check()
         self._hooks.read(unit)
 
+    def _reduce_module(self, module: nn.Module, protocol: Any) -> Any:
+        """Take a module apart for a copy, as its class does, without what is ours."""
+        parts = type(module).__reduce_ex__(module, protocol)
+        if sys._getframe(1).f_code is copy.copy.__code__:
+            return parts
+        if absent := self._absent(module.parameters()):
+            raise EngineError(
+                f"A prepared model cannot be copied or pickled here (copy.deepcopy, AveragedModel, torch.save(model)): "
+                f"{absent}. Copy it before prepare(), or inside optimizer.gathered(), on every rank: such a copy is a "
+                "plain model with the exact values. An average of the parameters is penstock.EMA; to keep the model, "
+                "use optimizer.save()."
+            )
+        if not (isinstance(parts, tuple) and len(parts) > 2 and isinstance(parts[2], dict)):
+            return parts  # by a class that takes itself apart: it says what it is made of
+        function, arguments, state, *rest = parts
+        state = dict(state)
+        for part in self._attached:
+            part.clean(module, state)
+        for names, ours in ((_FORWARD_HOOKS, {HOOK_ID}), (_STATE_HOOKS, {handle.id for handle in self._handles})):
+            for name in names:
+                if name in state:
+                    state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if key not in ours)
+        state["_parameters"] = dict(state.get("_parameters", {}))
+        return function, arguments, state, *rest
+
+    def _absent(self, parameters: Iterable[nn.Parameter]) -> str | None:
+        """Name the first parameter whose values are not there, or not exactly, and say why; `None` if all are."""
+        for parameter in parameters:
+            if parameter not in self._places:
+                continue
+            unit, own = self._places[parameter]
+            if own.is_hidden:
+                why = "is not gathered and would read as NaN"
+            elif unit.is_rounded:
+                why = "shows what its gather carried, which Options(gather_format=) rounds"
+            else:
+                continue
+            return f"parameter '{own.name}' {tuple(parameter.shape)} {why}"
+        return None
+
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         del prefix, keep_vars
-        if absent := self._copies.absent(module.parameters(recurse=False)):
+        if absent := self._absent(module.parameters(recurse=False)):
             raise EngineError(
                 f"state_dict(): {absent}. Call it inside optimizer.gathered(), on every rank, or use optimizer.save() "
                 "and penstock.export()."
@@ -202,15 +175,15 @@ class ModelGuards:
         converts itself for the time of its forward, as routers do, is let.
         """
         if self._hooks.in_forward:
-            with_gradient = [own for own in self._parameters_of(module, recurse=False) if own.shows_gradient]
+            with_gradient = [own for own in self._parameters_of(module.parameters(recurse=False)) if own.shows_gradient]
             for own in with_gradient:  # torch would convert them as well
                 own.hide_gradient()
             type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
             for own in with_gradient:
                 self._hooks.handles.show(own)
             return module
-        kinds = {(own.tensor.dtype, own.tensor.device) for own in self._parameters_of(module, recurse=recurse)}
-        for dtype, device in kinds:
+        own_parameters = self._parameters_of(module.parameters(recurse))
+        for dtype, device in {(own.tensor.dtype, own.tensor.device) for own in own_parameters}:
             if not _leaves_alone(fn, dtype, device):
                 raise EngineError(
                     f"to(), half(), float(), cuda(), to_empty(), share_memory() or the like on a prepared model: its "
@@ -223,9 +196,8 @@ class ModelGuards:
                     part._buffers[name] = fn(buffer)
         return module
 
-    def _parameters_of(self, module: nn.Module, *, recurse: bool) -> Iterator[Any]:
-        places = (self._places.get(parameter) for parameter in module.parameters(recurse))
-        return (place[1] for place in places if place is not None)
+    def _parameters_of(self, tensors: Iterable[nn.Parameter]) -> list[UnitParameter]:
+        return [self._places[tensor][1] for tensor in tensors if tensor in self._places]
 
 
 def _leaves_alone(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
@@ -253,19 +225,18 @@ class DdpRefusal:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._kind = type(module).__name__
+        self._module = module
 
     def __iter__(self) -> Iterator[str]:
         """Refuse."""
-        refuse_wrapper(self._kind, "DistributedDataParallel")
+        refuse_wrapper(self._module, "DistributedDataParallel")
 
 
-def refuse_wrapper(module: nn.Module | str, wrapper: str) -> NoReturn:
+def refuse_wrapper(module: nn.Module, wrapper: str) -> NoReturn:
     """Refuse what would train a prepared model beside its engine."""
-    kind = module if isinstance(module, str) else type(module).__name__
     raise EngineError(
-        f"{wrapper} was put around a prepared {kind}. The optimizer that prepare() returned averages its gradients "
-        "over ranks, and keeps its parameters the same on all of them: use the model as it is."
+        f"{wrapper} was put around a prepared {type(module).__name__}. The optimizer that prepare() returned averages "
+        "its gradients over ranks, and keeps its parameters the same on all of them: use the model as it is."
     )
 
 
