@@ -553,7 +553,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.saver.finish()  # it may be writing the checkpoint that is read next
         extra = engine.loader.load(path, verify=verify)
         engine.gradients.forget()
-        engine.hooks.backward.forget_failure()
+        engine.hooks.backward.has_failed = False
         return extra
 
     def trace(self, path: str | PathLike[str]) -> "AbstractContextManager[TraceReport]":

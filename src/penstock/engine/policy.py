@@ -67,8 +67,7 @@ class StepPolicy:
         Raises:
             EngineError: the loss does not require a gradient.
         """
-        self._backward.handles.look()
-        self._context.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
+        self._backward.check()  # before anything is dropped, as for a backward that fails
         scale = self._context.gradient_scale.loss_scale
         self._backward.loss_is_scaled = True
         try:
@@ -207,7 +206,7 @@ class Gradients:
 
     def zero(self) -> None:
         """Forget all gradients, also those that somebody has set. A new loss scale counts from here on."""
-        self._hooks.backward.forget_failure()
+        self._hooks.backward.has_failed = False
         self._reducer.zero(self._context.units)
         self.forget()
         self._context.gradient_scale.renew()  # last: gradients that were summed before had the scale of before

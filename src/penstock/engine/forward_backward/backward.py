@@ -5,35 +5,22 @@ reduce and release. The outermost units stay until backward ends. Order of event
 gradient that arrives after its unit was reduced is reduced again and added.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import ActivePasses, BackwardOrder, PendingBackward, PrefetchOrder
+from penstock.engine.forward_backward.order import ActivePasses, BackwardOrder, PendingBackward
 from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import UnderWay, in_backward
+from penstock.engine.step.step import Stepper
 from penstock.engine.unit.unit import Holder, Unit
 from penstock.errors import EngineError
 from penstock.runtime.modes import engine_entry, user_mode, user_records
-
-
-class BackwardUpdates(Protocol):
-    """Updates that begin in backward."""
-
-    def begin(self, unit: Unit) -> None:
-        """Begin the update of a unit all of whose gradients have come."""
-
-    def check(self, unit: Unit) -> None:
-        """Raise an error where backward comes back to a unit whose update has begun."""
-
-    def abandon(self) -> None:
-        """Give up what was begun: backward has failed."""
 
 
 class Backward:
@@ -42,17 +29,16 @@ class Backward:
     Arguments:
         gatherer: makes units usable, and gives their memory back.
         reducer: takes their gradients.
-        orders: gathers units, and those that are expected next.
-        turns: knows what compute is doing.
+        passes: knows what compute is doing, and gathers units and those that are expected next.
         under_way: refuses other threads meanwhile.
         handles: stand for gradients between backwards.
-        updates: the updates that begin in backward; `None` where none do.
+        updates: begins updates in backward; `None` where none do.
 
     Attributes:
         uses: the forwards that it comes back to.
         is_open: whether a backward has begun and has not ended.
         has_failed: whether one has failed since the last `zero_grad`.
-        loss_is_scaled: whether it was called with a scaled loss.
+        loss_is_scaled: whether it was called with a scaled loss, once nothing stood against it (`check`).
         closed: whether the optimizer was closed; graphs may be left.
         refusal: why none may begin now; `None` where one may.
     """
@@ -62,17 +48,15 @@ class Backward:
         context: EngineContext,
         gatherer: Gatherer,
         reducer: Reducer,
-        orders: PrefetchOrder,
-        turns: ActivePasses,
+        passes: ActivePasses,
         under_way: UnderWay,
         handles: GradientProxies,
-        updates: BackwardUpdates | None,
+        updates: Stepper | None,
     ) -> None:
         self._context = context
         self._gatherer = gatherer
         self._reducer = reducer
-        self._orders = orders
-        self._turns = turns
+        self._passes = passes
         self._under_way = under_way
         self.handles = handles
         self._updates = updates
@@ -89,13 +73,10 @@ class Backward:
                 f"backward() through a graph from before close() or add_param_group(): the parameters of unit "
                 f"'{use.units[0].name}' that it reads are gone. Call backward before, or run the forward again."
             )
-        # First those that only other ranks announce: all ranks issue gathers and reductions in one order.
-        self._pass_by(self.uses.reach(use))
-        for unit in use.units:
-            self.enter(unit)
-            self._expect(unit)
-            if user_records():  # create_graph
-                with user_mode():
+        self._come_to(self.uses.reach(use))
+        if user_records():  # create_graph
+            with user_mode():
+                for unit in use.units:
                     grad = unit.recorded.mark(grad)
         return grad
 
@@ -124,7 +105,7 @@ class Backward:
         if self._updates is not None:
             self._updates.check(unit)
         self._open()
-        active = self._turns.active
+        active = self._passes.active
         over = [other for other in active if not other.shares_forward(unit)]
         if runs_again and inside_a_node():  # which computes with what is active, and goes on afterwards
             over = [other for other in over if other in self._run_again]
@@ -139,8 +120,8 @@ class Backward:
             self._run_again.add(unit)
         active.append(unit)
         unit.holding.take(Holder.BACKWARD)
-        self._orders.use(unit, self._orders.backward)
-        self._turns.note()
+        self._passes.use(unit, self._passes.backward)
+        self._passes.note()
 
     def take_gradient(self, unit: Unit, index: int, _: nn.Parameter) -> None:
         """Take the gradient that autograd has finished for a parameter from `.grad`, and hand it to the reducer."""
@@ -169,19 +150,20 @@ class Backward:
         self._reducer.drop_pending(self._context.units)
         self._close()
 
-    def forget_failure(self) -> None:
-        """Accept backwards again: the gradients that a failed one has left were dropped."""
-        self.has_failed = False
+    def check(self) -> None:
+        """Refuse to begin where gradients were clipped. What people have put into `.grad` is there after this."""
+        self.handles.look()
+        self._context.gradient_scale.check_not_clipped()
 
     def _open(self) -> None:
         """Begin a backward, if none is open, and have autograd tell its end."""
         if self.is_open:
             self._under_way.enter("backward")  # refused to a thread that is not the one of this backward
             return
-        self.handles.look()  # what was set is there before the first gradient is added to it
+        if not self.loss_is_scaled:
+            self.check()  # what was set is there before the first gradient is added to it
         if self.refusal is not None:
             raise EngineError(self.refusal)
-        self._context.gradient_scale.check_not_clipped()
         if self._context.gradient_scale.loss is not None and not self.loss_is_scaled:
             raise EngineError(
                 "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
@@ -190,24 +172,23 @@ class Backward:
         self.handles.take_off()  # else autograd would add to them
         self._under_way.enter("backward")  # refused beside a forward, which would release what this one gathers
         self.is_open = True
-        self._orders.backward.start()
+        self._passes.backward.start()
         # Runs once every node of this backward has: what no later unit ends is reduced and released there.
         Variable._execution_engine.queue_callback(engine_entry(self._end))
 
-    def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:
-        """Gather and reduce units that backward comes to now on other ranks: their collectives need every rank."""
-        for units in silent:
+    def _come_to(self, turns: Iterable[Sequence[Unit]]) -> None:
+        """Gather units that backward comes to now, and have them reduced if this is their last forward, on every rank.
+
+        All ranks issue these collectives in one order, also those on which nothing announces the units.
+        """
+        for units in turns:
             for unit in units:
                 self.enter(unit)
-                self._expect(unit)
-
-    def _expect(self, unit: Unit) -> None:
-        """Have a unit reduced, if backward has come to it on every rank, and to its last forward."""
-        if self.uses.is_last(unit):
-            self._reducer.expect(unit)
+                if self.uses.is_last(unit):
+                    self._reducer.expect(unit)
 
     def _leave(self, unit: Unit) -> None:
-        self._turns.active.remove(unit)
+        self._passes.active.remove(unit)
         unit.holding.drop(Holder.BACKWARD)  # before its end: no update begins for a unit that is held
         self._run_again.discard(unit)
         self._end_unit(unit)
@@ -227,11 +208,11 @@ class Backward:
 
     def _end(self) -> None:
         """Finish what is left when autograd has come through."""
-        self._pass_by(self.uses.end())  # silent here, announced elsewhere: other ranks wait in their collectives
+        self._come_to(self.uses.end())  # silent here, announced elsewhere: other ranks wait in their collectives
         for unit in self._context.units:
             unit.holding.end_backward()  # before it is settled: no update begins for a unit that is held
             self._end_unit(unit)
-        self._orders.backward.finish()
+        self._passes.backward.finish()
         if not user_records():
             for unit in self._context.units:
                 unit.recorded.end_unmarked()
@@ -240,7 +221,7 @@ class Backward:
 
     def _close(self) -> None:
         self.is_open = False
-        self._turns.active.clear()
+        self._passes.active.clear()
         self._run_again.clear()
         self._arrived.clear()
         self.uses.clear()
@@ -249,7 +230,7 @@ class Backward:
             self._gatherer.release(unit)
             unit.holding.forget_unseen_saves()  # after its release, which goes by them
         self._gatherer.drop_unused()
-        self._turns.note()
+        self._passes.note()
         self._under_way.leave("backward")  # last: another thread's forward may begin now
 
 

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from penstock.runtime.modes import user_mode
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Attributes of single objects that stand before those of their class, until they are removed.
 #
@@ -105,18 +107,16 @@ STRICT_LAYERS: tuple[type[nn.Module], ...] = (
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, torch.einsum, F.linear)
 
 
-def is_fit(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if there is nothing to cast. Floats of 8 bits are codes, no numbers to compute with."""
-    return tensor.dtype == dtype or not tensor.is_floating_point() or tensor.dtype.itemsize == 1
-
-
 def fits(value: Any, dtype: torch.dtype) -> bool:
-    """Return True if there is nothing to cast in nested containers, as pytree knows them."""
+    """Return True if there is nothing to cast in nested containers, as pytree knows them.
+
+    Floats of 8 bits are codes, no numbers to compute with.
+    """
     if isinstance(value, Tensor):
-        return is_fit(value, dtype)
+        return value.dtype == dtype or not value.is_floating_point() or value.dtype.itemsize == 1
     fit = True
     for leaf in tree_leaves(value):
-        fit = fit and not (isinstance(leaf, Tensor) and not is_fit(leaf, dtype))
+        fit = fit and (not isinstance(leaf, Tensor) or fits(leaf, dtype))
     return fit
 
 
@@ -165,15 +165,15 @@ class InputCasts:
         self._blocks = blocks if self._of_layers else frozenset()
         self._device_type = device.type
 
-    def concern(self, module: nn.Module, inputs: Inputs, *, outermost: bool) -> bool:
-        """Return True if the inputs of a call of the module may have to be cast."""
-        return (module in self._blocks or (outermost and self._of_calls)) and not all_fit(*inputs, self._dtype)
-
-    def of(self, inputs: Inputs, *, outermost: bool) -> Inputs | None:
-        """Cast the inputs of a call that is concerned; return `None` where they stay as they are."""
-        if not outermost and torch.is_autocast_enabled(self._device_type):
+    def of_call(self, module: nn.Module, inputs: Inputs, *, outermost: bool) -> Inputs | None:
+        """Cast the inputs of a call of a module; return `None` where they stay as they are."""
+        of_outermost = outermost and self._of_calls
+        if not (of_outermost or module in self._blocks) or all_fit(*inputs, self._dtype):
             return None
-        cast: Inputs = cast_floating(inputs, self._dtype)
+        with user_mode():  # gradients pass the cast
+            if not outermost and torch.is_autocast_enabled(self._device_type):
+                return None
+            cast: Inputs = cast_floating(inputs, self._dtype)
         return cast
 
     def of_layer(self, module: nn.Module) -> "LayerCast | None":

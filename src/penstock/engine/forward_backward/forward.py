@@ -11,14 +11,13 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.forward_backward.backward import Backward, inside_a_node
-from penstock.engine.forward_backward.casts import InputCasts, Inputs, LayerCast, all_fit, fits, is_fit
+from penstock.engine.forward_backward.casts import InputCasts, Inputs, LayerCast, all_fit, fits
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.order import (
     ActivePasses,
     ForwardCall,
     PendingBackward,
-    PrefetchOrder,
-    tensors_of,
+    look_into,
     watch_first,
 )
 from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors
@@ -27,7 +26,7 @@ from penstock.engine.step.owner_thread import UnderWay, in_backward
 from penstock.engine.unit.dtensor import own_elements
 from penstock.engine.unit.unit import Holder, Membership, Unit
 from penstock.errors import EngineError
-from penstock.runtime.modes import engine_entry, user_mode, user_records
+from penstock.runtime.modes import engine_entry, user_records
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A module that the engine is told of, whether Python runs it or a compiler has traced it.
@@ -93,7 +92,7 @@ class ModuleHooks:
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks: before those that there are, and behind them."""
-        never_compile(ModuleHooks.before, ModuleHooks.after, LayerCast.__call__, all_fit, fits, is_fit)
+        never_compile(ModuleHooks.before, ModuleHooks.after, LayerCast.__call__, all_fit, fits)
         before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         after = module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
         for handle in (before, after):
@@ -192,8 +191,7 @@ class Forward:
     Arguments:
         gatherer: makes units usable, and gives their memory back.
         backward: takes over units whose forward runs again in it.
-        orders: gathers units, and those that are expected next.
-        turns: knows what compute is doing.
+        passes: knows what compute is doing, and gathers units and those that are expected next.
         under_way: refuses other threads meanwhile.
         casts: knows which floating-point inputs are cast.
         activations: takes what forward saves; `None` leaves it where it is.
@@ -208,8 +206,7 @@ class Forward:
         context: EngineContext,
         gatherer: Gatherer,
         backward: Backward,
-        orders: PrefetchOrder,
-        turns: ActivePasses,
+        passes: ActivePasses,
         under_way: UnderWay,
         casts: InputCasts,
         activations: ActivationOffload | None,
@@ -217,9 +214,8 @@ class Forward:
         self._context = context
         self._gatherer = gatherer
         self._backward = backward
-        self._orders = orders
-        self._turns = turns
-        self._calls = turns.calls
+        self._passes = passes
+        self._calls = passes.calls
         self._under_way = under_way
         self._casts = casts
         self._activations = activations
@@ -252,7 +248,7 @@ class Forward:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Gather what a module needs before it runs; return its inputs where they were cast."""
-        units = self._turns.anchors.get(module, ())
+        units = self._passes.anchors.get(module, ())
         recomputing = in_backward()
         # Refused beside a forward of another thread, which would release what this one computes with.
         if not recomputing and self._under_way.enter("forward"):
@@ -267,10 +263,7 @@ class Forward:
         outermost = not recomputing and (not self._calls or module is self._context.model)
         if outermost:
             self._begin()
-        cast = None
-        if self._casts.concern(module, (args, kwargs), outermost=outermost):
-            with user_mode():  # gradients pass it
-                cast = self._casts.of((args, kwargs), outermost=outermost)
+        cast = self._casts.of_call(module, (args, kwargs), outermost=outermost)
         call = ForwardCall(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
@@ -282,10 +275,10 @@ class Forward:
             if recomputing:  # held by the backward that follows: released in between, it would be gathered twice
                 self._backward.enter(unit, runs_again=True)
             else:
-                self._orders.use(unit, self._orders.forward)
+                self._passes.use(unit, self._passes.forward)
         if user_records() and not recomputing:
             self._watch_saved(call, units)
-        self._turns.note()
+        self._passes.note()
         return cast
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -302,7 +295,7 @@ class Forward:
         for unit in call.reads:
             unit.holding.drop(Holder.FORWARD)
             self._gatherer.release(unit)
-        for unit in self._turns.anchors.get(module, ()):
+        for unit in self._passes.anchors.get(module, ()):
             unit.holding.drop(Holder.FORWARD)
             if not unit.holding.forwards:
                 finished.append(unit)
@@ -317,10 +310,10 @@ class Forward:
                     self._gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end(complete=output is not None)
-            self._turns.note()  # before another thread's forward may change what there is to note
+            self._passes.note()  # before another thread's forward may change what there is to note
             self._under_way.leave("forward")  # after the releases: another thread's forward may begin now
         else:
-            self._turns.note()
+            self._passes.note()
 
     def gather_for_read(self, unit: Unit) -> None:
         """Gather a unit that a forward reads though its own module does not run, until that forward is over."""
@@ -358,7 +351,7 @@ class Forward:
         if self._backward.is_open:
             self._backward.abandon()  # it failed, and autograd tells nobody: its units are held still
         self._backward.handles.look()
-        self._orders.begin_forward()
+        self._passes.begin_forward()
         # Not before there is a gather: one rank alone may run a forward that needs no other, as in a `gathered` block.
         self._gatherer.announce = partial(self._context.ranks.begin_forward, recorded=user_records())
         self._releases = any(unit.is_released_after_use for unit in self._context.units)  # homes may have moved
@@ -370,7 +363,7 @@ class Forward:
             self._activations.end()
         self._gatherer.announce = None
         if complete:
-            self._orders.end_forward()
+            self._passes.forward.finish()
         self._gatherer.drop_unused()  # gathered ahead for a unit that did not come
 
     def _enter(self, call: ForwardCall, units: Sequence[Unit]) -> None:
@@ -416,7 +409,7 @@ class Forward:
         releasable = [unit for unit in units if unit.is_released_after_use]
         if not releasable:
             return
-        returned = {self._gatherer.owner_of(own_elements(tensor)) for tensor in tensors_of(output)}
+        returned = {self._gatherer.owner_of(own_elements(tensor)) for tensor in look_into(output).tensors}
         for unit in releasable:
             if unit in returned and self._calls:
                 self._hold_for(self._calls[-1], unit)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -286,7 +286,7 @@ class Gatherer:
             self._exact.add(unit)
         self.acquire(unit)
 
-    def prefetch(self, upcoming: Iterator[Unit]) -> None:
+    def prefetch(self, upcoming: Iterable[Unit]) -> None:
         """Start gathering the units that come next, as many as the budgets allow, in order."""
         soonest = next(iter(self._ahead), None)
         for unit in upcoming:

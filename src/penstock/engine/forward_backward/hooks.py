@@ -7,16 +7,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.forward_backward.backward import Backward, BackwardUpdates
+from penstock.engine.forward_backward.backward import Backward
 from penstock.engine.forward_backward.casts import InputCasts
 from penstock.engine.forward_backward.forward import Forward, ModuleHooks, never_compile
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import ActivePasses, PrefetchOrder
+from penstock.engine.forward_backward.order import ActivePasses
 from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors, SavedView
 from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import UnderWay, in_backward
+from penstock.engine.step.step import Stepper
 from penstock.engine.unit.dtensor import is_divided
 from penstock.engine.unit.parameter import KeptSavedTensor, watch_reads, weakly
 from penstock.engine.unit.unit import Unit
@@ -30,12 +31,12 @@ class Hooks:
         gatherer: makes units usable, and gives their memory back.
         reducer: takes their gradients.
         casts: knows which floating-point inputs are cast.
-        updates: the updates that begin in backward; `None` where none do.
+        updates: begins updates in backward; `None` where none do.
         activations: takes what forward saves; `None` leaves it where it is.
 
     Attributes:
         under_way: knows which thread is inside, and refuses others.
-        orders: the orders in which units are used in forward and in backward.
+        passes: what is under way, and the orders in which units are used in forward and in backward.
         handles: what stands for gradients between backwards.
         read: gathers a unit whose parameters a forward reads.
     """
@@ -46,7 +47,7 @@ class Hooks:
         gatherer: Gatherer,
         reducer: Reducer,
         casts: InputCasts,
-        updates: BackwardUpdates | None,
+        updates: Stepper | None,
         activations: ActivationOffload | None,
     ) -> None:
         self._context = context
@@ -58,12 +59,10 @@ class Hooks:
         for unit in context.units:
             for anchor in unit.spec.anchors:
                 anchors[anchor] = (*anchors.get(anchor, ()), unit)
-        self._turns = ActivePasses(anchors, context.streams)
-        self.orders = PrefetchOrder(context.units, gatherer)
-        shared = self.orders, self._turns, self.under_way
+        self.passes = passes = ActivePasses(context, gatherer, anchors)
         self.handles = GradientProxies(context)
-        self.backward = Backward(context, gatherer, reducer, *shared, self.handles, updates)
-        self.forward = Forward(context, gatherer, self.backward, *shared, casts, activations)
+        self.backward = Backward(context, gatherer, reducer, passes, self.under_way, self.handles, updates)
+        self.forward = Forward(context, gatherer, self.backward, passes, self.under_way, casts, activations)
         self._handles: list[RemovableHandle] = []
         self._attach_to_modules(casts)
         self._attach_to_parameters()
@@ -79,8 +78,8 @@ class Hooks:
         self.read = untraced(engine_entry(self.forward.gather_for_read))
         for unit, watches in watch_reads(self._context.model, owners, self.read).items():
             unit.watch_reads(watches)
-        for module in {self._context.model: (), **self._turns.anchors}:
-            units, cast = self._turns.anchors.get(module, ()), casts.of_layer(module)
+        for module in {self._context.model: (), **self.passes.anchors}:
+            units, cast = self.passes.anchors.get(module, ()), casts.of_layer(module)
             always, passes = module is self._context.model, self.forward.passes
             anchor = ModuleHooks(units, always=always, before=before, after=after, passes=passes, cast=cast)
             self._handles += anchor.attach(module)
@@ -123,11 +122,7 @@ class Hooks:
     @property
     def in_forward(self) -> bool:
         """Whether a forward of the model is under way."""
-        return bool(self._turns.calls)
-
-    def in_use(self, unit: Unit) -> bool:
-        """Whether compute may read the unit's parameters now."""
-        return unit.holding.is_held
+        return bool(self.passes.calls)
 
     def _clean_up(self) -> None:
         """Let go of what ended without a word: a forward by an interrupt, a backward by anything."""

@@ -68,7 +68,6 @@ class StateOffloader:
         plans: what the placement asks for, for each unit.
         gatherer: keeps the parameters of units that are in use.
         reducer: keeps gradients that are not reduced yet.
-        in_use: says whether compute may read a unit's parameters now.
         plan_staging: plans the buffers that given homes need.
     """
 
@@ -79,14 +78,12 @@ class StateOffloader:
         gatherer: Gatherer,
         reducer: Reducer,
         *,
-        in_use: Callable[[Unit], bool],
         plan_staging: Callable[[Sequence[Sections]], StagingPlan],
     ) -> None:
         self._context = context
         self._plans = dict(zip(context.units, plans, strict=True))
         self._gatherer = gatherer
         self._reducer = reducer
-        self._in_use = in_use
         self._plan_staging = plan_staging
         self._keep = False  # what the last offload took, once a reload has left it
         self._cleaned: Event = DONE  # after it, what the last move left behind has been given back
@@ -113,7 +110,7 @@ class StateOffloader:
         self._reducer.rest(self._context.units)
         if PARAM in homes:
             for unit in self._context.units:
-                if not self._in_use(unit):
+                if not unit.holding.is_held:
                     self._gatherer.forget(unit)
         self._gatherer.rest()
         wanted = {unit: self._offloaded(unit, homes, to) for unit in self._context.units}
@@ -336,7 +333,7 @@ class StateOffloader:
                 self._gatherer.become_home(unit)
                 self._context.store.enter(params.sections[0], None)
             elif unit.resident:
-                self._gatherer.leave_home(unit, in_use=self._in_use(unit), moved=params.memory.written)
+                self._gatherer.leave_home(unit, in_use=unit.holding.is_held, moved=params.memory.written)
             unit.replica = params if self._becomes_replica(unit, params) else None
             unit.params = self._own_part(unit, params)
             unit.stale = unit.stale or move.stale
