@@ -224,8 +224,6 @@ def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> E
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, context.streams.device)
     # Before the hooks, some of which are of trained parameters.
     frozen = [] if context.trains else [FrozenParameters(context.units)]
-    if lasting.activations is not None:
-        lasting.activations.kept = lambda: [unit.full for unit in context.units]
     hooks = Hooks(
         context, gatherer, reducer, casts, stepper if request.overlap == "backward" else None, lasting.activations
     )
@@ -294,13 +292,8 @@ def activations_for(blueprint: Blueprint, context: EngineContext) -> ActivationO
     tier = parse_tier(request.placement.activations, what="activations")
     if tier is Tier.DEVICE:
         return None
-    return ActivationOffload(
-        context.streams,
-        context.store,
-        tier,
-        tile_bytes=request.options.tile_bytes,
-        folders=len(request.placement.nvme_folders()),
-    )
+    folders = len(request.placement.nvme_folders())
+    return ActivationOffload(context, tier, tile_bytes=request.options.tile_bytes, folders=folders)
 
 
 def restore(attached: Iterable[ModelGuards | AttributePatches | FrozenParameters]) -> None:

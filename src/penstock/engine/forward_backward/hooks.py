@@ -52,9 +52,9 @@ class Hooks:
     ) -> None:
         self._context = context
         self._activations = activations
-        if activations is not None:
-            activations.interrupted = self._clean_up
         self.under_way = UnderWay(self._clean_up)
+        if activations is not None:
+            activations.end_lost = self.under_way.end_lost
         anchors: dict[nn.Module, tuple[Unit, ...]] = {}
         for unit in context.units:
             for anchor in unit.spec.anchors:
@@ -72,8 +72,8 @@ class Hooks:
         before, after = untraced(engine_entry(self.forward.before)), untraced(engine_entry(self.forward.after))
         never_compile(Forward.passes, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
         # Torch before 2.13 calls these beside compiled code, too.
-        never_compile(SavedTensors._pack, SavedTensors._view, Gatherer.owner_of, is_divided, KeptSavedTensor.__init__)
-        never_compile(SavedTensors._unpack, KeptSavedTensor.take, SavedView.__init__)
+        never_compile(SavedTensors._pack, Gatherer.owner_of, is_divided, SavedView.__init__, KeptSavedTensor.__init__)
+        never_compile(SavedTensors._unpack, KeptSavedTensor.take)
         owners = {parameter.tensor: unit for unit in self._context.units for parameter in unit.parameters}
         self.read = untraced(engine_entry(self.forward.gather_for_read))
         for unit, watches in watch_reads(self._context.model, owners, self.read).items():

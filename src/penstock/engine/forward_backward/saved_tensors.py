@@ -1,27 +1,25 @@
 """Tensors that autograd saves: views of gathered weights, and activations kept off the device."""
 
-import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.config import ACTIVATION, Tier
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.dtensor import is_divided, own_elements, spec_of, wrapped
 from penstock.engine.unit.parameter import KeptSavedTensor, TensorVersion, check_version
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
-from penstock.runtime.modes import engine_entry, engine_mode
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import DONE, Event, Streams, all_of
 from penstock.tiers.allocation import ActivationPool, ActivationStorage
 from penstock.tiers.staging import Buffers, transit_slots
 from penstock.tiers.storage import CellPlan, Ring, SegmentPlan, buffer_home
-from penstock.tiers.tier import Store
 from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
@@ -86,52 +84,44 @@ class ActivationOffload:
     """Takes saved tensors to a tier and brings them back.
 
     Arguments:
-        streams: where copies run beside compute.
-        store: the table, from which memory and files are taken.
+        context: has the streams where copies run, the table that memory and files are taken from, and the units, whose
+            parameters stay where they are.
         tier: where saved tensors go: cpu or nvme.
         tile_bytes: how large a tile of what goes to files is.
         folders: how many folders the files are in.
 
     Attributes:
-        kept: lists the tensors whose memory somebody else keeps: those of parameters.
-        interrupted: is called where a forward has ended without a word.
+        end_lost: lets go of a forward that has ended without a word; returns True if it has.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        store: Store,
-        tier: Tier,
-        *,
-        tile_bytes: int,
-        folders: int,
-    ) -> None:
-        self._streams = streams
-        self._store = store
+    def __init__(self, context: EngineContext, tier: Tier, *, tile_bytes: int, folders: int) -> None:
+        self._context = context
+        self._streams = context.streams
         self._tier = tier
-        self._cuts = ActivationPool(store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders)
-        self.kept: Callable[[], Iterable[Tensor]] = list
+        self._cuts = ActivationPool(
+            context.store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders
+        )
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
-        self._movement = Transfers(streams, self._ring)
+        self._movement = Transfers(self._streams, self._ring)
         self._leaving: deque[SavedActivation] = deque()
         self._known: dict[
             tuple[object, ...], SavedActivation
         ] = {}  # those that are leaving, by what tells tensors apart
         self._last: weakref.ref[SavedActivation] | None = None
-        self._forward: FrameType | None = None  # the call that is under way
-        self.interrupted: Callable[[], None] = self.end
+        self._takes = False  # a forward is under way
+        self.end_lost: Callable[[], bool] = bool
 
     def begin(self) -> None:
         """Begin to take what autograd saves: the outermost forward begins on this thread."""
         self.end()
-        self._kept_storages = {own_elements(tensor).untyped_storage()._cdata for tensor in self.kept()}
-        self._forward = _call_of_module()
+        self._kept_storages = {unit.full.untyped_storage()._cdata for unit in self._context.units}
+        self._takes = True
 
     def end(self) -> None:
         """End the forward that is under way: nothing more is taken, and what has left gives its memory back."""
-        if self._forward is not None:
-            self._forward = None
+        if self._takes:
+            self._takes = False
             self._let_go(AHEAD_BYTES)
 
     def rest(self) -> None:
@@ -146,12 +136,10 @@ class ActivationOffload:
         self._ring.drop()
         self._cuts.close()
 
+    @engine_entry
     def take(self, tensor: Tensor) -> SavedActivation | None:
         """Take a tensor that autograd saves to the tier; return `None` for one that stays where it is."""
-        if self._forward is None:
-            return None
-        if not _is_running(self._forward):
-            self.interrupted()  # torch tells nobody of a forward that an interrupt ended
+        if not self._takes or self.end_lost():  # torch tells nobody of a forward that an interrupt ended
             return None
         if tensor.device != self._streams.device or not _is_plain(tensor):
             return None
@@ -175,6 +163,7 @@ class ActivationOffload:
         self._last = weakref.ref(saved)
         return saved
 
+    @engine_entry
     def bring(self, packed: SavedActivation) -> Tensor:
         """Give a tensor that autograd wants back, and start to bring those that it will want next."""
         packed.version.check()
@@ -216,7 +205,7 @@ class ActivationOffload:
         tile = self._cuts.tile_bytes
         cell = CellPlan(UNIT, ACTIVATION, self._tier, torch.uint8, tile)
         plan = SegmentPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
-        self._ring.fill(Buffers(self._store).make_slots(transit_slots([plan])))
+        self._ring.fill(Buffers(self._context.store).make_slots(transit_slots([plan])))
 
 
 def _give_back(cuts: ActivationPool, cut: ActivationStorage, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
@@ -239,31 +228,9 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _call_of_module() -> FrameType | None:
-    """Find the frame that runs a module's forward and its hooks, of which the caller is one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(call: FrameType) -> bool:
-    """Whether a frame is under way on this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one piece of memory, in whatever order."""
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent > 1:
-            if stride != expected:
-                return False
-            expected *= extent
-    return True
+    """Return True if its elements fill one piece of memory, in whatever order."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).is_contiguous()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -295,14 +262,7 @@ class SavedView:
     shape: torch.Size
     stride: tuple[int, ...]
     version: int | None
-
-    outside: Any = None
-
-    def rebuilt(self) -> Tensor:
-        """Make the same view of the buffer that the unit has now."""
-        full = self.unit.full
-        view = full.as_strided(self.shape, self.stride, full.storage_offset() + self.start)
-        return view if self.outside is None else wrapped(view, self.outside)
+    outside: Any
 
 
 class SavedTensors:
@@ -348,57 +308,46 @@ class SavedTensors:
     # Both run for each saved tensor: what needs a fixed state of the thread enters it, the rest reads attributes.
 
     def _pack(self, tensor: Tensor) -> SavedView | SavedActivation | KeptSavedTensor:
-        view = self._view(tensor)
-        if view is not None:
-            return view
-        taken: SavedActivation | None = None
-        if self._activations is not None:
-            with engine_mode():
-                taken = self._activations.take(tensor)
+        own, outside = (own_elements(tensor), spec_of(tensor)) if is_divided(tensor) else (tensor, None)
+        unit = self._owner_of(own)
+        if unit is not None and own.dtype == unit.full.dtype and not (own.is_conj() or own.is_neg()):
+            start = int(own.storage_offset() - unit.full.storage_offset())
+            index = unit.layout.slot_at(start)
+            version = unit.parameters[index].tensor._version
+            same = version == tensor._version  # else it is of `.data`, which has a count of its own
+            return SavedView(unit, index, start, own.shape, own.stride(), version if same else None, outside)
+        taken = None if self._activations is None else self._activations.take(tensor)
         return KeptSavedTensor(tensor) if taken is None else taken
 
     def _unpack(self, packed: SavedView | SavedActivation | KeptSavedTensor) -> Tensor:
-        if isinstance(packed, KeptSavedTensor):
-            tensor = packed.take()
-            unit = self._owners.get(tensor) if isinstance(tensor, nn.Parameter) else None
-            return tensor if unit is None else self._shown(tensor, unit)
-        return self._brought(packed)
-
-    @engine_entry
-    def _brought(self, packed: SavedView | SavedActivation) -> Tensor:
         if isinstance(packed, SavedView):
             return self._rebuilt(packed)
-        assert self._activations is not None
-        return self._activations.bring(packed)
+        if isinstance(packed, SavedActivation):
+            assert self._activations is not None
+            return self._activations.bring(packed)
+        tensor = packed.take()
+        unit = self._owners.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        if unit is not None:
+            self._show(unit)
+        return tensor
 
     @engine_entry
-    def _shown(self, parameter: Tensor, unit: Unit) -> Tensor:
-        """Show a parameter that rested where compute reads it when it was saved, and may have been moved since."""
+    def _show(self, unit: Unit) -> None:
+        """Show parameters that rested where compute reads them when one was saved, and may have been moved since."""
         if not unit.resident:
             self._bring(unit)
-        return parameter
 
-    def _view(self, tensor: Tensor) -> SavedView | None:
-        outside, version_of = None, tensor
-        if is_divided(tensor):
-            outside, tensor = spec_of(tensor), own_elements(tensor)
-        unit = self._owner_of(tensor)
-        if unit is None or tensor.dtype != unit.full.dtype or tensor.is_conj() or tensor.is_neg():
-            return None
-        start = int(tensor.storage_offset() - unit.full.storage_offset())
-        index = unit.layout.slot_at(start)
-        version = unit.parameters[index].tensor._version
-        same = version == version_of._version  # else it is of `.data`, which has a count of its own
-        return SavedView(unit, index, start, tensor.shape, tensor.stride(), version if same else None, outside)
-
+    @engine_entry
     def _rebuilt(self, saved: SavedView) -> Tensor:
-        parameter = saved.unit.parameters[saved.index]
-        if not saved.unit.full.numel():
+        """Make the same view of the buffer that the unit has now."""
+        unit, parameter = saved.unit, saved.unit.parameters[saved.index]
+        if not unit.full.numel():
             raise EngineError(
                 f"A backward needs parameter '{parameter.name}', and its optimizer was closed "
                 "since the forward. Call backward before close()."
             )
         if saved.version is not None:
             check_version(parameter.tensor, saved.version, parameter.name)
-        self._bring(saved.unit)
-        return saved.rebuilt()
+        self._bring(unit)
+        view = unit.full.as_strided(saved.shape, saved.stride, unit.full.storage_offset() + saved.start)
+        return view if saved.outside is None else wrapped(view, saved.outside)

@@ -60,9 +60,7 @@ class UnderWay:
                     f"inside {self._what} of the same model. One thread runs a model at a time: hold a lock around "
                     "forward, backward and step in both threads, or prepare a model for each."
                 )
-            if self._what:
-                self._leave()
-                self._lost()
+            self.end_lost()
             if not is_autograds:  # else the thread that ran the last forward waits for this one
                 self._owner = threading.current_thread()
             self._what, self._frame = what, _runs_as_long(_RUNS.get(what))
@@ -71,26 +69,29 @@ class UnderWay:
     def leave(self, what: str) -> None:
         """End what is under way, if it is this."""
         if self._what == what:
-            self._leave()
+            self._what, self._frame = "", None
+
+    def end_lost(self) -> bool:
+        """Let go of what has ended without a word; return True if there was anything."""
+        if not self._what or not self.is_over():
+            return False
+        self.leave(self._what)
+        self._lost()
+        return True
 
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
         """Run a method of the optimizer inside."""
-        if not self.enter(f"{method}()"):
-            yield
-            return
+        is_new = self.enter(f"{method}()")
         try:
             yield
-        except Exception:
-            raise
-        except BaseException:  # an interrupt: the forward or backward inside that it ended has let go of nothing
-            self._lost()
+        except BaseException as error:
+            if is_new and not isinstance(error, Exception):
+                self._lost()  # an interrupt: the forward or backward inside that it ended has let go of nothing
             raise
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._what, self._frame = "", None
+            if is_new:
+                self.leave(f"{method}()")
 
     def is_over(self) -> bool:
         """Whether what is under way, or was, does not run any more."""
