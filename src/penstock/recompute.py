@@ -25,9 +25,7 @@ def recomputes(model: nn.Module) -> bool:
 
 def can_be_told(model: nn.Module) -> bool:
     """Whether a model has the method that turns it on, and a block that it turns on."""
-    if _turn_on(model) is None:
-        return False
-    return bool(getattr(model, "supports_gradient_checkpointing", True))
+    return _turn_on(model) is not None and bool(getattr(model, "supports_gradient_checkpointing", True))
 
 
 def tell(model: nn.Module) -> None:
@@ -64,8 +62,4 @@ def _says(module: nn.Module, name: str) -> bool:
 
 
 def _turn_on(model: nn.Module) -> Callable[[], None] | None:
-    for name in _TURNS_ON:
-        found = getattr(model, name, None)
-        if callable(found):
-            return found  # type: ignore[no-any-return]
-    return None
+    return next((method for name in _TURNS_ON if callable(method := getattr(model, name, None))), None)

@@ -193,16 +193,21 @@ class Gradients:
         """
         if self._factors:
             self._apply_factors()
-        touched = [parameter for parameter in self._parameters if not parameter.gradient_is_as_left]
-        for parameter in touched:
+        dropped = []
+        for parameter in self._touched():
             grad = parameter.tensor.grad
-            if grad is not None:
-                if not is_handle_of(grad, parameter):
-                    self.set(parameter.tensor, grad)
-                self._hooks.handles.show(parameter)
-        dropped = [parameter for parameter in touched if parameter.tensor.grad is None]
+            if grad is None:
+                dropped.append(parameter)
+                continue
+            if not is_handle_of(grad, parameter):
+                self.set(parameter.tensor, grad)
+            self._hooks.handles.show(parameter)
         if dropped:
             self.drop(dropped)
+
+    def _touched(self) -> list[UnitParameter]:
+        """List the parameters whose `.grad` is not what was left there: the handle, or nothing."""
+        return [p for p in self._parameters if p.tensor.grad is not (p.handle if p.shows_gradient else None)]
 
     def zero(self) -> None:
         """Forget all gradients, also those that somebody has set. A new loss scale counts from here on."""
@@ -229,7 +234,7 @@ class Gradients:
         if self._context.ranks.world_size > 1:
             # Of a value that ranks divide each sets its own elements.
             digest = "its own elements" if is_divided(value) else _digest(value)
-            self._note(f"the gradient that was set for '{self._access.name(parameter)}'", digest)
+            self._by_hand[f"the gradient that was set for '{self._access.name(parameter)}'"] = digest
         self._hooks.handles.show(self._by_tensor[parameter])
 
     @engine_entry
@@ -240,10 +245,10 @@ class Gradients:
             parameter.drop_gradient()
             self._factors.pop(parameter, None)
             self._reducer.forget(self._parameters[parameter], parameter.index)
-            self._note(f"the gradient that was dropped of '{parameter.name}'", "dropped")
+            self._by_hand[f"the gradient that was dropped of '{parameter.name}'"] = "dropped"
         if not any(parameter.shows_gradient for parameter in self._parameters):
             self.zero()  # `for p in model.parameters(): p.grad = None`
-            self._note("gradients that were dropped", "all")
+            self._by_hand["gradients that were dropped"] = "all"
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Have the next step clip the gradient's norm. Return the norm before clipping. Collective."""
@@ -302,8 +307,8 @@ class Gradients:
             clip = abs(self._context.gradient_scale.clip)
             whole = [norm / clip for norm in found]
             self._norms[norm_type] = dict(zip(self._parameters, whole, strict=True))
-            known = self._norms[norm_type].items()
-            self._finite = all(math.isfinite(norm) for p, norm in known if p.gradient_is_as_left)
+            left = self._norms[norm_type].keys() - self._touched()
+            self._finite = all(math.isfinite(self._norms[norm_type][parameter]) for parameter in left)
             self._known_changes = self._reducer.changes
         return self._norms[norm_type]
 
@@ -311,17 +316,14 @@ class Gradients:
         """Apply what gradients were multiplied with: one factor for all to the update, others to each gradient."""
         factors, self._factors = self._factors, {}
         # Not those that were replaced or dropped since: they are taken over as they are.
-        shown = {p for p in self._parameters if p.shows_gradient and p.gradient_is_as_left}
+        shown = {p for p in self._parameters if p.shows_gradient}.difference(self._touched())
         if factors.keys() >= shown and len(set(factors.values())) == 1:
             self._context.gradient_scale.clip *= next(iter(factors.values()))
             return
         for parameter, factor in factors.items():
             if factor != 1:
                 self._access.scale_grad(parameter.tensor, factor)
-                self._note(f"the factor of the gradient of '{parameter.name}'", factor)
-
-    def _note(self, what: str, value: object) -> None:
-        self._by_hand[what] = value
+                self._by_hand[f"the factor of the gradient of '{parameter.name}'"] = factor
 
     def _check_not_begun(self, what: str) -> None:
         if self._stepper.is_open:

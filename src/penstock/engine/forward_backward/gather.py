@@ -17,7 +17,6 @@ from penstock.rules.wire import WireFormat
 from penstock.runtime.modes import user_records
 from penstock.runtime.streams import COLLECTIVE, DONE, READ, UPLOAD, Event, Pending
 from penstock.tiers.storage import Storage, buffer_home
-from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,7 +51,8 @@ class QuantizedGather:
 
     def gather(self, unit: Unit) -> None:
         """Gather what all ranks have of a unit, after `unit.event`, which this rank's part is there after."""
-        form, full, what = self._formatted, unit.full, unit.label
+        form, full, what = self._format, unit.full, unit.label
+        assert form is not None, "gathers are exact"
         packed, free = self._take(form.packed_bytes(unit.layout.numel))
         start, stop = unit.own_range
         own, sent = full[start:stop], packed[form.packed_bytes(start) : form.packed_bytes(stop)]
@@ -85,28 +85,9 @@ class QuantizedGather:
         self._free[packed.nbytes].append((packed, unit.event))
         unit.is_rounded = True
 
-    def round(self, unit: Unit) -> None:
-        """Give a full buffer that holds the home's values those that a gather would carry. Compute does it."""
-        form, full = self._formatted, unit.full
-        numel = unit.shard_numel
-
-        def work() -> None:
-            packed = torch.empty(form.packed_bytes(numel), dtype=torch.uint8, device=full.device)
-            for start in range(0, full.numel(), numel):
-                form.pack(full[start : start + numel], packed, self._context.pool)
-                form.unpack(packed, full[start : start + numel], self._context.pool)
-
-        self._context.streams.compute(work, label=Label("unpack", unit.name, form.name), nbytes=2 * unit.nbytes)
-        unit.is_rounded = True
-
     def clear(self) -> None:
         """Give the buffers' memory back. Nothing is being gathered."""
         self._free.clear()
-
-    @property
-    def _formatted(self) -> WireFormat:
-        assert self._format is not None, "gathers are exact"
-        return self._format
 
     def _take(self, nbytes: int) -> tuple[Tensor, Event]:
         """Take a buffer for what is packed, and the event after which it may be written."""
@@ -135,63 +116,6 @@ def packed_bytes(plans: Iterable[UnitPlan], name: GatherFormat) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parts of gathered units that are kept until the next update, so that later gathers stay inside a node.
-#
-# After a gather in training each rank keeps one of k parts of the whole unit, k being the ranks of a node: together
-# they have all of it, as it was gathered, and backward's gather is one among them. An evaluation keeps nothing; it
-# takes what is kept.
-#
-# Source: G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023 (hpZ).
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class SecondaryShards:
-    """What is kept of units. Every rank keeps and takes the same ones: it decides which ranks a gather is among.
-
-    Arguments:
-        model: says whether it trains.
-        movement: brings parts to their homes.
-    """
-
-    def __init__(self, model: nn.Module, movement: Transfers) -> None:
-        self._model = model
-        self._movement = movement
-
-    def has(self, unit: Unit, *, exact: bool) -> bool:
-        """Whether the ranks of a node have all of a unit together.
-
-        Arguments:
-            unit: any.
-            exact: whether it is gathered as its homes have it, where other gathers carry rounded values.
-        """
-        return unit.secondary is not None and not unit.stale and not exact
-
-    def source(self, unit: Unit, *, exact: bool) -> tuple[Storage, tuple[int, int]]:
-        """Say what of this rank's a gather begins with, and where in the flat buffer that is."""
-        if self.has(unit, exact=exact):
-            assert unit.secondary is not None
-            return unit.secondary, _range_of(unit, unit.secondary)
-        return unit.params, unit.own_range
-
-    def keep(self, unit: Unit) -> None:
-        """Keep this rank's part of what is gathered after `unit.event`, where a backward may follow."""
-        # Reentrant checkpoints run forward without gradients, in a model that trains.
-        if unit.secondary is None or not (self._model.training or user_records()):
-            return
-        start, stop = _range_of(unit, unit.secondary)
-        unit.stale = False
-        # The buffer is released after this copy: else later gathers would get what the memory holds next.
-        gathered = buffer_home(unit.full[start:stop], written=unit.event)  # site gather.secondary_source
-        unit.event = self._movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
-
-
-def _range_of(unit: Unit, secondary: Storage) -> tuple[int, int]:
-    """Say which part of the flat buffer is kept on this rank: that of its place in its node."""
-    place = unit.rank % (unit.layout.numel // secondary.stop)
-    return place * secondary.stop, (place + 1) * secondary.stop
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Making parameters usable, early enough, within a budget of bytes.
 #
 # The order of units is learned from the last forward and the last backward. It is a hint: another order costs speed,
@@ -207,6 +131,13 @@ def _range_of(unit: Unit, secondary: Storage) -> tuple[int, int]:
 #     when the unit is needed             at the latest
 #
 # Nothing that differs between ranks decides where: not whether an event is done, not whose memory is still in use.
+#
+# A secondary part of a gathered unit is kept until the next update, so that later gathers stay inside a node. After a
+# gather in training each rank keeps one of k parts of the whole unit, k being the ranks of a node: together they have
+# all of it, as it was gathered, and backward's gather is one among them. An evaluation keeps nothing; it takes what is
+# kept. Every rank keeps and takes the same parts: they decide which ranks a gather is among.
+#
+# Source: G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023 (hpZ).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +169,6 @@ class Gatherer:
     ) -> None:
         self._context = context
         self._packing = packing
-        self._secondary = SecondaryShards(context.model, context.movement)
         self.live_budget = live_bytes
         self.announce: Callable[[], None] | None = None
         self._prefetch_budget = prefetch_bytes
@@ -312,16 +242,23 @@ class Gatherer:
         if unit.is_released_after_use and not unit.holding.is_held:
             self._retire(unit)
         elif unit in self._exact and not unit.holding.blocks:
-            # It stays gathered: what computes with it next gets what a gather would have carried.
+            # It stays gathered, and what computes with it next gets what a gather carries.
             self._exact.discard(unit)
             if unit.holding.residency is UnitState.GATHERED:
-                self._packing.round(unit)
+                unit.holding.become(UnitState.OUTDATED)
+                if unit.holding.is_held:  # and does not ask again
+                    self.acquire(unit)
 
     def drop_unused(self) -> None:
         """Take back what was gathered ahead and not used, and what others have no views of any longer."""
         for unit in list(self._ahead):
             self._drop(unit)
-        self._sweep()
+        for unit in list(self._lingering):
+            if unit.resident or unit.holding.residency is not UnitState.OUTDATED:
+                del self._lingering[unit]
+            elif not views_elsewhere(unit.full):
+                del self._lingering[unit]
+                self._free(unit)
 
     def outdate(self, unit: Unit) -> None:
         """Have a unit that an update has written gathered anew: what its buffer holds is from before."""
@@ -366,11 +303,6 @@ class Gatherer:
             self._lease(unit)
             unit.holding.become(UnitState.OUTDATED)
         return unit.full
-
-    def take_back(self, unit: Unit) -> None:
-        """Take back the memory of a full buffer that was lent and did not become a home."""
-        if unit.is_released_after_use and unit.holding.residency is UnitState.OUTDATED:
-            self._retire(unit)
 
     def become_home(self, unit: Unit) -> None:
         """Make the full buffer, which now holds the parameters, their home: the unit is resident."""
@@ -490,15 +422,6 @@ class Gatherer:
         else:
             self._free(unit)
 
-    def _sweep(self) -> None:
-        """Free what others had views of when it was released, and have no longer."""
-        for unit in list(self._lingering):
-            if unit.resident or unit.holding.residency is not UnitState.OUTDATED:
-                del self._lingering[unit]
-            elif not views_elsewhere(unit.full):
-                del self._lingering[unit]
-                self._free(unit)
-
     def _lease(self, unit: Unit) -> None:
         self._context.streams.lease(unit.full)
         self.live_bytes += unit.nbytes
@@ -545,24 +468,43 @@ class Gatherer:
         if replica is not None and not unit.stale:
             return self._context.movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
         # The copy follows the last update of the home, and the home has the next one wait until this has read it.
-        source, (start, stop) = self._secondary.source(unit, exact=unit in self._exact)
+        source, start, stop = self._source(unit)
         return self._context.movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
+
+    def _source(self, unit: Unit) -> tuple[Storage, int, int]:
+        """Return what of this rank's a gather begins with, and its range in the flat buffer."""
+        secondary = unit.secondary
+        # Else nothing is kept, or the unit is gathered as its homes have it, where other gathers carry rounded values.
+        if secondary is None or unit.stale or unit in self._exact:
+            return unit.params, *unit.own_range
+        return secondary, *_range_of(unit, secondary)
 
     def _gather_rest(self, unit: Unit) -> None:
         """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
+        inside = self._source(unit)[0] is unit.secondary  # the ranks of a node have all of it together
         exact = unit in self._exact
-        kept = self._secondary.has(unit, exact=exact)
-        if not (kept or exact) and self._packing.carries(unit):
+        if not (inside or exact) and self._packing.carries(unit):
             self._packing.gather(unit)
         else:
-            self._all_gather(unit, inside=kept)
-        if not (kept or exact):
-            self._secondary.keep(unit)
+            self._all_gather(unit, inside=inside)
+        if not (inside or exact):
+            self._keep(unit)
         self._in_part.remove(unit)
+
+    def _keep(self, unit: Unit) -> None:
+        """Keep this rank's secondary part of what is gathered after `unit.event`, where a backward may follow."""
+        # Reentrant checkpoints run forward without gradients, in a model that trains.
+        if unit.secondary is None or not (self._context.model.training or user_records()):
+            return
+        start, stop = _range_of(unit, unit.secondary)
+        unit.stale = False
+        # The buffer is released after this copy: else later gathers would get what the memory holds next.
+        gathered = buffer_home(unit.full[start:stop], written=unit.event)  # site gather.secondary_source
+        unit.event = self._context.movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
 
     def _all_gather(self, unit: Unit, *, inside: bool) -> None:
         """Gather what other ranks have, as it is; of this rank's node, or all."""
-        _, (start, stop) = self._secondary.source(unit, exact=not inside)
+        _, start, stop = self._source(unit)
         full, own, layout, what = unit.full, unit.full[start:stop], unit.layout, unit.label
         # After the upload of this rank's part: else every other rank is sent what the memory held before.
         event = unit.event = self._context.streams.submit(
@@ -585,3 +527,9 @@ class Gatherer:
                 home, label = buffer_home(full, written=event), Label("save", unit.name, PARAM)
                 # The buffer is released after this copy: else the replica would get what the memory holds next.
                 unit.event = self._context.movement.copy(home, unit.replica, label)
+
+
+def _range_of(unit: Unit, secondary: Storage) -> tuple[int, int]:
+    """Say which part of the flat buffer is kept on this rank: that of its place in its node."""
+    place = unit.rank % (unit.layout.numel // secondary.stop)
+    return place * secondary.stop, (place + 1) * secondary.stop

@@ -275,7 +275,7 @@ class StateOffloader:
 
     def _take_back_lent(self, units: Collection[Unit]) -> None:
         for unit in units:
-            self._gatherer.take_back(unit)
+            self._gatherer.release(unit)
 
     def _copy_unit(self, move: _Move, movement: Transfers) -> None:
         """Submit the copies of a unit. What cannot be submitted fails as a copy does."""

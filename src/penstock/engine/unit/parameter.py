@@ -563,11 +563,6 @@ class UnitParameter:
             self.tensor.grad = None
         self.shows_gradient = False
 
-    @property
-    def gradient_is_as_left(self) -> bool:
-        """Whether `.grad` is what we have left there: the handle, or nothing."""
-        return self.tensor.grad is (self.handle if self.shows_gradient else None)
-
 
 def count_writes(parameters: list[UnitParameter]) -> None:
     """Have torch count a write of these parameters: a graph from before it cannot be used any more."""
