@@ -247,15 +247,7 @@ def connect(blueprint: Blueprint, context: EngineContext, lasting: Lasting) -> E
         loader=StateLoader(context, access, gatherer, reducer, updater),
         averages=Averages(context, access, gatherer, hooks.backward, Averaging(context)),
         gradients=Gradients(context, hooks, reducer, stepper, access),
-        policy=StepPolicy(
-            context,
-            gatherer,
-            hooks.backward,
-            stepper,
-            lasting.skips,
-            max_grad_norm=request.max_grad_norm,
-            waits=in_time,
-        ),
+        policy=StepPolicy(context, gatherer, hooks, stepper, lasting.skips, request.max_grad_norm, waits=in_time),
         restore_model=partial(restore, [idioms, planted, *frozen]),
         planted=lasting.planted,
     )

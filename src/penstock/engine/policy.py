@@ -3,11 +3,11 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.forward_backward.backward import Backward
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.hooks import Hooks
 from penstock.engine.gradients.proxy import is_handle_of
@@ -27,39 +27,31 @@ from penstock.runtime.system import Growth
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class StepPolicy:
     """What `backward` and `step` of the optimizer do, once nothing stands against it.
 
-    Arguments:
-        context: what every part of the engine works with.
+    Attributes:
         gatherer: forgets what it gathered before a step.
-        backward: runs the backward of a loss.
+        hooks: run the backward of a loss.
         stepper: measures, decides and updates.
         skips: counts the steps that were skipped.
         max_grad_norm: the norm that every step clips to; `None` for none.
         waits: whether resident parameters are up to date when a step returns.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        gatherer: Gatherer,
-        backward: Backward,
-        stepper: Stepper,
-        skips: SkippedSteps,
-        *,
-        max_grad_norm: float | None,
-        waits: bool,
-    ) -> None:
-        self._context = context
-        self._gatherer = gatherer
-        self._backward = backward
-        self._stepper = stepper
-        self._skips = skips
-        self._max_grad_norm = max_grad_norm
-        self._waits = waits
+    context: EngineContext
+    gatherer: Gatherer
+    hooks: Hooks
+    stepper: Stepper
+    skips: SkippedSteps
+    max_grad_norm: float | None
+    waits: bool
+
+    def __post_init__(self) -> None:
         # A device has its own allocator, and the host of one makes nothing in forward and backward.
-        self._growth = Growth(context.streams.return_free_memory) if context.streams.computes_on_host else None
+        streams = self.context.streams
+        self._growth = Growth(streams.return_free_memory) if streams.computes_on_host else None
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Run the backward of a loss, which is scaled first where there is a loss scale (fp16).
@@ -67,9 +59,9 @@ class StepPolicy:
         Raises:
             EngineError: the loss does not require a gradient.
         """
-        self._backward.check()  # before anything is dropped, as for a backward that fails
-        scale = self._context.gradient_scale.loss_scale
-        self._backward.loss_is_scaled = True
+        self.hooks.backward.check()  # before anything is dropped, as for a backward that fails
+        scale = self.context.gradient_scale.loss_scale
+        self.hooks.backward.loss_is_scaled = True
         try:
             if not loss.requires_grad:
                 raise no_gradient()
@@ -78,10 +70,10 @@ class StepPolicy:
                     loss = loss.float() * scale  # in fp32: a loss in fp16 would overflow
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
-            self._backward.abandon()
+            self.hooks.backward.abandon()
             raise
         finally:
-            self._backward.loss_is_scaled = False
+            self.hooks.backward.loss_is_scaled = False
 
     def step(self) -> StepResult:
         """Update every parameter that has a gradient on any rank, or nothing where the norm is not finite. Collective.
@@ -90,25 +82,25 @@ class StepPolicy:
         2. What is gathered is from before the step, and so are graphs: take note, before the first value changes.
         3. Update, and show what compute reads where it rests.
         """
-        measure = self._stepper.measure()
+        measure = self.stepper.measure()
         if not math.isfinite(measure.grad_norm):
-            self._stepper.skip()
-            self._skips.step_skipped(measure.flawed)
-            return StepResult(float("nan"), skipped=True, loss_scale=self._context.gradient_scale.loss_scale)
+            self.stepper.skip()
+            self.skips.step_skipped(measure.flawed)
+            return StepResult(float("nan"), skipped=True, loss_scale=self.context.gradient_scale.loss_scale)
         updated = {unit: slots for unit, slots in measure.present.items() if slots}
         # Before the first write: what is gathered has the values of before, and whoever uses a unit from here on has to
         # gather it again, after its update.
         for unit in updated:  # of the others graphs may still go backward
-            self._gatherer.outdate(unit)
+            self.gatherer.outdate(unit)
         for unit, slots in updated.items():
             unit.count_writes(slots)
-        self._stepper.update(measure, self._max_grad_norm)
+        self.stepper.update(measure, self.max_grad_norm)
         # After the homes know of the updates: what is shown waits for them, or stays hidden until they are over.
-        self._gatherer.show_resident(self._context.units, wait=self._waits)
-        self._skips.step_made()
+        self.gatherer.show_resident(self.context.units, wait=self.waits)
+        self.skips.step_made()
         if self._growth is not None:  # now, when no activations are held
             self._growth.look()
-        return StepResult(measure.grad_norm, skipped=False, loss_scale=self._context.gradient_scale.loss_scale)
+        return StepResult(measure.grad_norm, skipped=False, loss_scale=self.context.gradient_scale.loss_scale)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

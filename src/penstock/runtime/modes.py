@@ -50,7 +50,7 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
         self._guards: list[Any] = []
         self._functions = torch._C.DisableTorchFunction()
         try:
-            _thread.stay = self  # before anything is changed: an interrupt from here on is undone by `go_back_to`
+            _thread.stay = self  # before anything is changed: an interrupt from here on is undone by `engine_entry`
             self._functions.__enter__()
             if torch.is_inference_mode_enabled():
                 self._guard(torch._C._InferenceMode(False))
@@ -117,20 +117,6 @@ def user_records() -> bool:
     return torch.is_grad_enabled() if stay is None else stay.records
 
 
-def innermost() -> engine_mode | None:
-    """Return the calling thread's innermost stay on our side, if it is there."""
-    return _thread.stay
-
-
-def go_back_to(stay: engine_mode | None) -> None:
-    """End the stays that were begun after another one, and which an interrupt kept from ending.
-
-    It may come after a `with` block was entered and before the first line of `__exit__`.
-    """
-    while _thread.stay is not stay and _thread.stay is not None:
-        _thread.stay.__exit__()
-
-
 def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function run on our side: a public method, or one that torch calls."""
 
@@ -138,12 +124,13 @@ def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
     def crossed(*args: P.args, **kwargs: P.kwargs) -> R:
         before = _thread.stay
         try:
-            # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun:
-            # then the thread would stay on our side, and the user's next forward would record nothing for backward.
             with engine_mode():
                 return function(*args, **kwargs)
         except BaseException:
-            go_back_to(before)
+            # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun:
+            # then the thread would stay on our side, and the user's next forward would record nothing for backward.
+            while _thread.stay is not before and _thread.stay is not None:
+                _thread.stay.__exit__()
             raise
 
     return crossed

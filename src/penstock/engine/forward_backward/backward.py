@@ -6,6 +6,7 @@ gradient that arrives after its unit was reduced is reduced again and added.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +24,17 @@ from penstock.errors import EngineError
 from penstock.runtime.modes import engine_entry, user_mode, user_records
 
 
+@dataclass(eq=False)
 class Backward:
     """The backward that is under way, one at a time.
 
-    Arguments:
+    Attributes:
         gatherer: makes units usable, and gives their memory back.
         reducer: takes their gradients.
         passes: knows what compute is doing, and gathers units and those that are expected next.
         under_way: refuses other threads meanwhile.
         handles: stand for gradients between backwards.
         updates: begins updates in backward; `None` where none do.
-
-    Attributes:
         uses: the forwards that it comes back to.
         is_open: whether a backward has begun and has not ended.
         has_failed: whether one has failed since the last `zero_grad`.
@@ -43,28 +43,23 @@ class Backward:
         refusal: why none may begin now; `None` where one may.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        gatherer: Gatherer,
-        reducer: Reducer,
-        passes: ActivePasses,
-        under_way: UnderWay,
-        handles: GradientProxies,
-        updates: Stepper | None,
-    ) -> None:
-        self._context = context
-        self._gatherer = gatherer
-        self._reducer = reducer
-        self._passes = passes
-        self._under_way = under_way
-        self.handles = handles
-        self._updates = updates
-        self.uses = BackwardOrder()
-        self.is_open = self.has_failed = self.loss_is_scaled = self.closed = False
-        self.refusal: str | None = None
-        self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
-        self._run_again: set[Unit] = set()  # active units that no gradient has reached: their forward ran again
+    context: EngineContext
+    gatherer: Gatherer
+    reducer: Reducer
+    passes: ActivePasses
+    under_way: UnderWay
+    handles: GradientProxies
+    updates: Stepper | None
+    uses: BackwardOrder = field(default_factory=BackwardOrder)
+    is_open: bool = False
+    has_failed: bool = False
+    loss_is_scaled: bool = False
+    closed: bool = False
+    refusal: str | None = None
+    _arrived: dict[Unit, set[int]] = field(default_factory=dict)  # gradients of this backward, by slot
+    _run_again: set[Unit] = field(
+        default_factory=set
+    )  # active units that no gradient has reached: their forward ran again
 
     def reach(self, use: PendingBackward, grad: Tensor) -> Tensor:
         """Enter the units of a forward whose output a gradient has reached; return the gradient to go on with."""
@@ -87,25 +82,25 @@ class Backward:
         if in_backward():
             self._open()  # first: what ends without a word is looked for where one is open
         unit.holding.take(Holder.UNANNOUNCED)
-        self._gatherer.acquire(unit)
+        self.gatherer.acquire(unit)
 
     def note_silent(self, units: Sequence[Unit]) -> None:
         """Note that a forward made nothing with a backward on this rank: on another rank it may have."""
-        if not self._reducer.has_peers:
+        if not self.reducer.has_peers:
             return
         # Another rank reduces these units where its backward comes to them, and waits there for this one to take part.
         if in_backward():  # of a reentrant checkpoint: its turn is now
             for unit in units:
-                self._reducer.expect(unit)
+                self.reducer.expect(unit)
         elif wanting := [unit for unit in units if unit.wants_gradient]:  # else frozen models would note for ever
             self.uses.note_silent(wanting)
 
     def enter(self, unit: Unit, *, runs_again: bool = False) -> None:
         """Let backward go on in this unit, or its forward run again because backward will; end units that are over."""
-        if self._updates is not None:
-            self._updates.check(unit)
+        if self.updates is not None:
+            self.updates.check(unit)
         self._open()
-        active = self._passes.active
+        active = self.passes.active
         over = [other for other in active if not other.shares_forward(unit)]
         if runs_again and inside_a_node():  # which computes with what is active, and goes on afterwards
             over = [other for other in over if other in self._run_again]
@@ -120,8 +115,8 @@ class Backward:
             self._run_again.add(unit)
         active.append(unit)
         unit.holding.take(Holder.BACKWARD)
-        self._passes.use(unit, self._passes.backward)
-        self._passes.note()
+        self.passes.use(unit, self.passes.backward)
+        self.passes.note()
 
     def take_gradient(self, unit: Unit, index: int, _: nn.Parameter) -> None:
         """Take the gradient that autograd has finished for a parameter from `.grad`, and hand it to the reducer."""
@@ -136,43 +131,43 @@ class Backward:
             )
         if not self.is_open:  # no watched output led here: the end of backward must still be seen
             self.enter(unit)
-        if self._updates is not None:
-            self._updates.check(unit)
+        if self.updates is not None:
+            self.updates.check(unit)
             self._arrived.setdefault(unit, set()).add(index)
-        self._reducer.add(unit, index, grad)
+        self.reducer.add(unit, index, grad)
         self.handles.show_to_hooks(parameter)
 
     def abandon(self) -> None:
         """Drop what a backward that ended with an exception has collected and gathered."""
         self.has_failed = True
-        if self._updates is not None:
-            self._updates.abandon()
-        self._reducer.drop_pending(self._context.units)
+        if self.updates is not None:
+            self.updates.abandon()
+        self.reducer.drop_pending(self.context.units)
         self._close()
 
     def check(self) -> None:
         """Refuse to begin where gradients were clipped. What people have put into `.grad` is there after this."""
         self.handles.look()
-        self._context.gradient_scale.check_not_clipped()
+        self.context.gradient_scale.check_not_clipped()
 
     def _open(self) -> None:
         """Begin a backward, if none is open, and have autograd tell its end."""
         if self.is_open:
-            self._under_way.enter("backward")  # refused to a thread that is not the one of this backward
+            self.under_way.enter("backward")  # refused to a thread that is not the one of this backward
             return
         if not self.loss_is_scaled:
             self.check()  # what was set is there before the first gradient is added to it
         if self.refusal is not None:
             raise EngineError(self.refusal)
-        if self._context.gradient_scale.loss is not None and not self.loss_is_scaled:
+        if self.context.gradient_scale.loss is not None and not self.loss_is_scaled:
             raise EngineError(
                 "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                 "a GradScaler."
             )
         self.handles.take_off()  # else autograd would add to them
-        self._under_way.enter("backward")  # refused beside a forward, which would release what this one gathers
+        self.under_way.enter("backward")  # refused beside a forward, which would release what this one gathers
         self.is_open = True
-        self._passes.backward.start()
+        self.passes.backward.start()
         # Runs once every node of this backward has: what no later unit ends is reduced and released there.
         Variable._execution_engine.queue_callback(engine_entry(self._end))
 
@@ -185,53 +180,53 @@ class Backward:
             for unit in units:
                 self.enter(unit)
                 if self.uses.is_last(unit):
-                    self._reducer.expect(unit)
+                    self.reducer.expect(unit)
 
     def _leave(self, unit: Unit) -> None:
-        self._passes.active.remove(unit)
+        self.passes.active.remove(unit)
         unit.holding.drop(Holder.BACKWARD)  # before its end: no update begins for a unit that is held
         self._run_again.discard(unit)
         self._end_unit(unit)
-        self._gatherer.release(unit)
+        self.gatherer.release(unit)
 
     def _end_unit(self, unit: Unit) -> None:
         """Send the gradient home, and begin the unit's update if no other gradient will come."""
-        self._reducer.flush(unit)  # the update follows the event that this leaves in the gradient's home
-        if self._updates is None or self._reducer.accumulates or unit.holding.is_held:
+        self.reducer.flush(unit)  # the update follows the event that this leaves in the gradient's home
+        if self.updates is None or self.reducer.accumulates or unit.holding.is_held:
             return
         if len(self._arrived.get(unit, ())) == len(unit.parameters):
             del self._arrived[unit]
-            self._reducer.tell_host(unit)  # before the update, which asks the host whether the gradient is finite
-            self._updates.begin(unit)
+            self.reducer.tell_host(unit)  # before the update, which asks the host whether the gradient is finite
+            self.updates.begin(unit)
             if unit.resident or unit.spec.persistent:  # else it is released anyway
-                self._gatherer.outdate(unit)
+                self.gatherer.outdate(unit)
 
     def _end(self) -> None:
         """Finish what is left when autograd has come through."""
         self._come_to(self.uses.end())  # silent here, announced elsewhere: other ranks wait in their collectives
-        for unit in self._context.units:
+        for unit in self.context.units:
             unit.holding.end_backward()  # before it is settled: no update begins for a unit that is held
             self._end_unit(unit)
-        self._passes.backward.finish()
+        self.passes.backward.finish()
         if not user_records():
-            for unit in self._context.units:
+            for unit in self.context.units:
                 unit.recorded.end_unmarked()
         self.handles.put_on()
         self._close()
 
     def _close(self) -> None:
         self.is_open = False
-        self._passes.active.clear()
+        self.passes.active.clear()
         self._run_again.clear()
         self._arrived.clear()
         self.uses.clear()
-        for unit in self._context.units:
+        for unit in self.context.units:
             unit.holding.end_backward()
-            self._gatherer.release(unit)
+            self.gatherer.release(unit)
             unit.holding.forget_unseen_saves()  # after its release, which goes by them
-        self._gatherer.drop_unused()
-        self._passes.note()
-        self._under_way.leave("backward")  # last: another thread's forward may begin now
+        self.gatherer.drop_unused()
+        self.passes.note()
+        self.under_way.leave("backward")  # last: another thread's forward may begin now
 
 
 def inside_a_node() -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,43 +59,32 @@ def never_compile(*functions: Callable[..., Any]) -> None:
         torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
+@dataclass(eq=False)
 class ModuleHooks:
     """The forward hooks of one module.
 
-    Arguments:
+    Attributes:
         units: the units whose parameters its forward needs.
         always: whether it begins a forward of the model, also inside of another one.
         before, after: what the engine does then. They are not to be traced.
         passes: whether a forward that Python runs begins where the engine has nothing to do.
         cast: casts inputs that the module would refuse; it may be traced.
-
-    Attributes:
         entered: how many of its forwards are under way that the engine was told of; those of `always` are not counted.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        *,
-        always: bool,
-        before: Before,
-        after: After,
-        passes: Passes,
-        cast: LayerCast | None = None,
-    ) -> None:
-        self._units = tuple(units)
-        self._always = always
-        self._before = before
-        self._after = after
-        self._passes = passes
-        self._cast = cast
-        self.entered = 0
+    units: Sequence[Unit]
+    always: bool
+    before: Before
+    after: After
+    passes: Passes
+    cast: LayerCast | None
+    entered: int = 0
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks: before those that there are, and behind them."""
-        never_compile(ModuleHooks.before, ModuleHooks.after, LayerCast.__call__, all_fit, fits)
-        before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
-        after = module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        never_compile(ModuleHooks.on_call, ModuleHooks.on_return, LayerCast.__call__, all_fit, fits)
+        before = module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True)
+        after = module.register_forward_hook(self.on_return, with_kwargs=True, always_call=True)
         for handle in (before, after):
             _renumber(handle)
         module._forward_pre_hooks.move_to_end(HOOK_ID, last=False)  # type: ignore[attr-defined]
@@ -110,32 +100,32 @@ class ModuleHooks:
             "second one from state_dict() inside optimizer.gathered(); to keep it, use optimizer.save()."
         )
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+    def on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Tell the engine that the module's forward begins; return its inputs where they were cast."""
-        cast = None if self._cast is None else self._cast(module, args, kwargs)
+        cast = None if self.cast is None else self.cast(module, args, kwargs)
         if cast is not None:
             args, kwargs = cast
-        if not self._always:
+        if not self.always:
             # Not where it was told of an outer forward of the same module: `after` takes the inner one's end for its.
             if not self.entered:
                 if not torch.compiler.is_dynamo_compiling():
-                    passed = self._passes(module, self._units)
+                    passed = self.passes(module, self.units)
                 else:
                     passed = True
-                    for unit in self._units:
+                    for unit in self.units:
                         passed = passed and unit.holding.forwards > 0
                 if passed:
                     return cast
             self.entered += 1
-        return self._before(module, args, kwargs) or cast
+        return self.before(module, args, kwargs) or cast
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def on_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Tell the engine that the module's forward is over, if it was told of the beginning."""
-        if not self._always:
+        if not self.always:
             if not self.entered:
                 return
             self.entered -= 1
-        self._after(module, args, kwargs, output)
+        self.after(module, args, kwargs, output)
 
 
 def run_last(module: nn.Module) -> None:

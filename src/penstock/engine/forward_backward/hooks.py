@@ -80,8 +80,7 @@ class Hooks:
             unit.watch_reads(watches)
         for module in {self._context.model: (), **self.passes.anchors}:
             units, cast = self.passes.anchors.get(module, ()), casts.of_layer(module)
-            always, passes = module is self._context.model, self.forward.passes
-            anchor = ModuleHooks(units, always=always, before=before, after=after, passes=passes, cast=cast)
+            anchor = ModuleHooks(units, module is self._context.model, before, after, self.forward.passes, cast)
             self._handles += anchor.attach(module)
             self.forward.anchors[module] = anchor
 

@@ -265,27 +265,21 @@ class SavedView:
     outside: Any
 
 
+@dataclass(eq=False)
 class SavedTensors:
     """The hooks for what autograd saves in a forward whose units are released after it.
 
-    Arguments:
+    Attributes:
         owner_of: finds the unit whose full buffer a tensor is a view of, among those that are released after use.
         owners: which unit each parameter is in.
         bring: makes a unit's parameters usable until the backward that is under way is over.
         activations: takes other tensors; `None` leaves them where they are.
     """
 
-    def __init__(
-        self,
-        owner_of: Callable[[Tensor], Unit | None],
-        owners: Mapping[nn.Parameter, Unit],
-        bring: Callable[[Unit], None],
-        activations: ActivationOffload | None,
-    ) -> None:
-        self._owner_of = owner_of
-        self._bring = bring
-        self._activations = activations
-        self._owners = owners
+    owner_of: Callable[[Tensor], Unit | None]
+    owners: Mapping[nn.Parameter, Unit]
+    bring: Callable[[Unit], None]
+    activations: ActivationOffload | None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
         """Make the hooks, to be entered and left on the thread that computes; `None` where they would be in the way.
@@ -309,24 +303,24 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> SavedView | SavedActivation | KeptSavedTensor:
         own, outside = (own_elements(tensor), spec_of(tensor)) if is_divided(tensor) else (tensor, None)
-        unit = self._owner_of(own)
+        unit = self.owner_of(own)
         if unit is not None and own.dtype == unit.full.dtype and not (own.is_conj() or own.is_neg()):
             start = int(own.storage_offset() - unit.full.storage_offset())
             index = unit.layout.slot_at(start)
             version = unit.parameters[index].tensor._version
             same = version == tensor._version  # else it is of `.data`, which has a count of its own
             return SavedView(unit, index, start, own.shape, own.stride(), version if same else None, outside)
-        taken = None if self._activations is None else self._activations.take(tensor)
+        taken = None if self.activations is None else self.activations.take(tensor)
         return KeptSavedTensor(tensor) if taken is None else taken
 
     def _unpack(self, packed: SavedView | SavedActivation | KeptSavedTensor) -> Tensor:
         if isinstance(packed, SavedView):
             return self._rebuilt(packed)
         if isinstance(packed, SavedActivation):
-            assert self._activations is not None
-            return self._activations.bring(packed)
+            assert self.activations is not None
+            return self.activations.bring(packed)
         tensor = packed.take()
-        unit = self._owners.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        unit = self.owners.get(tensor) if isinstance(tensor, nn.Parameter) else None
         if unit is not None:
             self._show(unit)
         return tensor
@@ -335,7 +329,7 @@ class SavedTensors:
     def _show(self, unit: Unit) -> None:
         """Show parameters that rested where compute reads them when one was saved, and may have been moved since."""
         if not unit.resident:
-            self._bring(unit)
+            self.bring(unit)
 
     @engine_entry
     def _rebuilt(self, saved: SavedView) -> Tensor:
@@ -348,6 +342,6 @@ class SavedTensors:
             )
         if saved.version is not None:
             check_version(parameter.tensor, saved.version, parameter.name)
-        self._bring(unit)
+        self.bring(unit)
         view = unit.full.as_strided(saved.shape, saved.stride, unit.full.storage_offset() + saved.start)
         return view if saved.outside is None else wrapped(view, saved.outside)
