@@ -39,8 +39,6 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
         records: whether operations are recorded for backward on the user's side.
     """
 
-    __slots__ = ("_functions", "_grad", "_guards", "_modes", "_outer", "records")
-
     records: bool
 
     def __enter__(self) -> "engine_mode":
@@ -97,8 +95,6 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
 
 class user_mode:  # noqa: N801
     """The user's side again, inside of `engine_mode`: for the user's own code, and what is recorded for backward."""
-
-    __slots__ = ("_stays",)
 
     def __enter__(self) -> None:
         self._stays: list[engine_mode] = []

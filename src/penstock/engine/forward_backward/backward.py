@@ -61,6 +61,7 @@ class Backward:
         default_factory=set
     )  # active units that no gradient has reached: their forward ran again
 
+    @engine_entry
     def reach(self, use: PendingBackward, grad: Tensor) -> Tensor:
         """Enter the units of a forward whose output a gradient has reached; return the gradient to go on with."""
         if self.closed:
@@ -135,7 +136,8 @@ class Backward:
             self.updates.check(unit)
             self._arrived.setdefault(unit, set()).add(index)
         self.reducer.add(unit, index, grad)
-        self.handles.show_to_hooks(parameter)
+        if len(parameter.tensor._post_accumulate_grad_hooks or ()) > 1:
+            self.handles.show_to_hooks(parameter)
 
     def abandon(self) -> None:
         """Drop what a backward that ended with an exception has collected and gathered."""

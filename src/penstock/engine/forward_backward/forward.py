@@ -27,7 +27,7 @@ from penstock.engine.step.owner_thread import UnderWay, in_backward
 from penstock.engine.unit.dtensor import own_elements
 from penstock.engine.unit.unit import Holder, Membership, Unit
 from penstock.errors import EngineError
-from penstock.runtime.modes import engine_entry, user_records
+from penstock.runtime.modes import user_records
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A module that the engine is told of, whether Python runs it or a compiler has traced it.
@@ -43,10 +43,6 @@ from penstock.runtime.modes import engine_entry, user_records
 #: The number of our hooks in every module. Torch numbers hooks through all modules, and compilers guard the numbers:
 #: each of many equal blocks would be compiled anew.
 HOOK_ID = -1
-
-Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Inputs | None]
-After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
-Passes = Callable[[nn.Module, Sequence[Unit]], bool]
 
 
 def never_compile(*functions: Callable[..., Any]) -> None:
@@ -74,9 +70,9 @@ class ModuleHooks:
 
     units: Sequence[Unit]
     always: bool
-    before: Before
-    after: After
-    passes: Passes
+    before: Callable[..., Inputs | None]
+    after: Callable[..., None]
+    passes: Callable[[nn.Module, Sequence[Unit]], bool]
     cast: LayerCast | None
     entered: int = 0
 
@@ -210,7 +206,6 @@ class Forward:
         self._casts = casts
         self._activations = activations
         self._releases = True  # some units are released after their use
-        self._reach = engine_entry(backward.reach)
         self.membership = Membership(context.model, context.units)
         self.anchors: dict[nn.Module, ModuleHooks] = {}
         owners = {parameter.tensor: unit for unit in context.units for parameter in unit.parameters}
@@ -234,9 +229,7 @@ class Forward:
         # As in `before`: those of other threads are refused, and calls may be left of a forward that was lost.
         return in_backward() or self._under_way.goes_on_here()
 
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Gather what a module needs before it runs; return its inputs where they were cast."""
         units = self._passes.anchors.get(module, ())
         recomputing = in_backward()
@@ -325,12 +318,9 @@ class Forward:
             if call.saved_hooks is not None and self._saved.are_innermost():
                 call.saved_hooks.__exit__()
         self._calls.clear()
-        if self._activations is not None:
-            self._activations.end()
         for anchor in self.anchors.values():
             anchor.entered = 0  # they were told of the beginning alone
-        self._gatherer.announce = None
-        self._gatherer.drop_unused()
+        self._end(complete=False)
         for unit in self._context.units:
             unit.holding.lose_forwards()  # else their counts would keep the units gathered for ever
             self._gatherer.release(unit)
@@ -385,7 +375,7 @@ class Forward:
             use = PendingBackward(units) if for_saved else self._backward.uses.note(units)
             for tensor in made:
                 # Runs before the node that made the tensor, whose backward reads the weights: later, they would be NaN.
-                watch_first(tensor, partial(self._reach, use))
+                watch_first(tensor, partial(self._backward.reach, use))
         elif complete and output is not None and not for_saved:
             self._backward.note_silent(units)
         if not complete:
@@ -399,7 +389,7 @@ class Forward:
         releasable = [unit for unit in units if unit.is_released_after_use]
         if not releasable:
             return
-        returned = {self._gatherer.owner_of(own_elements(tensor)) for tensor in look_into(output).tensors}
+        returned = {self._gatherer.owner_of(own_elements(tensor)) for tensor in look_into(output).tensors.values()}
         for unit in releasable:
             if unit in returned and self._calls:
                 self._hold_for(self._calls[-1], unit)

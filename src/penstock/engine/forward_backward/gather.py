@@ -311,17 +311,16 @@ class Gatherer:
         self.live_bytes -= unit.nbytes
         unit.resident = True
 
-    def leave_home(self, unit: Unit, *, in_use: bool, moved: Event) -> None:
+    def leave_home(self, unit: Unit, *, moved: Event) -> None:
         """Gather the unit for each use from now on: its parameters no longer rest where compute reads them.
 
         Arguments:
-            unit: a resident one.
-            in_use: whether compute may read the parameters now; they stay gathered then until they are released.
+            unit: a resident one. Where compute may read its parameters now, they stay gathered until they are released.
             moved: the event after which they have been copied from the full buffer.
         """
         if unit.is_whole:
             unit.note_versions()  # what was written was written to the home
-        before = unit.full
+        before, in_use = unit.full, unit.holding.is_held
         resizable, recorded = before.untyped_storage().resizable(), unit.recorded.is_alive
         if recorded:  # its views are of this memory, and nothing announces its backward
             unit.recorded.keep(before if resizable else before.clone())

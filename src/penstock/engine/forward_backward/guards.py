@@ -4,8 +4,9 @@ import copy
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
@@ -78,8 +79,10 @@ class ModelGuards:
                 loads = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 self._handles += [saves, loads]
             planted.plant(module, "_apply", partial(self._apply, module))
-            planted.plant(module, "_ddp_params_and_buffers_to_ignore", DdpRefusal(module))
-            planted.plant(module, "_replicate_for_data_parallel", partial(refuse_wrapper, module, "DataParallel"))
+            refuse = partial(refuse_wrapper, module)
+            # `DistributedDataParallel` makes a set of it, first of all: of each name that it asks for an error comes.
+            planted.plant(module, "_ddp_params_and_buffers_to_ignore", map(refuse, repeat("DistributedDataParallel")))
+            planted.plant(module, "_replicate_for_data_parallel", partial(refuse, "DataParallel"))
             # A parameter alone is copied by its class, or refuses to be read.
             planted.plant(module, "__reduce_ex__", partial(self._reduce_module, module))
         for parameter, (_, own) in self._places.items():
@@ -215,21 +218,6 @@ def _leaves_alone(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: to
         return True
     is_shared = made.is_shared()  # type: ignore[no-untyped-call]
     return is_shared == was_shared and torch.equal(made.view(torch.uint8), probe.view(torch.uint8))
-
-
-class DdpRefusal:
-    """What `DistributedDataParallel` asks a module for, first of all: which of its parameters it is to leave alone.
-
-    Arguments:
-        module: the prepared one.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __iter__(self) -> Iterator[str]:
-        """Refuse."""
-        refuse_wrapper(self._module, "DistributedDataParallel")
 
 
 def refuse_wrapper(module: nn.Module, wrapper: str) -> NoReturn:

@@ -119,8 +119,7 @@ class ForwardCall:
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the inputs, to tell afterwards which of them were modified."""
         if user_records():
-            inputs = _with_bases(look_into((args, kwargs)).tensors)
-            self.versions = {key: _version(tensor) for key, tensor in inputs.items()}
+            self.versions = {key: _version(t) for key, t in look_into((args, kwargs)).tensors.items()}
 
     def made(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
         """Find the tensors with a backward that this forward made, and say whether that is all of them.
@@ -130,9 +129,8 @@ class ForwardCall:
         """
         given = look_into((args, kwargs))
         found = look_into(output, known=given.objects)
-        inputs = _with_bases(given.tensors)
-        handed_through = {key for key, t in inputs.items() if self.versions.get(key) in (None, _version(t))}
-        candidates = _with_bases(found.tensors) | inputs
+        handed_through = {key for key, t in given.tensors.items() if self.versions.get(key) in (None, _version(t))}
+        candidates = found.tensors | given.tensors
         made = [t for key, t in candidates.items() if t.grad_fn is not None and key not in handed_through]
         return made, found.complete
 
@@ -152,11 +150,12 @@ class Found(NamedTuple):
     """What there is in nested containers and objects.
 
     Attributes:
+        tensors: the tensors, and those that they are views of, by their identity.
         objects: all that is neither tensor nor plain value, by its identity.
         complete: whether everything could be looked into.
     """
 
-    tensors: list[Tensor]
+    tensors: dict[int, Tensor]
     objects: dict[int, Any]
     complete: bool
 
@@ -168,14 +167,15 @@ def look_into(value: Any, *, known: Container[int] | None = None) -> Found:
         value: what a module was given, or has returned.
         known: the identities of objects to leave out; `None` for all objects.
     """
-    tensors: list[Tensor] = []
+    tensors: dict[int, Tensor] = {}
     objects: dict[int, Any] = {}  # kept meanwhile: another one may get the identity of one that is gone
     complete = True
     rest = [value]
     while rest:
         item = rest.pop()
         if isinstance(item, Tensor):
-            tensors.append(item)
+            tensors[id(item)] = item
+            rest.append(item._base)
         elif item is not None and not isinstance(item, _PLAIN) and id(item) not in objects:
             objects[id(item)] = item
             if isinstance(item, _LISTS):  # first: most are arguments, and an abstract class is slow to say
@@ -199,12 +199,6 @@ def _attributes(value: Any) -> list[Any] | None:
     if not slots and not hasattr(value, "__dict__"):
         return None
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-
-
-def _with_bases(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return tensors, and those that they are views of, by their identities."""
-    bases = [tensor._base for tensor in tensors]
-    return {id(tensor): tensor for tensor in (*tensors, *bases) if tensor is not None}
 
 
 def _version(tensor: Tensor) -> int:

@@ -53,7 +53,7 @@ class SavedActivation:
 
     Attributes:
         cut: its home, until it is gone.
-        before: the one that was saved before it: backward wants it after this one.
+        before: finds the one that was saved before it, if that is still wanted: backward wants it after this one.
         shape, stride, dtype, version: what the tensor had when it was saved.
         here: its bytes on the device, while they leave or once they are coming back.
         arrived: the event after which its home holds its bytes, or `here` does.
@@ -61,7 +61,7 @@ class SavedActivation:
     """
 
     cut: ActivationStorage
-    before: "weakref.ref[SavedActivation] | None"
+    before: "Callable[[], SavedActivation | None]"
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -74,10 +74,6 @@ class SavedActivation:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return self.cut.home.stop
-
-    def saved_before(self) -> "SavedActivation | None":
-        """Give the tensor that was saved before it, if that is still wanted."""
-        return None if self.before is None else self.before()
 
 
 class ActivationOffload:
@@ -108,7 +104,7 @@ class ActivationOffload:
         self._known: dict[
             tuple[object, ...], SavedActivation
         ] = {}  # those that are leaving, by what tells tensors apart
-        self._last: weakref.ref[SavedActivation] | None = None
+        self._last: Callable[[], SavedActivation | None] = lambda: None
         self._takes = False  # a forward is under way
         self.end_lost: Callable[[], bool] = bool
 
@@ -172,10 +168,10 @@ class ActivationOffload:
         values, packed.here.values = packed.here.values, None
         assert values is not None
         self._forget(packed)
-        ahead, before = 0, packed.saved_before()
+        ahead, before = 0, packed.before()
         while before is not None and (ahead := ahead + before.nbytes) <= AHEAD_BYTES:
             self._bring(before)
-            before = before.saved_before()
+            before = before.before()
         return values.view(packed.dtype).as_strided(packed.shape, packed.stride)
 
     def _bring(self, saved: SavedActivation) -> None:

@@ -333,7 +333,7 @@ class StateOffloader:
                 self._gatherer.become_home(unit)
                 self._context.store.enter(params.sections[0], None)
             elif unit.resident:
-                self._gatherer.leave_home(unit, in_use=unit.holding.is_held, moved=params.memory.written)
+                self._gatherer.leave_home(unit, moved=params.memory.written)
             unit.replica = params if self._becomes_replica(unit, params) else None
             unit.params = self._own_part(unit, params)
             unit.stale = unit.stale or move.stale
