@@ -198,7 +198,7 @@ def _make_lasting(blueprint: Blueprint, context: EngineContext, control_group: C
     """Make what gathers and reduces units, whichever they are."""
     request, options = blueprint.request, blueprint.request.options
     packing = QuantizedGather(context, options.gather_format)
-    gatherer = Gatherer(context, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
+    gatherer = Gatherer(context, packing, live_budget=blueprint.live_bytes, prefetch_budget=options.prefetch_bytes)
     reducer = Reducer(
         context,
         ShardReduction(context, request.reduce_dtype, options.reduce_format),

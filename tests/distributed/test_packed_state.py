@@ -25,7 +25,7 @@ PLAIN = Movement().but(tile_bytes=4096, gather_format="int8")
 
 
 def packing_of(optimizer: penstock.Optimizer) -> QuantizedGather:
-    return optimizer._engine.gatherer._packing
+    return optimizer._engine.gatherer.packing
 
 
 def steps(rank: int, look: bool, persistent_bytes: int) -> list[Tensor]:

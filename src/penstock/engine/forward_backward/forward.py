@@ -171,51 +171,43 @@ def check_transform(unit: Unit, module: nn.Module) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Forward:
     """The forwards of a model's modules.
 
-    Arguments:
+    Attributes:
         gatherer: makes units usable, and gives their memory back.
         backward: takes over units whose forward runs again in it.
         passes: knows what compute is doing, and gathers units and those that are expected next.
         under_way: refuses other threads meanwhile.
         casts: knows which floating-point inputs are cast.
         activations: takes what forward saves; `None` leaves it where it is.
-
-    Attributes:
         membership: the modules of the parameters, looked at when a forward of the model begins.
         anchors: the hooks that tell of each module.
+        owners: the unit of each parameter.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        gatherer: Gatherer,
-        backward: Backward,
-        passes: ActivePasses,
-        under_way: UnderWay,
-        casts: InputCasts,
-        activations: ActivationOffload | None,
-    ) -> None:
-        self._context = context
-        self._gatherer = gatherer
-        self._backward = backward
-        self._passes = passes
-        self._calls = passes.calls
-        self._under_way = under_way
-        self._casts = casts
-        self._activations = activations
+    context: EngineContext
+    gatherer: Gatherer
+    backward: Backward
+    passes: ActivePasses
+    under_way: UnderWay
+    casts: InputCasts
+    activations: ActivationOffload | None
+
+    def __post_init__(self) -> None:
+        self._calls = self.passes.calls
         self._releases = True  # some units are released after their use
-        self.membership = Membership(context.model, context.units)
+        self.membership = Membership(self.context.model, self.context.units)
         self.anchors: dict[nn.Module, ModuleHooks] = {}
-        owners = {parameter.tensor: unit for unit in context.units for parameter in unit.parameters}
-        self._saved = SavedTensors(gatherer.owner_of, owners, backward.bring, activations)
+        self.owners = {parameter.tensor: unit for unit in self.context.units for parameter in unit.parameters}
+        self._saved = SavedTensors(self.gatherer.owner_of, self.owners, self.backward.bring, self.activations)
 
     def watch_saved(self) -> AbstractContextManager[Any]:
         """See what autograd saves of parameters that are shown outside of a forward."""
         return (self._saved.hooks() if user_records() else None) or nullcontext()
 
-    def passes(self, module: nn.Module, units: Sequence[Unit]) -> bool:
+    def has_nothing_to_do(self, module: nn.Module, units: Sequence[Unit]) -> bool:
         """Whether a forward begins where there is nothing to do, so that it need not be told. On the user's side.
 
         Those of layers do, inside of a forward that holds their units. What has parts is told always: it may read
@@ -227,26 +219,26 @@ class Forward:
             if not unit.holding.forwards:
                 return False
         # As in `before`: those of other threads are refused, and calls may be left of a forward that was lost.
-        return in_backward() or self._under_way.goes_on_here()
+        return in_backward() or self.under_way.goes_on_here()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Gather what a module needs before it runs; return its inputs where they were cast."""
-        units = self._passes.anchors.get(module, ())
+        units = self.passes.anchors.get(module, ())
         recomputing = in_backward()
         # Refused beside a forward of another thread, which would release what this one computes with.
-        if not recomputing and self._under_way.enter("forward"):
+        if not recomputing and self.under_way.enter("forward"):
             if self._calls:
                 self.lose()  # a new forward, and calls are left: the last one has ended without a word
             # Whoever lost it has forgotten all that it was told of, and this one with them: its end would do nothing.
             if (anchor := self.anchors.get(module)) is not None:
                 anchor.entered = anchor.entered or 1
-        if self._calls and all(unit.holding.forwards for unit in units) and module is not self._context.model:
+        if self._calls and all(unit.holding.forwards for unit in units) and module is not self.context.model:
             self._enter(ForwardCall(module), units)  # a layer of a block that is under way: nothing to do
             return None
-        outermost = not recomputing and (not self._calls or module is self._context.model)
+        outermost = not recomputing and (not self._calls or module is self.context.model)
         if outermost:
             self._begin()
-        cast = self._casts.of_call(module, (args, kwargs), outermost=outermost)
+        cast = self.casts.of_call(module, (args, kwargs), outermost=outermost)
         call = ForwardCall(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
@@ -256,12 +248,12 @@ class Forward:
                 continue  # an outer call has gathered it, and holds it longer
             check_transform(unit, module)
             if recomputing:  # held by the backward that follows: released in between, it would be gathered twice
-                self._backward.enter(unit, runs_again=True)
+                self.backward.enter(unit, runs_again=True)
             else:
-                self._passes.use(unit, self._passes.forward)
+                self.passes.use(unit, self.passes.forward)
         if user_records() and not recomputing:
             self._watch_saved(call, units)
-        self._passes.note()
+        self.passes.note()
         return cast
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -269,7 +261,7 @@ class Forward:
         recomputing = in_backward()
         if not self._calls or self._calls[-1].module is not module:
             return  # another hook failed before ours had its turn
-        if not (recomputing or self._under_way.goes_on_here()):
+        if not (recomputing or self.under_way.goes_on_here()):
             return  # `before` has refused it, beside another thread's forward of the same module
         call = self._calls.pop()
         if call.saved_hooks is not None:
@@ -277,8 +269,8 @@ class Forward:
         finished = []
         for unit in call.reads:
             unit.holding.drop(Holder.FORWARD)
-            self._gatherer.release(unit)
-        for unit in self._passes.anchors.get(module, ()):
+            self.gatherer.release(unit)
+        for unit in self.passes.anchors.get(module, ()):
             unit.holding.drop(Holder.FORWARD)
             if not unit.holding.forwards:
                 finished.append(unit)
@@ -290,24 +282,24 @@ class Forward:
             self._hand_on(finished, output)
             if not (keep or recomputing):  # else its backward comes next, and releases it
                 for unit in finished:
-                    self._gatherer.release(unit)
+                    self.gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end(complete=output is not None)
-            self._passes.note()  # before another thread's forward may change what there is to note
-            self._under_way.leave("forward")  # after the releases: another thread's forward may begin now
+            self.passes.note()  # before another thread's forward may change what there is to note
+            self.under_way.leave("forward")  # after the releases: another thread's forward may begin now
         else:
-            self._passes.note()
+            self.passes.note()
 
     def gather_for_read(self, unit: Unit) -> None:
         """Gather a unit that a forward reads though its own module does not run, until that forward is over."""
         if not self._calls or unit.holding.is_held:
             return
         # Another thread comes by at another time on each rank, and what it reads nobody would hold for it.
-        if not (in_backward() or self._under_way.goes_on_here()):
+        if not (in_backward() or self.under_way.goes_on_here()):
             return
         check_transform(unit, self._calls[-1].module)
         if in_backward():
-            self._backward.bring(unit)
+            self.backward.bring(unit)
             return
         self._hold_for(self._calls[-1], unit)
 
@@ -321,30 +313,30 @@ class Forward:
         for anchor in self.anchors.values():
             anchor.entered = 0  # they were told of the beginning alone
         self._end(complete=False)
-        for unit in self._context.units:
+        for unit in self.context.units:
             unit.holding.lose_forwards()  # else their counts would keep the units gathered for ever
-            self._gatherer.release(unit)
+            self.gatherer.release(unit)
 
     def _begin(self) -> None:
         """Begin the outermost forward, after whatever a backward that never ended has left."""
         self.membership.check()
-        if self._backward.is_open:
-            self._backward.abandon()  # it failed, and autograd tells nobody: its units are held still
-        self._backward.handles.look()
-        self._passes.begin_forward()
+        if self.backward.is_open:
+            self.backward.abandon()  # it failed, and autograd tells nobody: its units are held still
+        self.backward.handles.look()
+        self.passes.begin_forward()
         # Not before there is a gather: one rank alone may run a forward that needs no other, as in a `gathered` block.
-        self._gatherer.announce = partial(self._context.ranks.begin_forward, recorded=user_records())
-        self._releases = any(unit.is_released_after_use for unit in self._context.units)  # homes may have moved
-        if self._activations is not None and user_records():
-            self._activations.begin()
+        self.gatherer.announce = partial(self.context.ranks.begin_forward, recorded=user_records())
+        self._releases = any(unit.is_released_after_use for unit in self.context.units)  # homes may have moved
+        if self.activations is not None and user_records():
+            self.activations.begin()
 
     def _end(self, *, complete: bool) -> None:
-        if self._activations is not None:
-            self._activations.end()
-        self._gatherer.announce = None
+        if self.activations is not None:
+            self.activations.end()
+        self.gatherer.announce = None
         if complete:
-            self._passes.forward.finish()
-        self._gatherer.drop_unused()  # gathered ahead for a unit that did not come
+            self.passes.forward.finish()
+        self.gatherer.drop_unused()  # gathered ahead for a unit that did not come
 
     def _enter(self, call: ForwardCall, units: Sequence[Unit]) -> None:
         self._calls.append(call)
@@ -355,7 +347,7 @@ class Forward:
         """Have what autograd saves of the parameters in this forward not keep their memory."""
         if any(other.saved_hooks for other in self._calls):
             return
-        if self._activations is not None or self._releases:
+        if self.activations is not None or self._releases:
             call.saved_hooks = self._saved.hooks()
         if call.saved_hooks is not None:
             call.saved_hooks.__enter__()
@@ -372,24 +364,24 @@ class Forward:
         made, complete = call.made(output, args, kwargs)
         for_saved = in_backward() and inside_a_node()  # its first run was noted
         if made:
-            use = PendingBackward(units) if for_saved else self._backward.uses.note(units)
+            use = PendingBackward(units) if for_saved else self.backward.uses.note(units)
             for tensor in made:
                 # Runs before the node that made the tensor, whose backward reads the weights: later, they would be NaN.
-                watch_first(tensor, partial(self._backward.reach, use))
+                watch_first(tensor, partial(self.backward.reach, use))
         elif complete and output is not None and not for_saved:
-            self._backward.note_silent(units)
+            self.backward.note_silent(units)
         if not complete:
             for unit in units:
                 unit.holding.take(Holder.UNANNOUNCED)
             return True  # its backward may come unannounced
-        return bool(made) and call.module is self._context.model and not in_backward()  # backward starts with it
+        return bool(made) and call.module is self.context.model and not in_backward()  # backward starts with it
 
     def _hand_on(self, units: Sequence[Unit], output: Any) -> None:
         """Leave parameters that a module returns to its caller, who goes on to use them."""
         releasable = [unit for unit in units if unit.is_released_after_use]
         if not releasable:
             return
-        returned = {self._gatherer.owner_of(own_elements(tensor)) for tensor in look_into(output).tensors.values()}
+        returned = {self.gatherer.owner_of(own_elements(tensor)) for tensor in look_into(output).tensors.values()}
         for unit in releasable:
             if unit in returned and self._calls:
                 self._hold_for(self._calls[-1], unit)
@@ -402,6 +394,6 @@ class Forward:
         """Keep a unit gathered until a forward is over that is not one of its own."""
         call.reads.append(unit)
         unit.holding.take(Holder.FORWARD)
-        self._gatherer.acquire(unit)
+        self.gatherer.acquire(unit)
         if user_records() and not any(call.saved_hooks for call in self._calls):
             unit.holding.take(Holder.UNANNOUNCED)  # nobody sees what autograd saves of it

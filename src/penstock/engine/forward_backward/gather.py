@@ -3,6 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -144,43 +145,40 @@ def packed_bytes(plans: Iterable[UnitPlan], name: GatherFormat) -> int:
 _EMPTY = (UnitState.RELEASED, UnitState.OUTDATED)  # of values that count
 
 
+@dataclass(eq=False)
 class Gatherer:
     """Gathers and releases units.
 
-    Arguments:
-        packing: gathers what other ranks have, where that is rounded on the way.
-        live_bytes: see `live_budget`.
-        prefetch_bytes: how much full buffers that are being filled ahead of use may take.
-
     Attributes:
+        packing: gathers the shards of other ranks where values are rounded on the way.
+        prefetch_budget: how many bytes the full buffers take at most that are being filled ahead of use.
         live_budget: how much full buffers may take at once for gathers ahead of use. A unit that is needed is always
             gathered. Memory of released units that others have views of does not count.
         announce: called once, before the first gather of a unit that is gathered for each use; `None` where there is
             nothing to call. It may raise: nothing of the gather has begun then.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        packing: QuantizedGather,
-        *,
-        live_bytes: int,
-        prefetch_bytes: int,
-    ) -> None:
-        self._context = context
-        self._packing = packing
-        self.live_budget = live_bytes
-        self.announce: Callable[[], None] | None = None
-        self._prefetch_budget = prefetch_bytes
-        self.live_bytes = 0
-        self.peak_live_bytes = 0
-        self._ahead: dict[Unit, int] = {}  # gathered ahead of use, in order; the bytes of memory that each takes
-        self._ahead_bytes = 0  # of them all: a sum at every use of a unit would grow with the square of their number
-        self._in_part: set[Unit] = set()  # being gathered, and the collective for what others have is still to come
-        self._updated: set[Unit] = set()  # by the host, since they were gathered last: that may go on
-        self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
-        self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer
-        self._exact: set[Unit] = set()  # of those whose gathers carry rounded values: gathered for a block, as they are
+    context: EngineContext
+    packing: QuantizedGather
+    live_budget: int
+    prefetch_budget: int
+    announce: Callable[[], None] | None = None
+    live_bytes: int = 0
+    peak_live_bytes: int = 0
+    #: Gathered ahead of use, in order, with the bytes of memory that each takes.
+    _ahead: dict[Unit, int] = field(default_factory=dict)
+    #: Of them all: a sum at every use of a unit would grow with the square of their number.
+    _ahead_bytes: int = 0
+    #: Being gathered, and the collective for the shards of other ranks is still to come.
+    _in_part: set[Unit] = field(default_factory=set)
+    #: Updated on the host since they were gathered last: that update may still run.
+    _updated: set[Unit] = field(default_factory=set)
+    #: By the address of the full buffer's storage.
+    _buffers: dict[int, Unit] = field(default_factory=dict)
+    #: Released, while views of the buffer exist elsewhere.
+    _lingering: dict[Unit, None] = field(default_factory=dict)
+    #: Of the units whose gathers carry rounded values: gathered for a block, with exact values.
+    _exact: set[Unit] = field(default_factory=set)
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
         """Find the unit whose full buffer a tensor is a view of, among those that are released after use."""
@@ -193,7 +191,7 @@ class Gatherer:
 
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by compute issued from here on."""
-        self._context.streams.here()  # it may be gathered already, and another stream of compute has waited for that
+        self.context.streams.here()  # it may be gathered already, and another stream of compute has waited for that
         if unit.holding.residency in _EMPTY:
             self._make_room(unit)
             self._start(unit)
@@ -209,7 +207,7 @@ class Gatherer:
 
     def acquire_exact(self, unit: Unit) -> None:
         """Make the unit's parameters usable with the values of its home, also where gathers carry rounded ones."""
-        if self._packing.carries(unit) and unit not in self._exact:
+        if self.packing.carries(unit) and unit not in self._exact:
             if unit.holding.residency not in _EMPTY and unit not in self._in_part:
                 self.acquire(unit)  # what fills the memory now comes before what fills it next
                 unit.holding.become(UnitState.OUTDATED)
@@ -223,7 +221,7 @@ class Gatherer:
             if unit.holding.residency not in _EMPTY:
                 continue
             nbytes = 0 if unit.resident else unit.nbytes
-            if self._ahead_bytes + nbytes > self._prefetch_budget or self._live_bytes_with(unit) > self.live_budget:
+            if self._ahead_bytes + nbytes > self.prefetch_budget or self._live_bytes_with(unit) > self.live_budget:
                 break
             self._start(unit)
             self._ahead[unit] = nbytes
@@ -295,7 +293,7 @@ class Gatherer:
 
     def rest(self) -> None:
         """Give the memory of buffers back that are used between gathers. Nothing is being gathered."""
-        self._packing.clear()
+        self.packing.clear()
 
     def lend(self, unit: Unit) -> Tensor:
         """Give the full buffer, with memory, to become the home of the parameters."""
@@ -333,7 +331,7 @@ class Gatherer:
             unit.event = moved
         else:  # a part of a slab, or still being copied: its memory goes with the home
             unit.event = DONE
-            unit.full = self._context.streams.make_buffer(before.numel(), before.dtype)
+            unit.full = self.context.streams.make_buffer(before.numel(), before.dtype)
             if in_use:
                 unit.full.copy_(before)
                 unit.expose()
@@ -415,33 +413,33 @@ class Gatherer:
             self._replace_full(unit)
         holding.note_emptied()
         if views_elsewhere(unit.full) and not holding.empties_views:
-            self._context.streams.spoil(unit.full)
+            self.context.streams.spoil(unit.full)
             holding.become(UnitState.OUTDATED)
             self._lingering[unit] = None
         else:
             self._free(unit)
 
     def _lease(self, unit: Unit) -> None:
-        self._context.streams.lease(unit.full)
+        self.context.streams.lease(unit.full)
         self.live_bytes += unit.nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def _free(self, unit: Unit) -> None:
-        self._context.streams.retire(unit.full)
+        self.context.streams.retire(unit.full)
         unit.holding.become(UnitState.RELEASED)
         self.live_bytes -= unit.nbytes
 
     def _replace_full(self, unit: Unit) -> None:
         """Leave the full buffer's memory to those who have views of it."""
         self._buffers.pop(unit.full.untyped_storage()._cdata, None)
-        self._context.streams.hand_over(unit.full)
-        buffer = self._context.streams.make_buffer(unit.full.numel(), unit.full.dtype)
+        self.context.streams.hand_over(unit.full)
+        buffer = self.context.streams.make_buffer(unit.full.numel(), unit.full.dtype)
         buffer.untyped_storage().resize_(0)
         unit.full = buffer
 
     def _start(self, unit: Unit) -> None:
         """Start to bring what this rank has of a unit; what other ranks have may still have to come."""
-        is_shared = unit.stale if unit.replica is not None else self._context.ranks.shards > 1
+        is_shared = unit.stale if unit.replica is not None else self.context.ranks.shards > 1
         # Of a replica that is stale the next forward gathers, whichever it is: one of another kind may meet it.
         if is_shared and unit.replica is None and self.announce is not None:
             announce, self.announce = self.announce, None
@@ -453,7 +451,7 @@ class Gatherer:
         except BaseException:
             # An interrupt may come when a copy is under way and its event is not noted: the next one to have this
             # memory would wait for nothing, and meet it.
-            self._context.streams.drain((READ, UPLOAD))
+            self.context.streams.drain((READ, UPLOAD))
             raise
         if is_shared:
             self._in_part.add(unit)
@@ -465,10 +463,10 @@ class Gatherer:
         self._buffers[unit.full.untyped_storage()._cdata] = unit
         replica = unit.replica
         if replica is not None and not unit.stale:
-            return self._context.movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
+            return self.context.movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
         # The copy follows the last update of the home, and the home has the next one wait until this has read it.
         source, start, stop = self._source(unit)
-        return self._context.movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
+        return self.context.movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
 
     def _source(self, unit: Unit) -> tuple[Storage, int, int]:
         """Return what of this rank's a gather begins with, and its range in the flat buffer."""
@@ -482,8 +480,8 @@ class Gatherer:
         """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
         inside = self._source(unit)[0] is unit.secondary  # the ranks of a node have all of it together
         exact = unit in self._exact
-        if not (inside or exact) and self._packing.carries(unit):
-            self._packing.gather(unit)
+        if not (inside or exact) and self.packing.carries(unit):
+            self.packing.gather(unit)
         else:
             self._all_gather(unit, inside=inside)
         if not (inside or exact):
@@ -493,39 +491,39 @@ class Gatherer:
     def _keep(self, unit: Unit) -> None:
         """Keep this rank's secondary part of what is gathered after `unit.event`, where a backward may follow."""
         # Reentrant checkpoints run forward without gradients, in a model that trains.
-        if unit.secondary is None or not (self._context.model.training or user_records()):
+        if unit.secondary is None or not (self.context.model.training or user_records()):
             return
         start, stop = _range_of(unit, unit.secondary)
         unit.stale = False
         # The buffer is released after this copy: else later gathers would get what the memory holds next.
         gathered = buffer_home(unit.full[start:stop], written=unit.event)  # site gather.secondary_source
-        unit.event = self._context.movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
+        unit.event = self.context.movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
 
     def _all_gather(self, unit: Unit, *, inside: bool) -> None:
         """Gather what other ranks have, as it is; of this rank's node, or all."""
         _, start, stop = self._source(unit)
         full, own, layout, what = unit.full, unit.full[start:stop], unit.layout, unit.label
         # After the upload of this rank's part: else every other rank is sent what the memory held before.
-        event = unit.event = self._context.streams.submit(
+        event = unit.event = self.context.streams.submit(
             COLLECTIVE,
             lambda: (
-                self._context.ranks.all_gather(full, own, what, inside=inside)
+                self.context.ranks.all_gather(full, own, what, inside=inside)
                 if layout.is_even
-                else self._context.ranks.broadcast_shards(full, layout.cuts, what)
+                else self.context.ranks.broadcast_shards(full, layout.cuts, what)
             ),
             after=(unit.event,),  # site gather.uploaded
             nbytes=unit.nbytes,
             label=Label("gather", unit.name),
         )
-        unit.is_rounded = inside and self._packing.carries(unit)  # what is kept is as it was gathered
-        self._context.ranks.submitted(event)  # what the program issues next comes after it, on every rank
+        unit.is_rounded = inside and self.packing.carries(unit)  # what is kept is as it was gathered
+        self.context.ranks.submitted(event)  # what the program issues next comes after it, on every rank
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False
             if not unit.resident:
                 # site gather.replica_source
                 home, label = buffer_home(full, written=event), Label("save", unit.name, PARAM)
                 # The buffer is released after this copy: else the replica would get what the memory holds next.
-                unit.event = self._context.movement.copy(home, unit.replica, label)
+                unit.event = self.context.movement.copy(home, unit.replica, label)
 
 
 def _range_of(unit: Unit, secondary: Storage) -> tuple[int, int]:

@@ -20,16 +20,6 @@ from penstock.engine.unit.parameter import OWNER, ParameterOwner, UnitParameter
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 
-#: Where modules keep the hooks that an anchor registers.
-_FORWARD_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-_STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What people call on any module, on a prepared one: it works, or an error names what to call instead.
 #
@@ -122,10 +112,10 @@ class ModelGuards:
         state = dict(state)
         for part in self._attached:
             part.clean(module, state)
-        for names, ours in ((_FORWARD_HOOKS, {HOOK_ID}), (_STATE_HOOKS, {handle.id for handle in self._handles})):
-            for name in names:
-                if name in state:
-                    state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if key not in ours)
+        ours = {HOOK_ID, *(handle.id for handle in self._handles)}
+        for name, hooks in state.items():
+            if "_hooks" in name and isinstance(hooks, OrderedDict):
+                state[name] = OrderedDict((key, hook) for key, hook in hooks.items() if key not in ours)
         state["_parameters"] = dict(state.get("_parameters", {}))
         return function, arguments, state, *rest
 

@@ -70,17 +70,16 @@ class Hooks:
     def _attach_to_modules(self, casts: InputCasts) -> None:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(engine_entry(self.forward.before)), untraced(engine_entry(self.forward.after))
-        never_compile(Forward.passes, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
+        never_compile(Forward.has_nothing_to_do, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
         # Torch before 2.13 calls these beside compiled code, too.
         never_compile(SavedTensors._pack, Gatherer.owner_of, is_divided, SavedView.__init__, KeptSavedTensor.__init__)
         never_compile(SavedTensors._unpack, KeptSavedTensor.take)
-        owners = {parameter.tensor: unit for unit in self._context.units for parameter in unit.parameters}
+        model, may_pass = self._context.model, self.forward.has_nothing_to_do
         self.read = untraced(engine_entry(self.forward.gather_for_read))
-        for unit, watches in watch_reads(self._context.model, owners, self.read).items():
+        for unit, watches in watch_reads(model, self.forward.owners, self.read).items():
             unit.watch_reads(watches)
-        for module in {self._context.model: (), **self.passes.anchors}:
-            units, cast = self.passes.anchors.get(module, ()), casts.of_layer(module)
-            anchor = ModuleHooks(units, module is self._context.model, before, after, self.forward.passes, cast)
+        for module, units in {model: (), **self.passes.anchors}.items():
+            anchor = ModuleHooks(units, module is model, before, after, may_pass, casts.of_layer(module))
             self._handles += anchor.attach(module)
             self.forward.anchors[module] = anchor
 
