@@ -190,10 +190,10 @@ class Gradients:
             grad = parameter.tensor.grad
             if grad is None:
                 dropped.append(parameter)
-                continue
-            if not is_handle_of(grad, parameter):
+            elif is_handle_of(grad, parameter):
+                self._hooks.handles.show(parameter)
+            else:
                 self.set(parameter.tensor, grad)
-            self._hooks.handles.show(parameter)
         if dropped:
             self.drop(dropped)
 

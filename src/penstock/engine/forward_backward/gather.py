@@ -251,12 +251,8 @@ class Gatherer:
         """Take back what was gathered ahead and not used, and what others have no views of any longer."""
         for unit in list(self._ahead):
             self._drop(unit)
-        for unit in list(self._lingering):
-            if unit.resident or unit.holding.residency is not UnitState.OUTDATED:
-                del self._lingering[unit]
-            elif not views_elsewhere(unit.full):
-                del self._lingering[unit]
-                self._free(unit)
+        for unit in [unit for unit in self._lingering if not views_elsewhere(unit.full)]:
+            self._free(unit)
 
     def outdate(self, unit: Unit) -> None:
         """Have a unit that an update has written gathered anew: what its buffer holds is from before."""
@@ -307,6 +303,7 @@ class Gatherer:
         assert unit.holding.residency is not UnitState.GATHERING
         assert unit.leased, f"unit '{unit.name}' has no memory to become a home"
         self.live_bytes -= unit.nbytes
+        self._lingering.pop(unit, None)
         unit.resident = True
 
     def leave_home(self, unit: Unit, *, moved: Event) -> None:
@@ -353,13 +350,9 @@ class Gatherer:
         Buffers that are kept for views of others alone are left out. Who still has some may differ between ranks, and
         so would what they gather ahead, and the order of that among their reductions.
         """
-        left = sum(other.nbytes for other in self._lingering if self._lingers(other))
-        has_memory = unit.resident or (unit.leased and not self._lingers(unit))
+        left = sum(other.nbytes for other in self._lingering)
+        has_memory = unit.resident or (unit.leased and unit not in self._lingering)
         return self.live_bytes - left + (0 if has_memory else unit.nbytes)
-
-    def _lingers(self, unit: Unit) -> bool:
-        """Whether its buffer is there for views of others alone."""
-        return unit in self._lingering and not unit.resident and unit.holding.residency is UnitState.OUTDATED
 
     def _follows_host(self, unit: Unit) -> bool:
         """Whether work of the host may go before the collective of its gather.
@@ -425,6 +418,7 @@ class Gatherer:
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def _free(self, unit: Unit) -> None:
+        self._lingering.pop(unit, None)
         self.context.streams.retire(unit.full)
         unit.holding.become(UnitState.RELEASED)
         self.live_bytes -= unit.nbytes
@@ -460,6 +454,7 @@ class Gatherer:
         """Lease the full buffer and bring to it what this rank has of the unit, which may be all."""
         if not unit.leased:
             self._lease(unit)
+        self._lingering.pop(unit, None)
         self._buffers[unit.full.untyped_storage()._cdata] = unit
         replica = unit.replica
         if replica is not None and not unit.stale:

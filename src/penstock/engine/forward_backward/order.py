@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
@@ -230,10 +231,8 @@ class UsageOrder:
     def note(self, unit: Unit) -> None:
         """Note that a unit is used now. The units after it in the learned order are expected next."""
         self._current.append(unit)
-        for ahead in range(self._position, len(self.learned)):
-            if self.learned[ahead] is unit:
-                self._position = ahead + 1
-                return
+        with suppress(ValueError):  # another unit than was learned moves nothing
+            self._position = self.learned.index(unit, self._position) + 1
 
     def upcoming(self) -> Sequence[Unit]:
         """Return the units that are expected next, soonest first."""
