@@ -1,11 +1,11 @@
-"""The border between people's code and ours. What torch keeps for each thread has one fixed state on our side.
+"""Engine mode and user mode: torch's thread-local state has fixed values while code of the engine runs.
 
-    ours       gradients, inference mode, autocast, functorch levels, dispatch and function modes (a default device is
-               one) are off, whatever they are on the user's side
-    theirs     inside of `engine_mode`: all of these are as on the user's side, for what is run on behalf of the user
+    engine mode   gradients, inference mode, autocast, functorch levels, dispatch and function modes (a default device
+                  is one) are off, whatever they are for the user
+    user mode     inside engine mode: all of these are as the user has set them, for code that runs on the user's behalf
 
-Whatever torch or the user calls crosses the border: public methods, hooks, threads. The state is the thread's own, so
-other threads do not notice. The default dtype is the process's, and cannot be changed for one side: on our side every
+Every call by torch or by the user enters engine mode: public methods, hooks, threads. The state is the thread's own, so
+other threads are not affected. The default dtype belongs to the process and cannot be fixed: in engine mode every
 allocation names its dtype.
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _ThreadModes(threading.local):
-    """What is known of the calling thread: its innermost stay on our side; `None` on the user's."""
+    """The innermost engine mode of the calling thread; `None` in user mode."""
 
     stay: "engine_mode | None" = None
 
@@ -33,10 +33,10 @@ _thread = _ThreadModes()
 
 
 class engine_mode:  # noqa: N801 - used as torch's own context managers are
-    """A stay on our side, as long as a `with` block. Stays may lie inside one another.
+    """Engine mode for the time of a `with` block. Blocks may be nested.
 
     Attributes:
-        records: whether operations are recorded for backward on the user's side.
+        records: True if autograd records operations in user mode.
     """
 
     records: bool
@@ -48,7 +48,7 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
         self._guards: list[Any] = []
         self._functions = torch._C.DisableTorchFunction()
         try:
-            _thread.stay = self  # before anything is changed: an interrupt from here on is undone by `engine_entry`
+            _thread.stay = self  # first: `engine_entry` undoes all changes after this on an interrupt
             self._functions.__enter__()
             if torch.is_inference_mode_enabled():
                 self._guard(torch._C._InferenceMode(False))
@@ -65,25 +65,26 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
             raise
 
     def __exit__(self, *_: object) -> None:
-        """Put everything back as it was, in the reverse order. After an interrupt a second call does the rest."""
+        """Restore the state in reverse order. After an interrupt a second call restores the rest."""
         while self._modes:
             torch._C._push_on_torch_dispatch_stack(self._modes.pop())
         while self._guards:
             self._guards[-1].__exit__(None, None, None)
             del self._guards[-1]
         torch._C._set_grad_enabled(self._grad)
-        self._functions.__exit__(None, None, None)  # after the grad mode: function modes would see that change
+        self._functions.__exit__(None, None, None)  # last: a function mode would see the change of the grad mode
         _thread.stay = self._outer
 
     def _guard(self, guard: Any) -> None:
-        """Enter one of torch's guards, and note it first, so that an interrupt in between leaves it to `__exit__`."""
+        """Enter one of torch's guards. It is recorded first, so that `__exit__` leaves it also after an interrupt."""
         self._guards.append(guard)
         guard.__enter__()
 
     def _take_modes(self) -> None:
-        """Take all dispatch modes off the stack but torch's own, which are below the others: fake tensors stay fake.
+        """Pop the dispatch modes from the stack, down to torch's own ones: fake tensors stay fake.
 
-        A mode that says `stays` is left too, with what is below it: a rehearsal sees our operations as the user's.
+        A mode with the attribute `stays` is left too, with all modes below it: a simulation sees the operations of the
+        engine as it sees the user's.
         """
         while count := torch._C._len_torch_dispatch_stack():
             mode = torch._C._get_dispatch_stack_at(count - 1)
@@ -94,7 +95,7 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
 
 
 class user_mode:  # noqa: N801
-    """The user's side again, inside of `engine_mode`: for the user's own code, and what is recorded for backward."""
+    """User mode inside engine mode, for the time of a `with` block: for the user's code and recorded operations."""
 
     def __enter__(self) -> None:
         self._stays: list[engine_mode] = []
@@ -108,13 +109,13 @@ class user_mode:  # noqa: N801
 
 
 def user_records() -> bool:
-    """Whether operations are recorded for backward on the user's side."""
+    """Return True if autograd records operations in user mode."""
     stay = _thread.stay
     return torch.is_grad_enabled() if stay is None else stay.records
 
 
 def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function run on our side: a public method, or one that torch calls."""
+    """Make a function run in engine mode: a public method, or a function that torch calls."""
 
     @wraps(function)
     def crossed(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -123,8 +124,8 @@ def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
             with engine_mode():
                 return function(*args, **kwargs)
         except BaseException:
-            # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun:
-            # then the thread would stay on our side, and the user's next forward would record nothing for backward.
+            # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun.
+            # The thread would stay in engine mode, and autograd would record nothing in the user's next forward.
             while _thread.stay is not before and _thread.stay is not None:
                 _thread.stay.__exit__()
             raise
@@ -133,11 +134,11 @@ def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class EngineBlock(AbstractContextManager[T]):
-    """A context manager of ours whose block is the user's.
+    """A context manager of the engine whose block runs in user mode.
 
     Arguments:
-        inside: the context manager, which is entered and left on our side.
-        turn: makes what is entered around each of these two steps.
+        inside: the context manager, which is entered and left in engine mode.
+        turn: makes a context for each of these two steps.
     """
 
     def __init__(self, inside: AbstractContextManager[T], turn: Callable[[], AbstractContextManager[None]]) -> None:

@@ -1,4 +1,4 @@
-"""Forward of a unit: gathered before, released after."""
+"""Forward: gather the units of a module before it runs, and release them after it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,26 +30,27 @@ from penstock.errors import EngineError
 from penstock.runtime.modes import user_records
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A module that the engine is told of, whether Python runs it or a compiler has traced it.
+# The forward hooks of a module, which Python runs or a compiler traces.
 #
-# `torch.compile` traces hooks into the graph of the code that calls a module. The border of a unit breaks the graph:
-# the engine runs there, between two graphs, at every call. Inside of a unit that is gathered it has nothing to do, so
-# modules there leave no trace and a unit is one graph. The compiler guards what that was decided by.
+# `torch.compile` traces hooks into the graph of the code that calls a module. At the beginning and at the end of a unit
+# the graph breaks, and the engine runs between two graphs at every call. Inside a gathered unit the engine has nothing
+# to do: the hooks of modules there add nothing to the graph, and a unit is one graph. The compiler guards the values
+# that this depends on.
 #
-# What Python runs there is spared the way to the engine as well: most of a model's modules are layers inside of a unit.
+# If Python runs such a module, its hooks do not call the engine either: most modules of a model are layers in a unit.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The number of our hooks in every module. Torch numbers hooks through all modules, and compilers guard the numbers:
+#: The id of our hooks in every module. Torch counts ids over all modules, and compilers guard them: with different ids
 #: each of many equal blocks would be compiled anew.
 HOOK_ID = -1
 
 
 def never_compile(*functions: Callable[..., Any]) -> None:
-    """Have functions be traced into what calls them, and never be compiled by themselves.
+    """Have a compiler trace functions as part of their callers, and never compile them by themselves.
 
-    A call from Python beside compiled code would be, in as many kinds as there are values that it looks at, until torch
-    reaches its limit of compilations.
+    A call from Python beside compiled code would otherwise be compiled once for each set of values that it reads, until
+    torch reaches its limit of recompilations.
     """
     for function in functions:
         torch._dynamo.eval_frame.skip_code(function.__code__)
@@ -61,11 +62,11 @@ class ModuleHooks:
 
     Attributes:
         units: the units whose parameters its forward needs.
-        always: whether it begins a forward of the model, also inside of another one.
-        before, after: what the engine does then. They are not to be traced.
-        passes: whether a forward that Python runs begins where the engine has nothing to do.
-        cast: casts inputs that the module would refuse; it may be traced.
-        entered: how many of its forwards are under way that the engine was told of; those of `always` are not counted.
+        always: True for the model itself: the engine is called for each of its forwards.
+        before, after: the calls of the engine. A compiler does not trace them.
+        passes: returns True if the engine has nothing to do for a forward that Python runs.
+        cast: casts inputs that the module would refuse. A compiler may trace it.
+        entered: how many forwards are under way for which `before` was called; not counted with `always`.
     """
 
     units: Sequence[Unit]
@@ -77,7 +78,7 @@ class ModuleHooks:
     entered: int = 0
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks: before those that there are, and behind them."""
+        """Register the hooks: the first one before all that exist, and the last one after all that exist."""
         never_compile(ModuleHooks.on_call, ModuleHooks.on_return, LayerCast.__call__, all_fit, fits)
         before = module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True)
         after = module.register_forward_hook(self.on_return, with_kwargs=True, always_call=True)
@@ -87,7 +88,7 @@ class ModuleHooks:
         return [before, after]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Neither pickled nor copied: a copy of hooks would gather and release the parameters of this model.
+        """Refuse pickling and copying: a copy of the hooks would gather and release the parameters of this model.
 
         Modules are copied without them (`engine/forward_backward/guards.py`), unless their class copies itself.
         """
@@ -97,12 +98,12 @@ class ModuleHooks:
         )
 
     def on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Tell the engine that the module's forward begins; return its inputs where they were cast."""
+        """Call the engine before the module's forward; return the inputs if they were cast."""
         cast = None if self.cast is None else self.cast(module, args, kwargs)
         if cast is not None:
             args, kwargs = cast
         if not self.always:
-            # Not where it was told of an outer forward of the same module: `after` takes the inner one's end for its.
+            # Inside a forward of the same module the engine is always called, so that `after` finds the right one.
             if not self.entered:
                 if not torch.compiler.is_dynamo_compiling():
                     passed = self.passes(module, self.units)
@@ -116,7 +117,7 @@ class ModuleHooks:
         return self.before(module, args, kwargs) or cast
 
     def on_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Tell the engine that the module's forward is over, if it was told of the beginning."""
+        """Call the engine after the module's forward, if it was called before it."""
         if not self.always:
             if not self.entered:
                 return
@@ -125,7 +126,7 @@ class ModuleHooks:
 
 
 def run_last(module: nn.Module) -> None:
-    """Move our forward hook behind those registered since: they see the module's parameters too."""
+    """Move our forward hook behind hooks that were registered later: those may read the module's parameters."""
     hooks = module._forward_hooks
     if next(reversed(hooks)) != HOOK_ID:
         hooks.move_to_end(HOOK_ID)  # type: ignore[attr-defined]
@@ -140,7 +141,7 @@ def _renumber(handle: RemovableHandle) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Transforms of `torch.func`, which keep weights where nobody outside can see them.
+# Transforms of `torch.func`, which keep weights where no saved-tensor hook sees them.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +149,7 @@ _DIFFERENTIATE = (TransformType.Grad, TransformType.Jvp)
 
 
 def check_transform(unit: Unit, module: nn.Module) -> None:
-    """Refuse to be differentiated by a transform where parameters do not stay: it takes no saved-tensor hooks.
+    """Refuse differentiation by a transform if the unit is released after use: transforms take no saved-tensor hooks.
 
     Raises:
         EngineError: names the unit and the module.
@@ -164,9 +165,7 @@ def check_transform(unit: Unit, module: nn.Module) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Forward: the units of a module are gathered before it runs, and released after it.
-#
-# Forward of an anchor: gather its units -> compute -> release them. A forward that runs again in backward (activation
+# Forward of a module: gather its units -> compute -> release them. A forward that runs again in backward (activation
 # checkpointing) leaves its units to the backward that follows.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -176,14 +175,14 @@ class Forward:
     """The forwards of a model's modules.
 
     Attributes:
-        gatherer: makes units usable, and gives their memory back.
-        backward: takes over units whose forward runs again in it.
-        passes: knows what compute is doing, and gathers units and those that are expected next.
-        under_way: refuses other threads meanwhile.
-        casts: knows which floating-point inputs are cast.
-        activations: takes what forward saves; `None` leaves it where it is.
-        membership: the modules of the parameters, looked at when a forward of the model begins.
-        anchors: the hooks that tell of each module.
+        gatherer: gathers and releases units.
+        backward: holds units whose forward runs again in backward.
+        passes: the units that compute works on, and the order in which units are used.
+        under_way: refuses other threads during a forward.
+        casts: casts floating-point inputs.
+        activations: offloads saved tensors; `None` leaves them on the device.
+        membership: the parameters that modules hold, checked when a forward of the model begins.
+        anchors: the hooks of each module.
         owners: the unit of each parameter.
     """
 
@@ -204,36 +203,36 @@ class Forward:
         self._saved = SavedTensors(self.gatherer.owner_of, self.owners, self.backward.bring, self.activations)
 
     def watch_saved(self) -> AbstractContextManager[Any]:
-        """See what autograd saves of parameters that are shown outside of a forward."""
+        """Return the saved-tensor hooks for a `gathered` block, in which parameters are read outside a forward."""
         return (self._saved.hooks() if user_records() else None) or nullcontext()
 
     def has_nothing_to_do(self, module: nn.Module, units: Sequence[Unit]) -> bool:
-        """Whether a forward begins where there is nothing to do, so that it need not be told. On the user's side.
+        """Return True if the engine has nothing to do for a forward that begins. It runs in user mode.
 
-        Those of layers do, inside of a forward that holds their units. What has parts is told always: it may read
-        parameters of parts that do not run, whose units are then held until its end and no longer.
+        That is so for a layer inside a forward that holds its units. Not for a module with submodules: it may read
+        parameters of submodules that do not run, whose units are then held until its end.
         """
         if module._modules or not self._calls:
             return False
         for unit in units:
             if not unit.holding.forwards:
                 return False
-        # As in `before`: those of other threads are refused, and calls may be left of a forward that was lost.
+        # As in `before`: other threads are refused, and `_calls` may be of a forward that an interrupt ended.
         return in_backward() or self.under_way.goes_on_here()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Gather what a module needs before it runs; return its inputs where they were cast."""
+        """Gather the units of a module before it runs; return its inputs if they were cast."""
         units = self.passes.anchors.get(module, ())
         recomputing = in_backward()
-        # Refused beside a forward of another thread, which would release what this one computes with.
+        # Raises an error beside another thread's forward, which would release the units that this one computes with.
         if not recomputing and self.under_way.enter("forward"):
             if self._calls:
-                self.lose()  # a new forward, and calls are left: the last one has ended without a word
-            # Whoever lost it has forgotten all that it was told of, and this one with them: its end would do nothing.
+                self.lose()  # a new forward, and calls are left: an interrupt ended the last one
+            # Losing that forward has reset all counts, also that of this call, whose end would then do nothing.
             if (anchor := self.anchors.get(module)) is not None:
                 anchor.entered = anchor.entered or 1
         if self._calls and all(unit.holding.forwards for unit in units) and module is not self.context.model:
-            self._enter(ForwardCall(module), units)  # a layer of a block that is under way: nothing to do
+            self._enter(ForwardCall(module), units)  # a module inside a block that holds its units: nothing to do
             return None
         outermost = not recomputing and (not self._calls or module is self.context.model)
         if outermost:
@@ -242,12 +241,12 @@ class Forward:
         call = ForwardCall(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
-        run_last(module)  # hooks that were registered meanwhile read parameters, which ours releases
+        run_last(module)  # hooks that were registered later may read parameters, which ours releases
         for unit in units:
             if unit.holding.forwards > 1:
-                continue  # an outer call has gathered it, and holds it longer
+                continue  # an outer call has gathered the unit, and holds it longer
             check_transform(unit, module)
-            if recomputing:  # held by the backward that follows: released in between, it would be gathered twice
+            if recomputing:  # the backward that follows holds it: released in between, it would be gathered twice
                 self.backward.enter(unit, runs_again=True)
             else:
                 self.passes.use(unit, self.passes.forward)
@@ -257,15 +256,15 @@ class Forward:
         return cast
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Release what a module needed after it has run, or has raised an error; `output` is `None` then."""
+        """Release the units of a module after it has run, or has raised an error (`output` is `None` then)."""
         recomputing = in_backward()
         if not self._calls or self._calls[-1].module is not module:
-            return  # another hook failed before ours had its turn
+            return  # another hook failed before ours ran
         if not (recomputing or self.under_way.goes_on_here()):
-            return  # `before` has refused it, beside another thread's forward of the same module
+            return  # `before` has raised an error in this thread: another one runs the same module
         call = self._calls.pop()
         if call.saved_hooks is not None:
-            call.saved_hooks.__exit__()  # before anything below can fail: they would stay on the thread
+            call.saved_hooks.__exit__()  # before anything below can fail: the hooks would stay on this thread
         finished = []
         for unit in call.reads:
             unit.holding.drop(Holder.FORWARD)
@@ -277,24 +276,24 @@ class Forward:
         if self._calls and not finished:
             return
         if finished:
-            # Before the release: what announces their backward, or holds them for one that nothing announces.
+            # Before the release: it announces their backward, or holds the units for a backward that is not announced.
             keep = self._watch_outputs(call, finished, output, args, kwargs)
             self._hand_on(finished, output)
-            if not (keep or recomputing):  # else its backward comes next, and releases it
+            if not (keep or recomputing):  # otherwise their backward comes next, and releases them
                 for unit in finished:
                     self.gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end(complete=output is not None)
-            self.passes.note()  # before another thread's forward may change what there is to note
-            self.under_way.leave("forward")  # after the releases: another thread's forward may begin now
+            self.passes.note()  # before another thread's forward may begin
+            self.under_way.leave("forward")  # after the releases: another thread's forward may begin from here on
         else:
             self.passes.note()
 
     def gather_for_read(self, unit: Unit) -> None:
-        """Gather a unit that a forward reads though its own module does not run, until that forward is over."""
+        """Gather a unit whose parameter a forward reads while its own module does not run, until that forward ends."""
         if not self._calls or unit.holding.is_held:
             return
-        # Another thread comes by at another time on each rank, and what it reads nobody would hold for it.
+        # Not for another thread: it reads at a different point on each rank (ordering rule 4).
         if not (in_backward() or self.under_way.goes_on_here()):
             return
         check_transform(unit, self._calls[-1].module)
@@ -304,29 +303,29 @@ class Forward:
         self._hold_for(self._calls[-1], unit)
 
     def lose(self) -> None:
-        """Let go of forwards that have ended without a word, by an interrupt."""
+        """Drop the forwards that an interrupt ended."""
         for call in self._calls[::-1]:
-            # Others that were entered since are on top of them: to exit ours would take theirs off.
+            # Hooks that were entered later are on top of ours, and to exit ours would remove those.
             if call.saved_hooks is not None and self._saved.are_innermost():
                 call.saved_hooks.__exit__()
         self._calls.clear()
         for anchor in self.anchors.values():
-            anchor.entered = 0  # they were told of the beginning alone
+            anchor.entered = 0  # their ends were never reported
         self._end(complete=False)
         for unit in self.context.units:
-            unit.holding.lose_forwards()  # else their counts would keep the units gathered for ever
+            unit.holding.lose_forwards()  # the counts would keep the units gathered for ever
             self.gatherer.release(unit)
 
     def _begin(self) -> None:
-        """Begin the outermost forward, after whatever a backward that never ended has left."""
+        """Begin the outermost forward, and drop a backward that never ended."""
         self.membership.check()
         if self.backward.is_open:
-            self.backward.abandon()  # it failed, and autograd tells nobody: its units are held still
+            self.backward.abandon()  # it failed, and autograd reports no failure: its units are still held
         self.backward.handles.look()
         self.passes.begin_forward()
-        # Not before there is a gather: one rank alone may run a forward that needs no other, as in a `gathered` block.
+        # Ranks announce a forward at its first gather: in a `gathered` block one rank alone may run one.
         self.gatherer.announce = partial(self.context.ranks.begin_forward, recorded=user_records())
-        self._releases = any(unit.is_released_after_use for unit in self.context.units)  # homes may have moved
+        self._releases = any(unit.is_released_after_use for unit in self.context.units)  # state may have moved
         if self.activations is not None and user_records():
             self.activations.begin()
 
@@ -336,7 +335,7 @@ class Forward:
         self.gatherer.announce = None
         if complete:
             self.passes.forward.finish()
-        self.gatherer.drop_unused()  # gathered ahead for a unit that did not come
+        self.gatherer.drop_unused()  # gathers ahead for units that were not used
 
     def _enter(self, call: ForwardCall, units: Sequence[Unit]) -> None:
         self._calls.append(call)
@@ -344,7 +343,7 @@ class Forward:
             unit.holding.take(Holder.FORWARD)
 
     def _watch_saved(self, call: ForwardCall, units: Sequence[Unit]) -> None:
-        """Have what autograd saves of the parameters in this forward not keep their memory."""
+        """Enter saved-tensor hooks, so that tensors saved in this forward do not keep the units' memory."""
         if any(other.saved_hooks for other in self._calls):
             return
         if self.activations is not None or self._releases:
@@ -358,26 +357,26 @@ class Forward:
     def _watch_outputs(
         self, call: ForwardCall, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Have units gathered again when a gradient reaches what their forward made; return whether to keep them."""
+        """Watch the tensors that a forward made for gradients; return True if the units stay gathered for backward."""
         if not user_records():
             return False
         made, complete = call.made(output, args, kwargs)
-        for_saved = in_backward() and inside_a_node()  # its first run was noted
+        for_saved = in_backward() and inside_a_node()  # the first run of this forward was noted
         if made:
             use = PendingBackward(units) if for_saved else self.backward.uses.note(units)
             for tensor in made:
-                # Runs before the node that made the tensor, whose backward reads the weights: later, they would be NaN.
+                # The hook runs before the node that made the tensor, whose backward reads the weights.
                 watch_first(tensor, partial(self.backward.reach, use))
         elif complete and output is not None and not for_saved:
             self.backward.note_silent(units)
         if not complete:
             for unit in units:
                 unit.holding.take(Holder.UNANNOUNCED)
-            return True  # its backward may come unannounced
-        return bool(made) and call.module is self.context.model and not in_backward()  # backward starts with it
+            return True  # their backward may come unannounced
+        return bool(made) and call.module is self.context.model and not in_backward()  # backward starts with them
 
     def _hand_on(self, units: Sequence[Unit], output: Any) -> None:
-        """Leave parameters that a module returns to its caller, who goes on to use them."""
+        """Keep parameters usable that a module returns to its caller."""
         releasable = [unit for unit in units if unit.is_released_after_use]
         if not releasable:
             return
@@ -391,9 +390,9 @@ class Forward:
                     unit.holding.take(Holder.UNANNOUNCED)
 
     def _hold_for(self, call: ForwardCall, unit: Unit) -> None:
-        """Keep a unit gathered until a forward is over that is not one of its own."""
+        """Keep a unit gathered until a forward of another module is over."""
         call.reads.append(unit)
         unit.holding.take(Holder.FORWARD)
         self.gatherer.acquire(unit)
         if user_records() and not any(call.saved_hooks for call in self._calls):
-            unit.holding.take(Holder.UNANNOUNCED)  # nobody sees what autograd saves of it
+            unit.holding.take(Holder.UNANNOUNCED)  # no hook sees the views of it that autograd saves

@@ -1,4 +1,4 @@
-"""The hooks on a model: they tell the engine's forward and backward what modules and autograd do."""
+"""The hooks on a model, by which modules and autograd call the engine's forward and backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,19 +25,19 @@ from penstock.runtime.modes import engine_entry
 
 
 class Hooks:
-    """Connects a model to what happens in forward and backward.
+    """Connects a model to the engine's forward and backward.
 
     Arguments:
-        gatherer: makes units usable, and gives their memory back.
-        reducer: takes their gradients.
-        casts: knows which floating-point inputs are cast.
-        updates: begins updates in backward; `None` where none do.
-        activations: takes what forward saves; `None` leaves it where it is.
+        gatherer: gathers and releases units.
+        reducer: takes the gradients.
+        casts: casts floating-point inputs.
+        updates: begins updates during backward; `None` where updates wait for the step.
+        activations: offloads saved tensors; `None` leaves them on the device.
 
     Attributes:
-        under_way: knows which thread is inside, and refuses others.
-        passes: what is under way, and the orders in which units are used in forward and in backward.
-        handles: what stands for gradients between backwards.
+        under_way: the thread that runs the model. It refuses other threads.
+        passes: the forwards and backwards under way, and the order in which units are used.
+        handles: the gradient proxies in `.grad` between backwards.
         read: gathers a unit whose parameters a forward reads.
     """
 
@@ -71,7 +71,7 @@ class Hooks:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(engine_entry(self.forward.before)), untraced(engine_entry(self.forward.after))
         never_compile(Forward.has_nothing_to_do, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
-        # Torch before 2.13 calls these beside compiled code, too.
+        # Torch before 2.13 calls these beside compiled code as well.
         never_compile(SavedTensors._pack, Gatherer.owner_of, is_divided, SavedView.__init__, KeptSavedTensor.__init__)
         never_compile(SavedTensors._unpack, KeptSavedTensor.take)
         model, may_pass = self._context.model, self.forward.has_nothing_to_do
@@ -97,8 +97,8 @@ class Hooks:
                 self._handles.append(handle)
 
     def remove(self) -> None:
-        """Take every hook off the model."""
-        self.forward.lose()  # those that an interrupt ended
+        """Remove every hook from the model."""
+        self.forward.lose()  # forwards that an interrupt ended
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -108,22 +108,22 @@ class Hooks:
         self.backward.closed = True
 
     def rest(self) -> None:
-        """Give memory back, between steps, that the next forward can take again."""
+        """Free memory, between steps, that the next forward can allocate again."""
         if self._activations is not None:
             self._activations.rest()
 
     def close(self) -> None:
-        """Let go of the memory of what forward saved, which goes with the store. Nothing is under way."""
+        """Drop the memory of offloaded activations, which is freed with the store. Nothing is under way."""
         if self._activations is not None:
             self._activations.close()
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model is under way."""
+        """True while a forward of the model is under way."""
         return bool(self.passes.calls)
 
     def _clean_up(self) -> None:
-        """Let go of what ended without a word: a forward by an interrupt, a backward by anything."""
+        """Drop a forward that an interrupt ended, and a backward that ended with an exception."""
         self.forward.lose()
         if self.backward.is_open:
             self.backward.abandon()

@@ -24,25 +24,25 @@ from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What forward saves for backward, kept off the device meanwhile.
+# Activation offload: tensors that autograd saves in forward leave the device until backward.
 #
-#     forward     compute saves a tensor -> a copy goes to its tier -> its device memory goes
-#     backward    before a tensor is wanted it comes back, the ones that were saved before it after it
+#     forward     autograd saves a tensor -> copy to its tier -> its device memory is freed
+#     backward    copy the tensor back before it is unpacked, then those that were saved before it
 #
-# With activation checkpointing these are the inputs of the checkpointed blocks, and what lies outside of them. Only
-# what autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they
-# are. Their memory is cut from a few slabs (`tiers/allocation.py`), whatever sizes come.
+# With activation checkpointing these are the inputs of the checkpointed blocks, and tensors outside of the blocks. Only
+# tensors that are saved during the model's forward are offloaded. Parameters and small tensors stay. The memory is cut
+# from a few slabs for tensors of all sizes (`tiers/allocation.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-UNIT = "(activations)"  # what the table calls it
-LEAST_BYTES = 64 << 10  # smaller ones are not worth a copy
-AHEAD_BYTES = 256 << 20  # on their way to the tier, or back before they are wanted
+UNIT = "(activations)"  # its unit in `locations()`
+LEAST_BYTES = 64 << 10  # smaller tensors are not worth a copy
+AHEAD_BYTES = 256 << 20  # at most, on the way to the tier, or on the device ahead of use
 
 
 @dataclass(eq=False)
 class _Bytes:
-    """Bytes of a saved tensor on the device, which may be on their way when the tensor is wanted no longer."""
+    """The bytes of a saved tensor on the device. Copies may still use them when the tensor is dropped."""
 
     values: Tensor | None
 
@@ -52,12 +52,12 @@ class SavedActivation:
     """One saved tensor.
 
     Attributes:
-        cut: its home, until it is gone.
-        before: finds the one that was saved before it, if that is still wanted: backward wants it after this one.
-        shape, stride, dtype, version: what the tensor had when it was saved.
-        here: its bytes on the device, while they leave or once they are coming back.
-        arrived: the event after which its home holds its bytes, or `here` does.
-        key: what tells it apart from other tensors while its bytes leave.
+        cut: its storage on the tier.
+        before: returns the tensor that was saved before it, if it is still alive: backward unpacks it after this one.
+        shape, stride, dtype, version: those of the tensor when it was saved.
+        here: its bytes on the device, while they are copied to the tier or back.
+        arrived: the event of the last copy, to the tier or back.
+        key: identifies the tensor among others while its bytes leave.
     """
 
     cut: ActivationStorage
@@ -77,17 +77,15 @@ class SavedActivation:
 
 
 class ActivationOffload:
-    """Takes saved tensors to a tier and brings them back.
+    """Copies saved tensors to a tier and back.
 
     Arguments:
-        context: has the streams where copies run, the table that memory and files are taken from, and the units, whose
-            parameters stay where they are.
-        tier: where saved tensors go: cpu or nvme.
-        tile_bytes: how large a tile of what goes to files is.
-        folders: how many folders the files are in.
+        tier: the tier of saved tensors: cpu or nvme.
+        tile_bytes: the size of a tile in files.
+        folders: the number of folders that the files are in.
 
     Attributes:
-        end_lost: lets go of a forward that has ended without a word; returns True if it has.
+        end_lost: drops a forward that an interrupt has ended; returns True if there was one.
     """
 
     def __init__(self, context: EngineContext, tier: Tier, *, tile_bytes: int, folders: int) -> None:
@@ -101,32 +99,30 @@ class ActivationOffload:
         self._ring = Ring(self._fill_ring)
         self._movement = Transfers(self._streams, self._ring)
         self._leaving: deque[SavedActivation] = deque()
-        self._known: dict[
-            tuple[object, ...], SavedActivation
-        ] = {}  # those that are leaving, by what tells tensors apart
+        self._known: dict[tuple[object, ...], SavedActivation] = {}  # tensors whose bytes leave, by their keys
         self._last: Callable[[], SavedActivation | None] = lambda: None
         self._takes = False  # a forward is under way
         self.end_lost: Callable[[], bool] = bool
 
     def begin(self) -> None:
-        """Begin to take what autograd saves: the outermost forward begins on this thread."""
+        """Begin to offload saved tensors: the outermost forward begins on this thread."""
         self.end()
         self._kept_storages = {unit.full.untyped_storage()._cdata for unit in self._context.units}
         self._takes = True
 
     def end(self) -> None:
-        """End the forward that is under way: nothing more is taken, and what has left gives its memory back."""
+        """End the forward that is under way: offload no more tensors, and free device memory whose copies are over."""
         if self._takes:
             self._takes = False
             self._let_go(AHEAD_BYTES)
 
     def rest(self) -> None:
-        """Give memory and files back that hold nothing. The next forward takes some again."""
-        self._let_go(0)  # tensors on their way hold cuts, and those their slabs
+        """Free unused memory and files. The next forward allocates some again."""
+        self._let_go(0)  # tensors whose bytes leave hold cuts, which hold slabs
         self._cuts.rest()
 
     def close(self) -> None:
-        """Let go of memory that goes with the store. Graphs that are left keep theirs."""
+        """Drop memory that is freed with the store. Graphs that still exist keep the memory of their tensors."""
         self._leaving.clear()
         self._known.clear()
         self._ring.drop()
@@ -134,8 +130,8 @@ class ActivationOffload:
 
     @engine_entry
     def take(self, tensor: Tensor) -> SavedActivation | None:
-        """Take a tensor that autograd saves to the tier; return `None` for one that stays where it is."""
-        if not self._takes or self.end_lost():  # torch tells nobody of a forward that an interrupt ended
+        """Start to copy a saved tensor to the tier; return `None` if it stays on the device."""
+        if not self._takes or self.end_lost():  # torch reports no forward that an interrupt ended
             return None
         if tensor.device != self._streams.device or not _is_plain(tensor):
             return None
@@ -145,7 +141,7 @@ class ActivationOffload:
         key = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
         if key in self._known:
             return self._known[key]
-        self._let_go(AHEAD_BYTES - nbytes)  # else the device would hold all that was saved while the copies lag behind
+        self._let_go(AHEAD_BYTES - nbytes)  # bounds the device memory of tensors whose copies lag behind
         cut = self._cuts.take(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         held = _Bytes(here)
@@ -161,10 +157,10 @@ class ActivationOffload:
 
     @engine_entry
     def bring(self, packed: SavedActivation) -> Tensor:
-        """Give a tensor that autograd wants back, and start to bring those that it will want next."""
+        """Return a saved tensor to autograd, and start to copy back those that it will unpack next."""
         packed.version.check()
-        self._bring(packed)  # now, where it was not brought ahead: backward may want tensors in another order
-        packed.arrived.wait()  # site activations.back: else compute reads what the copy has not brought yet
+        self._bring(packed)  # if it was not copied ahead: backward may unpack in another order
+        packed.arrived.wait()  # site activations.back: compute reads the bytes after the copy has written them
         values, packed.here.values = packed.here.values, None
         assert values is not None
         self._forget(packed)
@@ -175,26 +171,26 @@ class ActivationOffload:
         return values.view(packed.dtype).as_strided(packed.shape, packed.stride)
 
     def _bring(self, saved: SavedActivation) -> None:
-        """Start to bring a tensor back, if it is not on the device."""
+        """Start to copy a tensor back if it is not on the device."""
         if saved.here.values is None:
-            # The copy starts after compute so far, which may have used this memory last.
+            # The copy starts after all compute so far, which may have used this memory last (ordering rule 1).
             saved.here.values = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
             back = buffer_home(saved.here.values)
             saved.arrived = self._movement.copy(saved.cut.home, back, Label("bring", "activation"))
 
     def _let_go(self, most_bytes: int) -> None:
-        """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
+        """Free tensors whose copies are over. Above `most_bytes` that leave, compute waits for the first ones."""
         left = sum(saved.nbytes for saved in self._leaving)
         while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
             saved = self._leaving.popleft()
             # site activations.away
-            saved.arrived.wait()  # its device memory goes: compute would fill it anew while the copy still reads it
+            saved.arrived.wait()  # the copy reads the device memory that is freed here (ordering rule 1)
             if self._forget(saved):
                 saved.here.values = None
             left -= saved.nbytes
 
     def _forget(self, saved: SavedActivation) -> bool:
-        """Forget a tensor whose device memory may become another one's; return whether it was known until now."""
+        """Forget a tensor whose device memory is freed; return True if it was known until now."""
         return self._known.get(saved.key) is saved and self._known.pop(saved.key) is saved
 
     def _fill_ring(self) -> None:
@@ -205,18 +201,18 @@ class ActivationOffload:
 
 
 def _give_back(cuts: ActivationPool, cut: ActivationStorage, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
-    """Give back what a tensor had that is gone. It may have been coming back for a backward that never wanted it."""
+    """Free the memory of a tensor that is gone. It may have been copied back for a backward that never unpacked it."""
     values, held.values = held.values, None
     back_end = streams()
     if values is not None and back_end is not None:
-        # A copy may still read or write the device memory: freed now, it would be somebody else's under that copy.
+        # A copy may still read or write the device memory (ordering rule 1).
         # site activations.unwanted_write, activations.unwanted_reads
         back_end.give_up((values,), until=all_of([cut.home.memory.written, cut.home.read]))
     cuts.drop(cut)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is its bytes: no subclass, nothing sparse or nested, no view that is conjugate or negative."""
+    """Return True if a tensor is given by its bytes: no subclass, strided, not nested, conjugate or negative."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -225,19 +221,18 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True if its elements fill one piece of memory, in whatever order."""
+    """Return True if the elements of a tensor fill one range of memory, in any order."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).is_contiguous()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What autograd saves of gathered parameters: not the memory, but where in the unit it was.
+# Views of gathered parameters: autograd saves their position in the unit instead of the memory.
 #
 #     forward     autograd saves a weight, or a view of one -> packed as (unit, range, shape, stride)
-#     backward    unpacked as the same view of what the unit's buffer holds then, which is gathered if nothing did so
-# yet
+#     backward    unpacked as the same view of the unit's buffer at that time, which is gathered first
 #
-# So a graph does not keep the buffers of all units, and a unit that is released has views elsewhere only where somebody
-# else keeps one. Torch compares versions of saved tensors only where there are no hooks, so it is done here.
+# So a graph does not keep the buffers of all units, and a released unit has views elsewhere only if the user keeps one.
+# Torch compares versions of saved tensors only without hooks, so it is done here.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -248,8 +243,8 @@ class SavedView:
     Attributes:
         index: the number of the slot that it begins in.
         start: its first element, counted from the beginning of the buffer.
-        version: what the slot's parameter had when it was saved; `None` where the view counts writes of its own.
-        outside: how ranks divide the tensor of which these are this rank's elements; `None` for a plain one.
+        version: the version of the slot's parameter when it was saved; `None` if the view has a counter of its own.
+        outside: the spec of the DTensor whose local elements these are; `None` for a plain tensor.
     """
 
     unit: Unit
@@ -263,13 +258,13 @@ class SavedView:
 
 @dataclass(eq=False)
 class SavedTensors:
-    """The hooks for what autograd saves in a forward whose units are released after it.
+    """The saved-tensor hooks of a forward whose units are released after it.
 
     Attributes:
-        owner_of: finds the unit whose full buffer a tensor is a view of, among those that are released after use.
-        owners: which unit each parameter is in.
-        bring: makes a unit's parameters usable until the backward that is under way is over.
-        activations: takes other tensors; `None` leaves them where they are.
+        owner_of: finds the unit whose full buffer a tensor is a view of, among units that are released after use.
+        owners: the unit of each parameter.
+        bring: gathers a unit until the backward under way is over.
+        activations: offloads other tensors; `None` leaves them on the device.
     """
 
     owner_of: Callable[[Tensor], Unit | None]
@@ -278,10 +273,10 @@ class SavedTensors:
     activations: ActivationOffload | None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Make the hooks, to be entered and left on the thread that computes; `None` where they would be in the way.
+        """Make the hooks, to be entered on the thread that computes; `None` if there must be none.
 
-        Where a user has hooks of his own they stay alone: activation checkpointing counts what it sees. Views that they
-        keep keep memory. Transforms of torch.func take none, and the unit that is called says so.
+        Hooks of the user stay alone: activation checkpointing counts the tensors that it sees. Views that they keep
+        keep memory. Transforms of torch.func take no hooks; `check_transform` refuses those that need them.
         """
         native: Any = torch._C._autograd
         if native._top_saved_tensors_default_hooks(True) is not None:
@@ -291,11 +286,11 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def are_innermost(self) -> bool:
-        """Whether the hooks that autograd would call now, on this thread, are these."""
+        """Return True if autograd would call these hooks now, on this thread."""
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and bool(top[0] == self._pack)
 
-    # Both run for each saved tensor: what needs a fixed state of the thread enters it, the rest reads attributes.
+    # Both run for each saved tensor, in user mode: only work that needs engine mode enters it.
 
     def _pack(self, tensor: Tensor) -> SavedView | SavedActivation | KeptSavedTensor:
         own, outside = (own_elements(tensor), spec_of(tensor)) if is_divided(tensor) else (tensor, None)
@@ -304,7 +299,7 @@ class SavedTensors:
             start = int(own.storage_offset() - unit.full.storage_offset())
             index = unit.layout.slot_at(start)
             version = unit.parameters[index].tensor._version
-            same = version == tensor._version  # else it is of `.data`, which has a count of its own
+            same = version == tensor._version  # otherwise it is a view of `.data`, which has its own counter
             return SavedView(unit, index, start, own.shape, own.stride(), version if same else None, outside)
         taken = None if self.activations is None else self.activations.take(tensor)
         return KeptSavedTensor(tensor) if taken is None else taken
@@ -323,13 +318,13 @@ class SavedTensors:
 
     @engine_entry
     def _show(self, unit: Unit) -> None:
-        """Show parameters that rested where compute reads them when one was saved, and may have been moved since."""
+        """Gather a unit that was resident when its parameter was saved, and may have moved since."""
         if not unit.resident:
             self.bring(unit)
 
     @engine_entry
     def _rebuilt(self, saved: SavedView) -> Tensor:
-        """Make the same view of the buffer that the unit has now."""
+        """Gather the unit, and make the same view of its present buffer."""
         unit, parameter = saved.unit, saved.unit.parameters[saved.index]
         if not unit.full.numel():
             raise EngineError(
