@@ -246,7 +246,8 @@ class Gradients:
         if norm_type == 2:
             norm = self._stepper.measure().grad_norm
         else:
-            norm = total(self._access.grad_norms(norm_type), norm_type)
+            norms = torch.tensor(self._access.grad_norms(norm_type), dtype=torch.float64)
+            norm = float(torch.linalg.vector_norm(norms, norm_type))
         # The norm is the same on every rank, and so is the scale of the update.
         if math.isfinite(norm):
             self._context.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
@@ -322,15 +323,6 @@ class Gradients:
                 f"{what} between backward and step, and updates have begun in that backward. Call step() first, or use "
                 "overlap='forward'."
             )
-
-
-def total(norms: Sequence[float], norm_type: float) -> float:
-    """Return the norm of a whole, given the norms of its parts."""
-    if any(map(math.isnan, norms)):
-        return math.nan
-    if math.isinf(norm_type):
-        return max(norms, default=0.0)
-    return float(sum(norm**norm_type for norm in norms) ** (1 / norm_type))
 
 
 def _digest(value: Tensor) -> str:
