@@ -173,7 +173,7 @@ def _make_engine(blueprint: Blueprint, context: EngineContext, save_group: Contr
     packing = QuantizedGather(context, options.gather_format)
     return Engine(
         context=context,
-        gatherer=Gatherer(context, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes),
+        gatherer=Gatherer(context, packing, live_budget=blueprint.live_bytes, prefetch_budget=options.prefetch_bytes),
         reducer=Reducer(
             context,
             ShardReduction(context, request.sum_dtype, options.reduce_format),
@@ -203,8 +203,6 @@ def connect(blueprint: Blueprint, engine: Engine) -> None:
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, context.streams.device)
     # Before the hooks, some of which are of trained parameters.
     frozen = [] if context.trains else [FrozenParameters(context.units)]
-    if activations is not None:
-        activations.kept = lambda: [unit.full for unit in context.units]
     early = stepper if request.overlap == "backward" else None
     engine.hooks = hooks = Hooks(context, gatherer, reducer, casts, early, activations)
     planted = AttributePatches()
@@ -213,26 +211,12 @@ def connect(blueprint: Blueprint, engine: Engine) -> None:
     engine.restore_model = partial(restore, [idioms, planted, *frozen])
     engine.access = access = StateAccess(context, gatherer, reducer, updater)
     engine.blocks = GatheredBlocks(context, gatherer, access, hooks.forward.watch_saved)
-    engine.mover = StateOffloader(
-        context,
-        blueprint.units,
-        gatherer,
-        reducer,
-        in_use=hooks.in_use,
-        plan_staging=blueprint.plan_staging,
-    )
+    engine.mover = StateOffloader(context, blueprint.units, gatherer, reducer, plan_staging=blueprint.plan_staging)
     engine.saver = StateSaver(context, access, engine.save_group)
     engine.loader = StateLoader(context, access, gatherer, reducer, updater)
     engine.gradients = Gradients(context, hooks, reducer, stepper, access)
-    engine.policy = StepPolicy(
-        context,
-        gatherer,
-        hooks.backward,
-        stepper,
-        engine.skips,
-        max_grad_norm=request.max_grad_norm,
-        waits=request.overlap not in ("forward", "backward"),
-    )
+    in_time = request.overlap not in ("forward", "backward")
+    engine.policy = StepPolicy(context, gatherer, hooks, stepper, engine.skips, request.max_grad_norm, waits=in_time)
 
 
 def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater, Stepper]:
@@ -262,13 +246,8 @@ def _make_activations(blueprint: Blueprint, context: EngineContext) -> Activatio
     tier = parse_tier(request.placement.activations, what="activations")
     if tier is Tier.DEVICE:
         return None
-    return ActivationOffload(
-        context.streams,
-        context.store,
-        tier,
-        tile_bytes=request.options.tile_bytes,
-        folders=len(request.placement.nvme_folders()),
-    )
+    folders = len(request.placement.nvme_folders())
+    return ActivationOffload(context, tier, tile_bytes=request.options.tile_bytes, folders=folders)
 
 
 def restore(attached: Iterable[ModelGuards | AttributePatches | FrozenParameters]) -> None:

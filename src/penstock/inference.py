@@ -1,4 +1,4 @@
-"""The handle of a model that nothing trains: what `prepare(model, None)` returns."""
+"""The handle that `prepare(model, None)` returns, for a model that is not trained."""
 
 from typing import Any, NoReturn
 
@@ -11,25 +11,25 @@ from penstock.optimizer import Optimizer
 
 
 class Inference(Optimizer):
-    """A `penstock.Optimizer` without param groups: what looks at parameters, moves and keeps them works as always.
+    """A `penstock.Optimizer` without param groups: methods that read, move and save parameters work as always.
 
-    There are no gradients and no updates. What would make some raises `EngineError`; `zero_grad` and `no_sync` have
-    nothing to do, so that loops over several models may call them of all.
+    There are no gradients and no updates, and methods that need them raise `EngineError`. `zero_grad` and `no_sync` do
+    nothing, so that loops over several models may call them for each.
     """
 
     def __init__(self, engine: Engine) -> None:
-        # Torch refuses an optimizer of nothing: this one stands for it with an empty group, which goes again.
+        # Torch refuses an optimizer without param groups: this one has an empty group, which is removed again.
         super().__init__(torch.optim.Optimizer([{"params": []}], {}), engine)
         self.param_groups.clear()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse a learning-rate scheduler, which puts a `step` of its own here: it would do nothing."""
+        """Refuse a learning-rate scheduler, which replaces `step`: there is nothing to schedule."""
         if name == "step":
             _refuse("A learning-rate scheduler of this optimizer")
         super().__setattr__(name, value)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> NoReturn:
-        """Refuse a backward of its own: `loss.backward()`, or `backward` of whoever trains, goes through to the inputs.
+        """Refuse a backward: `loss.backward()`, or `backward` of the trained model's optimizer, reaches the inputs.
 
         Raises:
             EngineError: always.
@@ -38,7 +38,7 @@ class Inference(Optimizer):
         _refuse("backward()", " A gradient for its inputs is loss.backward(), or backward() of whatever is trained.")
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Refuse a step: nothing trains the model.
+        """Refuse a step: the model is not trained.
 
         Raises:
             EngineError: always.
@@ -47,7 +47,7 @@ class Inference(Optimizer):
         _refuse("step()")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> NoReturn:
-        """Refuse to clip: there is no gradient.
+        """Refuse clipping: there are no gradients.
 
         Raises:
             EngineError: always.
@@ -67,7 +67,7 @@ class Inference(Optimizer):
 
 
 def _refuse(what: str, instead: str = "") -> NoReturn:
-    """Raise the error of everything that only training has."""
+    """Raise the error of a method that needs training."""
     raise EngineError(
         f"{what}: the model was prepared for inference, by prepare(model, None), and nothing trains it.{instead} To "
         "train it, close() and prepare(model, optimizer)."

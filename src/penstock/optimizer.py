@@ -28,7 +28,7 @@ from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
 from penstock.runtime.control_group import Facts
-from penstock.runtime.modes import EngineBlock, engine_entry, engine_mode
+from penstock.runtime.modes import EngineBlock, engine_entry
 from penstock.tiers.tier import LocationReport
 
 if TYPE_CHECKING:
@@ -276,6 +276,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return locate(self._open("locations"))
 
+    @engine_entry
     def gathered(
         self, parameters: Iterable[nn.Parameter] | None = None, *, modify: bool = False
     ) -> AbstractContextManager[None]:
@@ -290,7 +291,7 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a tensor that is no parameter of the model.
         """
         wanted = None if parameters is None else list(parameters)
-        with engine_mode(), self._together("gathered", whole=modify, writes=modify, settled=True) as (engine, facts):
+        with self._together("gathered", whole=modify, writes=modify, settled=True) as (engine, facts):
             facts["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
             facts["modify"] = modify
         return EngineBlock(engine.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
@@ -532,7 +533,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.saver.finish()  # it may be writing the checkpoint that is read next
         extra = engine.loader.load(path, verify=verify)
         engine.gradients.forget()
-        engine.hooks.backward.forget_failure()
+        engine.hooks.backward.has_failed = False
         return extra
 
     def trace(self, path: str | PathLike[str]) -> "AbstractContextManager[TraceReport]":

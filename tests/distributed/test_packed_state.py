@@ -25,7 +25,7 @@ PLAIN = Movement().but(tile_bytes=4096, gather_format="int8")
 
 
 def packing_of(optimizer: penstock.Optimizer) -> QuantizedGather:
-    return optimizer._engine.gatherer._packing
+    return optimizer._engine.gatherer.packing
 
 
 def steps(rank: int, look: bool, persistent_bytes: int) -> list[Tensor]:
@@ -107,8 +107,8 @@ def writes(rank: int) -> None:
 def idioms(rank: int) -> None:
     """Of a model that stays gathered, with rounded values."""
     model, optimizer = prepared(Arithmetic(), PLAIN.but(persistent_bytes=1 << 20))
-    loss_of(model, batches(2, 1)[0][0][rank])
     for call in (model.state_dict, lambda: copy.deepcopy(model)):
+        loss_of(model, batches(2, 1)[0][0][rank])
         with pytest.raises(penstock.EngineError, match=r"gather carried.*inside optimizer.gathered"):
             call()
         with optimizer.gathered():

@@ -122,9 +122,9 @@ def train(
     for step in range(3):
         torch.manual_seed(step)
         loss = loss_of(model, Batch(step))
-        orders.append([unit.name for unit in engine.hooks.orders.forward.learned])
+        orders.append([unit.name for unit in engine.hooks.passes.forward.learned])
         optimizer.backward(loss)
-        assert [unit.name for unit in engine.hooks.orders.forward.learned] == orders[0]
+        assert [unit.name for unit in engine.hooks.passes.forward.learned] == orders[0]
         assert engine.gatherer.live_bytes == 0
         trace.observed.append([loss.detach()])
         if step == 0:

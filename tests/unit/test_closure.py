@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.runtime.modes import innermost
 from tests.models.modules_rows import Stack, squared
 from tests.support import inline, prepare_on, run_ranks, sampled_rows, simulated
 
@@ -95,7 +94,12 @@ def test_the_closure_runs_once_and_in_the_state_of_the_caller() -> None:
 
     def closure() -> Tensor:
         calls.append(
-            (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), innermost() is None)
+            (
+                torch.is_grad_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                torch.get_default_dtype(),
+                torch._C._is_torch_function_enabled(),
+            )
         )
         return closure_of(model, optimizer, 0)()
 

@@ -1,13 +1,13 @@
-"""What an engine does with gradients: the policy of a step, and what a user does to them between backward and step."""
+"""Gradients between backward and step: the policy of a step, and changes that the user makes to gradients."""
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.forward_backward.backward import Backward
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.hooks import Hooks
 from penstock.engine.gradients.proxy import is_handle_of
@@ -23,54 +23,45 @@ from penstock.runtime.modes import engine_entry
 from penstock.runtime.system import Growth
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The policy of a step: how the loss is scaled, when a step is skipped, what an update clips to.
+# The policy of a step: the scale of the loss, the condition of a skip, the norm that gradients are clipped to.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class StepPolicy:
-    """What `backward` and `step` of the optimizer do, once nothing stands against it.
+    """`backward` and `step` of the optimizer, after all checks.
 
-    Arguments:
-        context: what every part of the engine works with.
-        gatherer: forgets what it gathered before a step.
-        backward: runs the backward of a loss.
-        stepper: measures, decides and updates.
-        skips: counts the steps that were skipped.
-        max_grad_norm: the norm that every step clips to; `None` for none.
-        waits: whether resident parameters are up to date when a step returns.
+    Attributes:
+        gatherer: marks gathered units as outdated before an update.
+        hooks: run the backward of a loss.
+        stepper: measures gradients, decides, and updates.
+        skips: counts skipped steps.
+        max_grad_norm: the norm that every step clips to; `None` for no clipping.
+        waits: True if resident parameters are up to date when a step returns.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        gatherer: Gatherer,
-        backward: Backward,
-        stepper: Stepper,
-        skips: SkippedSteps,
-        *,
-        max_grad_norm: float | None,
-        waits: bool,
-    ) -> None:
-        self._context = context
-        self._gatherer = gatherer
-        self._backward = backward
-        self._stepper = stepper
-        self._skips = skips
-        self._max_grad_norm = max_grad_norm
-        self._waits = waits
-        # A device has its own allocator, and the host of one makes nothing in forward and backward.
-        self._growth = Growth(context.streams.return_free_memory) if context.streams.computes_on_host else None
+    context: EngineContext
+    gatherer: Gatherer
+    hooks: Hooks
+    stepper: Stepper
+    skips: SkippedSteps
+    max_grad_norm: float | None
+    waits: bool
+
+    def __post_init__(self) -> None:
+        # With a device, forward and backward allocate nothing on the host that would fragment it.
+        streams = self.context.streams
+        self._growth = Growth(streams.return_free_memory) if streams.computes_on_host else None
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run the backward of a loss, which is scaled first where there is a loss scale (fp16).
+        """Run the backward of a loss, multiplied by the loss scale if there is one (fp16).
 
         Raises:
             EngineError: the loss does not require a gradient.
         """
-        self._backward.handles.look()
-        self._context.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
-        scale = self._context.gradient_scale.loss_scale
-        self._backward.loss_is_scaled = True
+        self.hooks.backward.check()  # before the `try`, which drops gradients on an error
+        scale = self.context.gradient_scale.loss_scale
+        self.hooks.backward.loss_is_scaled = True
         try:
             if not loss.requires_grad:
                 raise no_gradient()
@@ -79,45 +70,45 @@ class StepPolicy:
                     loss = loss.float() * scale  # in fp32: a loss in fp16 would overflow
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
-            self._backward.abandon()
+            self.hooks.backward.abandon()
             raise
         finally:
-            self._backward.loss_is_scaled = False
+            self.hooks.backward.loss_is_scaled = False
 
     def step(self) -> StepResult:
-        """Update every parameter that has a gradient on any rank, or nothing where the norm is not finite. Collective.
+        """Update every parameter that has a gradient on any rank, or none if the norm is not finite. Collective.
 
         1. Measure the gradient over ranks, and decide.
-        2. What is gathered is from before the step, and so are graphs: take note, before the first value changes.
-        3. Update, and show what compute reads where it rests.
+        2. Mark gathered units and graphs from before the step as outdated.
+        3. Update, and point resident parameters at the new values.
         """
-        measure = self._stepper.measure()
+        measure = self.stepper.measure()
         if not math.isfinite(measure.grad_norm):
-            self._stepper.skip()
-            self._skips.step_skipped(measure.flawed)
-            return StepResult(float("nan"), skipped=True, loss_scale=self._context.gradient_scale.loss_scale)
+            self.stepper.skip()
+            self.skips.step_skipped(measure.flawed)
+            return StepResult(float("nan"), skipped=True, loss_scale=self.context.gradient_scale.loss_scale)
         updated = {unit: slots for unit, slots in measure.present.items() if slots}
-        # Before the first write: what is gathered has the values of before, and whoever uses a unit from here on has to
-        # gather it again, after its update.
-        for unit in updated:  # of the others graphs may still go backward
-            self._gatherer.outdate(unit)
+        # Before the first write: gathered buffers have the values of before, and the next use of a unit gathers it
+        # again, after its update (ordering rule 6).
+        for unit in updated:  # graphs of other units stay valid
+            self.gatherer.outdate(unit)
         for unit, slots in updated.items():
             unit.count_writes(slots)
-        self._stepper.update(measure, self._max_grad_norm)
-        # After the homes know of the updates: what is shown waits for them, or stays hidden until they are over.
-        self._gatherer.show_resident(self._context.units, wait=self._waits)
-        self._skips.step_made()
+        self.stepper.update(measure, self.max_grad_norm)
+        # After the updates are recorded in the storages: resident parameters follow them, or are unset until they end.
+        self.gatherer.show_resident(self.context.units, wait=self.waits)
+        self.skips.step_made()
         if self._growth is not None:  # now, when no activations are held
             self._growth.look()
-        return StepResult(measure.grad_norm, skipped=False, loss_scale=self._context.gradient_scale.loss_scale)
+        return StepResult(measure.grad_norm, skipped=False, loss_scale=self.context.gradient_scale.loss_scale)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gradients between backward and step: their norms, what they are multiplied with, what people set and drop.
+# Changes of gradients between backward and step: norms, factors, values that are set, gradients that are dropped.
 #
-# People reach them in two ways that mean the same: methods of the optimizer, and `.grad` with torch's own functions
-# (`gradients/proxy.py`). What is put into `.grad`, or taken out of it, tells nobody. It is found when somebody looks
-# next: a forward or backward of the model, and every method that needs gradients.
+# There are two ways for the same: methods of the optimizer, and `.grad` with torch's own functions
+# (`gradients/proxy.py`). An assignment to `.grad` calls no code of the engine. It is found by the next `look`: at the
+# beginning of a forward or backward of the model, and in every method that needs gradients.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -125,14 +116,13 @@ TOTAL_NORM = "the norm of gradients (torch.nn.utils.clip_grad_norm_, get_total_n
 
 
 class Gradients:
-    """What is done to the gradients of an engine after backward.
+    """Changes that are made to the gradients of an engine after backward.
 
     Arguments:
-        context: what every part of the engine works with.
-        hooks: put handles on.
-        reducer: has what is reduced.
+        hooks: have the gradient proxies.
+        reducer: has the reduced gradients.
         stepper: measures gradients.
-        access: reads and writes those of single parameters.
+        access: reads and writes the gradients of single parameters.
     """
 
     def __init__(
@@ -147,25 +137,25 @@ class Gradients:
         self._parameters = {parameter: unit for unit in units for parameter in unit.parameters}
         self._by_tensor = {parameter.tensor: parameter for parameter in self._parameters}
         self._norms: dict[float, Mapping[UnitParameter, float]] = {}
-        self._known_changes = -1  # of the reducer, of when `_norms` were taken
-        self._finite = True  # all of them
-        self._factors: dict[UnitParameter, float] = {}  # not applied yet
-        self._by_hand: dict[str, object] = {}  # since the last `zero`
+        self._known_changes = -1  # `changes` of the reducer when `_norms` were taken
+        self._finite = True  # all gradients at that time
+        self._factors: dict[UnitParameter, float] = {}  # factors of gradients that are not applied yet
+        self._by_hand: dict[str, object] = {}  # changes by the user since the last `zero`
         hooks.handles.answers = self
 
     @property
     def by_hand(self) -> Mapping[str, object]:
-        """What people have set, dropped or scaled: for ranks to compare, because each does it to its own shard."""
+        """Gradients that the user has set, dropped or scaled. Ranks compare it: each rank changes its own shard."""
         return dict(sorted(self._by_hand.items()))
 
     def check_whole(self, verb: str) -> None:
-        """Refuse to work on gradients that are not whole, or not all there; take over what people did to them.
+        """Refuse gradients that are incomplete, and take over changes that the user made in `.grad`.
 
         Arguments:
             verb: the method that was called, for messages.
 
         Raises:
-            EngineError: says what is missing.
+            EngineError: names what is missing.
         """
         self._check_complete(verb)
         self.look()
@@ -186,40 +176,45 @@ class Gradients:
             )
 
     def look(self) -> None:
-        """Take over what people have put into `.grad`, taken out of it, and multiplied. Not collective.
+        """Take over values that were put into `.grad`, removed from it, or multiplied. Not collective.
 
         Raises:
             ConfigError: a value that no gradient can have.
-            EngineError: a value that stands for the gradient of another parameter, or updates have begun.
+            EngineError: the gradient proxy of another parameter, or updates have begun.
         """
         if self._factors:
             self._apply_factors()
-        touched = [parameter for parameter in self._parameters if parameter.tensor.grad is not parameter.left]
-        for parameter in touched:
+        dropped = []
+        for parameter in self._touched():
             grad = parameter.tensor.grad
-            if grad is not None:
-                if not is_handle_of(grad, parameter):
-                    self.set(parameter.tensor, grad)
+            if grad is None:
+                dropped.append(parameter)
+            elif is_handle_of(grad, parameter):
                 self._hooks.handles.show(parameter)
-        dropped = [parameter for parameter in touched if parameter.tensor.grad is None]
+            else:
+                self.set(parameter.tensor, grad)
         if dropped:
             self.drop(dropped)
 
+    def _touched(self) -> list[UnitParameter]:
+        """Return the parameters whose `.grad` is not what the engine left there: the gradient proxy, or `None`."""
+        return [p for p in self._parameters if p.tensor.grad is not p.left]
+
     def zero(self) -> None:
-        """Forget all gradients, also those that somebody has set. A new loss scale counts from here on."""
-        self._hooks.backward.forget_failure()
+        """Forget all gradients, also those that were set by the user, and take up the next loss scale."""
+        self._hooks.backward.has_failed = False
         self._reducer.zero()
         self.forget()
-        self._context.gradient_scale.renew()  # last: gradients that were summed before had the scale of before
+        self._context.gradient_scale.renew()  # last: the dropped gradients had the scale of before
 
     def forget(self) -> None:
-        """Forget what people did to gradients that are dropped."""
+        """Forget changes by the user, because the gradients are dropped."""
         self._factors.clear()
         self._by_hand.clear()
         self._context.gradient_scale.clip = 1.0
 
     def go_on_from(self, other: "Gradients") -> None:
-        """Take over what people did to gradients, and show them again: other units, the same gradients."""
+        """Take over the changes that are recorded in another one, and put gradient proxies on: units have changed."""
         self._by_hand = dict(other._by_hand)
         self._hooks.handles.put_on()
 
@@ -228,9 +223,9 @@ class Gradients:
         self._check_not_begun("A gradient was set")
         self._access.set_grad(parameter, value)
         if self._context.ranks.world_size > 1:
-            # Of a value that ranks divide each sets its own elements.
+            # Of a DTensor each rank sets its own elements.
             digest = "its own elements" if is_divided(value) else _digest(value)
-            self._note(f"the gradient that was set for '{self._access.name(parameter)}'", digest)
+            self._by_hand[f"the gradient that was set for '{self._access.name(parameter)}'"] = digest
         self._hooks.handles.show(self._by_tensor[parameter])
 
     @engine_entry
@@ -241,24 +236,25 @@ class Gradients:
             parameter.drop_gradient()
             self._factors.pop(parameter, None)
             self._reducer.forget(self._parameters[parameter], parameter.index)
-            self._note(f"the gradient that was dropped of '{parameter.name}'", "dropped")
+            self._by_hand[f"the gradient that was dropped of '{parameter.name}'"] = "dropped"
         if all(parameter.left is None for parameter in self._parameters):
             self.zero()  # `for p in model.parameters(): p.grad = None`
-            self._note("gradients that were dropped", "all")
+            self._by_hand["gradients that were dropped"] = "all"
 
     def clip(self, max_norm: float, norm_type: float) -> float:
-        """Have the next step clip the gradient's norm. Return the norm before clipping. Collective."""
+        """Have the next step clip the gradient's norm; return the norm before clipping. Collective."""
         if norm_type == 2:
             norm = self._stepper.measure().grad_norm
         else:
-            norm = total(self._access.grad_norms(norm_type), norm_type)
-        # The same norm on every rank, and so the same scale: else each would update its shard with another.
+            norms = torch.tensor(self._access.grad_norms(norm_type), dtype=torch.float64)
+            norm = float(torch.linalg.vector_norm(norms, norm_type))
+        # The norm is the same on every rank, and so is the scale of the update.
         if math.isfinite(norm):
             self._context.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
         return norm
 
     def norm(self, parameter: UnitParameter, norm_type: float) -> float:
-        """Tell the norm of a gradient over all ranks, as it is scaled by now. Collective, unless norms are known."""
+        """Return the norm of a gradient over all ranks, with all factors. Collective, unless norms are known."""
         if not norm_type > 0:
             raise EngineError(
                 f"A norm of order {norm_type} of a gradient: use an order above 0, or optimizer.full_grad."
@@ -269,13 +265,13 @@ class Gradients:
         return known[parameter] * abs(self._context.gradient_scale.clip * self._factors.get(parameter, 1.0))
 
     def scale(self, parameter: UnitParameter, factor: float) -> None:
-        """Take note that a gradient is multiplied: for all of them it is a factor of the update, as of `clip`."""
+        """Record a factor of a gradient. The same factor for all gradients becomes one of the update, as in `clip`."""
         self._check_not_begun("Gradients were clipped or multiplied")
         known = self._known_changes == self._reducer.changes
-        if not known:  # else it was checked when norms were taken: torch's clipping comes here for each parameter
+        if not known:  # once, when norms are taken: torch's clipping calls this for each parameter
             self._check_complete("clip_grad_norm_")
         elif not self._finite:
-            return  # the step is skipped, whatever a gradient that is not finite is multiplied with
+            return  # the step is skipped, whatever the factor
         if factor == 0:
             raise EngineError(
                 f"The gradient of '{parameter.name}' was multiplied with 0, or clipped to a norm of 0. "
@@ -285,13 +281,13 @@ class Gradients:
 
     @engine_entry
     def _taken(self, norm_type: float) -> Mapping[UnitParameter, float]:
-        """Take the norms of all gradients, without the clip: one collective for all of them. They are kept."""
+        """Measure the norms of all gradients, without the clip, by one collective. They are kept until a change."""
         if self._known_changes != self._reducer.changes:
             self._norms.clear()
         with self._hooks.under_way.turn("clip_grad_norm_"):
             with self._context.ranks.control_group.together(TOTAL_NORM) as facts:
                 self._check_not_begun("The norm of gradients was asked for")
-                # Without a look: a tensor that was set is clipped by torch, beside handles, and taken over afterwards.
+                # Without `look`: torch clips a tensor that was set beside the proxies. It is taken over afterwards.
                 self._check_complete("clip_grad_norm_")
                 facts["norm_type"] = norm_type
                 facts.update(self.by_hand)
@@ -309,9 +305,9 @@ class Gradients:
         return self._norms[norm_type]
 
     def _apply_factors(self) -> None:
-        """Apply what gradients were multiplied with: one factor for all to the update, others to each gradient."""
+        """Apply the recorded factors: one factor of all gradients to the update, others to each gradient."""
         factors, self._factors = self._factors, {}
-        # Not those that were replaced or dropped since: they are taken over as they are.
+        # Not gradients that were replaced or dropped since: those are taken over as they are.
         shown = {p for p in self._parameters if p.left is not None and p.tensor.grad is p.left}
         if factors.keys() >= shown and len(set(factors.values())) == 1:
             self._context.gradient_scale.clip *= next(iter(factors.values()))
@@ -319,10 +315,7 @@ class Gradients:
         for parameter, factor in factors.items():
             if factor != 1:
                 self._access.scale_grad(parameter.tensor, factor)
-                self._note(f"the factor of the gradient of '{parameter.name}'", factor)
-
-    def _note(self, what: str, value: object) -> None:
-        self._by_hand[what] = value
+                self._by_hand[f"the factor of the gradient of '{parameter.name}'"] = factor
 
     def _check_not_begun(self, what: str) -> None:
         if self._stepper.is_open:
@@ -332,16 +325,7 @@ class Gradients:
             )
 
 
-def total(norms: Sequence[float], norm_type: float) -> float:
-    """Compute the norm of all of norms of parts."""
-    if any(map(math.isnan, norms)):
-        return math.nan
-    if math.isinf(norm_type):
-        return max(norms, default=0.0)
-    return float(sum(norm**norm_type for norm in norms) ** (1 / norm_type))
-
-
 def _digest(value: Tensor) -> str:
-    """Compute what ranks compare of a value that each of them has set."""
+    """Return a digest of a value that every rank sets, for ranks to compare."""
     elements = value.detach().cpu().contiguous().view(-1)
     return hashlib.sha256(elements.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

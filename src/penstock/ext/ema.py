@@ -22,7 +22,7 @@ from penstock.engine.unit.unit import Holder, TrainingState, Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.optimizer import Optimizer
 from penstock.rules.average import begin, follow, hide, show
-from penstock.runtime.modes import EngineBlock, engine_entry, engine_mode
+from penstock.runtime.modes import EngineBlock, engine_entry
 from penstock.runtime.streams import UPDATE, all_of
 from penstock.tiers.staging import SIDES, Buffers, plan_ring, worked_on
 from penstock.tiers.storage import CellPlan, Ring, RingPlan, Segment, SegmentPlan, Storage
@@ -110,6 +110,7 @@ class EMA:
                 facts.update({"name": self._kind, "decay": self.decay})
             engine.averages.update(self._kind, self.decay)
 
+    @engine_entry
     def applied(self) -> AbstractContextManager[None]:
         """Show the average in the model inside a `with` block, and the parameters again after it. Collective.
 
@@ -127,7 +128,7 @@ class EMA:
             ...     model.save_pretrained("averaged")
         """
         meeting = self._optimizer._together("EMA.applied", whole=True, writes=True, idle=True, settled=True)
-        with engine_mode(), meeting as (engine, facts):
+        with meeting as (engine, facts):
             for unit, _ in engine.context.trained:
                 if unit.holding.is_held:
                     raise EngineError(

@@ -1,30 +1,22 @@
-"""The border between people's code and ours. What torch keeps for each thread has one fixed state on our side.
+"""Engine mode and user mode: torch's thread-local state has fixed values while code of the engine runs.
 
-    ours       gradients, inference mode, autocast, functorch levels, dispatch and function modes (a default device is
-               one) are off, whatever they are on the user's side
-    theirs     inside of `engine_mode`: all of these are as on the user's side, for what is run on behalf of the user
+    engine mode   gradients, inference mode, autocast, functorch levels, dispatch and function modes (a default device
+                  is one) are off, whatever they are for the user
+    user mode     inside engine mode: all of these are as the user has set them, for code that runs on the user's behalf
 
-Whatever torch or the user calls crosses the border: public methods, hooks, threads. The state is the thread's own, so
-other threads do not notice. The default dtype is the process's, and cannot be changed for one side: on our side every
+Every call by torch or by the user enters engine mode: public methods, hooks, threads. The state is the thread's own, so
+other threads are not affected. The default dtype belongs to the process and cannot be fixed: in engine mode every
 allocation names its dtype.
 """
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-# By names of this module: a small step crosses the border at each of its gradients.
-_grad_is_on, _set_grad = torch._C.is_grad_enabled, torch._C._set_grad_enabled
-_FunctionsOff = torch._C.DisableTorchFunction
-_inference_is_on = torch._C.is_inference_mode_enabled
-_autocast_is_on = torch._C._is_any_autocast_enabled
-_functorch = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +24,7 @@ T = TypeVar("T")
 
 
 class _ThreadModes(threading.local):
-    """What is known of the calling thread: its innermost stay on our side; `None` on the user's."""
+    """The innermost engine mode of the calling thread; `None` in user mode."""
 
     stay: "engine_mode | None" = None
 
@@ -41,56 +33,58 @@ _thread = _ThreadModes()
 
 
 class engine_mode:  # noqa: N801 - used as torch's own context managers are
-    """A stay on our side, as long as a `with` block. Stays may lie inside one another.
+    """Engine mode for the time of a `with` block. Blocks may be nested.
 
     Attributes:
-        records: whether operations are recorded for backward on the user's side.
+        records: True if autograd records operations in user mode.
     """
-
-    __slots__ = ("_functions", "_grad", "_guards", "_modes", "_outer", "records")
 
     records: bool
 
     def __enter__(self) -> "engine_mode":
-        self._outer = outer = _thread.stay
-        self._grad = grad = _grad_is_on()
-        self.records = grad if outer is None else outer.records
+        self._outer, self._grad = _thread.stay, torch.is_grad_enabled()
+        self.records = self._grad if self._outer is None else self._outer.records
         self._modes: list[TorchDispatchMode] = []
         self._guards: list[Any] = []
-        self._functions = _FunctionsOff()
+        self._functions = torch._C.DisableTorchFunction()
         try:
-            _thread.stay = self  # before anything is changed: an interrupt from here on is undone by `go_back_to`
+            _thread.stay = self  # first: `engine_entry` undoes all changes after this on an interrupt
             self._functions.__enter__()
-            if _inference_is_on():
+            if torch.is_inference_mode_enabled():
                 self._guard(torch._C._InferenceMode(False))
-            if _autocast_is_on():
+            if torch._C._is_any_autocast_enabled():
                 self._guard(torch._C._DisableAutocast())
-            if _functorch() is not None:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
                 self._guard(torch._C._DisableFuncTorch())
-            if _dispatch_modes():
+            if torch._C._len_torch_dispatch_stack():
                 self._take_modes()
-            _set_grad(False)  # last: leaving inference mode turns gradients on
+            torch._C._set_grad_enabled(False)  # last: leaving inference mode turns gradients on
             return self
         except BaseException:
-            self.end()
+            self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.end()
-        except BaseException:  # an interrupt: what was put back already is not put back again
-            self.end()
-            raise
+        """Restore the state in reverse order. After an interrupt a second call restores the rest."""
+        while self._modes:
+            torch._C._push_on_torch_dispatch_stack(self._modes.pop())
+        while self._guards:
+            self._guards[-1].__exit__(None, None, None)
+            del self._guards[-1]
+        torch._C._set_grad_enabled(self._grad)
+        self._functions.__exit__(None, None, None)  # last: a function mode would see the change of the grad mode
+        _thread.stay = self._outer
 
     def _guard(self, guard: Any) -> None:
-        """Enter one of torch's guards, and note it first, so that an interrupt in between leaves it to `end`."""
+        """Enter one of torch's guards. It is recorded first, so that `__exit__` leaves it also after an interrupt."""
         self._guards.append(guard)
         guard.__enter__()
 
     def _take_modes(self) -> None:
-        """Take all dispatch modes off the stack but torch's own, which are below the others: fake tensors stay fake.
+        """Pop the dispatch modes from the stack, down to torch's own ones: fake tensors stay fake.
 
-        A mode that says `stays` is left too, with what is below it: a rehearsal sees our operations as the user's.
+        A mode with the attribute `stays` is left too, with all modes below it: a simulation sees the operations of the
+        engine as it sees the user's.
         """
         while count := torch._C._len_torch_dispatch_stack():
             mode = torch._C._get_dispatch_stack_at(count - 1)
@@ -99,28 +93,15 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
             self._modes.append(mode)
             torch._C._pop_torch_dispatch_stack(None)
 
-    def end(self) -> None:
-        """Put everything back as it was, in the reverse order. What is put back is forgotten: it is done once."""
-        while self._modes:
-            torch._C._push_on_torch_dispatch_stack(self._modes.pop())
-        while self._guards:
-            self._guards[-1].__exit__(None, None, None)
-            del self._guards[-1]
-        _set_grad(self._grad)
-        self._functions.__exit__(None, None, None)  # after the grad mode: function modes would see that change
-        _thread.stay = self._outer
-
 
 class user_mode:  # noqa: N801
-    """The user's side again, inside of `engine_mode`: for the user's own code, and what is recorded for backward."""
-
-    __slots__ = ("_stays",)
+    """User mode inside engine mode, for the time of a `with` block: for the user's code and recorded operations."""
 
     def __enter__(self) -> None:
         self._stays: list[engine_mode] = []
         while _thread.stay is not None:
             self._stays.append(_thread.stay)
-            _thread.stay.__exit__(None, None, None)
+            _thread.stay.__exit__()
 
     def __exit__(self, *_: object) -> None:
         while self._stays:
@@ -128,54 +109,39 @@ class user_mode:  # noqa: N801
 
 
 def user_records() -> bool:
-    """Whether operations are recorded for backward on the user's side."""
+    """Return True if autograd records operations in user mode."""
     stay = _thread.stay
-    return _grad_is_on() if stay is None else stay.records
-
-
-def innermost() -> engine_mode | None:
-    """Return the calling thread's innermost stay on our side, if it is there."""
-    return _thread.stay
-
-
-def go_back_to(stay: engine_mode | None) -> None:
-    """End the stays that were begun after another one, and which an interrupt kept from ending.
-
-    It may come after a `with` block was entered and before the first line of `__exit__`.
-    """
-    while _thread.stay is not stay and _thread.stay is not None:
-        _thread.stay.end()
+    return torch.is_grad_enabled() if stay is None else stay.records
 
 
 def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function run on our side: a public method, or one that torch calls."""
+    """Make a function run in engine mode: a public method, or a function that torch calls."""
 
     @wraps(function)
     def crossed(*args: P.args, **kwargs: P.kwargs) -> R:
         before = _thread.stay
         try:
-            # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun:
-            # then the thread would stay on our side, and the user's next forward would record nothing for backward.
             with engine_mode():
                 return function(*args, **kwargs)
         except BaseException:
-            go_back_to(before)
+            # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun.
+            # The thread would stay in engine mode, and autograd would record nothing in the user's next forward.
+            while _thread.stay is not before and _thread.stay is not None:
+                _thread.stay.__exit__()
             raise
 
     return crossed
 
 
 class EngineBlock(AbstractContextManager[T]):
-    """A context manager of ours whose block is the user's.
+    """A context manager of the engine whose block runs in user mode.
 
     Arguments:
-        inside: the context manager, which is entered and left on our side.
-        turn: makes what is entered around each of these two steps.
+        inside: the context manager, which is entered and left in engine mode.
+        turn: makes a context for each of these two steps.
     """
 
-    def __init__(
-        self, inside: AbstractContextManager[T], turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def __init__(self, inside: AbstractContextManager[T], turn: Callable[[], AbstractContextManager[None]]) -> None:
         self._inside = inside
         self._turn = turn
 

@@ -1,134 +1,110 @@
-"""Backward: units are gathered as it comes to them; what it has left is reduced and released.
+"""Backward: gather each unit when backward reaches it; reduce its gradients and release it when backward leaves it.
 
-Backward of a unit: gather -> compute, gradients go to the reducer -> when backward moves on to a unit outside it,
-reduce and release. The outermost units stay until backward ends. Order of events never matters for the result: a
-gradient that arrives after its unit was reduced is reduced again and added.
+Backward leaves a unit when it reaches another unit whose forward does not run inside the first one's. The outermost
+units stay gathered until backward ends. The order of events never changes the result: a gradient that arrives after
+its unit was reduced is reduced again and added.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import ActivePasses, BackwardOrder, PendingBackward, PrefetchOrder
+from penstock.engine.forward_backward.order import ActivePasses, BackwardOrder, PendingBackward
 from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import UnderWay, in_backward
+from penstock.engine.step.step import Stepper
 from penstock.engine.unit.unit import Holder, Unit
 from penstock.errors import EngineError
 from penstock.runtime.modes import engine_entry, user_mode, user_records
 
 
-class BackwardUpdates(Protocol):
-    """Updates that begin in backward."""
-
-    def begin(self, unit: Unit) -> None:
-        """Begin the update of a unit all of whose gradients have come."""
-
-    def check(self, unit: Unit) -> None:
-        """Raise an error where backward comes back to a unit whose update has begun."""
-
-    def abandon(self) -> None:
-        """Give up what was begun: backward has failed."""
-
-
+@dataclass(eq=False)
 class Backward:
     """The backward that is under way, one at a time.
 
-    Arguments:
-        gatherer: makes units usable, and gives their memory back.
-        reducer: takes their gradients.
-        orders: gathers units, and those that are expected next.
-        turns: knows what compute is doing.
-        under_way: refuses other threads meanwhile.
-        handles: stand for gradients between backwards.
-        updates: the updates that begin in backward; `None` where none do.
-
     Attributes:
-        uses: the forwards that it comes back to.
-        is_open: whether a backward has begun and has not ended.
-        has_failed: whether one has failed since the last `zero_grad`.
-        loss_is_scaled: whether it was called with a scaled loss.
-        closed: whether the optimizer was closed; graphs may be left.
-        refusal: why none may begin now; `None` where one may.
+        gatherer: gathers and releases units.
+        reducer: takes the gradients.
+        passes: the units that compute works on, and the order in which units are used.
+        under_way: refuses other threads during a backward.
+        handles: the gradient proxies in `.grad` between backwards.
+        updates: begins updates during backward; `None` where updates wait for the step.
+        uses: the forwards whose backward is still to come.
+        is_open: True while a backward is under way.
+        has_failed: True if a backward has failed since the last `zero_grad`.
+        loss_is_scaled: True while `optimizer.backward` runs, which scales the loss and calls `check` first.
+        closed: True once the optimizer was closed. Graphs from before may still exist.
+        refusal: the error of a backward that begins now; `None` if it may begin.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        gatherer: Gatherer,
-        reducer: Reducer,
-        orders: PrefetchOrder,
-        turns: ActivePasses,
-        under_way: UnderWay,
-        handles: GradientProxies,
-        updates: BackwardUpdates | None,
-    ) -> None:
-        self._context = context
-        self._gatherer = gatherer
-        self._reducer = reducer
-        self._orders = orders
-        self._turns = turns
-        self._under_way = under_way
-        self.handles = handles
-        self._updates = updates
-        self.uses = BackwardOrder()
-        self.is_open = self.has_failed = self.loss_is_scaled = self.closed = False
-        self.refusal: str | None = None
-        self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
-        self._run_again: set[Unit] = set()  # active units that no gradient has reached: their forward ran again
+    context: EngineContext
+    gatherer: Gatherer
+    reducer: Reducer
+    passes: ActivePasses
+    under_way: UnderWay
+    handles: GradientProxies
+    updates: Stepper | None
+    uses: BackwardOrder = field(default_factory=BackwardOrder)
+    is_open: bool = False
+    has_failed: bool = False
+    loss_is_scaled: bool = False
+    closed: bool = False
+    refusal: str | None = None
+    _arrived: dict[Unit, set[int]] = field(default_factory=dict)  # gradients of this backward, by slot
+    #: Active units that no gradient has reached yet: their forward ran again.
+    _run_again: set[Unit] = field(default_factory=set)
 
+    @engine_entry
     def reach(self, use: PendingBackward, grad: Tensor) -> Tensor:
-        """Enter the units of a forward whose output a gradient has reached; return the gradient to go on with."""
+        """Enter the units of a forward when a gradient reaches its output; return the gradient to go on with."""
         if self.closed:
             raise EngineError(
                 f"backward() through a graph from before close() or add_param_group(): the parameters of unit "
                 f"'{use.units[0].name}' that it reads are gone. Call backward before, or run the forward again."
             )
-        # First those that only other ranks announce: all ranks issue gathers and reductions in one order.
-        self._pass_by(self.uses.reach(use))
-        for unit in use.units:
-            self.enter(unit)
-            self._expect(unit)
-            if user_records():  # create_graph
-                with user_mode():
+        self._come_to(self.uses.reach(use))
+        if user_records():  # create_graph
+            with user_mode():
+                for unit in use.units:
                     grad = unit.recorded.mark(grad)
         return grad
 
     def bring(self, unit: Unit) -> None:
-        """Make a unit usable whose parameters backward reads, whether it was announced or not."""
+        """Gather a unit whose parameters backward reads, also where no gradient has announced its backward."""
         if unit.holding.backwards or unit.holding.unannounced:
-            return  # it is there
+            return  # it is gathered
         if in_backward():
-            self._open()  # first: what ends without a word is looked for where one is open
+            self._open()  # first: only an open backward is abandoned if it ends with an exception
         unit.holding.take(Holder.UNANNOUNCED)
-        self._gatherer.acquire(unit)
+        self.gatherer.acquire(unit)
 
     def note_silent(self, units: Sequence[Unit]) -> None:
-        """Note that a forward made nothing with a backward on this rank: on another rank it may have."""
-        if not self._reducer.has_peers:
+        """Note a forward whose outputs have no backward on this rank, while they may have one on another rank."""
+        if not self.reducer.has_peers:
             return
         # Another rank reduces these units where its backward comes to them, and waits there for this one to take part.
-        if in_backward():  # of a reentrant checkpoint: its turn is now
+        if in_backward():  # the forward of a reentrant checkpoint: its turn is now
             for unit in units:
-                self._reducer.expect(unit)
-        elif wanting := [unit for unit in units if unit.wants_gradient]:  # else frozen models would note for ever
+                self.reducer.expect(unit)
+        elif wanting := [unit for unit in units if unit.wants_gradient]:  # not for ever, of a frozen model
             self.uses.note_silent(wanting)
 
     def enter(self, unit: Unit, *, runs_again: bool = False) -> None:
-        """Let backward go on in this unit, or its forward run again because backward will; end units that are over."""
-        if self._updates is not None:
-            self._updates.check(unit)
+        """Gather a unit for its backward, or for a forward that runs again in backward; leave units that are over."""
+        if self.updates is not None:
+            self.updates.check(unit)
         self._open()
-        active = self._turns.active
+        active = self.passes.active
         over = [other for other in active if not other.shares_forward(unit)]
-        if runs_again and inside_a_node():  # which computes with what is active, and goes on afterwards
+        if runs_again and inside_a_node():  # the node goes on to compute with the active units afterwards
             over = [other for other in over if other in self._run_again]
-        # Before this unit is gathered: what is over gives its memory back, and its reduction runs beside what follows.
+        # Before this unit is gathered: a unit that is over frees its memory, and its reduction runs beside this gather.
         for other in over:
             self._leave(other)
         if not runs_again:
@@ -139,11 +115,11 @@ class Backward:
             self._run_again.add(unit)
         active.append(unit)
         unit.holding.take(Holder.BACKWARD)
-        self._orders.use(unit, self._orders.backward)
-        self._turns.note()
+        self.passes.use(unit, self.passes.backward)
+        self.passes.note()
 
     def take_gradient(self, unit: Unit, index: int, _: nn.Parameter) -> None:
-        """Take the gradient that autograd has finished for a parameter from `.grad`, and hand it to the reducer."""
+        """Take the finished gradient of a parameter out of `.grad`, and pass it to the reducer."""
         parameter = unit.parameters[index]
         grad = parameter.take_gradient()
         if not (unit.resident or unit.holding.used):
@@ -153,111 +129,110 @@ class Backward:
                 "forward() or its weights alone; or choose units whose forward reads them, or read them inside "
                 "gathered()."
             )
-        if not self.is_open:  # no watched output led here: the end of backward must still be seen
+        if not self.is_open:  # no watched output led here: the callback at the end of backward is still needed
             self.enter(unit)
-        if self._updates is not None:
-            self._updates.check(unit)
+        if self.updates is not None:
+            self.updates.check(unit)
             self._arrived.setdefault(unit, set()).add(index)
-        self._reducer.add(unit, index, grad)
-        self.handles.show_to_hooks(parameter)
+        self.reducer.add(unit, index, grad)
+        if len(parameter.tensor._post_accumulate_grad_hooks or ()) > 1:
+            self.handles.show_to_hooks(parameter)
 
     def abandon(self) -> None:
-        """Drop what a backward that ended with an exception has collected and gathered."""
+        """Drop the gradients and gathers of a backward that ended with an exception."""
         self.has_failed = True
-        if self._updates is not None:
-            self._updates.abandon()
-        self._reducer.drop_pending()
+        if self.updates is not None:
+            self.updates.abandon()
+        self.reducer.drop_pending()
         self._close()
 
-    def forget_failure(self) -> None:
-        """Accept backwards again: the gradients that a failed one has left were dropped."""
-        self.has_failed = False
+    def check(self) -> None:
+        """Take over values that the user put into `.grad`, and refuse a backward after gradients were clipped."""
+        self.handles.look()
+        self.context.gradient_scale.check_not_clipped()
 
     def _open(self) -> None:
-        """Begin a backward, if none is open, and have autograd tell its end."""
+        """Begin a backward if none is open, and queue the callback for its end."""
         if self.is_open:
-            self._under_way.enter("backward")  # refused to a thread that is not the one of this backward
+            self.under_way.enter("backward")  # raises an error in a thread other than this backward's
             return
-        self.handles.look()  # what was set is there before the first gradient is added to it
+        if not self.loss_is_scaled:
+            self.check()  # a value that was set is in the storage before the first gradient is added to it
         if self.refusal is not None:
             raise EngineError(self.refusal)
-        self._context.gradient_scale.check_not_clipped()
-        if self._context.gradient_scale.loss is not None and not self.loss_is_scaled:
+        if self.context.gradient_scale.loss is not None and not self.loss_is_scaled:
             raise EngineError(
                 "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                 "a GradScaler."
             )
-        self.handles.take_off()  # else autograd would add to them
-        self._under_way.enter("backward")  # refused beside a forward, which would release what this one gathers
+        self.handles.take_off()  # autograd would add to the proxies
+        self.under_way.enter("backward")  # raises beside another thread's forward, which would release these gathers
         self.is_open = True
-        self._orders.backward.start()
-        # Runs once every node of this backward has: what no later unit ends is reduced and released there.
+        self.passes.backward.start()
+        # Runs after the last node of this backward: it reduces and releases the units that no later unit has ended.
         Variable._execution_engine.queue_callback(engine_entry(self._end))
 
-    def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:
-        """Gather and reduce units that backward comes to now on other ranks: their collectives need every rank."""
-        for units in silent:
+    def _come_to(self, turns: Iterable[Sequence[Unit]]) -> None:
+        """Gather the units that backward reaches now. The last forward of a unit makes its reduction due.
+
+        Ranks on which no gradient announces these units do the same at this point (ordering rule 4).
+        """
+        for units in turns:
             for unit in units:
                 self.enter(unit)
-                self._expect(unit)
-
-    def _expect(self, unit: Unit) -> None:
-        """Have a unit reduced, if backward has come to it on every rank, and to its last forward."""
-        if self.uses.is_last(unit):
-            self._reducer.expect(unit)
+                if self.uses.is_last(unit):
+                    self.reducer.expect(unit)
 
     def _leave(self, unit: Unit) -> None:
-        self._turns.active.remove(unit)
-        unit.holding.drop(Holder.BACKWARD)  # before its end: no update begins for a unit that is held
+        self.passes.active.remove(unit)
+        unit.holding.drop(Holder.BACKWARD)  # before its end: no update begins while a unit is held
         self._run_again.discard(unit)
         self._end_unit(unit)
-        self._gatherer.release(unit)
+        self.gatherer.release(unit)
 
     def _end_unit(self, unit: Unit) -> None:
-        """Send the gradient home, and begin the unit's update if no other gradient will come."""
-        self._reducer.flush(unit)  # the update follows the event that this leaves in the gradient's home
-        if self._updates is None or self._reducer.accumulates or unit.holding.is_held:
+        """Reduce the gradient, and begin the unit's update if all of its gradients have arrived."""
+        self.reducer.flush(unit)  # the update follows the write that this records in the gradient's storage
+        if self.updates is None or self.reducer.accumulates or unit.holding.is_held:
             return
         if len(self._arrived.get(unit, ())) == len(unit.parameters):
             del self._arrived[unit]
-            self._reducer.tell_host(unit)  # before the update, which asks the host whether the gradient is finite
-            self._updates.begin(unit)
-            if unit.resident or unit.spec.persistent:  # else it is released anyway
-                self._gatherer.outdate(unit)
+            self.reducer.tell_host(unit)  # before the update: the host decides by it if the gradient is finite
+            self.updates.begin(unit)
+            if unit.resident or unit.spec.persistent:  # all other units are released anyway
+                self.gatherer.outdate(unit)
 
     def _end(self) -> None:
-        """Finish what is left when autograd has come through."""
-        self._pass_by(self.uses.end())  # silent here, announced elsewhere: other ranks wait in their collectives
-        for unit in self._context.units:
-            unit.holding.drop_all(
-                Holder.BACKWARD, Holder.UNANNOUNCED
-            )  # before it is settled: no update begins for a unit that is held
+        """Reduce and release all units that are left. Autograd calls it after the last node."""
+        self._come_to(self.uses.end())  # other ranks may have their backward, and wait in its collectives
+        for unit in self.context.units:
+            unit.holding.drop_all(Holder.BACKWARD, Holder.UNANNOUNCED)  # first: no update begins while a unit is held
             self._end_unit(unit)
-        self._orders.backward.finish()
+        self.passes.backward.finish()
         if not user_records():
-            for unit in self._context.units:
+            for unit in self.context.units:
                 unit.recorded.end_unmarked()
         self.handles.put_on()
         self._close()
 
     def _close(self) -> None:
         self.is_open = False
-        self._turns.active.clear()
+        self.passes.active.clear()
         self._run_again.clear()
         self._arrived.clear()
         self.uses.clear()
-        for unit in self._context.units:
+        for unit in self.context.units:
             unit.holding.drop_all(Holder.BACKWARD, Holder.UNANNOUNCED)
-            self._gatherer.release(unit)
-            unit.holding.forget_unseen_saves()  # after its release, which goes by them
-        self._gatherer.drop_unused()
-        self._turns.note()
-        self._under_way.leave("backward")  # last: another thread's forward may begin now
+            self.gatherer.release(unit)
+            unit.holding.forget_unseen_saves()  # after the release, which depends on it
+        self.gatherer.drop_unused()
+        self.passes.note()
+        self.under_way.leave("backward")  # last: another thread's forward may begin now
 
 
 def inside_a_node() -> bool:
-    """Whether autograd is in the middle of a node, which reads saved tensors that a forward makes again.
+    """Return True if autograd runs a node that reads saved tensors which a forward computes again.
 
-    The node of a reentrant checkpoint reads none: it only runs a forward and the backward of that.
+    The node of a reentrant checkpoint reads none: it only runs a forward and the backward of that forward.
     """
     return type(torch._C._current_autograd_node()).__name__ != "CheckpointFunctionBackward"

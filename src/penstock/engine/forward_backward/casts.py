@@ -10,10 +10,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from penstock.runtime.modes import user_mode
+
 # ----------------------------------------------------------------------------------------------------------------------
-# Attributes of single objects that stand before those of their class, until they are removed.
+# Patched attributes of single objects, until they are removed.
 #
-# Nothing of a class is patched: Python, torch and pickle look at the object first.
+# No class is patched: Python, torch and pickle look up these attributes in the object first.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -27,7 +29,7 @@ class _AttributePatch(NamedTuple):
     before: object
 
     def withdraw(self, own: dict[str, Any]) -> None:
-        """Leave attributes as they were. What somebody has put in place of ours since stays."""
+        """Restore the attribute, unless the user has replaced it since."""
         if own.get(self.name) is not self.value:
             return
         if self.before is _MISSING:
@@ -37,10 +39,10 @@ class _AttributePatch(NamedTuple):
 
 
 class AttributePatches:
-    """What was set on objects of the user's, and what was there before."""
+    """Attributes that were set on objects of the user, with their values from before."""
 
     def __init__(self) -> None:
-        self._placed: dict[int, list[_AttributePatch]] = {}  # by the identity of the object, which it keeps
+        self._placed: dict[int, list[_AttributePatch]] = {}  # by the object's identity; the patch keeps it alive
 
     def plant(self, owner: object, name: str, value: object) -> None:
         """Set an attribute of one object."""
@@ -50,34 +52,35 @@ class AttributePatches:
         own[name] = value
 
     def remove(self) -> None:
-        """Leave the objects as they were."""
+        """Restore all objects."""
         for of_owner in self._placed.values():
             for placed in reversed(of_owner):
                 placed.withdraw(vars(placed.owner))
         self._placed.clear()
 
     def clean(self, owner: object, state: dict[str, Any]) -> None:
-        """Take what is ours out of a copy of an object's attributes."""
+        """Remove the patches from a copy of an object's attributes."""
         for placed in reversed(self._placed.get(id(owner), [])):
             placed.withdraw(state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The compute dtype at the borders of modules: whose floating-point inputs are cast to it.
+# Casts of floating-point inputs to the compute dtype.
 #
-# model   the outermost call, whatever it is given.
-# units   each block as well, as FSDP2's `cast_forward_inputs` does: an fp32 buffer that took part before goes no
-# further. layers  torch's own layers that refuse to mix dtypes, wherever they stand: nothing that worked works
-# otherwise. So are         products in modules with fp32 buffers: an attention's table of decays makes its scores
-# fp32, and torch refuses         the product of scores and values.
+# model   inputs of the outermost call, whatever it is given.
+# units   inputs of each block as well, as FSDP2's `cast_forward_inputs` does: an fp32 result of an fp32 buffer goes no
+#         further.
+# layers  inputs of torch's own layers that refuse mixed dtypes, wherever they stand: no working model changes. The same
+#         holds for products in modules with fp32 buffers: an attention's table of decays makes its scores fp32, and
+#         torch refuses the product of scores and values.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 CastMode = Literal["units", "model", "none"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: Layers that take their inputs in the dtype of their weights and no other. `nn.RMSNorm` and batch norms with
-#: statistics compute with mixed ones, and modules that people write may want to.
+#: Layers that take inputs in the dtype of their weights alone. `nn.RMSNorm` and batch norms with statistics compute
+#: with mixed dtypes, and other modules may want to.
 STRICT_LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
     nn.Bilinear,
@@ -101,27 +104,25 @@ STRICT_LAYERS: tuple[type[nn.Module], ...] = (
 )
 
 
-#: Products, whose factors torch takes in one dtype alone.
+#: Products whose factors must have one dtype.
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, torch.einsum, F.linear)
 
 
-def is_fit(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if there is nothing to cast. Floats of 8 bits are codes, no numbers to compute with."""
-    return tensor.dtype == dtype or not tensor.is_floating_point() or tensor.dtype.itemsize == 1
-
-
 def fits(value: Any, dtype: torch.dtype) -> bool:
-    """Return True if there is nothing to cast in nested containers, as pytree knows them."""
+    """Return True if there is nothing to cast in nested containers, as pytree knows them.
+
+    Floats of 8 bits are codes and are never cast.
+    """
     if isinstance(value, Tensor):
-        return is_fit(value, dtype)
+        return value.dtype == dtype or not value.is_floating_point() or value.dtype.itemsize == 1
     fit = True
     for leaf in tree_leaves(value):
-        fit = fit and not (isinstance(leaf, Tensor) and not is_fit(leaf, dtype))
+        fit = fit and (not isinstance(leaf, Tensor) or fits(leaf, dtype))
     return fit
 
 
 def all_fit(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Return True if there is nothing to cast in the inputs of a call. Most are tensors, which are quick to look at."""
+    """Return True if there is nothing to cast in the inputs of a call."""
     fit = True
     for value in (*args, *kwargs.values()) if kwargs else args:
         fit = fit and (value is None or fits(value, dtype))
@@ -131,8 +132,8 @@ def all_fit(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Cast floating-point tensors in nested containers to `dtype`.
 
-    A container in which nothing is cast stays the object that it was: a model fills caches that are the caller's. A
-    tensor that is there twice is cast once: attention asks whether its inputs are one and the same.
+    A container in which nothing is cast stays the same object: a model fills caches that belong to the caller. A tensor
+    that occurs twice is cast once: attention checks if its inputs are the same object.
     """
     cast: dict[int, Tensor] = {}
 
@@ -147,15 +148,15 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 class InputCasts:
-    """Whose inputs are cast.
+    """Casts the inputs of modules.
 
-    Under autocast only those of the outermost call are: there torch casts, operation by operation.
+    Under autocast only those of the outermost call are cast, because torch casts the inputs of each operation.
 
     Arguments:
         dtype: the compute dtype.
         mode: "units" for the outermost call, blocks, and layers that would fail; "model" for the outermost call alone.
         blocks: the modules of units.
-        device: where they compute.
+        device: the compute device.
     """
 
     def __init__(self, dtype: torch.dtype, mode: CastMode, blocks: Set[nn.Module], device: torch.device) -> None:
@@ -165,39 +166,39 @@ class InputCasts:
         self._blocks = blocks if self._of_layers else frozenset()
         self._device_type = device.type
 
-    def concern(self, module: nn.Module, inputs: Inputs, *, outermost: bool) -> bool:
-        """Return True if the inputs of a call of the module may have to be cast."""
-        return (module in self._blocks or (outermost and self._of_calls)) and not all_fit(*inputs, self._dtype)
-
-    def of(self, inputs: Inputs, *, outermost: bool) -> Inputs | None:
-        """Cast the inputs of a call that is concerned; return `None` where they stay as they are."""
-        if not outermost and torch.is_autocast_enabled(self._device_type):
+    def of_call(self, module: nn.Module, inputs: Inputs, *, outermost: bool) -> Inputs | None:
+        """Cast the inputs of a call of a module; return `None` if they stay as they are."""
+        of_outermost = outermost and self._of_calls
+        if not (of_outermost or module in self._blocks) or all_fit(*inputs, self._dtype):
             return None
-        cast: Inputs = cast_floating(inputs, self._dtype)
+        with user_mode():  # autograd records the cast
+            if not outermost and torch.is_autocast_enabled(self._device_type):
+                return None
+            cast: Inputs = cast_floating(inputs, self._dtype)
         return cast
 
     def of_layer(self, module: nn.Module) -> "LayerCast | None":
-        """Make the cast for a layer that refuses inputs of another dtype than its weights; `None` for other layers."""
+        """Make the cast of a layer that refuses inputs of another dtype than its weights; `None` for other layers."""
         forward = type(module).forward
         if not self._of_layers or not any(forward is layer.forward for layer in STRICT_LAYERS):
             return None
         return LayerCast(self._dtype, self._device_type, masks=forward is nn.MultiheadAttention.forward)
 
     def let_products_mix(self, model: nn.Module, planted: AttributePatches) -> None:
-        """Let modules below the model multiply what their fp32 buffers made with values in the compute dtype."""
+        """Let submodules multiply fp32 results of their buffers with values in the compute dtype."""
         for module in model.modules():
             if self._of_layers and module is not model and has_fp32_buffers(module):
                 planted.plant(module, "forward", _with_products(module.forward, self._dtype, self._device_type))
 
 
 class LayerCast:
-    """Casts what one of torch's own layers would refuse. A compiler may trace it.
+    """Casts inputs that one of torch's own layers would refuse. A compiler may trace it.
 
     Arguments:
-        dtype: compute dtype. A layer whose weights have another one, for good or because its parent makes them fp32 for
-            each forward (routers do), gets its inputs as they are.
-        device_type: where it computes.
-        masks: whether it is attention, whose masks may be in another dtype where it returns no weights.
+        dtype: the compute dtype. A layer whose weights have another dtype, always or because its parent converts them
+            for each forward (routers do), gets its inputs as they are.
+        device_type: the type of the compute device.
+        masks: True for attention, whose masks may have another dtype if it returns no weights.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str, *, masks: bool) -> None:
@@ -206,7 +207,7 @@ class LayerCast:
         self._masks = masks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Return the inputs to take instead; `None` for the same."""
+        """Return the cast inputs; `None` if they stay as they are."""
         if all_fit(args, kwargs, self._dtype):
             return None
         fit = False
@@ -224,13 +225,13 @@ class LayerCast:
 
 
 def has_fp32_buffers(module: nn.Module) -> bool:
-    """Return True if a module has tables in fp32 of its own, and they are no statistics."""
+    """Return True if a module itself has fp32 buffers that are no running statistics."""
     own = [buffer for buffer in module.buffers(recurse=False) if buffer.dtype == torch.float32 and buffer.ndim > 0]
     return bool(own) and getattr(module, "running_mean", None) is None
 
 
 def _with_products(forward: Callable[..., Any], dtype: torch.dtype, device_type: str) -> Callable[..., Any]:
-    """Wrap a module's forward. One that mixes nothing the first time runs as it is from then on."""
+    """Wrap a module's forward. If its first run mixes no dtypes, later runs are not watched."""
     needed: bool | None = None  # not known before it has run
 
     @functools.wraps(forward)

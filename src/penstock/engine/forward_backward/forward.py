@@ -1,7 +1,8 @@
-"""Forward of a unit: gathered before, released after."""
+"""Forward: gather the units of a module before it runs, and release them after it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,14 +12,13 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.forward_backward.backward import Backward, inside_a_node
-from penstock.engine.forward_backward.casts import InputCasts, Inputs, LayerCast, all_fit, fits, is_fit
+from penstock.engine.forward_backward.casts import InputCasts, Inputs, LayerCast, all_fit, fits
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.order import (
     ActivePasses,
     ForwardCall,
     PendingBackward,
-    PrefetchOrder,
-    tensors_of,
+    look_into,
     watch_first,
 )
 from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors
@@ -27,82 +27,68 @@ from penstock.engine.step.owner_thread import UnderWay, in_backward
 from penstock.engine.unit.dtensor import own_elements
 from penstock.engine.unit.unit import Holder, Membership, Unit
 from penstock.errors import EngineError
-from penstock.runtime.modes import engine_entry, user_mode, user_records
+from penstock.runtime.modes import user_records
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A module that the engine is told of, whether Python runs it or a compiler has traced it.
+# The forward hooks of a module, which Python runs or a compiler traces.
 #
-# `torch.compile` traces hooks into the graph of the code that calls a module. The border of a unit breaks the graph:
-# the engine runs there, between two graphs, at every call. Inside of a unit that is gathered it has nothing to do, so
-# modules there leave no trace and a unit is one graph. The compiler guards what that was decided by.
+# `torch.compile` traces hooks into the graph of the code that calls a module. At the beginning and at the end of a unit
+# the graph breaks, and the engine runs between two graphs at every call. Inside a gathered unit the engine has nothing
+# to do: the hooks of modules there add nothing to the graph, and a unit is one graph. The compiler guards the values
+# that this depends on.
 #
-# What Python runs there is spared the way to the engine as well: most of a model's modules are layers inside of a unit.
+# If Python runs such a module, its hooks do not call the engine either: most modules of a model are layers in a unit.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: The number of our hooks in every module. Torch numbers hooks through all modules, and compilers guard the numbers:
+#: The id of our hooks in every module. Torch counts ids over all modules, and compilers guard them: with different ids
 #: each of many equal blocks would be compiled anew.
 HOOK_ID = -1
 
-Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Inputs | None]
-After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
-Passes = Callable[[nn.Module, Sequence[Unit]], bool]
-
 
 def never_compile(*functions: Callable[..., Any]) -> None:
-    """Have functions be traced into what calls them, and never be compiled by themselves.
+    """Have a compiler trace functions as part of their callers, and never compile them by themselves.
 
-    A call from Python beside compiled code would be, in as many kinds as there are values that it looks at, until torch
-    reaches its limit of compilations.
+    A call from Python beside compiled code would otherwise be compiled once for each set of values that it reads, until
+    torch reaches its limit of recompilations.
     """
     for function in functions:
         torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
+@dataclass(eq=False)
 class ModuleHooks:
     """The forward hooks of one module.
 
-    Arguments:
-        units: the units whose parameters its forward needs.
-        always: whether it begins a forward of the model, also inside of another one.
-        before, after: what the engine does then. They are not to be traced.
-        passes: whether a forward that Python runs begins where the engine has nothing to do.
-        cast: casts inputs that the module would refuse; it may be traced.
-
     Attributes:
-        entered: how many of its forwards are under way that the engine was told of; those of `always` are not counted.
+        units: the units whose parameters its forward needs.
+        always: True for the model itself: the engine is called for each of its forwards.
+        before, after: the calls of the engine. A compiler does not trace them.
+        passes: returns True if the engine has nothing to do for a forward that Python runs.
+        cast: casts inputs that the module would refuse. A compiler may trace it.
+        entered: how many forwards are under way for which `before` was called; not counted with `always`.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        *,
-        always: bool,
-        before: Before,
-        after: After,
-        passes: Passes,
-        cast: LayerCast | None = None,
-    ) -> None:
-        self._units = tuple(units)
-        self._always = always
-        self._before = before
-        self._after = after
-        self._passes = passes
-        self._cast = cast
-        self.entered = 0
+    units: Sequence[Unit]
+    always: bool
+    before: Callable[..., Inputs | None]
+    after: Callable[..., None]
+    passes: Callable[[nn.Module, Sequence[Unit]], bool]
+    cast: LayerCast | None
+    entered: int = 0
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks: before those that there are, and behind them."""
-        never_compile(ModuleHooks.before, ModuleHooks.after, LayerCast.__call__, all_fit, fits, is_fit)
-        before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
-        after = module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        """Register the hooks: the first one before all that exist, and the last one after all that exist."""
+        never_compile(ModuleHooks.on_call, ModuleHooks.on_return, LayerCast.__call__, all_fit, fits)
+        before = module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True)
+        after = module.register_forward_hook(self.on_return, with_kwargs=True, always_call=True)
         for handle in (before, after):
             _renumber(handle)
         module._forward_pre_hooks.move_to_end(HOOK_ID, last=False)  # type: ignore[attr-defined]
         return [before, after]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Neither pickled nor copied: a copy of hooks would gather and release the parameters of this model.
+        """Refuse pickling and copying: a copy of the hooks would gather and release the parameters of this model.
 
         Modules are copied without them (`engine/forward_backward/guards.py`), unless their class copies itself.
         """
@@ -111,36 +97,36 @@ class ModuleHooks:
             "second one from state_dict() inside optimizer.gathered(); to keep it, use optimizer.save()."
         )
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Tell the engine that the module's forward begins; return its inputs where they were cast."""
-        cast = None if self._cast is None else self._cast(module, args, kwargs)
+    def on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+        """Call the engine before the module's forward; return the inputs if they were cast."""
+        cast = None if self.cast is None else self.cast(module, args, kwargs)
         if cast is not None:
             args, kwargs = cast
-        if not self._always:
-            # Not where it was told of an outer forward of the same module: `after` takes the inner one's end for its.
+        if not self.always:
+            # Inside a forward of the same module the engine is always called, so that `after` finds the right one.
             if not self.entered:
                 if not torch.compiler.is_dynamo_compiling():
-                    passed = self._passes(module, self._units)
+                    passed = self.passes(module, self.units)
                 else:
                     passed = True
-                    for unit in self._units:
+                    for unit in self.units:
                         passed = passed and unit.holding.forwards > 0
                 if passed:
                     return cast
             self.entered += 1
-        return self._before(module, args, kwargs) or cast
+        return self.before(module, args, kwargs) or cast
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Tell the engine that the module's forward is over, if it was told of the beginning."""
-        if not self._always:
+    def on_return(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Call the engine after the module's forward, if it was called before it."""
+        if not self.always:
             if not self.entered:
                 return
             self.entered -= 1
-        self._after(module, args, kwargs, output)
+        self.after(module, args, kwargs, output)
 
 
 def run_last(module: nn.Module) -> None:
-    """Move our forward hook behind those registered since: they see the module's parameters too."""
+    """Move our forward hook behind hooks that were registered later: those may read the module's parameters."""
     hooks = module._forward_hooks
     if next(reversed(hooks)) != HOOK_ID:
         hooks.move_to_end(HOOK_ID)  # type: ignore[attr-defined]
@@ -155,7 +141,7 @@ def _renumber(handle: RemovableHandle) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Transforms of `torch.func`, which keep weights where nobody outside can see them.
+# Transforms of `torch.func`, which keep weights where no saved-tensor hook sees them.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +149,7 @@ _DIFFERENTIATE = (TransformType.Grad, TransformType.Jvp)
 
 
 def check_transform(unit: Unit, module: nn.Module) -> None:
-    """Refuse to be differentiated by a transform where parameters do not stay: it takes no saved-tensor hooks.
+    """Refuse differentiation by a transform if the unit is released after use: transforms take no saved-tensor hooks.
 
     Raises:
         EngineError: names the unit and the module.
@@ -179,201 +165,178 @@ def check_transform(unit: Unit, module: nn.Module) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Forward: the units of a module are gathered before it runs, and released after it.
-#
-# Forward of an anchor: gather its units -> compute -> release them. A forward that runs again in backward (activation
+# Forward of a module: gather its units -> compute -> release them. A forward that runs again in backward (activation
 # checkpointing) leaves its units to the backward that follows.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Forward:
     """The forwards of a model's modules.
 
-    Arguments:
-        gatherer: makes units usable, and gives their memory back.
-        backward: takes over units whose forward runs again in it.
-        orders: gathers units, and those that are expected next.
-        turns: knows what compute is doing.
-        under_way: refuses other threads meanwhile.
-        casts: knows which floating-point inputs are cast.
-        activations: takes what forward saves; `None` leaves it where it is.
-
     Attributes:
-        membership: the modules of the parameters, looked at when a forward of the model begins.
-        anchors: the hooks that tell of each module.
+        gatherer: gathers and releases units.
+        backward: holds units whose forward runs again in backward.
+        passes: the units that compute works on, and the order in which units are used.
+        under_way: refuses other threads during a forward.
+        casts: casts floating-point inputs.
+        activations: offloads saved tensors; `None` leaves them on the device.
+        membership: the parameters that modules hold, checked when a forward of the model begins.
+        anchors: the hooks of each module.
+        owners: the unit of each parameter.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        gatherer: Gatherer,
-        backward: Backward,
-        orders: PrefetchOrder,
-        turns: ActivePasses,
-        under_way: UnderWay,
-        casts: InputCasts,
-        activations: ActivationOffload | None,
-    ) -> None:
-        self._context = context
-        self._gatherer = gatherer
-        self._backward = backward
-        self._orders = orders
-        self._turns = turns
-        self._calls = turns.calls
-        self._under_way = under_way
-        self._casts = casts
-        self._activations = activations
+    context: EngineContext
+    gatherer: Gatherer
+    backward: Backward
+    passes: ActivePasses
+    under_way: UnderWay
+    casts: InputCasts
+    activations: ActivationOffload | None
+
+    def __post_init__(self) -> None:
+        self._calls = self.passes.calls
         self._releases = True  # some units are released after their use
-        self._reach = engine_entry(backward.reach)
-        self.membership = Membership(context.model, context.units)
+        self.membership = Membership(self.context.model, self.context.units)
         self.anchors: dict[nn.Module, ModuleHooks] = {}
-        owners = {parameter.tensor: unit for unit in context.units for parameter in unit.parameters}
-        self._saved = SavedTensors(gatherer.owner_of, owners, backward.bring, activations)
+        self.owners = {parameter.tensor: unit for unit in self.context.units for parameter in unit.parameters}
+        self._saved = SavedTensors(self.gatherer.owner_of, self.owners, self.backward.bring, self.activations)
 
     def watch_saved(self) -> AbstractContextManager[Any]:
-        """See what autograd saves of parameters that are shown outside of a forward."""
+        """Return the saved-tensor hooks for a `gathered` block, in which parameters are read outside a forward."""
         return (self._saved.hooks() if user_records() else None) or nullcontext()
 
-    def passes(self, module: nn.Module, units: Sequence[Unit]) -> bool:
-        """Whether a forward begins where there is nothing to do, so that it need not be told. On the user's side.
+    def has_nothing_to_do(self, module: nn.Module, units: Sequence[Unit]) -> bool:
+        """Return True if the engine has nothing to do for a forward that begins. It runs in user mode.
 
-        Those of layers do, inside of a forward that holds their units. What has parts is told always: it may read
-        parameters of parts that do not run, whose units are then held until its end and no longer.
+        That is so for a layer inside a forward that holds its units. Not for a module with submodules: it may read
+        parameters of submodules that do not run, whose units are then held until its end.
         """
         if module._modules or not self._calls:
             return False
         for unit in units:
             if not unit.holding.forwards:
                 return False
-        # As in `before`: those of other threads are refused, and calls may be left of a forward that was lost.
-        return in_backward() or self._under_way.goes_on_here()
+        # As in `before`: other threads are refused, and `_calls` may be of a forward that an interrupt ended.
+        return in_backward() or self.under_way.goes_on_here()
 
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Gather what a module needs before it runs; return its inputs where they were cast."""
-        units = self._turns.anchors.get(module, ())
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+        """Gather the units of a module before it runs; return its inputs if they were cast."""
+        units = self.passes.anchors.get(module, ())
         recomputing = in_backward()
-        # Refused beside a forward of another thread, which would release what this one computes with.
-        if not recomputing and self._under_way.enter("forward"):
+        # Raises an error beside another thread's forward, which would release the units that this one computes with.
+        if not recomputing and self.under_way.enter("forward"):
             if self._calls:
-                self.lose()  # a new forward, and calls are left: the last one has ended without a word
-            # Whoever lost it has forgotten all that it was told of, and this one with them: its end would do nothing.
+                self.lose()  # a new forward, and calls are left: an interrupt ended the last one
+            # Losing that forward has reset all counts, also that of this call, whose end would then do nothing.
             if (anchor := self.anchors.get(module)) is not None:
                 anchor.entered = anchor.entered or 1
-        if self._calls and all(unit.holding.forwards for unit in units) and module is not self._context.model:
-            self._enter(ForwardCall(module), units)  # a layer of a block that is under way: nothing to do
+        if self._calls and all(unit.holding.forwards for unit in units) and module is not self.context.model:
+            self._enter(ForwardCall(module), units)  # a module inside a block that holds its units: nothing to do
             return None
-        outermost = not recomputing and (not self._calls or module is self._context.model)
+        outermost = not recomputing and (not self._calls or module is self.context.model)
         if outermost:
             self._begin()
-        cast = None
-        if self._casts.concern(module, (args, kwargs), outermost=outermost):
-            with user_mode():  # gradients pass it
-                cast = self._casts.of((args, kwargs), outermost=outermost)
+        cast = self.casts.of_call(module, (args, kwargs), outermost=outermost)
         call = ForwardCall(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
-        run_last(module)  # hooks that were registered meanwhile read parameters, which ours releases
+        run_last(module)  # hooks that were registered later may read parameters, which ours releases
         for unit in units:
             if unit.holding.forwards > 1:
-                continue  # an outer call has gathered it, and holds it longer
+                continue  # an outer call has gathered the unit, and holds it longer
             check_transform(unit, module)
-            if recomputing:  # held by the backward that follows: released in between, it would be gathered twice
-                self._backward.enter(unit, runs_again=True)
+            if recomputing:  # the backward that follows holds it: released in between, it would be gathered twice
+                self.backward.enter(unit, runs_again=True)
             else:
-                self._orders.use(unit, self._orders.forward)
+                self.passes.use(unit, self.passes.forward)
         if user_records() and not recomputing:
             self._watch_saved(call, units)
-        self._turns.note()
+        self.passes.note()
         return cast
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Release what a module needed after it has run, or has raised an error; `output` is `None` then."""
+        """Release the units of a module after it has run, or has raised an error (`output` is `None` then)."""
         recomputing = in_backward()
         if not self._calls or self._calls[-1].module is not module:
-            return  # another hook failed before ours had its turn
-        if not (recomputing or self._under_way.goes_on_here()):
-            return  # `before` has refused it, beside another thread's forward of the same module
+            return  # another hook failed before ours ran
+        if not (recomputing or self.under_way.goes_on_here()):
+            return  # `before` has raised an error in this thread: another one runs the same module
         call = self._calls.pop()
         if call.saved_hooks is not None:
-            call.saved_hooks.__exit__()  # before anything below can fail: they would stay on the thread
+            call.saved_hooks.__exit__()  # before anything below can fail: the hooks would stay on this thread
         finished = []
         for unit in call.reads:
             unit.holding.drop(Holder.FORWARD)
-            self._gatherer.release(unit)
-        for unit in self._turns.anchors.get(module, ()):
+            self.gatherer.release(unit)
+        for unit in self.passes.anchors.get(module, ()):
             unit.holding.drop(Holder.FORWARD)
             if not unit.holding.forwards:
                 finished.append(unit)
         if self._calls and not finished:
             return
         if finished:
-            # Before the release: what announces their backward, or holds them for one that nothing announces.
+            # Before the release: it announces their backward, or holds the units for a backward that is not announced.
             keep = self._watch_outputs(call, finished, output, args, kwargs)
             self._hand_on(finished, output)
-            if not (keep or recomputing):  # else its backward comes next, and releases it
+            if not (keep or recomputing):  # otherwise their backward comes next, and releases them
                 for unit in finished:
-                    self._gatherer.release(unit)
+                    self.gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end(complete=output is not None)
-            self._turns.note()  # before another thread's forward may change what there is to note
-            self._under_way.leave("forward")  # after the releases: another thread's forward may begin now
+            self.passes.note()  # before another thread's forward may begin
+            self.under_way.leave("forward")  # after the releases: another thread's forward may begin from here on
         else:
-            self._turns.note()
+            self.passes.note()
 
     def gather_for_read(self, unit: Unit) -> None:
-        """Gather a unit that a forward reads though its own module does not run, until that forward is over."""
+        """Gather a unit whose parameter a forward reads while its own module does not run, until that forward ends."""
         if not self._calls or unit.holding.is_held:
             return
-        # Another thread comes by at another time on each rank, and what it reads nobody would hold for it.
-        if not (in_backward() or self._under_way.goes_on_here()):
+        # Not for another thread: it reads at a different point on each rank (ordering rule 4).
+        if not (in_backward() or self.under_way.goes_on_here()):
             return
         check_transform(unit, self._calls[-1].module)
         if in_backward():
-            self._backward.bring(unit)
+            self.backward.bring(unit)
             return
         self._hold_for(self._calls[-1], unit)
 
     def lose(self) -> None:
-        """Let go of forwards that have ended without a word, by an interrupt."""
+        """Drop the forwards that an interrupt ended."""
         for call in self._calls[::-1]:
-            # Others that were entered since are on top of them: to exit ours would take theirs off.
+            # Hooks that were entered later are on top of ours, and to exit ours would remove those.
             if call.saved_hooks is not None and self._saved.are_innermost():
                 call.saved_hooks.__exit__()
         self._calls.clear()
-        if self._activations is not None:
-            self._activations.end()
         for anchor in self.anchors.values():
-            anchor.entered = 0  # they were told of the beginning alone
-        self._gatherer.announce = None
-        self._gatherer.drop_unused()
-        for unit in self._context.units:
-            unit.holding.drop_all(
-                Holder.FORWARD, Holder.UNANNOUNCED
-            )  # else their counts would keep the units gathered for ever
-            self._gatherer.release(unit)
+            anchor.entered = 0  # their ends were never reported
+        self._end(complete=False)
+        for unit in self.context.units:
+            # The counts would keep the units gathered for ever.
+            unit.holding.drop_all(Holder.FORWARD, Holder.UNANNOUNCED)
+            self.gatherer.release(unit)
 
     def _begin(self) -> None:
-        """Begin the outermost forward, after whatever a backward that never ended has left."""
+        """Begin the outermost forward, and drop a backward that never ended."""
         self.membership.check()
-        if self._backward.is_open:
-            self._backward.abandon()  # it failed, and autograd tells nobody: its units are held still
-        self._backward.handles.look()
-        self._orders.begin_forward()
-        # Not before there is a gather: one rank alone may run a forward that needs no other, as in a `gathered` block.
-        self._gatherer.announce = partial(self._context.ranks.begin_forward, recorded=user_records())
-        self._releases = any(unit.is_released_after_use for unit in self._context.units)  # homes may have moved
-        if self._activations is not None and user_records():
-            self._activations.begin()
+        if self.backward.is_open:
+            self.backward.abandon()  # it failed, and autograd reports no failure: its units are still held
+        self.backward.handles.look()
+        self.passes.begin_forward()
+        # Ranks announce a forward at its first gather: in a `gathered` block one rank alone may run one.
+        self.gatherer.announce = partial(self.context.ranks.begin_forward, recorded=user_records())
+        self._releases = any(unit.is_released_after_use for unit in self.context.units)  # state may have moved
+        if self.activations is not None and user_records():
+            self.activations.begin()
 
     def _end(self, *, complete: bool) -> None:
-        if self._activations is not None:
-            self._activations.end()
-        self._gatherer.announce = None
+        if self.activations is not None:
+            self.activations.end()
+        self.gatherer.announce = None
         if complete:
-            self._orders.end_forward()
-        self._gatherer.drop_unused()  # gathered ahead for a unit that did not come
+            self.passes.forward.finish()
+        self.gatherer.drop_unused()  # gathers ahead for units that were not used
 
     def _enter(self, call: ForwardCall, units: Sequence[Unit]) -> None:
         self._calls.append(call)
@@ -381,10 +344,10 @@ class Forward:
             unit.holding.take(Holder.FORWARD)
 
     def _watch_saved(self, call: ForwardCall, units: Sequence[Unit]) -> None:
-        """Have what autograd saves of the parameters in this forward not keep their memory."""
+        """Enter saved-tensor hooks, so that tensors saved in this forward do not keep the units' memory."""
         if any(other.saved_hooks for other in self._calls):
             return
-        if self._activations is not None or self._releases:
+        if self.activations is not None or self._releases:
             call.saved_hooks = self._saved.hooks()
         if call.saved_hooks is not None:
             call.saved_hooks.__enter__()
@@ -395,30 +358,30 @@ class Forward:
     def _watch_outputs(
         self, call: ForwardCall, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Have units gathered again when a gradient reaches what their forward made; return whether to keep them."""
+        """Watch the tensors that a forward made for gradients; return True if the units stay gathered for backward."""
         if not user_records():
             return False
         made, complete = call.made(output, args, kwargs)
-        for_saved = in_backward() and inside_a_node()  # its first run was noted
+        for_saved = in_backward() and inside_a_node()  # the first run of this forward was noted
         if made:
-            use = PendingBackward(units) if for_saved else self._backward.uses.note(units)
+            use = PendingBackward(units) if for_saved else self.backward.uses.note(units)
             for tensor in made:
-                # Runs before the node that made the tensor, whose backward reads the weights: later, they would be NaN.
-                watch_first(tensor, partial(self._reach, use))
+                # The hook runs before the node that made the tensor, whose backward reads the weights.
+                watch_first(tensor, partial(self.backward.reach, use))
         elif complete and output is not None and not for_saved:
-            self._backward.note_silent(units)
+            self.backward.note_silent(units)
         if not complete:
             for unit in units:
                 unit.holding.take(Holder.UNANNOUNCED)
-            return True  # its backward may come unannounced
-        return bool(made) and call.module is self._context.model and not in_backward()  # backward starts with it
+            return True  # their backward may come unannounced
+        return bool(made) and call.module is self.context.model and not in_backward()  # backward starts with them
 
     def _hand_on(self, units: Sequence[Unit], output: Any) -> None:
-        """Leave parameters that a module returns to its caller, who goes on to use them."""
+        """Keep parameters usable that a module returns to its caller."""
         releasable = [unit for unit in units if unit.is_released_after_use]
         if not releasable:
             return
-        returned = {self._gatherer.owner_of(own_elements(tensor)) for tensor in tensors_of(output)}
+        returned = {self.gatherer.owner_of(own_elements(tensor)) for tensor in look_into(output).tensors.values()}
         for unit in releasable:
             if unit in returned and self._calls:
                 self._hold_for(self._calls[-1], unit)
@@ -428,9 +391,9 @@ class Forward:
                     unit.holding.take(Holder.UNANNOUNCED)
 
     def _hold_for(self, call: ForwardCall, unit: Unit) -> None:
-        """Keep a unit gathered until a forward is over that is not one of its own."""
+        """Keep a unit gathered until a forward of another module is over."""
         call.reads.append(unit)
         unit.holding.take(Holder.FORWARD)
-        self._gatherer.acquire(unit)
+        self.gatherer.acquire(unit)
         if user_records() and not any(call.saved_hooks for call in self._calls):
-            unit.holding.take(Holder.UNANNOUNCED)  # nobody sees what autograd saves of it
+            unit.holding.take(Holder.UNANNOUNCED)  # no hook sees the views of it that autograd saves

@@ -1,8 +1,9 @@
-"""Gathering a unit's parameters, exactly or in fewer bytes."""
+"""All-gathers of a unit's parameters ahead of use, exactly or in a wire format, and their release."""
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,14 @@ from penstock.rules.wire import WireFormat
 from penstock.runtime.modes import user_records
 from penstock.runtime.streams import COLLECTIVE, DONE, READ, UPLOAD, Event, Pending
 from penstock.tiers.storage import Storage, buffer_home
-from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gathers that carry parameters in a wire format: fewer bytes between ranks, for values that are rounded on the way.
+# All-gathers in a wire format: fewer bytes between ranks, and values that are rounded.
 #
-# Each rank packs its own shard, the packed shards go round, and each rank unpacks all of them, its own included: what
-# compute reads is the same on every rank. Homes and masters keep their values, and so do looks at them: only forward
-# and backward compute with what was carried.
+# Each rank packs its own shard, the all-gather moves packed shards, and each rank unpacks all of them, its own
+# included. So every rank computes with the same values. Storages and master weights keep the exact values, and methods
+# that read them return those: only forward and backward compute with rounded values.
 #
 # Source: G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023 (qwZ).
 # ----------------------------------------------------------------------------------------------------------------------
@@ -38,21 +38,22 @@ class QuantizedGather:
     """All-gathers in a wire format.
 
     Arguments:
-        name: of the format; `"exact"` for none.
+        name: the wire format; `"exact"` for none.
     """
 
     def __init__(self, context: EngineContext, name: GatherFormat) -> None:
         self._context = context
         self._format = None if name == "exact" else WireFormat(name)
-        self._free: dict[int, deque[tuple[Tensor, Event]]] = {}  # buffers by size, each with what still uses it
+        self._free: dict[int, deque[tuple[Tensor, Event]]] = {}  # by size, each with the event of its last reader
 
     def carries(self, unit: Unit) -> bool:
-        """Whether gathers of this unit carry rounded values: the same on every rank."""
+        """Return True if gathers of this unit carry rounded values. It is the same on every rank."""
         return self._format is not None and unit.replica is None and is_packed(unit.spec, unit.layout.shards)
 
     def gather(self, unit: Unit) -> None:
-        """Gather what all ranks have of a unit, after `unit.event`, which this rank's part is there after."""
-        form, full, what = self._formatted, unit.full, unit.label
+        """Gather the shards of all ranks. The work follows `unit.event`, after which this rank's shard is there."""
+        form, full, what = self._format, unit.full, unit.label
+        assert form is not None, "gathers are exact"
         packed, free = self._take(form.packed_bytes(unit.layout.numel))
         start, stop = unit.own_range
         own, sent = full[start:stop], packed[form.packed_bytes(start) : form.packed_bytes(stop)]
@@ -62,7 +63,8 @@ class QuantizedGather:
             form.pack(own, sent, self._context.pool)
             return self._context.ranks.all_gather(packed, sent, what)
 
-        # After the upload of this rank's part, and after what the buffer carried last was unpacked.
+        # `pack` reads this rank's shard, so it follows the upload. It overwrites the buffer, so it follows the unpack
+        # of the gather before (ordering rule 3).
         gathered = self._context.streams.submit(
             COLLECTIVE,
             exchange,
@@ -72,8 +74,8 @@ class QuantizedGather:
             label=Label("gather", unit.name, form.name),
         )
         self._context.ranks.submitted(gathered)
-        # On the host the collective goes on beside its caller, who must not wait for it here; on a device both are work
-        # of one stream.
+        # On the host a collective goes on after `submit` returns, and the caller must not wait for it here: another
+        # stream unpacks. On a device both are work of one stream.
         unit.event = self._context.streams.submit(
             UPLOAD if self._context.streams.computes_on_host else COLLECTIVE,
             lambda: form.unpack(packed, full, self._context.pool),
@@ -85,31 +87,12 @@ class QuantizedGather:
         self._free[packed.nbytes].append((packed, unit.event))
         unit.is_rounded = True
 
-    def round(self, unit: Unit) -> None:
-        """Give a full buffer that holds the home's values those that a gather would carry. Compute does it."""
-        form, full = self._formatted, unit.full
-        numel = unit.shard_numel
-
-        def work() -> None:
-            packed = torch.empty(form.packed_bytes(numel), dtype=torch.uint8, device=full.device)
-            for start in range(0, full.numel(), numel):
-                form.pack(full[start : start + numel], packed, self._context.pool)
-                form.unpack(packed, full[start : start + numel], self._context.pool)
-
-        self._context.streams.compute(work, label=Label("unpack", unit.name, form.name), nbytes=2 * unit.nbytes)
-        unit.is_rounded = True
-
     def clear(self) -> None:
-        """Give the buffers' memory back. Nothing is being gathered."""
+        """Free the buffers. No gather is under way."""
         self._free.clear()
 
-    @property
-    def _formatted(self) -> WireFormat:
-        assert self._format is not None, "gathers are exact"
-        return self._format
-
     def _take(self, nbytes: int) -> tuple[Tensor, Event]:
-        """Take a buffer for what is packed, and the event after which it may be written."""
+        """Return a buffer for packed shards, and the event after which it may be written."""
         free = self._free.setdefault(nbytes, deque())
         if free and (free[0][1].done() or len(free) >= BUFFERS_OF_A_SIZE):
             return free.popleft()
@@ -117,12 +100,12 @@ class QuantizedGather:
 
 
 def is_packed(spec: UnitSpec, shards: int) -> bool:
-    """Whether gathers of a sharded unit can carry rounded values: of floats that are not what codes are counted in."""
+    """Return True if gathers of a sharded unit can carry rounded values: floats, and no scales of quantized weights."""
     return shards > 1 and spec.dtype in _DTYPES and not spec.is_beside_codes
 
 
 def packed_bytes(plans: Iterable[UnitPlan], name: GatherFormat) -> int:
-    """Count the device bytes of the buffers for what is packed, at most: a few of each size."""
+    """Return the device bytes of the buffers for packed shards, at most: a few buffers of each size."""
     if name == "exact":
         return 0
     form = WireFormat(name)
@@ -135,122 +118,68 @@ def packed_bytes(plans: Iterable[UnitPlan], name: GatherFormat) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parts of gathered units that are kept until the next update, so that later gathers stay inside a node.
+# Gathers ahead of use, within a budget of bytes.
 #
-# After a gather in training each rank keeps one of k parts of the whole unit, k being the ranks of a node: together
-# they have all of it, as it was gathered, and backward's gather is one among them. An evaluation keeps nothing; it
-# takes what is kept.
+# The order of units is learned from the last forward and the last backward. It is a hint: another order costs speed and
+# never changes the result.
+#
+# A gather begins with the copy of this rank's shard into the full buffer, from files or host memory. The all-gather of
+# the other shards is issued by the program's own thread, at a point that is the same on every rank (ordering rule 4):
+#
+#   at once                              if no work of the host precedes it
+#   when the unit before it is needed    if the shard is read from a file, or an update on the host may still run: the
+#                                        thread that issues the collective waits for those
+#   when the unit is needed              at the latest
+#
+# The choice depends on nothing that may differ between ranks, such as the completion of an event.
+#
+# A secondary shard of a gathered unit is kept until the next update, so that later gathers stay inside a node. After a
+# gather in training each of the k ranks of a node keeps one k-th of the whole unit, as it was gathered, and backward's
+# gather is among those k ranks. An evaluation keeps none and uses those that are there. Every rank keeps and uses the
+# same ones, because they decide which ranks a gather is among.
 #
 # Source: G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023 (hpZ).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class SecondaryShards:
-    """What is kept of units. Every rank keeps and takes the same ones: it decides which ranks a gather is among.
-
-    Arguments:
-        model: says whether it trains.
-        movement: brings parts to their homes.
-    """
-
-    def __init__(self, model: nn.Module, movement: Transfers) -> None:
-        self._model = model
-        self._movement = movement
-
-    def has(self, unit: Unit, *, exact: bool) -> bool:
-        """Whether the ranks of a node have all of a unit together.
-
-        Arguments:
-            unit: any.
-            exact: whether it is gathered as its homes have it, where other gathers carry rounded values.
-        """
-        return unit.secondary is not None and not unit.stale and not exact
-
-    def source(self, unit: Unit, *, exact: bool) -> tuple[Storage, tuple[int, int]]:
-        """Say what of this rank's a gather begins with, and where in the flat buffer that is."""
-        if self.has(unit, exact=exact):
-            assert unit.secondary is not None
-            return unit.secondary, _range_of(unit, unit.secondary)
-        return unit.params, unit.own_range
-
-    def keep(self, unit: Unit) -> None:
-        """Keep this rank's part of what is gathered after `unit.event`, where a backward may follow."""
-        # Reentrant checkpoints run forward without gradients, in a model that trains.
-        if unit.secondary is None or not (self._model.training or user_records()):
-            return
-        start, stop = _range_of(unit, unit.secondary)
-        unit.stale = False
-        # The buffer is released after this copy: else later gathers would get what the memory holds next.
-        gathered = buffer_home(unit.full[start:stop], written=unit.event)  # site gather.secondary_source
-        unit.event = self._movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
+_EMPTY = (UnitState.RELEASED, UnitState.OUTDATED)  # of valid values
 
 
-def _range_of(unit: Unit, secondary: Storage) -> tuple[int, int]:
-    """Say which part of the flat buffer is kept on this rank: that of its place in its node."""
-    place = unit.rank % (unit.layout.numel // secondary.stop)
-    return place * secondary.stop, (place + 1) * secondary.stop
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Making parameters usable, early enough, within a budget of bytes.
-#
-# The order of units is learned from the last forward and the last backward. It is a hint: another order costs speed,
-# never correctness.
-#
-# A gather is started ahead of use: what this rank has is brought to the full buffer, from files or host memory. The
-# collective that brings what other ranks have is issued by the thread of the program, at a place in the program that is
-# the same on every rank:
-#
-#     at once                             where nothing of the host's goes before it
-#     when the unit before it is needed   where files are read for it, or an update on the host goes on: that was
-# started                                         earlier, and who issues the collective waits for it
-#     when the unit is needed             at the latest
-#
-# Nothing that differs between ranks decides where: not whether an event is done, not whose memory is still in use.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-_EMPTY = (UnitState.RELEASED, UnitState.OUTDATED)  # of values that count
-
-
+@dataclass(eq=False)
 class Gatherer:
     """Gathers and releases units.
 
-    Arguments:
-        packing: gathers what other ranks have, where that is rounded on the way.
-        live_bytes: see `live_budget`.
-        prefetch_bytes: how much full buffers that are being filled ahead of use may take.
-
     Attributes:
-        live_budget: how much full buffers may take at once for gathers ahead of use. A unit that is needed is always
-            gathered. Memory of released units that others have views of does not count.
-        announce: called once, before the first gather of a unit that is gathered for each use; `None` where there is
-            nothing to call. It may raise: nothing of the gather has begun then.
+        packing: gathers in a wire format.
+        live_budget: how many bytes all full buffers may take for a gather ahead of use to begin. A unit that is needed
+            is always gathered. Memory that is kept only for views elsewhere does not count.
+        prefetch_budget: how many bytes the buffers of gathers ahead of use may take.
+        announce: called once, before the first gather of a sharded unit; `None` if there is nothing to call. It may
+            raise: nothing of the gather has begun then.
+        live_bytes, peak_live_bytes: the bytes of all full buffers now, and at most so far.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        packing: QuantizedGather,
-        *,
-        live_bytes: int,
-        prefetch_bytes: int,
-    ) -> None:
-        self._context = context
-        self._packing = packing
-        self._secondary = SecondaryShards(context.model, context.movement)
-        self.live_budget = live_bytes
-        self.announce: Callable[[], None] | None = None
-        self._prefetch_budget = prefetch_bytes
-        self.live_bytes = 0
-        self.peak_live_bytes = 0
-        self._ahead: dict[Unit, int] = {}  # gathered ahead of use, in order; the bytes of memory that each takes
-        self._ahead_bytes = 0  # of them all: a sum at every use of a unit would grow with the square of their number
-        self._in_part: set[Unit] = set()  # being gathered, and the collective for what others have is still to come
-        self._updated: set[Unit] = set()  # by the host, since they were gathered last: that may go on
-        self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
-        self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer
-        self._exact: set[Unit] = set()  # of those whose gathers carry rounded values: gathered for a block, as they are
+    context: EngineContext
+    packing: QuantizedGather
+    live_budget: int
+    prefetch_budget: int
+    announce: Callable[[], None] | None = None
+    live_bytes: int = 0
+    peak_live_bytes: int = 0
+    #: Units that are gathered ahead of use, in order, with the bytes that each takes.
+    _ahead: dict[Unit, int] = field(default_factory=dict)
+    #: The sum of those: computed at each use of a unit, it would cost the square of their number.
+    _ahead_bytes: int = 0
+    #: Units whose gather has begun and whose collective is still to be issued.
+    _in_part: set[Unit] = field(default_factory=set)
+    #: Units that the host has updated since their last gather: that update may still run.
+    _updated: set[Unit] = field(default_factory=set)
+    #: Units by the address of their full buffer's storage.
+    _buffers: dict[int, Unit] = field(default_factory=dict)
+    #: Released units whose buffer has memory for views elsewhere alone. A dict, for its order.
+    _lingering: dict[Unit, None] = field(default_factory=dict)
+    #: Units that are gathered exactly for a `gathered` block, while other gathers carry rounded values.
+    _exact: set[Unit] = field(default_factory=set)
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
         """Find the unit whose full buffer a tensor is a view of, among those that are released after use."""
@@ -262,74 +191,77 @@ class Gatherer:
         return unit if is_its else None
 
     def acquire(self, unit: Unit) -> None:
-        """Make the unit's parameters usable by compute issued from here on."""
-        self._context.streams.here()  # it may be gathered already, and another stream of compute has waited for that
+        """Make the unit's parameters usable by compute that is issued from here on."""
+        self.context.streams.here()  # the unit may be gathered, and another stream of compute has waited for that
         if unit.holding.residency in _EMPTY:
             self._make_room(unit)
             self._start(unit)
         if unit.holding.residency is UnitState.GATHERING:
             if unit in self._in_part:
-                self._gather_rest(unit)  # at the latest here: every rank comes to its units in this order
-            unit.event.wait()  # site gather.over: else compute reads what an upload or a collective has not filled yet
+                self._gather_rest(unit)  # at the latest here: every rank uses its units in this order
+            unit.event.wait()  # site gather.over: compute reads the buffer after the work that fills it
             unit.expose()
             unit.holding.become(UnitState.GATHERED)
             self._ahead_bytes -= self._ahead.pop(unit, 0)
             self._updated.discard(unit)
-        unit.params.written.check()  # what stays gathered must not outlive a step that failed
+        unit.params.written.check()  # a unit that stayed gathered must not outlive a failed step
 
     def acquire_exact(self, unit: Unit) -> None:
-        """Make the unit's parameters usable with the values of its home, also where gathers carry rounded ones."""
-        if self._packing.carries(unit) and unit not in self._exact:
+        """Make the unit's parameters usable with the exact values of its storage."""
+        if self.packing.carries(unit) and unit not in self._exact:
             if unit.holding.residency not in _EMPTY and unit not in self._in_part:
-                self.acquire(unit)  # what fills the memory now comes before what fills it next
+                self.acquire(unit)  # the gather under way ends before the next one fills the same memory
                 unit.holding.become(UnitState.OUTDATED)
             self._exact.add(unit)
         self.acquire(unit)
 
-    def prefetch(self, upcoming: Iterator[Unit]) -> None:
-        """Start gathering the units that come next, as many as the budgets allow, in order."""
+    def prefetch(self, upcoming: Iterable[Unit]) -> None:
+        """Start to gather the units that come next, in order, as many as the budgets allow."""
         soonest = next(iter(self._ahead), None)
         for unit in upcoming:
             if unit.holding.residency not in _EMPTY:
                 continue
             nbytes = 0 if unit.resident else unit.nbytes
-            if self._ahead_bytes + nbytes > self._prefetch_budget or self._live_bytes_with(unit) > self.live_budget:
+            if self._ahead_bytes + nbytes > self.prefetch_budget or self._live_bytes_with(unit) > self.live_budget:
                 break
             self._start(unit)
             self._ahead[unit] = nbytes
             self._ahead_bytes += nbytes
-            # A collective that follows a read or an update of the host would block its caller here: it comes later.
+            # `submit` blocks until the host's reads and updates that a collective follows are over: issue it later.
             if unit in self._in_part and not self._follows_host(unit):
                 self._gather_rest(unit)
-        if soonest in self._in_part:  # an earlier call has started it
+        if soonest in self._in_part:  # an earlier call has begun its gather
             self._gather_rest(soonest)
 
     def release(self, unit: Unit) -> None:
-        """Give the full buffer's memory back; the parameters become placeholders.
+        """Free the full buffer and make the parameters placeholders.
 
-        Resident and persistent units keep theirs, and so does a unit that anybody holds.
+        Nothing happens to resident and persistent units, nor to a unit that has a holder.
         """
         if unit.is_released_after_use and not unit.holding.is_held:
             self._retire(unit)
         elif unit in self._exact and not unit.holding.blocks:
-            # It stays gathered: what computes with it next gets what a gather would have carried.
+            # The unit stays gathered. The next forward computes with the rounded values of a new gather.
             self._exact.discard(unit)
             if unit.holding.residency is UnitState.GATHERED:
-                self._packing.round(unit)
+                unit.holding.become(UnitState.OUTDATED)
+                if unit.holding.is_held:  # its holder does not acquire it again
+                    self.acquire(unit)
 
     def drop_unused(self) -> None:
-        """Take back what was gathered ahead and not used, and what others have no views of any longer."""
+        """Drop gathers ahead of use that were not used, and free buffers that were kept for views that are gone."""
         for unit in list(self._ahead):
             self._drop(unit)
-        self._sweep()
+        for unit in [unit for unit in self._lingering if not views_elsewhere(unit.full)]:
+            self._free(unit)
 
     def outdate(self, unit: Unit) -> None:
-        """Have a unit that an update has written gathered anew: what its buffer holds is from before."""
+        """Mark a gathered unit as outdated, because an update writes its storage. The next use gathers it again."""
         assert not unit.holding.is_held, f"unit '{unit.name}' is updated while it is in use"
         assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
         unit.recorded.outdate()
         if unit.trained and any(section.tier is not Tier.DEVICE for section in unit.trained.optimizer.sections):
-            self._updated.add(unit)  # the host may still be at it when the unit is gathered ahead
+            self._updated.add(unit)  # the update may still run when the unit is gathered ahead
         if unit.resident or unit.spec.persistent:
             if unit.holding.residency is UnitState.GATHERED:
                 unit.holding.become(UnitState.OUTDATED)
@@ -337,72 +269,67 @@ class Gatherer:
             self._retire(unit)
 
     def show_resident(self, units: Iterable[Unit], *, wait: bool) -> None:
-        """Let resident parameters show their new values after updates, or refuse to be read until their unit is used.
+        """Point resident parameters at their new values after updates, or unset them until their unit is used.
 
         Arguments:
-            units: all units; those that are resident are shown.
-            wait: whether to wait for the updates of all of them; else those that are not up to date yet are hidden.
+            units: any units. Only resident ones are changed.
+            wait: wait for the updates of all of them; otherwise parameters that are not up to date are unset.
         """
         for unit in units:
             if unit.resident:
-                # Not what other ranks' parts have to be gathered for: ranks would do so in different orders.
+                # Without waiting, no unit that needs a collective: ranks would issue those in different orders.
                 if wait or (unit.params.written.done() and not unit.stale):
                     self.acquire(unit)
-                elif unit.holding.residency is not UnitState.GATHERED:  # else it is in use
+                elif unit.holding.residency is not UnitState.GATHERED:  # a gathered one is in use
                     unit.hide()
 
     def forget(self, unit: Unit) -> None:
-        """Give the memory of a unit that is not in use back, also where it would be kept for the next use."""
+        """Free the buffer of a unit that is not in use, also if it is persistent."""
         if not unit.resident:
             self._retire(unit)
 
     def rest(self) -> None:
-        """Give the memory of buffers back that are used between gathers. Nothing is being gathered."""
-        self._packing.clear()
+        """Free buffers that are kept between gathers. No gather is under way."""
+        self.packing.clear()
 
     def lend(self, unit: Unit) -> Tensor:
-        """Give the full buffer, with memory, to become the home of the parameters."""
+        """Return the full buffer, with memory, so that it can become the storage of the parameters."""
         if not (unit.resident or unit.leased):
             self._lease(unit)
             unit.holding.become(UnitState.OUTDATED)
         return unit.full
 
-    def take_back(self, unit: Unit) -> None:
-        """Take back the memory of a full buffer that was lent and did not become a home."""
-        if unit.is_released_after_use and unit.holding.residency is UnitState.OUTDATED:
-            self._retire(unit)
-
     def become_home(self, unit: Unit) -> None:
-        """Make the full buffer, which now holds the parameters, their home: the unit is resident."""
+        """Make the full buffer, which holds the parameters, their storage: the unit is resident from now on."""
         assert unit.holding.residency is not UnitState.GATHERING
         assert unit.leased, f"unit '{unit.name}' has no memory to become a home"
         self.live_bytes -= unit.nbytes
+        self._lingering.pop(unit, None)
         unit.resident = True
 
-    def leave_home(self, unit: Unit, *, in_use: bool, moved: Event) -> None:
-        """Gather the unit for each use from now on: its parameters no longer rest where compute reads them.
+    def leave_home(self, unit: Unit, *, moved: Event) -> None:
+        """Gather the unit for each use from now on: its parameters have moved out of the full buffer.
 
         Arguments:
-            unit: a resident one.
-            in_use: whether compute may read the parameters now; they stay gathered then until they are released.
-            moved: the event after which they have been copied from the full buffer.
+            unit: a resident unit. If it has a holder, it stays gathered until it is released.
+            moved: the event of the copy from the full buffer to the new storage.
         """
         if unit.is_whole:
-            unit.note_versions()  # what was written was written to the home
-        before = unit.full
+            unit.note_versions()  # writes to these parameters went to their storage
+        before, in_use = unit.full, unit.holding.is_held
         resizable, recorded = before.untyped_storage().resizable(), unit.recorded.is_alive
-        if recorded:  # its views are of this memory, and nothing announces its backward
+        if recorded:  # the graph has views of this memory, and nothing announces its backward
             unit.recorded.keep(before if resizable else before.clone())
             unit.recorded.is_new = in_use
         unit.resident = False
         self.live_bytes += unit.nbytes
         if resizable and not recorded and (in_use or moved.done()):
-            # The same storage, so that what autograd saved sees the next gather. The copies to the new home still read
-            # it: `_retire` has compute wait for them before the memory goes.
+            # Keep the same torch storage: views that autograd saved read the values of the next gather. The copies to
+            # the new storage may still read it: `_retire` waits for them before the memory is freed (ordering rule 1).
             unit.event = moved
-        else:  # a part of a slab, or still being copied: its memory goes with the home
+        else:  # a part of a slab, or still read by the copies: its memory goes with the old storage
             unit.event = DONE
-            unit.full = self._context.streams.make_buffer(before.numel(), before.dtype)
+            unit.full = self.context.streams.make_buffer(before.numel(), before.dtype)
             if in_use:
                 unit.full.copy_(before)
                 unit.expose()
@@ -410,7 +337,7 @@ class Gatherer:
             self._retire(unit)
 
     def _make_room(self, unit: Unit) -> None:
-        """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""
+        """Drop gathers ahead of use, the last one first, until another unit fits into the budget."""
         excess = self._live_bytes_with(unit) - self.live_budget
         for other in reversed([u for u in self._ahead if not (u.resident or u.spec.persistent)]):
             if excess <= 0:
@@ -419,28 +346,24 @@ class Gatherer:
             self._drop(other)
 
     def _live_bytes_with(self, unit: Unit) -> int:
-        """Count the bytes of full buffers once a unit is gathered as well.
+        """Return the bytes of all full buffers once a unit is gathered as well.
 
-        Buffers that are kept for views of others alone are left out. Who still has some may differ between ranks, and
-        so would what they gather ahead, and the order of that among their reductions.
+        Buffers that are kept for views elsewhere do not count: those views may differ between ranks, and all ranks must
+        gather the same units ahead (ordering rule 4).
         """
-        left = sum(other.nbytes for other in self._lingering if self._lingers(other))
-        has_memory = unit.resident or (unit.leased and not self._lingers(unit))
+        left = sum(other.nbytes for other in self._lingering)
+        has_memory = unit.resident or (unit.leased and unit not in self._lingering)
         return self.live_bytes - left + (0 if has_memory else unit.nbytes)
 
-    def _lingers(self, unit: Unit) -> bool:
-        """Whether its buffer is there for views of others alone."""
-        return unit in self._lingering and not unit.resident and unit.holding.residency is UnitState.OUTDATED
-
     def _follows_host(self, unit: Unit) -> bool:
-        """Whether work of the host may go before the collective of its gather.
+        """Return True if work of the host may precede the collective of its gather.
 
-        Asked of what all ranks have done to the unit, not of events: on some ranks there may be nothing to wait for.
+        The answer depends on the history of the unit, which is the same on all ranks, and on no event.
         """
         return unit.params.in_files or unit in self._updated
 
     def _drop(self, unit: Unit) -> None:
-        """Take back a gather ahead of use; that of a resident or persistent unit, whose memory stays, is finished."""
+        """Drop a gather ahead of use; finish it instead if the unit is resident or persistent."""
         if unit.resident or unit.spec.persistent:
             self.acquire(unit)
         else:
@@ -448,15 +371,15 @@ class Gatherer:
             self._retire(unit)
 
     def _retire(self, unit: Unit) -> None:
-        """Take the parameters out of the full buffer, and give its memory back.
+        """Make the parameters placeholders, and free the full buffer.
 
-        Memory that others still have views of is not taken from under them. What a recorded graph or a user of a
-        `gathered` block may have kept is theirs, as it is, and the unit gets another buffer. Any other view reads NaN
-        until the next gather fills the same memory: a custom function may have kept one for its backward. Only where
-        autograd itself may have saved views does their memory go all the same, until that gather.
+        A buffer of which views exist elsewhere keeps its memory. A recorded graph or the user of a `gathered` block
+        keeps the values, and the unit gets another buffer. Any other view (a custom function may keep one for its
+        backward) reads NaN until the next gather fills the same memory. Only if autograd itself may have saved views is
+        the memory freed until that gather.
         """
         recorded, holding = unit.recorded, unit.holding
-        self._in_part.discard(unit)  # on no rank was its collective issued
+        self._in_part.discard(unit)  # its collective was issued on no rank
         self._exact.discard(unit)
         if not unit.leased:
             if recorded.shown is not None and not recorded.is_alive:
@@ -465,8 +388,8 @@ class Gatherer:
             return
         try:
             # site release.gather_over
-            unit.event.wait()  # a copy that still fills or reads the memory would meet whoever has it next
-        except Exception:  # of a gather that failed: whoever needed it was told; other parts of it may go on
+            unit.event.wait()  # a copy may still use the memory, which others get once it is freed (ordering rule 1)
+        except Exception:  # the gather failed, which was raised where it was needed; other parts of it may still run
             for part in unit.event.parts():
                 with contextlib.suppress(Exception):
                     part.synchronize()  # site release.failed_gather_over
@@ -484,104 +407,122 @@ class Gatherer:
             self._replace_full(unit)
         holding.note_emptied()
         if views_elsewhere(unit.full) and not holding.empties_views:
-            self._context.streams.spoil(unit.full)
+            self.context.streams.spoil(unit.full)
             holding.become(UnitState.OUTDATED)
             self._lingering[unit] = None
         else:
             self._free(unit)
 
-    def _sweep(self) -> None:
-        """Free what others had views of when it was released, and have no longer."""
-        for unit in list(self._lingering):
-            if unit.resident or unit.holding.residency is not UnitState.OUTDATED:
-                del self._lingering[unit]
-            elif not views_elsewhere(unit.full):
-                del self._lingering[unit]
-                self._free(unit)
-
     def _lease(self, unit: Unit) -> None:
-        self._context.streams.lease(unit.full)
+        self.context.streams.lease(unit.full)
         self.live_bytes += unit.nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def _free(self, unit: Unit) -> None:
-        self._context.streams.retire(unit.full)
+        self._lingering.pop(unit, None)
+        self.context.streams.retire(unit.full)
         unit.holding.become(UnitState.RELEASED)
         self.live_bytes -= unit.nbytes
 
     def _replace_full(self, unit: Unit) -> None:
-        """Leave the full buffer's memory to those who have views of it."""
+        """Leave the memory of the full buffer to its views, and give the unit another buffer without memory."""
         self._buffers.pop(unit.full.untyped_storage()._cdata, None)
-        self._context.streams.hand_over(unit.full)
-        buffer = self._context.streams.make_buffer(unit.full.numel(), unit.full.dtype)
+        self.context.streams.hand_over(unit.full)
+        buffer = self.context.streams.make_buffer(unit.full.numel(), unit.full.dtype)
         buffer.untyped_storage().resize_(0)
         unit.full = buffer
 
     def _start(self, unit: Unit) -> None:
-        """Start to bring what this rank has of a unit; what other ranks have may still have to come."""
-        is_shared = unit.stale if unit.replica is not None else self._context.ranks.shards > 1
-        # Of a replica that is stale the next forward gathers, whichever it is: one of another kind may meet it.
+        """Start a gather: bring this rank's shard of the unit. The collective for the other shards may follow later."""
+        is_shared = unit.stale if unit.replica is not None else self.context.ranks.shards > 1
+        # Not for a replica whose other shards are outdated: forwards of different kinds may gather that one.
         if is_shared and unit.replica is None and self.announce is not None:
             announce, self.announce = self.announce, None
             announce()
         try:
-            # A resident unit is read where it rests: compute has to follow the last write of that memory alone.
+            # Compute reads a resident unit in its storage, so it follows the last write of that (ordering rule 3).
             unit.event = unit.params.written if unit.resident else self._fill(unit)
             unit.holding.become(UnitState.GATHERING)
         except BaseException:
-            # An interrupt may come when a copy is under way and its event is not noted: the next one to have this
-            # memory would wait for nothing, and meet it.
-            self._context.streams.drain((READ, UPLOAD))
+            # An interrupt may come after a copy was submitted and before its event is recorded. Wait for the copy here:
+            # the next user of this memory could not (ordering rule 1).
+            self.context.streams.drain((READ, UPLOAD))
             raise
         if is_shared:
             self._in_part.add(unit)
 
     def _fill(self, unit: Unit) -> Event:
-        """Lease the full buffer and bring to it what this rank has of the unit, which may be all."""
+        """Allocate the full buffer and copy this rank's shard into it, or the whole unit from a replica."""
         if not unit.leased:
             self._lease(unit)
+        self._lingering.pop(unit, None)
         self._buffers[unit.full.untyped_storage()._cdata] = unit
         replica = unit.replica
         if replica is not None and not unit.stale:
-            return self._context.movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
-        # The copy follows the last update of the home, and the home has the next one wait until this has read it.
-        source, (start, stop) = self._secondary.source(unit, exact=unit in self._exact)
-        return self._context.movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
+            return self.context.movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
+        # The storage orders the copy after the last update, and the next update after the copy (ordering rule 6).
+        source, start, stop = self._source(unit)
+        return self.context.movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
+
+    def _source(self, unit: Unit) -> tuple[Storage, int, int]:
+        """Return the storage that a gather begins with on this rank, and its range in the full buffer."""
+        secondary = unit.secondary
+        # No secondary shard is there, or it is from before the last update, or it may be rounded.
+        if secondary is None or unit.stale or unit in self._exact:
+            return unit.params, *unit.own_range
+        return secondary, *_range_of(unit, secondary)
 
     def _gather_rest(self, unit: Unit) -> None:
-        """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
+        """Gather the shards of other ranks. The caller waits for this rank's shard if work of the host brings it."""
+        inside = self._source(unit)[0] is unit.secondary  # the ranks of a node have all of the unit together
         exact = unit in self._exact
-        kept = self._secondary.has(unit, exact=exact)
-        if not (kept or exact) and self._packing.carries(unit):
-            self._packing.gather(unit)
+        if not (inside or exact) and self.packing.carries(unit):
+            self.packing.gather(unit)
         else:
-            self._all_gather(unit, inside=kept)
-        if not (kept or exact):
-            self._secondary.keep(unit)
+            self._all_gather(unit, inside=inside)
+        if not (inside or exact):
+            self._keep(unit)
         self._in_part.remove(unit)
 
+    def _keep(self, unit: Unit) -> None:
+        """Keep this rank's secondary shard of what is gathered after `unit.event`, if a backward may follow."""
+        # A reentrant checkpoint runs its forward without gradients: `training` tells that a backward may follow.
+        if unit.secondary is None or not (self.context.model.training or user_records()):
+            return
+        start, stop = _range_of(unit, unit.secondary)
+        unit.stale = False
+        # The copy becomes the event of the buffer, which is released after it (ordering rule 1).
+        gathered = buffer_home(unit.full[start:stop], written=unit.event)  # site gather.secondary_source
+        unit.event = self.context.movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
+
     def _all_gather(self, unit: Unit, *, inside: bool) -> None:
-        """Gather what other ranks have, as it is; of this rank's node, or all."""
-        _, (start, stop) = self._secondary.source(unit, exact=not inside)
+        """Gather the shards of other ranks as they are: inside this rank's node, or of all ranks."""
+        _, start, stop = self._source(unit)
         full, own, layout, what = unit.full, unit.full[start:stop], unit.layout, unit.label
-        # After the upload of this rank's part: else every other rank is sent what the memory held before.
-        event = unit.event = self._context.streams.submit(
+        # The collective reads this rank's shard, so it follows the upload (ordering rule 3).
+        event = unit.event = self.context.streams.submit(
             COLLECTIVE,
             lambda: (
-                self._context.ranks.all_gather(full, own, what, inside=inside)
+                self.context.ranks.all_gather(full, own, what, inside=inside)
                 if layout.is_even
-                else self._context.ranks.broadcast_shards(full, layout.cuts, what)
+                else self.context.ranks.broadcast_shards(full, layout.cuts, what)
             ),
             after=(unit.event,),  # site gather.uploaded
             nbytes=unit.nbytes,
             label=Label("gather", unit.name),
         )
-        unit.is_rounded = inside and self._packing.carries(unit)  # what is kept is as it was gathered
-        self._context.ranks.submitted(event)  # what the program issues next comes after it, on every rank
-        if unit.replica is not None:  # it must hold every rank's part again
+        unit.is_rounded = inside and self.packing.carries(unit)  # secondary shards are kept as they were gathered
+        self.context.ranks.submitted(event)  # the program's next collectives follow it, on every rank
+        if unit.replica is not None:  # the shards of all ranks are written back to it
             unit.stale = False
             if not unit.resident:
                 # site gather.replica_source
                 home, label = buffer_home(full, written=event), Label("save", unit.name, PARAM)
-                # The buffer is released after this copy: else the replica would get what the memory holds next.
-                unit.event = self._context.movement.copy(home, unit.replica, label)
+                # The copy becomes the event of the buffer, which is released after it (ordering rule 1).
+                unit.event = self.context.movement.copy(home, unit.replica, label)
+
+
+def _range_of(unit: Unit, secondary: Storage) -> tuple[int, int]:
+    """Return the range of the full buffer that this rank keeps: the one of its index in its node."""
+    place = unit.rank % (unit.layout.numel // secondary.stop)
+    return place * secondary.stop, (place + 1) * secondary.stop

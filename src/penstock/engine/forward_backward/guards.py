@@ -1,11 +1,12 @@
-"""What users call on a prepared model: served, or refused with what to call instead."""
+"""Methods of torch on a prepared model: they work, or raise an error that names what to call instead."""
 
 import copy
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
@@ -20,110 +21,33 @@ from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Copies of a prepared model, by `copy.deepcopy`, `AveragedModel`, pickle or `torch.save`: plain ones, or none.
+# Methods that users call on any module, on a prepared one.
 #
-# Where the parameters are there (inside `gathered`, or read in place), a copy is a model as before `prepare`, without
-# anything of ours. Where they are not, it would be full of NaN, and is refused by name. Parameters are copied by torch:
-# `deepcopy` gives each memory of its own, a pickle keeps that of the whole unit. `copy.copy` makes another name for the
-# same modules and parameters, and is left alone.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-#: Where modules keep the hooks that an anchor registers.
-_FORWARD_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-_STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-
-Places = Mapping[nn.Parameter, tuple[Unit, UnitParameter]]
-
-
-class ModelCopies:
-    """Copies modules of a model.
-
-    Arguments:
-        places: the unit and the seam of each parameter.
-        attached: what is set on modules.
-    """
-
-    def __init__(self, places: Places, attached: Sequence[AttributePatches]) -> None:
-        self._places = places
-        self._attached = attached
-        self.state_hooks: set[int] = set()  # identities of our hooks on state dicts
-
-    def plant(self, planted: AttributePatches, modules: Iterable[nn.Module]) -> None:
-        """Have modules be copied here. A parameter alone is copied by its class, or refuses to be read."""
-        for module in modules:
-            planted.plant(module, "__reduce_ex__", partial(self.reduce_module, module))
-
-    def reduce_module(self, module: nn.Module, protocol: Any) -> Any:
-        """Take a module apart for a copy, as its class does, without what is ours."""
-        parts = type(module).__reduce_ex__(module, protocol)
-        if sys._getframe(1).f_code is copy.copy.__code__:
-            return parts
-        if absent := self.absent(module.parameters()):
-            raise EngineError(
-                f"A prepared model cannot be copied or pickled here (copy.deepcopy, AveragedModel, torch.save(model)): "
-                f"{absent}. Copy it before prepare(), or inside optimizer.gathered(), on every rank: such a copy is a "
-                "plain model with the exact values. An average of the parameters is penstock.EMA; to keep the model, "
-                "use optimizer.save()."
-            )
-        if not (isinstance(parts, tuple) and len(parts) > 2 and isinstance(parts[2], dict)):
-            return parts  # by a class that takes itself apart: it says what it is made of
-        function, arguments, state, *rest = parts
-        state = dict(state)
-        for part in self._attached:
-            part.clean(module, state)
-        for names, ours in ((_FORWARD_HOOKS, {HOOK_ID}), (_STATE_HOOKS, self.state_hooks)):
-            for name in names:
-                if name in state:
-                    state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if key not in ours)
-        state["_parameters"] = dict(state.get("_parameters", {}))
-        return function, arguments, state, *rest
-
-    def absent(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        """Name the first parameter whose values are not there, or not exactly, and say why; `None` if all are."""
-        for parameter in parameters:
-            unit, own = self._places.get(parameter, (None, None))
-            if unit is None or own is None or not (own.is_hidden or unit.is_rounded):
-                continue
-            why = "is not gathered and would read as NaN"
-            if not own.is_hidden:
-                why = "shows what its gather carried, which Options(gather_format=) rounds"
-            return f"parameter '{own.name}' {tuple(parameter.shape)} {why}"
-        return None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What people call on any module, on a prepared one: it works, or an error names what to call instead.
-#
-# state_dict        of parameters that are not gathered would be NaN.
-# load_state_dict   into what no update starts from would be lost; with `assign=True` it replaces parameters.
-# to, half, cuda    and whatever else gives parameters other memory would be undone by the next gather.
-# deepcopy, pickle  are plain copies, where there is something to copy (`copying`).
-# DDP, DataParallel would combine gradients, and give parameters other memory, beside the engine.
+# state_dict        of parameters that are not gathered is refused: it would be NaN.
+# load_state_dict   is refused where the next update would undo it, and with `assign=True`, which replaces parameters.
+# to, half, cuda    and all that would give parameters other memory are refused: the next gather would undo them.
+# deepcopy, pickle  make a plain model without anything of Penstock if the parameters are there (inside `gathered`, or
+#                   resident), and are refused otherwise. Torch copies the parameters: `deepcopy` gives each one its own
+#                   memory, a pickle keeps that of the whole unit. `copy.copy` shares modules and parameters.
+# DDP, DataParallel are refused: they would reduce gradients and replace the memory of parameters beside the engine.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def is_owned(parameter: nn.Parameter) -> bool:
-    """Whether a prepared model has the parameter."""
+    """Return True if the parameter belongs to a prepared model."""
     owner = parameter.__dict__.get(OWNER)
     return owner is not None and owner.is_alive()
 
 
 class ModelGuards:
-    """The hooks and the methods of a model that stand before torch's own.
+    """Hooks and methods on a model's modules that run before torch's own.
 
     Arguments:
         model: the prepared model.
         units: the units of all its parameters.
-        hooks: knows whether a forward is under way, and what stands for gradients.
-        planted: takes the methods, and removes them.
-        replaced: what else is set on its modules, to be left out of copies.
+        hooks: tell if a forward is under way, and have the gradient proxies.
+        planted: patches the methods in, and removes them.
+        replaced: other patches on the modules, which are left out of copies.
     """
 
     def __init__(
@@ -137,23 +61,24 @@ class ModelGuards:
         self._hooks = hooks
         self._places = {p.tensor: (unit, p) for unit in units for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        self._copies = ModelCopies(self._places, [replaced, planted])
-        modules = list(model.modules())
-        for module in modules:
+        self._attached = replaced, planted
+        for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 saves = module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
                 loads = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 self._handles += [saves, loads]
             planted.plant(module, "_apply", partial(self._apply, module))
-            planted.plant(module, "_ddp_params_and_buffers_to_ignore", DdpRefusal(module))
-            planted.plant(module, "_replicate_for_data_parallel", partial(refuse_wrapper, module, "DataParallel"))
-        self._copies.state_hooks = {handle.id for handle in self._handles}
-        self._copies.plant(planted, modules)
+            refuse = partial(refuse_wrapper, module)
+            # `DistributedDataParallel` iterates over this attribute first of all. The first item raises the error.
+            planted.plant(module, "_ddp_params_and_buffers_to_ignore", map(refuse, repeat("DistributedDataParallel")))
+            planted.plant(module, "_replicate_for_data_parallel", partial(refuse, "DataParallel"))
+            # A parameter alone is copied by its class, or refuses it while it is released.
+            planted.plant(module, "__reduce_ex__", partial(self._reduce_module, module))
         for parameter, (_, own) in self._places.items():
             planted.plant(parameter, OWNER, ParameterOwner(self.read, own.name))
 
     def remove(self) -> None:
-        """Remove the hooks, so that torch's own are left."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -168,9 +93,49 @@ class ModelGuards:
         unit.params.written.check()
         self._hooks.read(unit)
 
+    def _reduce_module(self, module: nn.Module, protocol: Any) -> Any:
+        """Reduce a module for a copy as its class does, without hooks and patches of Penstock."""
+        parts = type(module).__reduce_ex__(module, protocol)
+        if sys._getframe(1).f_code is copy.copy.__code__:
+            return parts
+        if absent := self._absent(module.parameters()):
+            raise EngineError(
+                f"A prepared model cannot be copied or pickled here (copy.deepcopy, AveragedModel, torch.save(model)): "
+                f"{absent}. Copy it before prepare(), or inside optimizer.gathered(), on every rank: such a copy is a "
+                "plain model with the exact values. An average of the parameters is penstock.EMA; to keep the model, "
+                "use optimizer.save()."
+            )
+        if not (isinstance(parts, tuple) and len(parts) > 2 and isinstance(parts[2], dict)):
+            return parts  # by a class with its own reduction
+        function, arguments, state, *rest = parts
+        state = dict(state)
+        for part in self._attached:
+            part.clean(module, state)
+        ours = {HOOK_ID, *(handle.id for handle in self._handles)}
+        for name, hooks in state.items():
+            if "_hooks" in name and isinstance(hooks, OrderedDict):
+                state[name] = OrderedDict((key, hook) for key, hook in hooks.items() if key not in ours)
+        state["_parameters"] = dict(state.get("_parameters", {}))
+        return function, arguments, state, *rest
+
+    def _absent(self, parameters: Iterable[nn.Parameter]) -> str | None:
+        """Name the first parameter whose exact values are not there, with the reason; `None` if there is none."""
+        for parameter in parameters:
+            if parameter not in self._places:
+                continue
+            unit, own = self._places[parameter]
+            if own.is_hidden:
+                why = "is not gathered and would read as NaN"
+            elif unit.is_rounded:
+                why = "shows what its gather carried, which Options(gather_format=) rounds"
+            else:
+                continue
+            return f"parameter '{own.name}' {tuple(parameter.shape)} {why}"
+        return None
+
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         del prefix, keep_vars
-        if absent := self._copies.absent(module.parameters(recurse=False)):
+        if absent := self._absent(module.parameters(recurse=False)):
             raise EngineError(
                 f"state_dict(): {absent}. Call it inside optimizer.gathered(), on every rank, or use optimizer.save() "
                 "and penstock.export()."
@@ -198,19 +163,19 @@ class ModelGuards:
     def _apply(self, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Replace `Module._apply`, which `to`, `half`, `cuda`, `to_empty`, `share_memory` and others go through.
 
-        What would leave parameters where and as they are is done to buffers; all else is refused. A module that
-        converts itself for the time of its forward, as routers do, is let.
+        A function that leaves parameters unchanged is applied to buffers; any other is refused. Inside a forward it is
+        allowed: routers convert themselves for the time of their forward.
         """
         if self._hooks.in_forward:
-            with_gradient = [own for own in self._parameters_of(module, recurse=False) if own.left is not None]
-            for own in with_gradient:  # torch would convert them as well
+            with_gradient = [p for p in self._parameters_of(module.parameters(recurse=False)) if p.left is not None]
+            for own in with_gradient:  # torch would convert the proxies as well
                 own.hide_gradient()
             type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
             for own in with_gradient:
                 self._hooks.handles.show(own)
             return module
-        kinds = {(own.tensor.dtype, own.tensor.device) for own in self._parameters_of(module, recurse=recurse)}
-        for dtype, device in kinds:
+        own_parameters = self._parameters_of(module.parameters(recurse))
+        for dtype, device in {(own.tensor.dtype, own.tensor.device) for own in own_parameters}:
             if not _leaves_alone(fn, dtype, device):
                 raise EngineError(
                     f"to(), half(), float(), cuda(), to_empty(), share_memory() or the like on a prepared model: its "
@@ -223,16 +188,15 @@ class ModelGuards:
                     part._buffers[name] = fn(buffer)
         return module
 
-    def _parameters_of(self, module: nn.Module, *, recurse: bool) -> Iterator[Any]:
-        places = (self._places.get(parameter) for parameter in module.parameters(recurse))
-        return (place[1] for place in places if place is not None)
+    def _parameters_of(self, tensors: Iterable[nn.Parameter]) -> list[UnitParameter]:
+        return [self._places[tensor][1] for tensor in tensors if tensor in self._places]
 
 
 def _leaves_alone(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a function of `Module._apply` gives tensors back as they are, or a copy on the same device.
+    """Return True if a function of `Module._apply` returns tensors as they are, or as copies on the same device.
 
-    `to("cpu:0")` makes a copy for torch, and changes nothing. `to_empty` makes one without the values, which must not
-    be there by chance.
+    `to("cpu:0")` may make a copy, and changes nothing. `to_empty` makes one without the values: the probe has random
+    bytes, so that they are not there by chance.
     """
     probe = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device).view(dtype)
     address, was_shared = probe.data_ptr(), probe.is_shared()  # type: ignore[no-untyped-call]
@@ -245,46 +209,30 @@ def _leaves_alone(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: to
     return is_shared == was_shared and torch.equal(made.view(torch.uint8), probe.view(torch.uint8))
 
 
-class DdpRefusal:
-    """What `DistributedDataParallel` asks a module for, first of all: which of its parameters it is to leave alone.
-
-    Arguments:
-        module: the prepared one.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._kind = type(module).__name__
-
-    def __iter__(self) -> Iterator[str]:
-        """Refuse."""
-        refuse_wrapper(self._kind, "DistributedDataParallel")
-
-
-def refuse_wrapper(module: nn.Module | str, wrapper: str) -> NoReturn:
-    """Refuse what would train a prepared model beside its engine."""
-    kind = module if isinstance(module, str) else type(module).__name__
+def refuse_wrapper(module: nn.Module, wrapper: str) -> NoReturn:
+    """Refuse a wrapper that would train a prepared model beside its engine."""
     raise EngineError(
-        f"{wrapper} was put around a prepared {kind}. The optimizer that prepare() returned averages its gradients "
-        "over ranks, and keeps its parameters the same on all of them: use the model as it is."
+        f"{wrapper} was put around a prepared {type(module).__name__}. The optimizer that prepare() returned averages "
+        "its gradients over ranks, and keeps its parameters the same on all of them: use the model as it is."
     )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The optimizer that was given to `prepare`: it has neither gradients nor state any more, and would do nothing.
+# The optimizer that was passed to `prepare`: its methods raise `EngineError` until `close()`.
 #
-# Schedulers over it work, made before `prepare` or after it: they read and write its param groups, which are shared,
-# and look at `step` alone for whether it was called.
+# Learning-rate schedulers over it work, made before `prepare` or after it: they read and write its param groups, which
+# are shared, and look at `step` only to see if it was called.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 METHODS = (
     *("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"),
-    *("register_step_pre_hook", "register_step_post_hook"),  # they would never be called
+    *("register_step_pre_hook", "register_step_post_hook"),  # such hooks would never be called
 )
 
 
 def retire(optimizer: torch.optim.Optimizer, planted: AttributePatches) -> None:
-    """Have the methods of an optimizer refuse, because another one stands for it."""
+    """Disable the methods of the optimizer that was passed to `prepare`."""
     for name in METHODS:
         planted.plant(optimizer, name, _refusing(type(optimizer).__name__, name))
 
@@ -296,6 +244,6 @@ def _refusing(kind: str, method: str) -> Callable[..., NoReturn]:
             "optimizer that prepare() returned."
         )
 
-    # Schedulers wrap `step` to count its calls, unless that was done: ours counts nothing.
+    # A scheduler wraps `step` to count its calls, unless this attribute says that it was wrapped.
     refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return refuse

@@ -1,4 +1,4 @@
-"""The hooks on a model: they tell the engine's forward and backward what modules and autograd do."""
+"""The hooks on a model, by which modules and autograd call the engine's forward and backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,16 +7,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.forward_backward.backward import Backward, BackwardUpdates
+from penstock.engine.forward_backward.backward import Backward
 from penstock.engine.forward_backward.casts import InputCasts
 from penstock.engine.forward_backward.forward import Forward, ModuleHooks, never_compile
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import ActivePasses, PrefetchOrder
+from penstock.engine.forward_backward.order import ActivePasses
 from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors, SavedView
 from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import UnderWay, in_backward
+from penstock.engine.step.step import Stepper
 from penstock.engine.unit.dtensor import is_divided
 from penstock.engine.unit.parameter import KeptSavedTensor, ReadWatch, weakly
 from penstock.engine.unit.unit import Unit
@@ -24,19 +25,19 @@ from penstock.runtime.modes import engine_entry
 
 
 class Hooks:
-    """Connects a model to what happens in forward and backward.
+    """Connects a model to the engine's forward and backward.
 
     Arguments:
-        gatherer: makes units usable, and gives their memory back.
-        reducer: takes their gradients.
-        casts: knows which floating-point inputs are cast.
-        updates: the updates that begin in backward; `None` where none do.
-        activations: takes what forward saves; `None` leaves it where it is.
+        gatherer: gathers and releases units.
+        reducer: takes the gradients.
+        casts: casts floating-point inputs.
+        updates: begins updates during backward; `None` where updates wait for the step.
+        activations: offloads saved tensors; `None` leaves them on the device.
 
     Attributes:
-        under_way: knows which thread is inside, and refuses others.
-        orders: the orders in which units are used in forward and in backward.
-        handles: what stands for gradients between backwards.
+        under_way: the thread that runs the model. It refuses other threads.
+        passes: the forwards and backwards under way, and the order in which units are used.
+        handles: the gradient proxies in `.grad` between backwards.
         read: gathers a unit whose parameters a forward reads.
     """
 
@@ -46,24 +47,22 @@ class Hooks:
         gatherer: Gatherer,
         reducer: Reducer,
         casts: InputCasts,
-        updates: BackwardUpdates | None,
+        updates: Stepper | None,
         activations: ActivationOffload | None,
     ) -> None:
         self._context = context
         self._activations = activations
-        if activations is not None:
-            activations.interrupted = self._clean_up
         self.under_way = UnderWay(self._clean_up)
+        if activations is not None:
+            activations.end_lost = self.under_way.end_lost
         anchors: dict[nn.Module, tuple[Unit, ...]] = {}
         for unit in context.units:
             for anchor in unit.spec.anchors:
                 anchors[anchor] = (*anchors.get(anchor, ()), unit)
-        self._turns = ActivePasses(anchors, context.streams)
-        self.orders = PrefetchOrder(context.units, gatherer)
-        shared = self.orders, self._turns, self.under_way
+        self.passes = passes = ActivePasses(context, gatherer, anchors)
         self.handles = GradientProxies(context)
-        self.backward = Backward(context, gatherer, reducer, *shared, self.handles, updates)
-        self.forward = Forward(context, gatherer, self.backward, *shared, casts, activations)
+        self.backward = Backward(context, gatherer, reducer, passes, self.under_way, self.handles, updates)
+        self.forward = Forward(context, gatherer, self.backward, passes, self.under_way, casts, activations)
         self._handles: list[RemovableHandle] = []
         self._attach_to_modules(casts)
         self._attach_to_parameters()
@@ -71,26 +70,25 @@ class Hooks:
     def _attach_to_modules(self, casts: InputCasts) -> None:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(engine_entry(self.forward.before)), untraced(engine_entry(self.forward.after))
-        never_compile(Forward.passes, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
-        # Torch before 2.13 calls these beside compiled code, too.
-        never_compile(SavedTensors._pack, SavedTensors._view, Gatherer.owner_of, is_divided, KeptSavedTensor.__init__)
-        never_compile(SavedTensors._unpack, KeptSavedTensor.take, SavedView.__init__)
-        owners = {parameter.tensor: unit for unit in self._context.units for parameter in unit.parameters}
+        never_compile(Forward.has_nothing_to_do, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
+        # Torch before 2.13 calls these beside compiled code as well.
+        never_compile(SavedTensors._pack, Gatherer.owner_of, is_divided, SavedView.__init__, KeptSavedTensor.__init__)
+        never_compile(SavedTensors._unpack, KeptSavedTensor.take)
+        model, may_pass = self._context.model, self.forward.has_nothing_to_do
         self.read = untraced(engine_entry(self.forward.gather_for_read))
+        owners = self.forward.owners
 
         def read(parameter: nn.Parameter) -> None:
             if parameter in owners:
                 self.read(owners[parameter])
 
-        for module in self._context.model.modules():
+        for module in model.modules():
             watch = ReadWatch(module, read)
             for unit in {owners[p] for p in module.parameters(recurse=False) if p in owners}:
                 unit.reads.append(watch)
             watch.update()
-        for module in {self._context.model: (), **self._turns.anchors}:
-            units, cast = self._turns.anchors.get(module, ()), casts.of_layer(module)
-            always, passes = module is self._context.model, self.forward.passes
-            anchor = ModuleHooks(units, always=always, before=before, after=after, passes=passes, cast=cast)
+        for module, units in {model: (), **self.passes.anchors}.items():
+            anchor = ModuleHooks(units, module is model, before, after, may_pass, casts.of_layer(module))
             self._handles += anchor.attach(module)
             self.forward.anchors[module] = anchor
 
@@ -108,8 +106,8 @@ class Hooks:
                 self._handles.append(handle)
 
     def remove(self) -> None:
-        """Take every hook off the model."""
-        self.forward.lose()  # those that an interrupt ended
+        """Remove every hook from the model."""
+        self.forward.lose()  # forwards that an interrupt ended
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -119,26 +117,22 @@ class Hooks:
         self.backward.closed = True
 
     def rest(self) -> None:
-        """Give memory back, between steps, that the next forward can take again."""
+        """Free memory, between steps, that the next forward can allocate again."""
         if self._activations is not None:
             self._activations.rest()
 
     def close(self) -> None:
-        """Let go of the memory of what forward saved, which goes with the store. Nothing is under way."""
+        """Drop the memory of offloaded activations, which is freed with the store. Nothing is under way."""
         if self._activations is not None:
             self._activations.close()
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model is under way."""
-        return bool(self._turns.calls)
-
-    def in_use(self, unit: Unit) -> bool:
-        """Whether compute may read the unit's parameters now."""
-        return unit.holding.is_held
+        """True while a forward of the model is under way."""
+        return bool(self.passes.calls)
 
     def _clean_up(self) -> None:
-        """Let go of what ended without a word: a forward by an interrupt, a backward by anything."""
+        """Drop a forward that an interrupt ended, and a backward that ended with an exception."""
         self.forward.lose()
         if self.backward.is_open:
             self.backward.abandon()

@@ -1,27 +1,28 @@
-"""The order of forwards and backwards: learned, and followed."""
+"""The order in which forward and backward use units."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.forward_backward.gather import Gatherer
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.unit import Unit
 from penstock.runtime.modes import user_records
-from penstock.runtime.streams import Streams
 from penstock.trace import NO_LABEL, Label
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The forwards that backward comes back to, on this rank or on others.
+# Forwards whose backward is still to come, on this rank or on others.
 #
-# All ranks run the same units in the same order, and each goes its own way inside of them: other experts, or no
-# parameter at all. The backward of a forward that made nothing here is not announced here, while on another rank it
-# may be. It is due where that rank comes to it: after what ran later, before what ran earlier.
+# All ranks run the same units in the same order. Inside a unit each rank may use other parameters (experts), or none.
+# So a forward may have no backward on this rank and one on another rank. Its collectives are due at the same point of
+# the order on every rank: after the backward of later forwards, before that of earlier ones (ordering rule 4).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -30,8 +31,8 @@ class PendingBackward:
     """A forward whose backward will be announced.
 
     Attributes:
-        units: the units of its anchor.
-        silent: the units of each forward between this one and the next whose backward will not be announced.
+        units: the units of its module.
+        silent: for each forward after it and before the next announced one, its units. No gradient announces those.
     """
 
     units: Sequence[Unit]
@@ -39,38 +40,40 @@ class PendingBackward:
 
 
 class BackwardOrder:
-    """Notes forwards as they end, and says where the silent ones have their turn in backward."""
+    """The forwards of a graph in the order of their ends, and the point in backward at which each silent one is due."""
 
     def __init__(self) -> None:
         self._first = self._last = PendingBackward(())
         self._reached: set[PendingBackward] = set()  # in this backward
-        self._open: Counter[Unit] = Counter()  # forwards since the last backward that it has not come back to
+        self._open: Counter[Unit] = Counter()  # forwards since the last backward that are still to come
 
     def note(self, units: Sequence[Unit]) -> PendingBackward:
-        """Note that a forward has ended whose backward will be announced; return what it is announced by."""
+        """Note a forward whose backward will be announced; return what the announcement passes to `reach`."""
         self._last = PendingBackward(units)
         self._add(units, 1)
         return self._last
 
     def note_silent(self, units: Sequence[Unit]) -> None:
-        """Note that a forward has ended that made nothing with a backward."""
+        """Note a forward whose outputs have no backward on this rank."""
         self._last.silent.append(units)
         self._add(units, 1)
 
     def reach(self, use: PendingBackward) -> list[Sequence[Unit]]:
-        """Note that a backward is announced; return the units of silent forwards whose turn is before it, in order."""
+        """Note that a backward is announced; return the units that are due: of silent forwards, then of this one."""
         if use in self._reached:
-            return []
+            return [use.units]
         self._reached.add(use)
-        self._add(use.units, -1)
-        return self._take_turns(use)
+        turns = [*use.silent[::-1], use.units]
+        for units in turns:
+            self._add(units, -1)
+        return turns
 
     def end(self) -> list[Sequence[Unit]]:
-        """Return, at the end of backward, the units of the silent forwards that ran before all others."""
-        return self._take_turns(self._first)
+        """Return the units of the silent forwards that ran before all announced ones: they are due at the end."""
+        return self.reach(self._first)
 
     def is_last(self, unit: Unit) -> bool:
-        """Whether backward has come back to every forward of the unit."""
+        """Return True if backward has reached every forward of the unit."""
         return self._open[unit] <= 0
 
     def clear(self) -> None:
@@ -80,73 +83,63 @@ class BackwardOrder:
         self._open.clear()
 
     def _add(self, units: Sequence[Unit], count: int) -> None:
-        for unit in units:  # by hand: a counter's own methods look first at what they are given, and mostly it is one
+        for unit in units:  # not by Counter.update, which is slower for one unit
             self._open[unit] += count
-
-    def _take_turns(self, use: PendingBackward) -> list[Sequence[Unit]]:
-        for units in use.silent:
-            self._add(units, -1)
-        return use.silent[::-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where the backward of a forward begins: the tensors that it made, wherever it put them.
+# The tensors that a forward made, in whatever containers and objects it returned them.
 #
-# A gradient that reaches one of them announces the backward of the module. What the module only hands through must not
-# be watched: its gradient comes before or long after, and would announce one module in the middle of another's
-# backward.
+# A gradient that reaches one of them announces the backward of the module. An input that the module returns unchanged
+# is not watched: its gradient may come before or long after this module's backward.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device, nn.Module)
 _LISTS = (list, tuple, set, frozenset, deque)
-_CLOSED = (FunctionType, MethodType, BuiltinFunctionType, GeneratorType)  # may hold tensors where nobody can look
+_CLOSED = (FunctionType, MethodType, BuiltinFunctionType, GeneratorType)  # may hold tensors in closures
 _MOST_OBJECTS = 1000  # looked into per output
 
 
+@dataclass(eq=False)
 class ForwardCall:
-    """A forward that is under way: its module, and its inputs as they came.
+    """A forward that is under way.
 
     Attributes:
-        reads: the units that were gathered because it read parameters of theirs.
-        saved_hooks: the hooks that were entered for it, for what autograd saves.
+        module: the module that runs.
+        reads: the units that were gathered because this forward read their parameters.
+        saved_hooks: the saved-tensor hooks that were entered for it.
+        versions: the versions of its inputs, by their identities.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.reads: list[Unit] = []
-        self.saved_hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._versions: dict[int, int] = {}
+    module: nn.Module
+    reads: list[Unit] = field(default_factory=list)
+    saved_hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+    versions: dict[int, int] = field(default_factory=dict)
 
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember the inputs, to tell afterwards which of them were modified."""
+        """Record the versions of the inputs, by which `made` finds inputs that were modified in place."""
         if user_records():
-            self._versions = {id(t): _version(t) for t in _with_bases(tensors_of((args, kwargs)))}
+            self.versions = {key: _version(t) for key, t in look_into((args, kwargs)).tensors.items()}
 
     def made(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
-        """Find the tensors with a backward that this forward made, and say whether that is all of them.
+        """Find the tensors with a backward that this forward made; the bool is True if these are all of them.
 
-        An input that was modified in place counts. So does the tensor that an output is a view of: a change of the view
-        in place takes the view's own node out of the graph.
+        An input that was modified in place counts, and so does the base of an output that is a view: a later change of
+        the view in place takes the view's own node out of the graph.
         """
-        inputs = {id(t): t for t in _with_bases(tensors_of((args, kwargs)))}
-        if isinstance(output, Tensor):  # which most are
-            found, complete = [output], True
-        else:
-            found, complete = look_into(output, _objects_in((args, kwargs)))
-        handed_through = {key for key, t in inputs.items() if self._is_as_it_came(t)}
-        candidates = {id(t): t for t in _with_bases(found)} | inputs
-        return [t for key, t in candidates.items() if t.grad_fn is not None and key not in handed_through], complete
-
-    def _is_as_it_came(self, tensor: Tensor) -> bool:
-        version = _version(tensor)
-        return self._versions.get(id(tensor), version) == version
+        given = look_into((args, kwargs))
+        found = look_into(output, known=given.objects)
+        handed_through = {key for key, t in given.tensors.items() if self.versions.get(key) in (None, _version(t))}
+        candidates = found.tensors | given.tensors
+        made = [t for key, t in candidates.items() if t.grad_fn is not None and key not in handed_through]
+        return made, found.complete
 
 
 def watch_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """Register a hook of a tensor before those it has: a module is announced before one inside it that made the tensor.
+    """Register a hook of a tensor before the hooks it has: an outer module is announced before the inner one.
 
-    Else the order would depend on which of them made it, and with that on the way that a rank took inside of them.
+    Otherwise the order would depend on which of the two made the tensor, and could differ between ranks.
     """
     before = list(tensor._backward_hooks or ())
     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -154,52 +147,53 @@ def watch_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
         tensor._backward_hooks[key] = tensor._backward_hooks.pop(key)  # type: ignore[index, union-attr]
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists, sets and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif (items := _items(value)) is not None:
-        for item in items:
-            yield from tensors_of(item)
+class Found(NamedTuple):
+    """The contents of nested containers and objects.
+
+    Attributes:
+        tensors: the tensors, and those that they are views of, by their identity.
+        objects: everything that is neither a tensor nor a plain value, by its identity.
+        complete: True if all objects could be looked into.
+    """
+
+    tensors: dict[int, Tensor]
+    objects: dict[int, Any]
+    complete: bool
 
 
-def look_into(value: Any, known: Set[int] = frozenset()) -> tuple[list[Tensor], bool]:
-    """Find the tensors in nested containers and attributes of objects, and say whether everything could be looked into.
+def look_into(value: Any, *, known: Container[int] | None = None) -> Found:
+    """Find the tensors in nested containers and in attributes of objects.
 
     Arguments:
-        value: what a module has returned.
-        known: the identities of objects to leave out.
+        value: the inputs or the output of a module.
+        known: identities of objects whose attributes are left out; `None` leaves out those of all objects.
     """
-    tensors: list[Tensor] = []
+    tensors: dict[int, Tensor] = {}
+    objects: dict[int, Any] = {}  # by reference: the identity of a freed object may be reused
     complete = True
-    seen: set[int] = set()
     rest = [value]
     while rest:
         item = rest.pop()
         if isinstance(item, Tensor):
-            tensors.append(item)
-            continue
-        if item is None or isinstance(item, _PLAIN) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        items = _items(item)
-        if items is None and id(item) not in known:
-            items = _attributes(item)
-            complete = complete and items is not None
-        if len(seen) > _MOST_OBJECTS:
-            return tensors, False
-        rest += items or ()
-    return tensors, complete
-
-
-def _items(value: Any) -> list[Any] | None:
-    if isinstance(value, _LISTS):  # first: most are arguments, and an abstract class is slow to say
-        return list(value)
-    return list(value.values()) if isinstance(value, (dict, Mapping)) else None
+            tensors[id(item)] = item
+            rest.append(item._base)
+        elif item is not None and not isinstance(item, _PLAIN) and id(item) not in objects:
+            objects[id(item)] = item
+            if isinstance(item, _LISTS):  # first: `isinstance` of an abstract class is slow
+                rest += item
+            elif isinstance(item, (dict, Mapping)):
+                rest += item.values()
+            elif known is not None and id(item) not in known:
+                attributes = _attributes(item)
+                complete = complete and attributes is not None
+                rest += attributes or ()
+            if known is not None and len(objects) > _MOST_OBJECTS:
+                return Found(tensors, objects, False)
+    return Found(tensors, objects, complete)
 
 
 def _attributes(value: Any) -> list[Any] | None:
-    """List what an object's attributes hold, without running its code; `None` where that cannot be known."""
+    """Return the values of an object's attributes without running its code; `None` if they cannot be known."""
     if isinstance(value, _CLOSED):
         return None
     slots = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ())]
@@ -208,71 +202,26 @@ def _attributes(value: Any) -> list[Any] | None:
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
-def _objects_in(value: Any) -> set[int]:
-    """Collect the identities of what is neither tensor nor container in nested containers."""
-    items = _items(value)
-    if items is None:
-        return set() if isinstance(value, Tensor) else {id(value)}
-    return set().union(*map(_objects_in, items))
-
-
-def _with_bases(tensors: Iterator[Tensor] | list[Tensor]) -> Iterator[Tensor]:
-    for tensor in tensors:
-        yield tensor
-        if tensor._base is not None:
-            yield tensor._base
-
-
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What compute is doing: which forwards and backwards are under way, and which units come next.
+# The forwards and backwards that are under way, and the units that come next.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class ActivePasses:
-    """The forwards and backwards that are under way, for whoever has to know the innermost one.
-
-    Arguments:
-        anchors: which units each module's forward needs.
-        streams: where the observer is while a trace is taken.
+class UsageOrder:
+    """The sequence in which units were last used, and the position in it of the pass under way.
 
     Attributes:
-        calls: forwards of anchors under way, outer ones first.
-        active: units whose backward is under way.
+        learned: the order of the last complete pass.
     """
 
-    def __init__(self, anchors: Mapping[nn.Module, Sequence[Unit]], streams: Streams) -> None:
-        self.anchors = anchors
-        self._streams = streams
-        self.calls: list[ForwardCall] = []
-        self.active: list[Unit] = []
-
-    def note(self) -> None:
-        """Tell a trace what compute turns to: the innermost unit's backward or forward."""
-        observer = self._streams.observer
-        if observer is None or not observer.is_traced:
-            return
-        units = self.active[-1:] or [u for call in self.calls[::-1] for u in self.anchors.get(call.module, ())][:1]
-        verb = "backward" if self.active else "forward"
-        observer.turn_to(Label(verb, units[0].name) if units else NO_LABEL)
-
-
-class UsageOrder:
-    """The sequence in which units were last used, and how far the present use has come."""
-
     def __init__(self, guess: Sequence[Unit]) -> None:
-        self._learned = list(guess)
+        self.learned = list(guess)
         self._current: list[Unit] = []
         self._position = 0
-        self.was_observed = False
-
-    @property
-    def learned(self) -> Sequence[Unit]:
-        """The order of the last complete pass."""
-        return self._learned
 
     def start(self) -> None:
         """Begin a pass."""
@@ -280,59 +229,63 @@ class UsageOrder:
         self._position = 0
 
     def note(self, unit: Unit) -> None:
-        """Note that a unit is used now: what is expected next is what came after it last time."""
+        """Note that a unit is used now. The units after it in the learned order are expected next."""
         self._current.append(unit)
-        for ahead in range(self._position, len(self._learned)):
-            if self._learned[ahead] is unit:
-                self._position = ahead + 1
-                return
+        with suppress(ValueError):  # another unit than was learned moves nothing
+            self._position = self.learned.index(unit, self._position) + 1
 
-    def upcoming(self) -> Iterator[Unit]:
-        """Yield the units expected next, soonest first."""
-        yield from self._learned[self._position :]
+    def upcoming(self) -> Sequence[Unit]:
+        """Return the units that are expected next, soonest first."""
+        return self.learned[self._position :]
 
     def finish(self) -> None:
-        """End a pass that is complete: expect the same order next time."""
-        if self._current:
-            self._learned = self._current
-            self.was_observed = True
-        self.start()
-
-    def replace(self, guess: Sequence[Unit]) -> None:
-        """Expect another order until one is observed."""
-        self._learned = list(guess)
+        """End a complete pass and learn its order."""
+        self.learned = self._current or self.learned
         self.start()
 
 
-class PrefetchOrder:
-    """Gathers each unit when it is used, and those that are expected after it.
+class ActivePasses:
+    """The forwards and backwards that are under way, and the units that come next in them.
+
+    Arguments:
+        gatherer: gathers each unit when it is used, and the units that are expected after it.
+        anchors: the units that each module's forward needs.
 
     Attributes:
-        forward, backward: the order of units in each, learned from the last one.
+        calls: the forwards under way, outer ones first.
+        active: the units whose backward is under way.
+        forward, backward: the order of units in each, learned from the last pass.
     """
 
-    def __init__(self, units: Sequence[Unit], gatherer: Gatherer) -> None:
-        self._units = units
+    def __init__(self, context: EngineContext, gatherer: Gatherer, anchors: Mapping[nn.Module, Sequence[Unit]]) -> None:
+        self._context = context
         self._gatherer = gatherer
-        outermost = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
+        self.anchors = anchors
+        self.calls: list[ForwardCall] = []
+        self.active: list[Unit] = []
+        units = context.units
+        outermost = [unit for unit in units if not any(unit.contains(other) for other in units)] or units
         self.forward = UsageOrder(outermost)
         self.backward = UsageOrder(outermost[::-1])
-        self._gathers = True  # some units are not resident, or are on other ranks too
+        self._gathers = True  # some units are not resident, or are sharded
 
     def begin_forward(self) -> None:
-        """Begin a forward of the model, and look again whether units are gathered: homes may have moved."""
-        self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)
+        """Begin a forward of the model. State may have moved since the last one: look again if units are gathered."""
+        self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._context.units)
         self.forward.start()
 
-    def end_forward(self) -> None:
-        """End a complete forward: expect its order next time, and its reverse in backward until one was seen."""
-        self.forward.finish()
-        if not self.backward.was_observed:
-            self.backward.replace(self.forward.learned[::-1])
-
     def use(self, unit: Unit, order: UsageOrder) -> None:
-        """Make a unit usable now, and start to gather those that come next in this order."""
+        """Gather a unit now, and start to gather the units that come next in this order."""
         order.note(unit)
         self._gatherer.acquire(unit)
         if self._gathers:
             self._gatherer.prefetch(order.upcoming())
+
+    def note(self) -> None:
+        """Tell a trace which unit compute works on: the innermost backward or forward."""
+        observer = self._context.streams.observer
+        if observer is None or not observer.is_traced:
+            return
+        units = self.active[-1:] or [u for call in self.calls[::-1] for u in self.anchors.get(call.module, ())][:1]
+        verb = "backward" if self.active else "forward"
+        observer.turn_to(Label(verb, units[0].name) if units else NO_LABEL)

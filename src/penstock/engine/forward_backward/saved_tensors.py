@@ -1,50 +1,48 @@
 """Tensors that autograd saves: views of gathered weights, and activations kept off the device."""
 
-import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.config import ACTIVATION, Tier
+from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.dtensor import is_divided, own_elements, spec_of, wrapped
 from penstock.engine.unit.parameter import KeptSavedTensor, TensorVersion, check_version
 from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
-from penstock.runtime.modes import engine_entry, engine_mode
+from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import DONE, Event, Streams, all_of
 from penstock.tiers.allocation import ActivationPool, ActivationStorage
 from penstock.tiers.staging import Buffers, transit_ring
 from penstock.tiers.storage import CellPlan, Ring, SegmentPlan, buffer_home
-from penstock.tiers.tier import Store
 from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What forward saves for backward, kept off the device meanwhile.
+# Activation offload: tensors that autograd saves in forward leave the device until backward.
 #
-#     forward     compute saves a tensor -> a copy goes to its tier -> its device memory goes
-#     backward    before a tensor is wanted it comes back, the ones that were saved before it after it
+#     forward     autograd saves a tensor -> copy to its tier -> its device memory is freed
+#     backward    copy the tensor back before it is unpacked, then those that were saved before it
 #
-# With activation checkpointing these are the inputs of the checkpointed blocks, and what lies outside of them. Only
-# what autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they
-# are. Their memory is cut from a few slabs (`tiers/allocation.py`), whatever sizes come.
+# With activation checkpointing these are the inputs of the checkpointed blocks, and tensors outside of the blocks. Only
+# tensors that are saved during the model's forward are offloaded. Parameters and small tensors stay. The memory is cut
+# from a few slabs for tensors of all sizes (`tiers/allocation.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-UNIT = "(activations)"  # what the table calls it
-LEAST_BYTES = 64 << 10  # smaller ones are not worth a copy
-AHEAD_BYTES = 256 << 20  # on their way to the tier, or back before they are wanted
+UNIT = "(activations)"  # its unit in `locations()`
+LEAST_BYTES = 64 << 10  # smaller tensors are not worth a copy
+AHEAD_BYTES = 256 << 20  # at most, on the way to the tier, or on the device ahead of use
 
 
 @dataclass(eq=False)
 class _Bytes:
-    """Bytes of a saved tensor on the device, which may be on their way when the tensor is wanted no longer."""
+    """The bytes of a saved tensor on the device. Copies may still use them when the tensor is dropped."""
 
     values: Tensor | None
 
@@ -54,16 +52,16 @@ class SavedActivation:
     """One saved tensor.
 
     Attributes:
-        cut: its home, until it is gone.
-        before: the one that was saved before it: backward wants it after this one.
-        shape, stride, dtype, version: what the tensor had when it was saved.
-        here: its bytes on the device, while they leave or once they are coming back.
-        arrived: the event after which its home holds its bytes, or `here` does.
-        key: what tells it apart from other tensors while its bytes leave.
+        cut: its storage on the tier.
+        before: returns the tensor that was saved before it, if it is still alive: backward unpacks it after this one.
+        shape, stride, dtype, version: those of the tensor when it was saved.
+        here: its bytes on the device, while they are copied to the tier or back.
+        arrived: the event of the last copy, to the tier or back.
+        key: identifies the tensor among others while its bytes leave.
     """
 
     cut: ActivationStorage
-    before: "weakref.ref[SavedActivation] | None"
+    before: "Callable[[], SavedActivation | None]"
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -77,81 +75,63 @@ class SavedActivation:
         """Bytes of the tensor."""
         return self.cut.home.stop
 
-    def saved_before(self) -> "SavedActivation | None":
-        """Give the tensor that was saved before it, if that is still wanted."""
-        return None if self.before is None else self.before()
-
 
 class ActivationOffload:
-    """Takes saved tensors to a tier and brings them back.
+    """Copies saved tensors to a tier and back.
 
     Arguments:
-        streams: where copies run beside compute.
-        store: the table, from which memory and files are taken.
-        tier: where saved tensors go: cpu or nvme.
-        tile_bytes: how large a tile of what goes to files is.
-        folders: how many folders the files are in.
+        tier: the tier of saved tensors: cpu or nvme.
+        tile_bytes: the size of a tile in files.
+        folders: the number of folders that the files are in.
 
     Attributes:
-        kept: lists the tensors whose memory somebody else keeps: those of parameters.
-        interrupted: is called where a forward has ended without a word.
+        end_lost: drops a forward that an interrupt has ended; returns True if there was one.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        store: Store,
-        tier: Tier,
-        *,
-        tile_bytes: int,
-        folders: int,
-    ) -> None:
-        self._streams = streams
-        self._store = store
+    def __init__(self, context: EngineContext, tier: Tier, *, tile_bytes: int, folders: int) -> None:
+        self._context = context
+        self._streams = context.streams
         self._tier = tier
-        self._cuts = ActivationPool(store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders)
-        self.kept: Callable[[], Iterable[Tensor]] = list
+        self._cuts = ActivationPool(
+            context.store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders
+        )
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
-        self._movement = Transfers(streams, self._ring)
+        self._movement = Transfers(self._streams, self._ring)
         self._leaving: deque[SavedActivation] = deque()
-        self._known: dict[
-            tuple[object, ...], SavedActivation
-        ] = {}  # those that are leaving, by what tells tensors apart
-        self._last: weakref.ref[SavedActivation] | None = None
-        self._forward: FrameType | None = None  # the call that is under way
-        self.interrupted: Callable[[], None] = self.end
+        self._known: dict[tuple[object, ...], SavedActivation] = {}  # tensors whose bytes leave, by their keys
+        self._last: Callable[[], SavedActivation | None] = lambda: None
+        self._takes = False  # a forward is under way
+        self.end_lost: Callable[[], bool] = bool
 
     def begin(self) -> None:
-        """Begin to take what autograd saves: the outermost forward begins on this thread."""
+        """Begin to offload saved tensors: the outermost forward begins on this thread."""
         self.end()
-        self._kept_storages = {own_elements(tensor).untyped_storage()._cdata for tensor in self.kept()}
-        self._forward = _call_of_module()
+        self._kept_storages = {unit.full.untyped_storage()._cdata for unit in self._context.units}
+        self._takes = True
 
     def end(self) -> None:
-        """End the forward that is under way: nothing more is taken, and what has left gives its memory back."""
-        if self._forward is not None:
-            self._forward = None
+        """End the forward that is under way: offload no more tensors, and free device memory whose copies are over."""
+        if self._takes:
+            self._takes = False
             self._let_go(AHEAD_BYTES)
 
     def rest(self) -> None:
-        """Give memory and files back that hold nothing. The next forward takes some again."""
-        self._let_go(0)  # tensors on their way hold cuts, and those their slabs
+        """Free unused memory and files. The next forward allocates some again."""
+        self._let_go(0)  # tensors whose bytes leave hold cuts, which hold slabs
         self._cuts.rest()
 
     def close(self) -> None:
-        """Let go of memory that goes with the store. Graphs that are left keep theirs."""
+        """Drop memory that is freed with the store. Graphs that still exist keep the memory of their tensors."""
         self._leaving.clear()
         self._known.clear()
         self._ring.drop()
         self._cuts.close()
 
+    @engine_entry
     def take(self, tensor: Tensor) -> SavedActivation | None:
-        """Take a tensor that autograd saves to the tier; return `None` for one that stays where it is."""
-        if self._forward is None:
-            return None
-        if not _is_running(self._forward):
-            self.interrupted()  # torch tells nobody of a forward that an interrupt ended
+        """Start to copy a saved tensor to the tier; return `None` if it stays on the device."""
+        if not self._takes or self.end_lost():  # torch reports no forward that an interrupt ended
             return None
         if tensor.device != self._streams.device or not _is_plain(tensor):
             return None
@@ -161,7 +141,7 @@ class ActivationOffload:
         key = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
         if key in self._known:
             return self._known[key]
-        self._let_go(AHEAD_BYTES - nbytes)  # else the device would hold all that was saved while the copies lag behind
+        self._let_go(AHEAD_BYTES - nbytes)  # bounds the device memory of tensors whose copies lag behind
         cut = self._cuts.take(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         held = _Bytes(here)
@@ -175,63 +155,64 @@ class ActivationOffload:
         self._last = weakref.ref(saved)
         return saved
 
+    @engine_entry
     def bring(self, packed: SavedActivation) -> Tensor:
-        """Give a tensor that autograd wants back, and start to bring those that it will want next."""
+        """Return a saved tensor to autograd, and start to copy back those that it will unpack next."""
         packed.version.check()
-        self._bring(packed)  # now, where it was not brought ahead: backward may want tensors in another order
-        packed.arrived.wait()  # site activations.back: else compute reads what the copy has not brought yet
+        self._bring(packed)  # if it was not copied ahead: backward may unpack in another order
+        packed.arrived.wait()  # site activations.back: compute reads the bytes after the copy has written them
         values, packed.here.values = packed.here.values, None
         assert values is not None
         self._forget(packed)
-        ahead, before = 0, packed.saved_before()
+        ahead, before = 0, packed.before()
         while before is not None and (ahead := ahead + before.nbytes) <= AHEAD_BYTES:
             self._bring(before)
-            before = before.saved_before()
+            before = before.before()
         return values.view(packed.dtype).as_strided(packed.shape, packed.stride)
 
     def _bring(self, saved: SavedActivation) -> None:
-        """Start to bring a tensor back, if it is not on the device."""
+        """Start to copy a tensor back if it is not on the device."""
         if saved.here.values is None:
-            # The copy starts after compute so far, which may have used this memory last.
+            # The copy starts after all compute so far, which may have used this memory last (ordering rule 1).
             saved.here.values = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
             back = buffer_home(saved.here.values)
             saved.arrived = self._movement.copy(saved.cut.home, back, Label("bring", "activation"))
 
     def _let_go(self, most_bytes: int) -> None:
-        """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
+        """Free tensors whose copies are over. Above `most_bytes` that leave, compute waits for the first ones."""
         left = sum(saved.nbytes for saved in self._leaving)
         while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
             saved = self._leaving.popleft()
             # site activations.away
-            saved.arrived.wait()  # its device memory goes: compute would fill it anew while the copy still reads it
+            saved.arrived.wait()  # the copy reads the device memory that is freed here (ordering rule 1)
             if self._forget(saved):
                 saved.here.values = None
             left -= saved.nbytes
 
     def _forget(self, saved: SavedActivation) -> bool:
-        """Forget a tensor whose device memory may become another one's; return whether it was known until now."""
+        """Forget a tensor whose device memory is freed; return True if it was known until now."""
         return self._known.get(saved.key) is saved and self._known.pop(saved.key) is saved
 
     def _fill_ring(self) -> None:
         tile = self._cuts.tile_bytes
         cell = CellPlan(UNIT, ACTIVATION, self._tier, torch.uint8, tile)
         plan = SegmentPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
-        self._ring.fill(Buffers(self._store).make_slots(transit_ring([plan])))
+        self._ring.fill(Buffers(self._context.store).make_slots(transit_ring([plan])))
 
 
 def _give_back(cuts: ActivationPool, cut: ActivationStorage, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
-    """Give back what a tensor had that is gone. It may have been coming back for a backward that never wanted it."""
+    """Free the memory of a tensor that is gone. It may have been copied back for a backward that never unpacked it."""
     values, held.values = held.values, None
     back_end = streams()
     if values is not None and back_end is not None:
-        # A copy may still read or write the device memory: freed now, it would be somebody else's under that copy.
+        # A copy may still read or write the device memory (ordering rule 1).
         # site activations.unwanted_write, activations.unwanted_reads
         back_end.give_up((values,), until=all_of([cut.home.memory.written, cut.home.read]))
     cuts.drop(cut)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is its bytes: no subclass, nothing sparse or nested, no view that is conjugate or negative."""
+    """Return True if a tensor is given by its bytes: no subclass, strided, not nested, conjugate or negative."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -239,42 +220,19 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _call_of_module() -> FrameType | None:
-    """Find the frame that runs a module's forward and its hooks, of which the caller is one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(call: FrameType) -> bool:
-    """Whether a frame is under way on this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one piece of memory, in whatever order."""
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent > 1:
-            if stride != expected:
-                return False
-            expected *= extent
-    return True
+    """Return True if the elements of a tensor fill one range of memory, in any order."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).is_contiguous()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What autograd saves of gathered parameters: not the memory, but where in the unit it was.
+# Views of gathered parameters: autograd saves their position in the unit instead of the memory.
 #
 #     forward     autograd saves a weight, or a view of one -> packed as (unit, range, shape, stride)
-#     backward    unpacked as the same view of what the unit's buffer holds then, which is gathered if nothing did so
-# yet
+#     backward    unpacked as the same view of the unit's buffer at that time, which is gathered first
 #
-# So a graph does not keep the buffers of all units, and a unit that is released has views elsewhere only where somebody
-# else keeps one. Torch compares versions of saved tensors only where there are no hooks, so it is done here.
+# So a graph does not keep the buffers of all units, and a released unit has views elsewhere only if the user keeps one.
+# Torch compares versions of saved tensors only without hooks, so it is done here.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -285,8 +243,8 @@ class SavedView:
     Attributes:
         index: the number of the slot that it begins in.
         start: its first element, counted from the beginning of the buffer.
-        version: what the slot's parameter had when it was saved; `None` where the view counts writes of its own.
-        outside: how ranks divide the tensor of which these are this rank's elements; `None` for a plain one.
+        version: the version of the slot's parameter when it was saved; `None` if the view has a counter of its own.
+        outside: the spec of the DTensor whose local elements these are; `None` for a plain tensor.
     """
 
     unit: Unit
@@ -295,43 +253,30 @@ class SavedView:
     shape: torch.Size
     stride: tuple[int, ...]
     version: int | None
-
-    outside: Any = None
-
-    def rebuilt(self) -> Tensor:
-        """Make the same view of the buffer that the unit has now."""
-        full = self.unit.full
-        view = full.as_strided(self.shape, self.stride, full.storage_offset() + self.start)
-        return view if self.outside is None else wrapped(view, self.outside)
+    outside: Any
 
 
+@dataclass(eq=False)
 class SavedTensors:
-    """The hooks for what autograd saves in a forward whose units are released after it.
+    """The saved-tensor hooks of a forward whose units are released after it.
 
-    Arguments:
-        owner_of: finds the unit whose full buffer a tensor is a view of, among those that are released after use.
-        owners: which unit each parameter is in.
-        bring: makes a unit's parameters usable until the backward that is under way is over.
-        activations: takes other tensors; `None` leaves them where they are.
+    Attributes:
+        owner_of: finds the unit whose full buffer a tensor is a view of, among units that are released after use.
+        owners: the unit of each parameter.
+        bring: gathers a unit until the backward under way is over.
+        activations: offloads other tensors; `None` leaves them on the device.
     """
 
-    def __init__(
-        self,
-        owner_of: Callable[[Tensor], Unit | None],
-        owners: Mapping[nn.Parameter, Unit],
-        bring: Callable[[Unit], None],
-        activations: ActivationOffload | None,
-    ) -> None:
-        self._owner_of = owner_of
-        self._bring = bring
-        self._activations = activations
-        self._owners = owners
+    owner_of: Callable[[Tensor], Unit | None]
+    owners: Mapping[nn.Parameter, Unit]
+    bring: Callable[[Unit], None]
+    activations: ActivationOffload | None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Make the hooks, to be entered and left on the thread that computes; `None` where they would be in the way.
+        """Make the hooks, to be entered on the thread that computes; `None` if there must be none.
 
-        Where a user has hooks of his own they stay alone: activation checkpointing counts what it sees. Views that they
-        keep keep memory. Transforms of torch.func take none, and the unit that is called says so.
+        Hooks of the user stay alone: activation checkpointing counts the tensors that it sees. Views that they keep
+        keep memory. Transforms of torch.func take no hooks; `check_transform` refuses those that need them.
         """
         native: Any = torch._C._autograd
         if native._top_saved_tensors_default_hooks(True) is not None:
@@ -341,64 +286,53 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def are_innermost(self) -> bool:
-        """Whether the hooks that autograd would call now, on this thread, are these."""
+        """Return True if autograd would call these hooks now, on this thread."""
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and bool(top[0] == self._pack)
 
-    # Both run for each saved tensor: what needs a fixed state of the thread enters it, the rest reads attributes.
+    # Both run for each saved tensor, in user mode: only work that needs engine mode enters it.
 
     def _pack(self, tensor: Tensor) -> SavedView | SavedActivation | KeptSavedTensor:
-        view = self._view(tensor)
-        if view is not None:
-            return view
-        taken: SavedActivation | None = None
-        if self._activations is not None:
-            with engine_mode():
-                taken = self._activations.take(tensor)
+        own, outside = (own_elements(tensor), spec_of(tensor)) if is_divided(tensor) else (tensor, None)
+        unit = self.owner_of(own)
+        if unit is not None and own.dtype == unit.full.dtype and not (own.is_conj() or own.is_neg()):
+            start = int(own.storage_offset() - unit.full.storage_offset())
+            index = unit.layout.slot_at(start)
+            version = unit.parameters[index].tensor._version
+            same = version == tensor._version  # otherwise it is a view of `.data`, which has its own counter
+            return SavedView(unit, index, start, own.shape, own.stride(), version if same else None, outside)
+        taken = None if self.activations is None else self.activations.take(tensor)
         return KeptSavedTensor(tensor) if taken is None else taken
 
     def _unpack(self, packed: SavedView | SavedActivation | KeptSavedTensor) -> Tensor:
-        if isinstance(packed, KeptSavedTensor):
-            tensor = packed.take()
-            unit = self._owners.get(tensor) if isinstance(tensor, nn.Parameter) else None
-            return tensor if unit is None else self._shown(tensor, unit)
-        return self._brought(packed)
-
-    @engine_entry
-    def _brought(self, packed: SavedView | SavedActivation) -> Tensor:
         if isinstance(packed, SavedView):
             return self._rebuilt(packed)
-        assert self._activations is not None
-        return self._activations.bring(packed)
+        if isinstance(packed, SavedActivation):
+            assert self.activations is not None
+            return self.activations.bring(packed)
+        tensor = packed.take()
+        unit = self.owners.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        if unit is not None:
+            self._show(unit)
+        return tensor
 
     @engine_entry
-    def _shown(self, parameter: Tensor, unit: Unit) -> Tensor:
-        """Show a parameter that rested where compute reads it when it was saved, and may have been moved since."""
+    def _show(self, unit: Unit) -> None:
+        """Gather a unit that was resident when its parameter was saved, and may have moved since."""
         if not unit.resident:
-            self._bring(unit)
-        return parameter
+            self.bring(unit)
 
-    def _view(self, tensor: Tensor) -> SavedView | None:
-        outside, version_of = None, tensor
-        if is_divided(tensor):
-            outside, tensor = spec_of(tensor), own_elements(tensor)
-        unit = self._owner_of(tensor)
-        if unit is None or tensor.dtype != unit.full.dtype or tensor.is_conj() or tensor.is_neg():
-            return None
-        start = int(tensor.storage_offset() - unit.full.storage_offset())
-        index = unit.layout.slot_at(start)
-        version = unit.parameters[index].tensor._version
-        same = version == version_of._version  # else it is of `.data`, which has a count of its own
-        return SavedView(unit, index, start, tensor.shape, tensor.stride(), version if same else None, outside)
-
+    @engine_entry
     def _rebuilt(self, saved: SavedView) -> Tensor:
-        parameter = saved.unit.parameters[saved.index]
-        if not saved.unit.full.numel():
+        """Gather the unit, and make the same view of its present buffer."""
+        unit, parameter = saved.unit, saved.unit.parameters[saved.index]
+        if not unit.full.numel():
             raise EngineError(
                 f"A backward needs parameter '{parameter.name}', and its optimizer was closed "
                 "since the forward. Call backward before close()."
             )
         if saved.version is not None:
             check_version(parameter.tensor, saved.version, parameter.name)
-        self._bring(saved.unit)
-        return saved.rebuilt()
+        self.bring(unit)
+        view = unit.full.as_strided(saved.shape, saved.stride, unit.full.storage_offset() + saved.start)
+        return view if saved.outside is None else wrapped(view, saved.outside)

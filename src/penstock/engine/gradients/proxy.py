@@ -278,11 +278,10 @@ class GradientProxies:
 
     def show_to_hooks(self, parameter: UnitParameter) -> None:
         """Leave a handle for hooks of people's that autograd calls after ours: with none, they would do nothing."""
-        if len(parameter.tensor._post_accumulate_grad_hooks or ()) > 1:
-            self.show(parameter)
-            assert isinstance(parameter.handle, GradientProxy)
-            # Another one: what they add to it is no gradient of autograd's.
-            parameter.tensor.grad = parameter.handle.another()
+        self.show(parameter)
+        assert isinstance(parameter.handle, GradientProxy)
+        # Another one: what they add to it is no gradient of autograd's.
+        parameter.tensor.grad = parameter.handle.another()
 
     def take_off(self) -> None:
         """Take them off: a backward begins, and autograd would add to them."""

@@ -67,7 +67,6 @@ class StateOffloader:
         plans: the storage that the placement asks for, for each unit.
         gatherer: keeps the parameters of units that are in use.
         reducer: keeps gradients that are not reduced yet.
-        in_use: returns True if compute may read a unit's parameters now.
         plan_staging: plans the buffers that given storages need.
     """
 
@@ -78,14 +77,12 @@ class StateOffloader:
         gatherer: Gatherer,
         reducer: Reducer,
         *,
-        in_use: Callable[[Unit], bool],
         plan_staging: Callable[[Sequence[Sections]], StagingPlan],
     ) -> None:
         self._context = context
         self._plans = dict(zip(context.units, plans, strict=True))
         self._gatherer = gatherer
         self._reducer = reducer
-        self._in_use = in_use
         self._plan_staging = plan_staging
         self._keep = False  # the memory of the last offload, for the next one
         self._cleaned: Event = DONE  # the old storage of the last move was freed by a thread
@@ -112,7 +109,7 @@ class StateOffloader:
         self._reducer.rest()
         if PARAM in homes:
             for unit in self._context.units:
-                if not self._in_use(unit):
+                if not unit.holding.is_held:
                     self._gatherer.forget(unit)
         self._gatherer.rest()
         wanted = {unit: self._offloaded(unit, homes, to) for unit in self._context.units}
@@ -273,7 +270,7 @@ class StateOffloader:
 
     def _take_back_lent(self, units: Collection[Unit]) -> None:
         for unit in units:
-            self._gatherer.take_back(unit)
+            self._gatherer.release(unit)
 
     def _copy_unit(self, move: _Move, movement: Transfers) -> None:
         """Submit the copies of a unit. A copy that cannot be submitted becomes a failed write of its storage."""
@@ -331,7 +328,7 @@ class StateOffloader:
                 self._gatherer.become_home(unit)
                 self._context.store.enter(params.sections[0], None)
             elif unit.resident:
-                self._gatherer.leave_home(unit, in_use=self._in_use(unit), moved=params.memory.written)
+                self._gatherer.leave_home(unit, moved=params.memory.written)
             unit.replica = params if self._becomes_replica(unit, params) else None
             unit.params = self._own_part(unit, params)
             unit.stale = unit.stale or move.stale

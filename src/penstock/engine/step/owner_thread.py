@@ -1,8 +1,8 @@
-"""What is under way, and in whose thread: one forward, backward or method call of an optimizer at a time.
+"""The owner thread of a model: one forward, backward or method of the optimizer runs at a time.
 
-A forward gathers what it needs and releases it again, so two at once would take it from each other: while one thread is
-inside, a call from another one is an error. Threads of autograd's, which run backward on a device, act for the thread
-that is inside. What ended without a word, by an interrupt or a backward that failed, holds nobody up.
+A forward gathers units and releases them, and two at once would release each other's. While one thread runs a model, a
+call from another thread is an error. Autograd's threads, which run backward on a device, act for the owner thread. A
+forward that an interrupt ended, or a backward that failed, does not block the model.
 """
 
 import sys
@@ -19,36 +19,36 @@ _RUNS = {"forward": "torch.nn.modules.module", "backward": "torch.autograd.graph
 
 
 def in_backward() -> bool:
-    """Whether the calling thread runs inside autograd's backward: a checkpointed forward does."""
+    """Return True if the calling thread runs inside autograd's backward, as a checkpointed forward does."""
     return torch._C._current_graph_task_id() != -1
 
 
 class UnderWay:
-    """The thread that is inside, and what it is inside of.
+    """The thread that runs a model, and the forward, backward or method that it runs.
 
     Arguments:
-        lost: is called when what was under way has ended without a word.
+        lost: called when a forward or backward has ended without `leave`.
     """
 
     def __init__(self, lost: Callable[[], None]) -> None:
         self._lost = lost
         self._lock = threading.RLock()
-        self._what = ""  # forward, backward, or a method; nothing
+        self._what = ""  # "forward", "backward", the name of a method, or "" for nothing
         self._owner = threading.current_thread()
-        self._frame: FrameType | None = None  # that runs as long as it; of a backward on a device's thread, not known
+        self._frame: FrameType | None = None  # it runs as long as that; `None` if it is not known
 
     def goes_on_here(self) -> bool:
-        """Whether the calling thread is inside of what is under way."""
+        """Return True if the calling thread is the owner, and the pass under way has not ended."""
         return self._owner.ident == threading.get_ident() and not self.is_over()
 
     def enter(self, what: str) -> bool:
-        """Enter a forward, a backward or a method: inside of what is under way in this thread, or as a new one.
+        """Enter a forward, a backward or a method, inside of the one that this thread runs, or as a new one.
 
         Returns:
-            Whether it is a new one, which `leave` ends.
+            True if it is a new one, which `leave` ends.
 
         Raises:
-            EngineError: another thread is inside.
+            EngineError: another thread runs the model.
         """
         is_autograds = in_backward() and _is_autograds()
         with self._lock:
@@ -60,59 +60,60 @@ class UnderWay:
                     f"inside {self._what} of the same model. One thread runs a model at a time: hold a lock around "
                     "forward, backward and step in both threads, or prepare a model for each."
                 )
-            if self._what:
-                self._leave()
-                self._lost()
-            if not is_autograds:  # else the thread that ran the last forward waits for this one
+            self.end_lost()
+            if not is_autograds:  # autograd's thread acts for the owner, which waits for it
                 self._owner = threading.current_thread()
             self._what, self._frame = what, _runs_as_long(_RUNS.get(what))
         return True
 
     def leave(self, what: str) -> None:
-        """End what is under way, if it is this."""
+        """End a forward, backward or method, if it is the one under way."""
         if self._what == what:
-            self._leave()
+            self._what, self._frame = "", None
+
+    def end_lost(self) -> bool:
+        """Drop a forward or backward that has ended without `leave`; return True if there was one."""
+        if not self._what or not self.is_over():
+            return False
+        self.leave(self._what)
+        self._lost()
+        return True
 
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
-        """Run a method of the optimizer inside."""
-        if not self.enter(f"{method}()"):
-            yield
-            return
+        """Make a block for a method of the optimizer."""
+        is_new = self.enter(f"{method}()")
         try:
             yield
-        except Exception:
-            raise
-        except BaseException:  # an interrupt: the forward or backward inside that it ended has let go of nothing
-            self._lost()
+        except BaseException as error:
+            if is_new and not isinstance(error, Exception):
+                self._lost()  # an interrupt may have ended a forward or backward inside
             raise
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._what, self._frame = "", None
+            if is_new:
+                self.leave(f"{method}()")
 
     def is_over(self) -> bool:
-        """Whether what is under way, or was, does not run any more."""
-        frame = self._frame  # which another thread may take away
+        """Return True if nothing is under way, or if it has ended without `leave`."""
+        frame = self._frame  # read once: another thread may change it
         if not self._what or not self._owner.is_alive():
             return True
-        if frame is None:  # a method, which tells its end; or a backward: who waits for it calls nothing meanwhile
+        if frame is None:  # a method calls `leave`. The thread that waits for a backward cannot call this meanwhile
             return self._what == "backward" and self._owner.ident == threading.get_ident() and not in_backward()
         try:
-            frame.clear()  # refused while it runs, in whatever thread
+            frame.clear()  # raises an error while the frame runs, in any thread
         except RuntimeError:
             return False
         return True
 
 
 def _is_autograds() -> bool:
-    """Whether the calling thread is one that Python did not start."""
+    """Return True if the calling thread is one of autograd's, which Python did not start."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _runs_as_long(module: str | None) -> FrameType | None:
-    """Find the outermost frame of a module that waits for the caller: it ends with what it runs, also by an error."""
+    """Find the outermost frame of a torch module around the caller: it ends with the pass, also by an error."""
     frame: FrameType | None = sys._getframe(1)
     found = None
     while frame is not None:
