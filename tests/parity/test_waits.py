@@ -29,6 +29,7 @@ KIB = 1 << 10
 
 # Waits that another wait makes redundant today, by site, each with the reason.
 IN_TURN = "slots are used in turn, and what is waited for was done with one that this one's slot was used after"
+ONCE = "what the gradient's or the update's event says already"
 MEASURED = "step measures first, which waits for every gradient; updates run in order"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
@@ -63,10 +64,15 @@ REDUNDANT = {
     "transfer.source_read": COPIES,
     "tile.complete": MEASURED,
     "tile.copy_complete": MEASURED,
+    "tile.reuse_complete": MEASURED,
+    "tile.reuse_ready": ONCE,
     "tile.load_complete": MEASURED,
     "tile.load_stored": IN_TURN,
     "load.target_free": "the record is stored later",
+    "load.copy_target_free": ONCE,
     "store.write_in_order": AT_ONCE,
+    "slot.earlier_use": "only where a slot is stored from and copied from, both late",
+    "slot.new_use": "only where a slot is stored from and copied from, both late",
     "update.gradient_read": FORWARD,
     "update.later_tiles_written": "the tiles that are left to the step are compute's own",
     "offload.clean_up": COMPUTE,

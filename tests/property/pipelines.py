@@ -85,6 +85,7 @@ class Pipeline:
             forward_gathered_bytes=n * self.params,
             backward_gathered_bytes=n * self.params,
             ahead_bytes=self.ahead * self.params,
+            kept_bytes=0,
         )
 
     @property

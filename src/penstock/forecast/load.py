@@ -48,6 +48,7 @@ class Load:
         forward_gathered_bytes, backward_gathered_bytes: what of the parameters a pass gathers, if none is resident: not
             what is still there from the pass before.
         ahead_bytes: what may be on its way before its pass begins, or after it has ended.
+        kept_bytes: of files: what rings may hold still, so that it is not read again.
         activations: the tier to which saved tensors go; `None` where they stay.
         activations_bytes: what of them goes there in a pass.
         activation_peak_bytes: what activations take at their peak, by tier; it grows with the batch.
@@ -74,6 +75,7 @@ class Load:
     forward_gathered_bytes: int = 0
     backward_gathered_bytes: int = 0
     ahead_bytes: int = UNKNOWN
+    kept_bytes: int = UNKNOWN
     frozen_bytes: int = 0
     reductions: int = 1
     micro_batches: int = 1

@@ -10,8 +10,8 @@ What is moved counts for the window of the step that the engine leaves for it:
     backward    from there until `step` has all gradients
     any         what may begin in one of them and end in the other
 
-Where the engine may spare something (a gather that has begun before), it does not count: a bound must not be above what
-the engine does.
+Where the engine may spare something (a record that a buffer still holds, a gather that has begun before), it does not
+count: a bound must not be above what the engine does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -226,12 +226,21 @@ class Traffic:
         for tier, nbytes, written in (
             (cell.optimizer, self._load.optimizer_bytes, True),
             (cell.params, self._load.own_params_bytes, True),
-            (cell.grads, self._load.grads_bytes, False),
+            (cell.grads, 0 if self._in_backward else self._load.grads_bytes, False),  # else still in a buffer
         ):
             if tier == "nvme":
                 self._move("read", window, cell, nbytes)
                 if written:
                     self._move("write", "any", cell, nbytes)
+
+    def _spare(self) -> None:
+        """Take off what updates need not read of files, because rings hold it still."""
+        reads = self.flows.get("read")
+        if reads is not None:
+            for window in ("forward", "any"):
+                terms = getattr(reads, window)
+                if terms:
+                    setattr(reads, window, self._beyond(f"read by updates, {window}", terms, self._load.kept_bytes))
 
     def _beyond(self, name: str, terms: Terms, spared: float) -> dict[str, float]:
         """Make a variable of what terms sum to beyond some bytes: at least that, and at least 0."""
@@ -243,6 +252,7 @@ class Traffic:
 
     def _gradients(self) -> None:
         """Count gradients on their way home. `step` waits for those in memory."""
+        self._spare()
         load, later = self._load, self._load.reductions - 1
         files = self.on("grads", "nvme")
         flow = self._flow
@@ -255,7 +265,7 @@ class Traffic:
             flow("h2d").add("any", files, float(later))  # what there is comes up, to be added to
         if files:
             flow("write").add("any", files, float(load.reductions))
-            flow("read").add("any", files, float(later))
+            flow("read").add("any", self._beyond("gradients added to", files, load.kept_bytes), float(later))
 
     def _gathers(self) -> None:
         """Count parameters that are brought to be used, in each pass.
@@ -271,25 +281,29 @@ class Traffic:
             forward = self._beyond("up for forward", away, by_forward)
             backward = self._beyond("up for backward", away, by_backward)
             soon = self._beyond("up in backward", away, by_backward + load.ahead_bytes)
-            self._pass("h2d", forward, backward, soon)
+            self._pass("h2d", forward, forward, backward, soon)
         files = self.on("params", "nvme")
         if files:
-            forward = self._beyond("read for forward", files, by_forward)
-            backward = self._beyond("read for backward", files, by_backward)
-            soon = self._beyond("read in backward", files, by_backward + load.ahead_bytes)
-            self._pass("read", forward, backward, soon)
+            # What an update has just written is taken from its buffer by the forward that follows it.
+            untouched = {name: factor for name, factor in files.items() if name == frozen("nvme")}
+            first = self._beyond("read for forward first", untouched, by_forward + load.kept_bytes) if untouched else {}
+            forward = self._beyond("read for forward", files, by_forward + load.kept_bytes)
+            backward = self._beyond("read for backward", files, by_backward + load.kept_bytes)
+            soon = self._beyond("read in backward", files, by_backward + load.kept_bytes + load.ahead_bytes)
+            self._pass("read", first, forward, backward, soon)
 
-    def _pass(self, flow: Flow, forward: Terms, backward: Terms, soon: Terms) -> None:
+    def _pass(self, flow: Flow, first: Terms, forward: Terms, backward: Terms, soon: Terms) -> None:
         """Count what forwards and backwards bring; of the first backward some may come before it begins.
 
         Arguments:
             flow: by which way.
-            forward: what a forward brings.
+            first: what the first forward brings.
+            forward: what every later one brings.
             backward: what a backward brings.
             soon: what the first backward brings while it runs.
         """
         later, spread = self._load.micro_batches - 1, self._flow(flow)
-        spread.add("forward", forward)
+        spread.add("forward", first)
         spread.add("backward", forward, later)
         spread.add("backward", backward, later)
         spread.add("backward", soon)
@@ -308,8 +322,11 @@ class Traffic:
             self._both("d2h", soon, soon * later, (nbytes - soon) * (later + 1))
             self._both("h2d", 0.0, soon * (later + 1), (nbytes - soon) * (later + 1))
         if in_files:
+            read = max(0.0, nbytes - load.kept_bytes)
             self._both("write", 0.0, 0.0, nbytes * (later + 1))
-            self._both("read", 0.0, soon * (later + 1), (nbytes - soon) * (later + 1))
+            self._both("read", 0.0, max(0.0, soon - load.kept_bytes) * (later + 1), 0.0)
+            rest = read - max(0.0, soon - load.kept_bytes)
+            self._both("read", 0.0, 0.0, rest * (later + 1))
 
     def _both(self, flow: Flow, forward: float, backward: float, anywhere: float) -> None:
         spread = self._flow(flow)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import ceil
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, Tier
 from penstock.forecast.candidates import Choice
@@ -10,6 +11,8 @@ from penstock.forecast.load import Load
 from penstock.forecast.machine import Machine
 from penstock.forecast.program import OF_MODEL, Collective, Program, WorkKind
 from penstock.rehearsal.engine_internals import (
+    LEAST_FILE_SLOTS,
+    RING_BYTES,
     ROOT,
     Blueprint,
     Grid,
@@ -59,6 +62,7 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
         forward_gathered_bytes=gathered,
         backward_gathered_bytes=again,
         ahead_bytes=min(gathered, blueprint.request.options.prefetch_bytes + _largest(blueprint.units)),
+        kept_bytes=_ring_bytes(blueprint.request.options.tile_bytes, own, own + grads + optimizer),
         activations=choice.activations,
         activation_peak_bytes={"device": _more(rehearsal, Tier.DEVICE), "cpu": _more(rehearsal, Tier.CPU)},
         passing_bytes={
@@ -78,6 +82,12 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
 
 # How many tiles buffers beside rings of files have in all.
 _PASSING_TILES = 64
+
+
+def _ring_bytes(tile_bytes: int, params_bytes: int, state_bytes: int) -> int:
+    """Count what the two rings of files hold at most: one of updates, and one of gathers and gradients."""
+    record = ceil(tile_bytes * state_bytes / max(params_bytes, 1))
+    return 2 * max(RING_BYTES, LEAST_FILE_SLOTS * record)
 
 
 def _stays(plan: UnitPlan) -> bool:

@@ -21,5 +21,6 @@ from penstock.runtime.system import hosts_of
 from penstock.runtime.topology import Grid, Reach, grid_of, node_size
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import Striping
+from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
 from penstock.tiers.storage import MemorySegment, Records, Segment, SegmentPlan, record_sizes
 from penstock.tiers.tier import Slab, TierMemory

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,24 @@ STRETCH_NUMEL = 16 << 20
 PASSING = "passing"
 
 
+class KeptRecord(NamedTuple):
+    """A buffer that holds the values of a record after `ready`, until its slot is used again."""
+
+    buffer: Tensor
+    ready: Event
+    slot: "RingSlot"
+
+
+class RecordKeeper(Protocol):
+    """A segment of records.
+
+    Attributes:
+        kept: the buffers from which records can be had without loading, by tile.
+    """
+
+    kept: dict[int, KeptRecord]
+
+
 @dataclass(eq=False)
 class RingSlot:
     """Buffers of bytes for one tile or tile range.
@@ -40,11 +58,32 @@ class RingSlot:
         near: the buffers where the tile is used, by storage.
         host: the buffers where records are loaded and stored, by storage: the same ones, unless a device uses the tile.
         free: the event after which work on the slot is over.
+        holds: the records that its buffers still hold.
     """
 
     near: Mapping[str, Tensor]
     host: Mapping[str, Tensor]
     free: Event = DONE
+    holds: dict[tuple[RecordKeeper, int], None] = field(default_factory=dict)
+
+    def keep(self, section: RecordKeeper, number: int, buffer: Tensor, ready: Event) -> None:
+        """Keep a record readable from the slot until the slot is used again."""
+        section.kept[number] = KeptRecord(buffer, ready, self)
+        self.holds[section, number] = None
+
+    def forget(self) -> None:
+        """Forget the records in the slot: it is used again."""
+        for section, number in self.holds:
+            kept = section.kept.get(number)
+            # Another slot may hold the record since: its entry stays.
+            if kept is not None and kept.slot is self:
+                section.kept.pop(number, None)  # the thread that frees a move's old storage drops it too
+        self.holds.clear()
+
+    def add_use(self, event: Event) -> None:
+        """Add a use of the buffers' present values."""
+        # A record may be copied from a slot that is also being stored: the slot is free after both.
+        self.free = event if self.free.done() else all_of([self.free, event])  # site slot.earlier_use, slot.new_use
 
 
 class Ring:
@@ -68,18 +107,25 @@ class Ring:
         """Use these slots from now on."""
         self._slots = deque(slots)
 
-    def take(self) -> RingSlot:
-        """Return the slot that was used least recently."""
+    def take(self, wanted: RingSlot | None = None) -> RingSlot:
+        """Return the slot that was used least recently, or the wanted one."""
         if not self._slots:
             self._before_use()
         assert self._slots, "the ring was planned without slots"
-        self._slots.rotate(-1)
-        return self._slots[-1]
+        slot = next((slot for slot in self._slots if slot is wanted), self._slots[0])
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        return slot
 
     @property
     def free(self) -> Event:
         """The event after which work on all slots is over."""
         return all_of(slot.free for slot in self._slots)  # site ring.free
+
+    def forget(self) -> None:
+        """Forget the records in all slots: no later read uses them."""
+        for slot in self._slots:
+            slot.forget()
 
     def drop(self) -> None:
         """Drop the slots once work on them is over. Errors of that work are left to its own events."""
@@ -87,6 +133,7 @@ class Ring:
             with contextlib.suppress(Exception):
                 # The memory is handed out again at once, and a copy may still write it (ordering rule 1).
                 slot.free.synchronize()  # site ring.free_to_drop
+            slot.forget()
         self._slots.clear()
         self.tiles = 1
 
@@ -571,6 +618,7 @@ class Records(Segment):
 
     Attributes:
         last_stores: the event of each record's last store.
+        kept: the buffers that still hold a record, by tile: it needs no load.
     """
 
     def __init__(self, plan: SegmentPlan, sizes: Sequence[int]) -> None:
@@ -578,6 +626,7 @@ class Records(Segment):
         self._layout = RecordLayout(plan.cells)
         self._sizes = sizes
         self.last_stores: list[Event] = [DONE] * len(sizes)
+        self.kept: dict[int, KeptRecord] = {}
 
     @abstractmethod
     def load(self, number: int, into: Tensor) -> Pending | None:
@@ -627,10 +676,15 @@ class Records(Segment):
                 ),
             )
             if modify:
+                self.kept.pop(number, None)  # it says what was before
                 storing = self.store(number, buffer)
                 if storing is not None:
                     self.last_stores[number] = written = PendingEvent(storing)
                     written.synchronize()  # site records.visit_written: the next tile is loaded into the same buffer
+
+    def drop(self) -> None:
+        """Drop the records: what buffers still hold of them is of no more use."""
+        self.kept.clear()
 
     def name(self, number: int) -> str:
         """Return the name of a record, for errors: its kinds, unit and tile."""

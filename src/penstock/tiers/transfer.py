@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.config import Tier
+from penstock.config import OPTIMIZER, Tier
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.streams import (
     DOWNLOAD,
@@ -195,7 +195,8 @@ def _put(target: Tensor, start: int, values: Tensor) -> None:
 #
 # Everything is submitted ahead and follows the events of the homes that it reads and writes. What bounds how far it
 # runs are the slots of rings: one is used again once the work that used it last is over, so no buffer is ever larger
-# than a tile, or than the stretch of tiles that a device takes at once.
+# than a tile, or than the range of tiles that a device takes at once. Until then a read of the record that the slot
+# still holds takes it from there instead of loading it.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -261,21 +262,30 @@ class Transfers:
         copied = []
         for number in tiles:
             first, last = (element + here.plan.start for element in here.tile_range(number))
-            slot = self._ring.take()
-            buffer = slot.near[PASSING]
-            # The record may still be on its way to where it rests, and the slot in use for another one.
-            loaded = self._streams.submit(
-                READ,
-                partial(here.load, number, buffer),
-                # site load.target_free, load.stored, load.slot_free
-                after=(after, here.last_stores[number], slot.free),
-                writes=(buffer,),
-                nbytes=here.record_bytes(number),
-                label=label.of_tile(number),
-            )
+            kept = here.kept.get(number)
+            slot = kept.slot if kept is not None else self._ring.take()
+            if kept is not None:
+                buffer, ready = kept.buffer, kept.ready
+            else:
+                slot.forget()  # before it is filled anew: whoever looked for the old record would be given this one
+                buffer = slot.near[PASSING]
+                # The record may still be on its way to where it rests, and the slot in use for another one.
+                ready = self._streams.submit(
+                    READ,
+                    partial(here.load, number, buffer),
+                    # site load.target_free, load.stored, load.slot_free
+                    after=(after, here.last_stores[number], slot.free),
+                    writes=(buffer,),
+                    nbytes=here.record_bytes(number),
+                    label=label.of_tile(number),
+                )
+                slot.free = ready
+                slot.keep(here, number, buffer, ready)
             values = here.views_of(number, buffer)
-            slot.free = all_of(self._copy_all(way, _at(there, first, last), values, loaded, label))  # site load.arrived
-            copied.append(slot.free)
+            # site load.arrived, load.copy_target_free, load.copy_read
+            arrived = all_of(self._copy_all(way, _at(there, first, last), values, all_of([after, ready]), label))
+            slot.add_use(arrived)  # filled anew before, the buffer would give these copies another tile
+            copied.append(arrived)
         return copied
 
     def _store(self, here: Segment, there: Records, tiles: range, after: Event, label: Label) -> list[Event]:
@@ -284,6 +294,7 @@ class Transfers:
         taken = []
         for number in tiles:
             slot = self._ring.take()
+            slot.forget()
             buffer = slot.near[PASSING]
             first, last = (element + there.plan.start for element in there.tile_range(number))
             # The slot may still be read by the store of the tile that it had last.
@@ -299,6 +310,7 @@ class Transfers:
                 nbytes=there.record_bytes(number),
                 label=label.of_tile(number),
             )
+            slot.keep(there, number, buffer, landed)
             taken.append(landed)  # the source is free then: the store reads the buffer alone
         return taken
 
@@ -423,13 +435,13 @@ class TileStreamer:
             count: how many tiles are brought at once: no more than `stretch` says.
             sums: whether the use sums the records that it is told to.
         """
+        places = {name: home.tile(number) for name, home in homes.items()}
         tile = StagedTile(after, None, label)
-        for name, home in homes.items():
-            section, local = home.tile(number)
+        for name, (section, local) in places.items():
             if self._reaches(section):
                 tile.views[name] = section.views(*section.tile_range(local, count))
                 continue
-            tile.slot = tile.slot or self._ring.take()
+            tile.slot = tile.slot or self._slot_for(places)
             if isinstance(section, Records):
                 assert count == 1, "a record is one tile"
                 self._bring_record(tile, name, section, local, back=name in written, sums=sums)
@@ -437,6 +449,15 @@ class TileStreamer:
                 extent = section.tile_range(local, count)
                 self._bring_memory(tile, name, section, extent, back=name in written)
         return tile
+
+    def _slot_for(self, places: Mapping[str, tuple[Segment, int]]) -> RingSlot:
+        """Take the next slot, or the one that still holds the tile's optimizer state."""
+        section, number = places.get(OPTIMIZER, (None, 0))
+        kept = section.kept.get(number) if isinstance(section, Records) else None
+        slot = self._ring.take(kept.slot if kept else None)
+        if kept is None or kept.slot is not slot:
+            slot.forget()  # its records would be taken from buffers that this tile fills
+        return slot
 
     def _reaches(self, section: Segment) -> bool:
         return section.tier in self._reached or not section.plan.cells
@@ -463,33 +484,29 @@ class TileStreamer:
         """Load a record, by way of the host where the tile is used on a device."""
         slot = tile.slot
         assert slot is not None
-        nbytes = section.record_bytes(number)
+        nbytes, kept = section.record_bytes(number), section.kept.get(number)
         near, host = slot.near[name][:nbytes], slot.host[name][:nbytes]
         passes = slot.near[name] is not slot.host[name]
         up, down = CopyRoute(self._beside, True), CopyRoute(Tier.CPU, True)
         load: Work = partial(section.load, number, host)
         put: Work = partial(section.store, number, host)
-        if sums and (summed := section.summed(number, host)) is not None:
+        # What a buffer still holds was checked, or made by an update: without a way back nobody needs its checksum.
+        if sums and (back or kept is None) and (summed := section.summed(number, host)) is not None:
             assert not passes, "an update sums what it works on"
             tile.summed.append(summed)
             load, put = summed.load, summed.store
-        # The record may still be on its way to where it rests, and the slot in use for another one.
-        arrived = self._streams.submit(
-            FETCH,
-            load,
-            # site tile.load_complete, tile.load_stored, tile.load_slot_free
-            after=(tile.after, section.last_stores[number], slot.free),
-            writes=(host,),
-            nbytes=nbytes,
-            label=tile.label,
-        )
-        if passes:
-            arrived = self._copies.copy(up, near, host, arrived, tile.label)
-        tile.arrivals.append(arrived)
+        if kept is not None and kept.slot is slot:
+            event = slot.free  # the record is here: complete once its last use is over
+        else:
+            event = self._fetch(section, number, host, tile, load)
+            if passes:
+                event = self._copies.copy(up, near, host, event, tile.label)
+        tile.arrivals.append(event)
         tile.views[name] = section.views_of(number, near)
 
         def store(used: Event) -> Event:
             landed = self._copies.copy(down, host, near, used, tile.label) if passes else used
+            slot.keep(section, number, host, landed)  # who wants the record next need not wait for the file
             # site tile.store_landed
             written = self._streams.submit(WRITE, put, after=(landed,), nbytes=nbytes, label=tile.label)
             section.last_stores[number] = written  # a load from the file before would bring the old values
@@ -497,6 +514,34 @@ class TileStreamer:
 
         if back:
             tile.to_records.append(store)
+
+    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: StagedTile, load: Work) -> Event:
+        """Bring a record to a buffer: from the slot that still holds it, or from where it rests."""
+        assert tile.slot is not None
+        kept = section.kept.get(number)
+        if kept is None:
+            # The record may still be on its way to where it rests, and the slot in use for another one.
+            return self._streams.submit(
+                FETCH,
+                load,
+                # site tile.load_complete, tile.load_stored, tile.load_slot_free
+                after=(tile.after, section.last_stores[number], tile.slot.free),
+                writes=(buffer,),
+                nbytes=buffer.numel(),
+                label=tile.label,
+            )
+        # Once it is there, and nobody needs what this slot had last.
+        event = self._streams.submit(
+            FETCH,
+            partial(copy, buffer, kept.buffer[: buffer.numel()]),
+            # site tile.reuse_complete, tile.reuse_ready, tile.reuse_slot_free
+            after=(tile.after, kept.ready, tile.slot.free),
+            writes=(buffer,),
+            nbytes=buffer.numel(),
+            label=tile.label,
+        )
+        kept.slot.add_use(event)  # that slot's next tile would be copied in place of this record
+        return event
 
 
 def take_tile(section: Segment, number: int, buffer: Tensor, streams: Streams, label: Label) -> None:

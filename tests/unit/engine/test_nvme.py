@@ -19,7 +19,7 @@ from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileSlab
 from penstock.tiers.staging import MOST_FILE_SLOTS, RING_BYTES
 from tests.accounts import swap_files
-from tests.support import inline, prepare_on, separate, simulated
+from tests.support import inline, prepare_on, separate, shorten_rings, simulated
 
 WIDTH, BLOCKS = 96, 3
 TILE_BYTES = 4096
@@ -78,6 +78,20 @@ def moved(optimizer: penstock.Optimizer, work: Callable[[], Any]) -> tuple[int, 
     ) - written
 
 
+SLOTS = 2
+
+
+@pytest.fixture
+def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_rings(monkeypatch, SLOTS)
+
+
+def held(bytes_per_parameter: int) -> int:
+    """Bytes at most that short rings still hold of some kinds."""
+    return SLOTS * TILE_BYTES // PARAM * bytes_per_parameter
+
+
+@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
     streams: Callable[[], Streams], tmp_path: Path
@@ -92,6 +106,7 @@ def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
     optimizer.close()
 
 
+@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_update(
     streams: Callable[[], Streams], tmp_path: Path
@@ -101,19 +116,46 @@ def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_upd
     nbytes = in_records(model, PARAM)
     for _ in range(2):
         for work, gathers in ((lambda: model(torch.ones(1, WIDTH)), 1), (lambda: backward(model, optimizer), 2)):
-            assert moved(optimizer, work) == (gathers * nbytes, 0)
-        assert moved(optimizer, optimizer.step) == (nbytes, nbytes)
+            read, written = moved(optimizer, work)
+            assert gathers * (nbytes - held(PARAM)) <= read <= gathers * nbytes
+            assert written == 0
+        read, written = moved(optimizer, optimizer.step)
+        assert nbytes - 2 * held(PARAM) <= read <= nbytes
+        assert written == nbytes
     optimizer.close()
 
 
+@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_gradients_in_files_move_two_bytes_each_way(streams: Callable[[], Streams], tmp_path: Path) -> None:
     model = stack()
     optimizer = prepared(model, streams(), tmp_path, grads="nvme")
     nbytes = in_records(model, GRAD)
     assert moved(optimizer, lambda: backward(model, optimizer)) == (0, nbytes)
-    assert moved(optimizer, lambda: backward(model, optimizer)) == (nbytes, nbytes), "a later micro-batch is added"
-    assert moved(optimizer, optimizer.step) == (nbytes, 0)
+    read, written = moved(optimizer, lambda: backward(model, optimizer))
+    assert nbytes - held(GRAD) <= read <= nbytes, "a later micro-batch is added"
+    assert written == nbytes
+    read, written = moved(optimizer, optimizer.step)
+    assert nbytes - held(GRAD) <= read <= nbytes
+    assert written == 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_what_the_rings_still_hold_is_written_and_not_read(streams: Callable[[], Streams], tmp_path: Path) -> None:
+    model = stack()
+    optimizer = prepared(model, streams(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    nbytes = [in_records(model, each) for each in (PARAM, GRAD, MASTER, MOMENTS)]
+
+    def step() -> None:
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = moved(optimizer, step)
+    assert first == (nbytes[0] + nbytes[2], sum(nbytes)), "the first gather, and the masters"
+    for _ in range(2):
+        assert moved(optimizer, step) == (0, sum(nbytes))
     optimizer.close()
 
 
@@ -121,9 +163,9 @@ def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
     model = stack()
     optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
     optimizer.backward(model[0](torch.ones(1, WIDTH)).float().sum())
-    master, moments, param, grad = (in_records(model[:1], nbytes) for nbytes in (MASTER, MOMENTS, PARAM, GRAD))
+    master, moments, param = (in_records(model[:1], nbytes) for nbytes in (MASTER, MOMENTS, PARAM))
     read, written = moved(optimizer, optimizer.step)
-    assert (read, written) == (master + param + grad, master + moments + param), "of one unit"
+    assert (read, written) == (master, master + moments + param), "of one unit; its parameters are there"
     optimizer.zero_grad()
     backward(model, optimizer)
     optimizer.set_full_grad(model[0][0].bias, torch.full((WIDTH,), float("inf")))
@@ -142,7 +184,7 @@ def of_the_kernel() -> tuple[int, int]:
 
 
 def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
-    model = stack(width=256)
+    model = stack(width=256)  # more than the rings hold
     optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
     if not Path("/proc/self/io").exists() or not all(f.direct for f in files_of(optimizer)):
         optimizer.close()

@@ -20,6 +20,7 @@ LOAD = Load(
     forward_gathered_bytes=16 * GIB,
     backward_gathered_bytes=16 * GIB,
     ahead_bytes=0,
+    kept_bytes=0,
     fixed_bytes={"device": 2 * GIB, "cpu": 1 * GIB},
     activation_peak_bytes={"device": 8 * GIB},
     sharded=frozenset({"params", "grads", "optimizer"}),

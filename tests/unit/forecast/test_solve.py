@@ -38,6 +38,7 @@ LOAD = Load(
     forward_gathered_bytes=8 * GIB,
     backward_gathered_bytes=8 * GIB,
     ahead_bytes=GIB,
+    kept_bytes=GIB // 4,
     fixed_bytes={"device": GIB},
     activation_peak_bytes={"device": 12 * GIB},
 )

@@ -7,6 +7,7 @@ from penstock.forecast.candidates import Choice
 from penstock.forecast.load import Load
 from penstock.planner.loads import load_of
 from penstock.planner.trials import Trials
+from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
 from tests.planning import Net, Tellable, asked
 
 
@@ -47,6 +48,12 @@ def test_a_unit_that_stays_gathered_comes_once_for_several_micro_batches() -> No
     small = {"arguments": {"options": Options(persistent_bytes=2 * 64)}}
     one, two = load(**small), load(**small, micro_batches=2)
     assert one.forward_gathered_bytes - two.forward_gathered_bytes == 2 * 5 * BIAS
+
+
+def test_rings_hold_what_their_constants_say() -> None:
+    assert load().kept_bytes == 2 * RING_BYTES
+    large = load(arguments={"options": Options(tile_bytes=RING_BYTES)})
+    assert large.kept_bytes > 2 * LEAST_FILE_SLOTS * RING_BYTES
 
 
 def test_ranks_of_a_host_are_told() -> None:
