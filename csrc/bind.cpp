@@ -61,7 +61,7 @@ class InterpreterReleased {
 using Release = nb::call_guard<InterpreterReleased>;
 
 // A file as Python holds it. The threads of a queue drop theirs without the interpreter: were a file Python's own object,
-// they would wait for the interpreter, and whoever has it for them.
+// they would wait for the interpreter, and its holder for them.
 struct FileHandle {
   std::shared_ptr<File> file;
 };

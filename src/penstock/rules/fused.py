@@ -27,19 +27,19 @@ from penstock.rules.rule import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What rules with kernels of their own share: one native pass on the host, and a reference in plain torch.
+# What rules with native kernels share: one pass on the host, and one function of tensors for devices.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Flags(NamedTuple):
-    """What of an update is fixed for a run, in the order of the native kernels.
+    """The switches of an update, which are fixed for a run, in the order of the native kernels.
 
     Arguments:
-        l2: whether weight decay is added to the gradient.
-        lerp_from_grad: whether the interpolation of exp_avg starts at the gradient. That end is the more exact one for
+        l2: True to add weight decay to the gradient.
+        lerp_from_grad: True to interpolate exp_avg from the gradient. That end is the more exact one for
             1 - beta1 >= 0.5, and then torch's choice.
-        first: whether this is the first update.
-        nesterov: whether the momentum looks ahead.
+        first: True at the first update.
+        nesterov: True if the momentum looks ahead.
     """
 
     l2: bool = False
@@ -56,7 +56,7 @@ class FusedScalars(StepScalars):
         kernel: the native kernel that computes the update.
         sign: -1 to maximize, else 1.
         scalars: a NamedTuple of floats, in the order of the native kernel.
-        flags: what is fixed for a run.
+        flags: the switches.
         step: the step whose random bits round the values; 0 where no random bits do.
     """
 
@@ -68,7 +68,7 @@ class FusedScalars(StepScalars):
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether zeros stay zero: they do unless a divisor without `eps` makes 0 / 0 of them, a NaN."""
+        """True if zeros stay zero: a divisor without `eps` makes 0 / 0 of them, a NaN."""
         return bool(getattr(self.scalars, "eps", 1.0) > 0)
 
 
@@ -180,7 +180,7 @@ class FusedRule(Rule):
         ]
         used = segment.states[: len(states)], segment.scales[: len(states)]
         summed = sums.among((param, segment.grad, segment.master, *used[0], *used[1])) if sums else []
-        # Addresses alone: a `UpdateSlice` has checked lengths and devices, and the functions around them the dtypes.
+        # Addresses alone: `UpdateSlice` has checked lengths and devices, and the functions around them the dtypes.
         found = _native.update(
             pool,
             hyper.kernel,

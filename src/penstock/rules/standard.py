@@ -31,7 +31,7 @@ from penstock.rules.rule import StateSpec, fma, fp32, sqrt
 # gradients AdamW's moments are those of `torch.optim` with `foreach=False`, bit for bit. Its parameters may differ in
 # the last bit, because torch's square root on a CPU is not always the nearest value.
 #
-# Where the moments are not kept in fp32, nobody can tell that last bit: there one division is saved by the equal
+# Where the moments are not kept in fp32, that last bit has no meaning: there one division is saved by the equal
 #
 #     p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(u) + eps * sqrt(1 - beta2^t))
 # ----------------------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class AdamRule(FusedRule):
     """The rule of `torch.optim.Adam` and `torch.optim.AdamW`; a group's `decoupled_weight_decay` tells them apart.
 
     Arguments:
-        amsgrad: whether some parameter group keeps the largest exp_avg_sq, and so the rule has a third state.
+        amsgrad: True if some parameter group keeps the largest exp_avg_sq: then the rule has a third state.
 
     Example:
         >>> rule = rule_for(optimizer)
@@ -271,7 +271,7 @@ class SgdRule(FusedRule):
     """The rule of `torch.optim.SGD`.
 
     Arguments:
-        momentum: whether some parameter group has momentum, and so the rule has a state.
+        momentum: True if some parameter group has momentum: then the rule has a state.
     """
 
     momentum: bool = False
