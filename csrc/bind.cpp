@@ -137,7 +137,7 @@ NB_MODULE(_native, m) {
             .first_block = first_block,
         };
         for (const auto& [values, scales, storage] : states)
-          update.states.push_back({pointer<void>(values), pointer<float>(scales), storage});
+          update.states.push_back({pointer<void>(values), pointer<void>(scales), storage});
         return penstock::update(pool, numel, std::move(update), summed);
       },
       Release(), "pool"_a.none(), "rule"_a, "numel"_a, "param"_a, "param_dtype"_a, "grad"_a, "grad_dtype"_a,

@@ -32,8 +32,8 @@ struct Workers {
   void close() noexcept;
 };
 
-// Closes the workers, and drops them but in a forked process: destroying a std::thread that was never joined ends the process, and
-// there is nothing to join.
+// Closes the workers, and drops them, but not in a forked process: destroying a std::thread that was never joined ends the
+// process, and there is nothing to join.
 template <class Owner>
 void drop(Owner workers) noexcept {
   workers->close();

@@ -15,7 +15,6 @@ from penstock.rules.formats import (
     Rounding,
     fp32_values,
     read_state,
-    step_key,
     write_param,
     write_state,
 )
@@ -216,7 +215,7 @@ def _numbers(
     rule: Any, segment: UpdateSlice, hyper: Any, grad_scale: float
 ) -> tuple[tuple[float, ...], tuple[int, int]]:
     """Return the numbers of `one_pass`, and its key and first element, which are of random bits alone."""
-    place = (step_key(rule.format.seed, hyper.step), segment.first) if rule.format.stochastic else (0, 0)
+    place = (hyper.key, segment.first) if rule.format.stochastic else (0, 0)
     return (fp32(grad_scale * hyper.sign), *hyper.scalars), place
 
 

@@ -82,8 +82,7 @@ def _deposit(
     dst: Tensor, start: int, stop: int, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None
 ) -> Sequence[float | Tensor]:
     """Write or add `src` into elements `start` to `stop` of `dst`, and measure its parts, counted from `start`."""
-    _require_flat(dst, "dst")
-    _require_flat(src, "src")
+    _require_flat(dst=dst, src=src)
     if src.numel() != stop - start or src.device != dst.device:
         raise ValueError(
             f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
@@ -117,7 +116,7 @@ def squared_norms(src: Tensor, parts: Ranges, *, pool: Pool | None) -> Sequence[
         ValueError: `src` is not contiguous.
         TypeError: its dtype is none of the three.
     """
-    _require_flat(src, "src")
+    _require_flat(src=src)
     if src.device.type != "cpu":
         return _squared_norms_in_torch([src[start:stop] for start, stop in parts])
     dtype, at = dtype_of(src, "src"), src.data_ptr()
@@ -159,10 +158,12 @@ def _squared_norms_in_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square().unbind()
 
 
-def _require_flat(tensor: Tensor, what: str) -> None:
-    """Refuse a tensor that is not contiguous: native code gets its address alone. `what` names it."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"{what} must be contiguous; its shape is {tuple(tensor.shape)}, strides {tensor.stride()}")
+def _require_flat(**tensors: Tensor) -> None:
+    """Refuse tensors that are not contiguous: native code gets their addresses alone."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise ValueError(f"{name} must be contiguous; its shape is {shape}, strides {strides}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ PARAM = 3
 
 def step_key(seed: int, step: int) -> int:
     """Return the key of a step's random bits: 64 bits, as int64 has them."""
-    key: int = _mix(_mix(_wrapped(seed)) ^ step)
+    key: int = _mix(_mix((seed & MASK64 ^ 1 << 63) - (1 << 63)) ^ step)
     return key
 
 
@@ -360,18 +361,11 @@ def round_up_by(value: Tensor, words: Tensor, what: int) -> Tensor:
 def _mix(x: Any) -> Any:
     """Mix 64 bits, so that every bit of the result depends on every bit of `x`: int64 values, or a number."""
     for by, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = _wrapped((x ^ _shifted(x, by)) * _wrapped(factor))
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Any, by: int) -> Any:
-    """Shift the bits of int64 values to the right and bring in zeros, where `>>` would bring in the sign."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _wrapped(x: Any) -> Any:
-    """Return the int64 that has the lowest 64 bits of a number: tensors wrap around by themselves."""
-    return x if isinstance(x, Tensor) else (x & MASK64 ^ 1 << 63) - (1 << 63)
+        # `>>` brings in the sign, and zeros are wanted. Products of tensors wrap around by themselves.
+        x = (x ^ (x >> by & (1 << 64 - by) - 1)) * (factor - (1 << 64))
+        if isinstance(x, int):
+            x = (x & MASK64 ^ 1 << 63) - (1 << 63)
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -104,17 +104,21 @@ class UpdateSlice:
     def __post_init__(self) -> None:
         # The native update trusts these addresses and lengths with memory that is not its own.
         numel, device = self.param.numel(), self.param.device
-        for tensor in (self.param, self.grad, *([] if self.master is None else [self.master])):
-            _require_alike(tensor, numel, numel, device)
-        for state in self.states:
-            _require_alike(state, state.numel() if self.shape else numel, numel, device)
         if self.shape and math.prod(self.shape) != numel:
             raise ValueError(f"a segment of {numel} elements is no parameter of shape {self.shape}")
-        for scale in self.scales:
-            if scale is not None:
-                _require_alike(scale, -(-numel // BLOCK_NUMEL), numel, device)
         if self.first % BLOCK_NUMEL:
             raise ValueError(f"a segment begins on a block of {BLOCK_NUMEL} elements, not at element {self.first}")
+        # States of a whole parameter have sizes of their own.
+        states = [(state, state.numel() if self.shape else numel) for state in self.states]
+        scales = [(scale, -(-numel // BLOCK_NUMEL)) for scale in self.scales]
+        for tensor, wanted in ((self.param, numel), (self.grad, numel), (self.master, numel), *states, *scales):
+            if tensor is None:
+                continue
+            if tensor.numel() != wanted or tensor.device != device or not tensor.is_contiguous():
+                raise ValueError(
+                    f"a segment takes contiguous tensors that are alike: param has {numel} elements on {device}, "
+                    f"this {tensor.dtype} tensor {tensor.numel()} on {tensor.device} with strides {tensor.stride()}"
+                )
 
     def scale(self, index: int) -> Tensor | None:
         """Return the scales of a state by its index; `None` where it has none."""
@@ -133,15 +137,6 @@ class UpdateSlice:
                 tuple(None if scale is None else scale[blocks] for scale in self.scales),
                 self.first + start,
             )
-
-
-def _require_alike(tensor: Tensor, wanted: int, numel: int, device: torch.device) -> None:
-    """Refuse a tensor of a segment that is not contiguous, not on its device, or not of the wanted length."""
-    if tensor.numel() != wanted or tensor.device != device or not tensor.is_contiguous():
-        raise ValueError(
-            f"a segment takes contiguous tensors that are alike: param has {numel} elements on {device}, "
-            f"this {tensor.dtype} tensor {tensor.numel()} on {tensor.device} with strides {tensor.stride()}"
-        )
 
 
 class _SummedPart(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -77,7 +78,7 @@ class AdamRule(FusedRule):
 
     honoured: ClassVar = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """Both moments, and with amsgrad the largest second moment so far."""
         squares = ("exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg_sq",)
@@ -163,7 +164,7 @@ class AdagradRule(FusedRule):
     # The initial value is in the state by now.
     honoured: ClassVar = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize")
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """The sum of squares."""
         return (self.format.spec("sum", signed=False),)
@@ -213,7 +214,7 @@ class LionUpdateRule(FusedRule):
 
     honoured: ClassVar = ("lr", "betas", "weight_decay", "maximize")
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """The moving average."""
         return (self.format.spec("exp_avg", signed=True),)
@@ -278,7 +279,7 @@ class SgdRule(FusedRule):
 
     honoured: ClassVar = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """The momentum buffer, where some group has momentum."""
         return (self.format.spec("momentum_buffer", signed=True, begins_with_update=True),) if self.momentum else ()
