@@ -13,7 +13,7 @@ namespace penstock {
 // Offsets, addresses and lengths are multiples of this.
 constexpr std::size_t kPageBytes = 4096;
 
-// What Transfer::error() says where the kernel had none: a read met the end of the file.
+// Transfer::error of a read that met the end of the file.
 constexpr int kEndOfFile = -1;
 
 // An open descriptor, closed with its last owner: transfers own theirs until they are done.
@@ -75,7 +75,7 @@ class Transfer {
  public:
   Transfer(std::shared_ptr<Queue::Shared> queue, const Queue::Request& request, std::size_t chunk_bytes);
 
-  // Whether it is done, well or not.
+  // Returns true once it is done, with or without an error.
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
   // Blocks until done, at most `limit`; returns done(). Throws std::runtime_error in a forked process that would wait.
   bool wait(std::chrono::milliseconds limit) const;

@@ -61,7 +61,7 @@ class InterpreterReleased {
 using Release = nb::call_guard<InterpreterReleased>;
 
 // A file as Python holds it. The threads of a queue drop theirs without the interpreter: were a file Python's own object,
-// they would wait for the interpreter, and whoever has it for them.
+// they would wait for the interpreter, and its holder for them.
 struct FileHandle {
   std::shared_ptr<File> file;
 };
@@ -137,7 +137,7 @@ NB_MODULE(_native, m) {
             .first_block = first_block,
         };
         for (const auto& [values, scales, storage] : states)
-          update.states.push_back({pointer<void>(values), pointer<float>(scales), storage});
+          update.states.push_back({pointer<void>(values), pointer<void>(scales), storage});
         return penstock::update(pool, numel, std::move(update), summed);
       },
       Release(), "pool"_a.none(), "rule"_a, "numel"_a, "param"_a, "param_dtype"_a, "grad"_a, "grad_dtype"_a,

@@ -1,4 +1,4 @@
-// What every instruction set's translation unit offers: the same kernels, as plain function pointers.
+// The kernels that the translation unit of every instruction set has, as plain function pointers.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +40,7 @@ inline constexpr int scalar_count[rule_count] = {13, 13, 9, 9, 8, 11};
 enum class Storage : int { fp32 = 0, bf16 = 1, bf16_random = 2, int8_signed = 3, int8_unsigned = 4 };
 inline constexpr int storage_count = 5;
 
-// What one update works on. Pointers are to the first element; all arrays have the same number of elements.
+// The arrays of one update. Pointers are to the first element; all arrays have the same number of elements.
 struct Arrays {
   void* param;
   const void* grad;
@@ -60,7 +60,7 @@ enum class Write : int { over = 0, add = 1, past_cache = 2 };
 inline constexpr int write_count = 3;
 inline constexpr std::size_t line_bytes = 64;
 
-// What goes between ranks in fewer bits: for each block of 256 elements its scale in fp32, then its codes. The codes are
+// Block quantization of values between ranks: for each block of 256 elements its scale in fp32, then its codes. The codes are
 // signed integers of 8 bits, fp8 (e4m3, without infinities), or signed integers of 4 bits.
 enum class Wire : int { int8 = 0, fp8 = 1, int4 = 2 };
 inline constexpr int wire_count = 3;

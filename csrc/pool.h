@@ -32,8 +32,8 @@ struct Workers {
   void close() noexcept;
 };
 
-// Closes the workers, and drops them but in a forked process: destroying a std::thread that was never joined ends the process, and
-// there is nothing to join.
+// Closes the workers, and drops them, but not in a forked process: destroying a std::thread that was never joined ends the
+// process, and there is nothing to join.
 template <class Owner>
 void drop(Owner workers) noexcept {
   workers->close();
@@ -42,14 +42,14 @@ void drop(Owner workers) noexcept {
 
 // Runs numbered pieces of work on up to `threads` threads, the caller's own among them.
 //
-// Several callers may use one pool at once: each takes part in its own work, and the workers help whoever came first.
+// Several callers may use one pool at once: each takes part in its own work, and the workers help the first of them.
 // A process that was forked from the pool's owner has none of its workers and runs everything in the caller.
 class Pool {
  public:
   // `threads` counts the calling thread, so 1 starts none. Throws std::invalid_argument below 1.
   // The threads that it starts run on `cores` alone, unless there are none or the system refuses.
   explicit Pool(int threads, const std::vector<int>& cores = {});
-  // Starts none: work is done by the OpenMP threads of whoever calls, by way of a runtime's `GOMP_parallel`. Those that
+  // Starts none: work is done by the OpenMP threads of the caller, by way of a runtime's `GOMP_parallel`. Those that
   // have just done other work for the caller may still be awake, and spin on the cores that workers would need.
   using Parallel = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
   explicit Pool(Parallel parallel);

@@ -110,7 +110,7 @@ std::vector<Array> arrays_of(Update& update) {
   if (update.master != nullptr) arrays.push_back({&update.master, size_of(update.master_kind)});
   for (State& state : update.states) {
     arrays.push_back({&state.values, size_of(state.storage)});
-    if (state.scales != nullptr) arrays.push_back({reinterpret_cast<void**>(&state.scales), sizeof(float), block_numel});
+    if (state.scales != nullptr) arrays.push_back({&state.scales, sizeof(float), block_numel});
   }
   return arrays;
 }
@@ -132,7 +132,7 @@ class Pass {
     for (std::size_t k = 0; k < update.states.size(); ++k) {
       const State& state = update.states[k];
       arrays_.states[k] = state.values;
-      arrays_.scales[k] = state.scales;
+      arrays_.scales[k] = static_cast<float*>(state.scales);
       staged |= state.storage != Storage::fp32;
       draws_[k / 2] |= state.storage == Storage::bf16_random;
     }
@@ -187,8 +187,9 @@ class Pass {
     fp32_(arrays, update_.scalars.data(), 0, count);
     for (std::size_t i = 0; i < count; i += block_numel) {
       alignas(64) unsigned random[2][block_numel];
+      const std::uint64_t block = update_.first_block + (at + i) / block_numel;
       for (unsigned draw = 0; draw < 2; ++draw)
-        if (draws_[draw]) kernels_.random(random[draw], block_key(update_.random_key, update_.first_block + (at + i) / block_numel, draw));
+        if (draws_[draw]) kernels_.random(random[draw], block_key(update_.random_key, block, draw));
       for (std::size_t k = 0; k < update_.states.size(); ++k)
         encode(update_.states[k], at + i, static_cast<float*>(arrays.states[k]) + i, random[k / 2], k % 2);
       if (update_.param_random) encode(param, at + i, buffers[max_states] + i, random[1], true);
@@ -216,9 +217,10 @@ class Pass {
   void* decode(const State& state, std::size_t at, std::size_t count, float* buffer) const noexcept {
     const char* const values = static_cast<const char*>(state.values) + at * size_of(state.storage);
     if (state.storage == Storage::fp32) return const_cast<char*>(values);
+    const auto* const scales = static_cast<const float*>(state.scales);
     for (std::size_t i = 0; i < count; i += block_numel)
       kernels_.decode[int(state.storage)](buffer + i, values + i * size_of(state.storage),
-                                          state.scales == nullptr ? 0 : state.scales[(at + i) / block_numel]);
+                                          scales == nullptr ? 0 : scales[(at + i) / block_numel]);
     return buffer;
   }
 
@@ -226,7 +228,7 @@ class Pass {
     if (state.storage == Storage::fp32) return;
     char* const to = static_cast<char*>(state.values) + at * size_of(state.storage);
     const float scale = kernels_.encode[int(state.storage)][high](to, values, random);
-    if (state.scales != nullptr) state.scales[at / block_numel] = scale;
+    if (state.scales != nullptr) static_cast<float*>(state.scales)[at / block_numel] = scale;
   }
 
   const Kernels& kernels_;

@@ -24,7 +24,7 @@ void set_isa(const std::string& name);
 
 struct State {
   void* values;
-  float* scales;  // of 8-bit states, else null
+  void* scales;  // of 8-bit states in fp32, else null
   Storage storage;
 };
 
@@ -34,7 +34,7 @@ struct Update {
   Master master_kind;
   DType grad_dtype;
   void* param;
-  void* grad;  // is only read
+  void* grad;    // is only read
   void* master;  // null for Master::none
   std::vector<State> states;
   std::vector<float> scalars;

@@ -1,6 +1,6 @@
 """The native module: addresses and lengths in, no tensors.
 
-`penstock.rules.native` is its one caller for arithmetic, `penstock.machine.aio` for files.
+`penstock.rules` is its one caller for arithmetic, `penstock.runtime.aio` for files.
 """
 
 import enum
@@ -58,7 +58,7 @@ class Pool:
     def __init__(self, threads: int, cores: Sequence[int] = ()) -> None: ...
     @staticmethod
     def openmp(parallel: int) -> Pool:
-        """Make a pool without threads of its own: work is done by the OpenMP threads of whoever calls.
+        """Make a pool without threads of its own: work is done by the OpenMP threads of the caller.
 
         Args:
             parallel: the address of the runtime's `GOMP_parallel`.
@@ -98,7 +98,7 @@ def update(
         numel: elements of every array.
         param: address of the parameter; likewise grad and master (0 where there is none).
         states: for each state its address, that of its scales (0 where there are none), and how it is stored.
-        scalars: the factor on the gradient, the rule's scalars, its flags: in the order of its header in csrc/.
+        scalars: the factor on the gradient, the rule's scalars, and its flags; see `Rule` in csrc/kernels.h.
         param_random: round a bf16 parameter without master stochastically.
         random_key: of this step.
         first_block: number of the first block of 256 elements in the order of all parameters.

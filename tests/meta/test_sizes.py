@@ -168,15 +168,9 @@ TORCH: dict[str, dict[str, tuple[str, str]]] = {
     },
     "torch._dynamo": {
         "config.recompile_limit": ("the limit, for the text of an error", BOTH),
-        "device_interface.DeviceInterface": ("whether inductor makes kernels for a device", "2.8 to 2.13"),
-        "device_interface.get_registered_device_interfaces": (
-            "whether inductor makes kernels for a device",
-            "2.8 to 2.13",
-        ),
         "eval_frame.skip_code": ("hooks are traced into their callers, and never compiled alone", BOTH),
     },
     "torch._inductor": {
-        "codegen.common": ("whether inductor makes kernels for a device", "2.8 to 2.13"),
         "config": ("whether it has the options that keep the host's rounding", BOTH),
         "inductor_prims": ("its import registers the fused multiply-add", BOTH),
     },

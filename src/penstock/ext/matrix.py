@@ -55,9 +55,9 @@ Shapes = Mapping[str, Shape]
 _SIDES = (7, 5, 3, 2, 4, 6, 8, 9)
 #: How many elements are decoded and written at once.
 PIECE_NUMEL = 1 << 20
-#: What that holds per element of a piece: random words, codes, logarithms, in int64 and fp32.
+#: Bytes of that per element of a piece: random words, codes, logarithms, in int64 and fp32.
 _BYTES_PER_ELEMENT_OF_A_PIECE = 96
-#: Temporaries of a rule that does not say what it needs, in fp32 tensors of the parameter's shape.
+#: Temporaries of a rule without `working_bytes`, in fp32 tensors of the parameter's shape.
 _UNSTATED_TENSORS = 4
 
 
@@ -72,7 +72,7 @@ class WholeParameterRule(Rule):
         parameters: the shapes of the optimizer's parameters.
         group: options of a parameter group that it is for.
         check: refuses options of a parameter group by `ConfigError`.
-        written: returns what the class writes into a group in a step.
+        written: returns the entries that the class writes into a group in a step.
 
     Raises:
         ConfigError: the rule takes no parameter of some of the shapes.
@@ -263,7 +263,7 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What the arithmetic obeys, what an optimizer's machinery adds to a group, and who updates it.
+#: Options of torch's class, all of which the arithmetic obeys, and those of `penstock.optim.MuonAdamW` besides.
 _KNOWN = frozenset(("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"))
 _OURS = frozenset(("split", "ns_dtype"))
 
@@ -310,7 +310,7 @@ def _muon(
     title = "penstock.optim.MuonAdamW" if ours else "torch.optim.Muon"
 
     def check(group: Mapping[str, Any]) -> None:
-        """Refuse what the arithmetic does not know."""
+        """Refuse options that the arithmetic does not obey."""
         check_options(name, group, _KNOWN, unknown)
         for option in sorted(_OURS & group.keys() if not ours else ()):
             raise ConfigError(f"{option} is an option of penstock.optim.MuonAdamW, not of {title}.")
@@ -401,7 +401,7 @@ def adafactor(optimizer: torch.optim.Optimizer, format_: StateFormat) -> WholePa
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rules that a user registers for an optimizer class: tried out beside the class before they are believed.
+# Rules that a user registers for an optimizer class: tried out beside the class before they are used.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -430,7 +430,7 @@ def believed(optimizer: torch.optim.Optimizer, rule: MatrixRule, format_: StateF
         for shape in shapes:
             try:
                 named.append((shape, sorted(states_of(rule, shape, group).items())))
-            except Exception:  # whoever has such a parameter hears of it from `WholeParameterRule`
+            except Exception:  # `WholeParameterRule` refuses such a parameter
                 continue
         return str(named)
 
@@ -462,7 +462,7 @@ def _try_out(running: OptimizerTrial, rule: MatrixRule, group: dict[str, Any], s
     """Take the same steps by the class, on all shapes together, and by the rule; refuse a difference.
 
     Returns:
-        Whether the class writes into its group.
+        True if the class writes into its group.
     """
     if not shapes:
         return False

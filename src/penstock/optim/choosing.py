@@ -1,4 +1,4 @@
-"""Which parameters are matrices that Muon is for, and which are not."""
+"""The choice between Muon and AdamW for each parameter of a model."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from penstock.optim.muon import Split, sizes_of
 
 Which = Literal["muon", "adamw"]
 
-#: Modules that end a model, by the usual names, and what input embeddings are called.
+#: Usual names of modules that end a model, and of input embeddings.
 _HEADS = frozenset(
     ("lm_head", "head", "heads", "classifier", "score", "output_projection", "out_proj_head", "qa_outputs", "fc_out")
 )
@@ -22,14 +22,14 @@ _EMBEDDINGS = frozenset(("wte", "wpe", "emb", "shared"))
 
 @dataclass(frozen=True)
 class MuonChoice:
-    """One parameter, who updates it, and why.
+    """One parameter, the rule that updates it, and the reason.
 
     Arguments:
         name: its name in the model.
         parameter: the parameter.
-        rule: who updates it.
-        reason: why, in a few words.
-        is_wanted: whether the user has said so.
+        rule: the rule that updates it.
+        reason: the reason, in a few words.
+        is_wanted: True if a pattern of the user names it.
         split: how the rows of its matrices are cut before they are made orthogonal.
     """
 
@@ -48,17 +48,17 @@ def choose(
     adamw: Sequence[str],
     split: Mapping[str, Split],
 ) -> list[MuonChoice]:
-    """Choose who updates each trainable parameter.
+    """Choose the rule of each trainable parameter.
 
     Arguments:
-        model: tells what the modules are; `None` where names have to.
+        model: has the modules; `None` to go by names alone.
         named: the parameters by name.
         muon: patterns of names (`fnmatch`) for Muon.
         adamw: patterns of names for AdamW, which comes first.
         split: how parameters of these patterns are cut.
 
     Raises:
-        ConfigError: a pattern names nothing, or Muon gets what is no matrix.
+        ConfigError: a pattern names nothing, or Muon gets a parameter that is no matrix.
     """
     modules = not_hidden(model) if model is not None else {}
     choices = []
@@ -90,7 +90,7 @@ def choose(
 
 
 def _usual(name: str, shape: tuple[int, ...], module: str | None) -> tuple[Which, str]:
-    """Say who updates a parameter that the user has not named, by its shape, its module and its name."""
+    """Choose the rule of a parameter that no pattern names, by its shape, its module and its name."""
     if len(shape) not in (2, 3):
         return "adamw", f"{len(shape)}-D"
     if min(shape[-2:]) == 1:
@@ -109,12 +109,12 @@ def _usual(name: str, shape: tuple[int, ...], module: str | None) -> tuple[Which
 
 
 def not_hidden(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the parameters of modules that Muon is not for, each with what the module is."""
+    """Return the parameters of modules that Muon is not for, each with the kind of its module."""
     return {parameter: reason for module, reason in _modules(model) for parameter in module.parameters()}
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Give the modules whose matrices are no hidden layers, each with what it is."""
+    """Yield the modules whose matrices are no hidden layers, each with its kind."""
     head = getattr(model, "get_output_embeddings", None)
     if callable(head) and isinstance(found := head(), nn.Module):
         yield found, "the head"

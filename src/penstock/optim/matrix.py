@@ -1,4 +1,4 @@
-"""Rules over whole parameters: what one is, whose it is, and an optimizer that is nothing but one."""
+"""Rules over whole parameters: the protocol, their registration, and the step of an optimizer that is nothing else."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +15,12 @@ _RULE = "__penstock_matrix_rule__"
 class MatrixRule(Protocol):
     """The arithmetic of one optimizer on one whole parameter.
 
-    What it does may depend on the parameter, its gradient, its states, the options of its group and the number of the
-    update alone; not on other parameters, or on anything that it keeps itself.
+    An update may depend on the parameter, its gradient, its states, the options of its group and the number of the
+    update alone; not on other parameters, or on values that the rule keeps itself.
 
     A rule may have a method `working_bytes(shape: tuple[int, ...]) -> int`: the most bytes of temporaries that one
-    update of a parameter of that shape holds at once, beside what it is given. Without it, four fp32 tensors of the
-    parameter's shape are taken for granted.
+    update of a parameter of that shape holds at once, beside its arguments. Without it, four fp32 tensors of the
+    parameter's shape are assumed.
 
     Example:
         >>> class NormalisedDescent:
@@ -58,7 +58,7 @@ class MatrixRule(Protocol):
 
 
 def register(cls: type[torch.optim.Optimizer], rule: Any = None) -> Any:
-    """Say which rule computes what an optimizer class does, so that `prepare` takes the class.
+    """Register the rule that computes the updates of an optimizer class, so that `prepare` takes the class.
 
     The rule is tried out before it is believed: three updates of small parameters, beside the class itself with the
     options of each group. A subclass of the class is another one.
@@ -111,7 +111,7 @@ def update_by(rule: MatrixRule, groups: Iterable[Mapping[str, Any]], state: Mapp
     Arguments:
         rule: the rule.
         groups: the groups, whose parameters and states are updated.
-        state: the optimizer's state: what the rule keeps of each parameter, and "step", its count of updates.
+        state: the optimizer's state: the states of each parameter, and "step", its count of updates.
     """
     for group in groups:
         options = {name: value for name, value in group.items() if name != "params"}

@@ -127,7 +127,7 @@ def sizes_of(shape: tuple[int, ...], split: Any) -> tuple[int, ...]:
 
 
 def parts(tensor: Tensor, split: Split) -> Iterator[Tensor]:
-    """Cut a parameter, or what has its shape, into views of the matrices that are made orthogonal by themselves."""
+    """Cut a tensor of the parameter's shape into views of the matrices that are made orthogonal by themselves."""
     sizes = sizes_of(tuple(tensor.shape), split)
     for matrix in tensor.unbind() if tensor.dim() == 3 else (tensor,):
         yield from torch.split(matrix, list(sizes))
@@ -157,7 +157,7 @@ def orthogonal(
         coefficients: of the polynomial that is applied to the singular values at each step.
         steps: how many.
         eps: the least norm that the matrix is divided by.
-        dtype: what is computed in.
+        dtype: the dtype of the iteration.
 
     Returns:
         The factor, in `dtype`, of the same shape.

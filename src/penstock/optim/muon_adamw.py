@@ -47,8 +47,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Its step is that of `torch.optim.Muon` and `torch.optim.AdamW` on the same parameters, bit for bit. To AdamW go
     embeddings, heads, norms, convolutions, vectors and scalars; to Muon go matrices, and stacks of them (three
-    dimensions, the experts of a layer), each of which is made orthogonal by itself. `describe()` lists who updates
-    what, and why.
+    dimensions, the experts of a layer), each of which is made orthogonal by itself. `describe()` lists the
+    rule of each parameter, and the reason.
 
     Sources: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024,
     https://kellerjordan.github.io/posts/muon/; J. Liu et al., "Muon is Scalable for LLM Training", 2025,
@@ -61,7 +61,7 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: Muon's learning rate; a float or a 0-dim tensor.
         adamw_lr: AdamW's; by default the same.
         weight_decay: the decoupled weight decay of both, unless `adamw_weight_decay` is given.
-        muon: patterns of names (`fnmatch`) that go to Muon whatever they look like.
+        muon: patterns of names (`fnmatch`) that go to Muon whatever their module and shape.
         adamw: patterns of names that go to AdamW; they come before `muon`.
         split: for patterns of names, how the rows of a matrix are cut before each part is made orthogonal by itself: a
             number of equal parts (3 for fused query, key and value; the number of heads), or the rows of each part.
@@ -82,7 +82,7 @@ class MuonAdamW(torch.optim.Optimizer):
         1.bias    adamw  [8]      1-D
     """
 
-    #: Muon's parameters that names alone have told, each with its name.
+    #: Muon's parameters that were chosen by name alone, each with its name.
     _guessed: Mapping[nn.Parameter, str] = {}
 
     def __init__(
@@ -154,10 +154,10 @@ class MuonAdamW(torch.optim.Optimizer):
         ]
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a choice that was made by names where the model, which is known now, says otherwise.
+        """Refuse a choice by name that the modules of the model, which is known now, contradict.
 
         Raises:
-            ConfigError: names the parameter, and what it is.
+            ConfigError: names the parameter, and the kind of its module.
         """
         for parameter, reason in not_hidden(model).items():
             if parameter in self._guessed:
@@ -174,7 +174,7 @@ class MuonAdamW(torch.optim.Optimizer):
             param_group: the parameters, `"rule": "muon"` or `"adamw"`, and options that differ from the others'.
 
         Raises:
-            ConfigError: it does not say which rule, or what Muon gets is no matrix.
+            ConfigError: it does not name a rule, or a parameter for Muon is no matrix.
         """
         rule = param_group.get("rule")
         if rule not in self._by_rule:
@@ -218,13 +218,13 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def describe(self) -> str:
-        """Return a line for each parameter that was given by name: name, who updates it, its shape, and why."""
+        """Return a line for each parameter that was given by name: name, rule, shape and reason."""
         rows = [(name, rule, str(list(shape)), reason) for name, (rule, shape, reason) in self._chosen.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies need beside torch's own: the options of each rule, and the reasons."""
+        """Return the state of copies: torch's own, the options of each rule, and the reasons."""
         return {**super().__getstate__(), "_by_rule": self._by_rule, "_chosen": self._chosen}
 
 

@@ -32,7 +32,7 @@ def begin(average: Tensor, param: Tensor, master: Tensor | None) -> None:
     Arguments:
         average: fp32, [n].
         param: the parameters in the compute dtype, [n].
-        master: what they lack to their fp32 values: int16 remainders, an fp32 copy, or `None`; [n].
+        master: the rest of their fp32 values: int16 remainders, an fp32 copy, or `None`; [n].
     """
     for mean, part, rest in _pieces(average, param, master):
         mean.copy_(fp32_values(part, rest))
@@ -44,7 +44,7 @@ def follow(average: Tensor, param: Tensor, master: Tensor | None, decay: float, 
     Arguments:
         average: fp32, [n].
         param: the parameters in the compute dtype, [n].
-        master: what they lack to their fp32 values; see `begin`.
+        master: the rest of their fp32 values; see `begin`.
         decay: how much of the average stays, from 0 to 1.
         pool: the threads to use on host memory.
     """
@@ -87,7 +87,7 @@ def _packs(param: Tensor, master: Tensor | None) -> bool:
 
 
 def _exchange(average: Tensor, param: Tensor, master: Tensor | None) -> None:
-    """Let fp32 values change places."""
+    """Exchange an average and the fp32 values behind a parameter."""
     values = read_master(param, master)
     write_master(param, master, average)
     average.copy_(values)

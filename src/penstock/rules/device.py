@@ -15,7 +15,6 @@ from penstock.rules.formats import (
     Rounding,
     fp32_values,
     read_state,
-    step_key,
     write_param,
     write_state,
 )
@@ -57,7 +56,7 @@ def compile_pass(function: Callable[..., None], backend: Any = "inductor") -> Pa
 
 
 def rounds_as_host(device: torch.device) -> bool:
-    """Return True if compiled functions give the host's bits on a device: what is compiled for others was not read."""
+    """Return True if compiled functions give the host's bits on a device. Code for other devices was not read."""
     return device.type == "cuda" and torch.version.hip is None and _knows_rounding()
 
 
@@ -69,9 +68,9 @@ def _knows_rounding() -> bool:
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Return True if torch compiles kernels for a device: an accelerator of those that Triton is for, and it is there.
+    """Return True if torch compiles kernels for a device: Triton is installed, and is for this type of device.
 
-    What is not seen here makes the first compilation fail, of which the user is warned once.
+    A device that Triton does not support makes the first compilation fail, with one warning.
     """
     return device.type in ("cuda", "xpu") and find_spec("triton") is not None
 
@@ -107,7 +106,7 @@ class DevicePass:
         return self._compiled is not None
 
     def __call__(self, device: torch.device, *arguments: Any) -> bool:
-        """Run the compiled function, and return True if it ran. Else nothing of it has: the caller runs it as it is."""
+        """Run the compiled function. Return True if it ran; else nothing of it has, and the caller runs it as it is."""
         if not self.compiles(device):
             return False
         assert self._compiled is not None
@@ -132,7 +131,7 @@ class DevicePass:
 
 
 def _reason(error: Exception) -> str:
-    """Say why a compilation failed, and what to do where it was one too many."""
+    """Return why a compilation failed, and what to do where there were too many."""
     reason = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "FailOnRecompileLimitHit":
         limit = torch._dynamo.config.recompile_limit
@@ -170,7 +169,7 @@ def one_pass(
         specs: the states that the update uses.
         make_scalars: the rule's NamedTuple of scalars.
         flags: the rule's flags, a NamedTuple.
-        stochastic: whether bf16 is rounded by random bits.
+        stochastic: True to round bf16 by random bits.
         tensors: param, grad, master, states and their scales, as a `UpdateSlice` has them.
         blocks: how many blocks of 256 elements the segment has. Compiled, it has whole ones.
         numbers: the factor on the gradient, then the scalars; as a tensor fp32, [1 + scalars].
@@ -216,7 +215,7 @@ def _numbers(
     rule: Any, segment: UpdateSlice, hyper: Any, grad_scale: float
 ) -> tuple[tuple[float, ...], tuple[int, int]]:
     """Return the numbers of `one_pass`, and its key and first element, which are of random bits alone."""
-    place = (step_key(rule.format.seed, hyper.step), segment.first) if rule.format.stochastic else (0, 0)
+    place = (hyper.key, segment.first) if rule.format.stochastic else (0, 0)
     return (fp32(grad_scale * hyper.sign), *hyper.scalars), place
 
 
@@ -261,10 +260,10 @@ class DeviceUpdate:
 def _in_blocks(
     segments: Iterable[tuple[UpdateSlice, Any]],
 ) -> tuple[list[tuple[UpdateSlice, Any]], list[tuple[UpdateSlice, UpdateSlice]]]:
-    """Cut segments into what has whole blocks, two or more, and the rest, which is copied and filled up with zeros.
+    """Cut segments into pieces of whole blocks, two or more, and rests, which are copied and padded with zeros.
 
     Returns:
-        What to update, with its scalars; and each rest with its copy, from which it has to be copied back.
+        The pieces and copies to update, with their scalars; and each rest with its copy, to be copied back.
     """
     whole: list[tuple[UpdateSlice, Any]] = []
     filled = []

@@ -20,7 +20,7 @@ COMPUTE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torc
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How gradients get into their home: one pass writes or accumulates them, and measures what is there afterwards.
+# How gradients get into their storage: one pass writes or accumulates them, and measures the result.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -34,9 +34,9 @@ def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float 
     does for every mix of dtypes.
 
     Arguments:
-        dst: the gradient's home: fp32, bf16 or fp16, contiguous, [n].
+        dst: the gradient's storage: fp32, bf16 or fp16, contiguous, [n].
         src: the new gradient: fp32, bf16 or fp16, contiguous, [n], on the device of `dst`.
-        add: whether to accumulate instead of overwriting.
+        add: True to accumulate instead of overwriting.
         pool: the threads to use on host memory; `None` for the calling thread alone.
 
     Returns:
@@ -81,9 +81,8 @@ def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: P
 def _deposit(
     dst: Tensor, start: int, stop: int, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None
 ) -> Sequence[float | Tensor]:
-    """Write or add `src` into elements `start` to `stop` of `dst`, and measure parts, which are counted from `start`."""
-    _require_flat(dst, "dst")
-    _require_flat(src, "src")
+    """Write or add `src` into elements `start` to `stop` of `dst`, and measure its parts, counted from `start`."""
+    _require_flat(dst=dst, src=src)
     if src.numel() != stop - start or src.device != dst.device:
         raise ValueError(
             f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
@@ -117,7 +116,7 @@ def squared_norms(src: Tensor, parts: Ranges, *, pool: Pool | None) -> Sequence[
         ValueError: `src` is not contiguous.
         TypeError: its dtype is none of the three.
     """
-    _require_flat(src, "src")
+    _require_flat(src=src)
     if src.device.type != "cpu":
         return _squared_norms_in_torch([src[start:stop] for start, stop in parts])
     dtype, at = dtype_of(src, "src"), src.data_ptr()
@@ -159,10 +158,12 @@ def _squared_norms_in_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square().unbind()
 
 
-def _require_flat(tensor: Tensor, what: str) -> None:
-    """Refuse a tensor that is not contiguous: native code gets its address alone. `what` names it."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"{what} must be contiguous; its shape is {tuple(tensor.shape)}, strides {tensor.stride()}")
+def _require_flat(**tensors: Tensor) -> None:
+    """Refuse tensors that are not contiguous: native code gets their addresses alone."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise ValueError(f"{name} must be contiguous; its shape is {shape}, strides {strides}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def read_master(param: Tensor, master: Tensor | None) -> Tensor:
 
     Arguments:
         param: where compute reads the parameter, of any shape.
-        master: what `param` lacks to the fp32 value: int16 remainders, an fp32 copy, or `None` where it lacks nothing.
+        master: the rest of the fp32 value: int16 remainders, an fp32 copy, or `None` where `param` is the only copy.
     """
     if master is None:
         return param.to(torch.float32, copy=True)
@@ -275,7 +276,7 @@ def write_given(param: Tensor, master: Tensor | None, value: Tensor) -> None:
     Arguments:
         param: where compute reads the parameter, of any shape.
         master: int16 remainders, which are zeros, an fp32 copy, or `None`.
-        value: the values, of any dtype and the same shape, from anywhere.
+        value: the values, of any dtype and the same shape, on any device.
     """
     if master is not None and master.dtype == torch.int16 and value.dtype == torch.bfloat16:
         param.copy_(value)  # the value is the parameter, and nothing is left of it: one pass, instead of ten over fp32
@@ -313,7 +314,7 @@ PARAM = 3
 
 def step_key(seed: int, step: int) -> int:
     """Return the key of a step's random bits: 64 bits, as int64 has them."""
-    key: int = _mix(_mix(_wrapped(seed)) ^ step)
+    key: int = _mix(_mix((seed & MASK64 ^ 1 << 63) - (1 << 63)) ^ step)
     return key
 
 
@@ -360,18 +361,11 @@ def round_up_by(value: Tensor, words: Tensor, what: int) -> Tensor:
 def _mix(x: Any) -> Any:
     """Mix 64 bits, so that every bit of the result depends on every bit of `x`: int64 values, or a number."""
     for by, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = _wrapped((x ^ _shifted(x, by)) * _wrapped(factor))
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Any, by: int) -> Any:
-    """Shift the bits of int64 values to the right and bring in zeros, where `>>` would bring in the sign."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _wrapped(x: Any) -> Any:
-    """Return the int64 that has the lowest 64 bits of a number: tensors wrap around by themselves."""
-    return x if isinstance(x, Tensor) else (x & MASK64 ^ 1 << 63) - (1 << 63)
+        # `>>` brings in the sign, and zeros are wanted. Products of tensors wrap around by themselves.
+        x = (x ^ (x >> by & (1 << 64 - by) - 1)) * (factor - (1 << 64))
+        if isinstance(x, int):
+            x = (x & MASK64 ^ 1 << 63) - (1 << 63)
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -412,7 +406,7 @@ def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     Arguments:
         value: the values, fp32, [n], not negative unless `signed`. A block with a value that is not finite is NaN
             afterwards.
-        signed: whether to use the map with a sign.
+        signed: True for the map with a sign.
 
     Returns:
         The codes, uint8, [n], and the scales, fp32, [ceil(n / 256)].
@@ -444,7 +438,7 @@ def decode_blocks(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     Arguments:
         codes: the codes, uint8, [n].
         scale: the scales, fp32, [ceil(n / 256)].
-        signed: whether the codes are of the map with a sign.
+        signed: True if the codes are of the map with a sign.
 
     Returns:
         fp32, [n].
@@ -484,7 +478,7 @@ class StateFormat:
 
     @property
     def stochastic(self) -> bool:
-        """Whether anything is rounded by random bits."""
+        """True if anything is rounded by random bits."""
         return self.rounding == "stochastic"
 
     def rounding_at(self, step: int, first: int, numel: int, device: torch.device) -> "Rounding | None":
@@ -531,7 +525,7 @@ def read_state(spec: StateSpec, values: Tensor, scale: Tensor | None) -> Tensor:
 
     Arguments:
         spec: how the state is stored.
-        values: what is stored, [n].
+        values: the stored values, [n].
         scale: the scales of an 8-bit state, fp32, [ceil(n / 256)]; else `None`.
     """
     if spec.dtype == torch.uint8:
@@ -574,7 +568,7 @@ def write_param(param: Tensor, master: Tensor | None, value: Tensor, rounding: R
 
     Arguments:
         param: where compute reads the parameter, [n].
-        master: what `param` lacks to the fp32 value, [n]; `None` where the parameter is the only copy.
+        master: the rest of the fp32 value, [n]; `None` where the parameter is the only copy.
         value: the values, fp32, [n].
         rounding: the random bits by which a bf16 parameter without a master is rounded; `None` to nearest even.
     """

@@ -27,19 +27,19 @@ from penstock.rules.rule import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What rules with kernels of their own share: one native pass on the host, and a reference in plain torch.
+# What rules with native kernels share: one pass on the host, and one function of tensors for devices.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Flags(NamedTuple):
-    """What of an update is fixed for a run, in the order of the native kernels.
+    """The switches of an update, which are fixed for a run, in the order of the native kernels.
 
     Arguments:
-        l2: whether weight decay is added to the gradient.
-        lerp_from_grad: whether the interpolation of exp_avg starts at the gradient. That end is the more exact one for
+        l2: True to add weight decay to the gradient.
+        lerp_from_grad: True to interpolate exp_avg from the gradient. That end is the more exact one for
             1 - beta1 >= 0.5, and then torch's choice.
-        first: whether this is the first update.
-        nesterov: whether the momentum looks ahead.
+        first: True at the first update.
+        nesterov: True if the momentum looks ahead.
     """
 
     l2: bool = False
@@ -56,19 +56,19 @@ class FusedScalars(StepScalars):
         kernel: the native kernel that computes the update.
         sign: -1 to maximize, else 1.
         scalars: a NamedTuple of floats, in the order of the native kernel.
-        flags: what is fixed for a run.
-        step: the step whose random bits round the values; 0 where no random bits do.
+        flags: the switches.
+        key: the key of the random bits that round the values (`step_key`); 0 where no random bits do.
     """
 
     kernel: _native.Rule
     sign: float
     scalars: Any
     flags: Flags
-    step: int = 0
+    key: int = 0
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether zeros stay zero: they do unless a divisor without `eps` makes 0 / 0 of them, a NaN."""
+        """True if zeros stay zero: a divisor without `eps` makes 0 / 0 of them, a NaN."""
         return bool(getattr(self.scalars, "eps", 1.0) > 0)
 
 
@@ -100,7 +100,8 @@ class FusedRule(Rule):
         check_options(self.name, group, self.honoured, self.unknown)
         kernel, values, flags = self.read_group(group, step)
         sign = -1.0 if group.get("maximize") else 1.0
-        return FusedScalars(kernel, sign, values, flags, step if self.format.stochastic else 0)
+        key = step_key(self.format.seed, step) if self.format.stochastic else 0
+        return FusedScalars(kernel, sign, values, flags, key)
 
     @abstractmethod
     def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, Any, Flags]:
@@ -169,18 +170,14 @@ class FusedRule(Rule):
         sums: RecordChecksums | None,
     ) -> None:
         """Update a segment of host memory by the native kernel."""
-        param, stochastic = segment.param, self.format.stochastic
+        param, stochastic, used = segment.param, self.format.stochastic, self.used(hyper)
+        values, scales = segment.states[:used], segment.scales[:used] or (None,) * used
         states = [
-            (
-                segment.states[k].data_ptr(),
-                _address(segment.scale(k)),
-                storage_of(spec, segment.states[k], segment.scale(k), stochastic=stochastic),
-            )
-            for k, spec in enumerate(self.states[: self.used(hyper)])
+            (value.data_ptr(), _address(scale), storage_of(spec, value, scale, stochastic=stochastic))
+            for spec, value, scale in zip(self.states[:used], values, scales, strict=True)
         ]
-        used = segment.states[: len(states)], segment.scales[: len(states)]
-        summed = sums.among((param, segment.grad, segment.master, *used[0], *used[1])) if sums else []
-        # Addresses alone: a `UpdateSlice` has checked lengths and devices, and the functions around them the dtypes.
+        summed = sums.among((param, segment.grad, segment.master, *values, *scales)) if sums else []
+        # Addresses alone: `UpdateSlice` has checked lengths and devices, and the functions around them the dtypes.
         found = _native.update(
             pool,
             hyper.kernel,
@@ -194,7 +191,7 @@ class FusedRule(Rule):
             states,
             [fp32(grad_scale * hyper.sign), *hyper.scalars, *map(float, hyper.flags)],
             param_random=stochastic and segment.master is None and param.dtype == torch.bfloat16,
-            random_key=step_key(self.format.seed, hyper.step) & MASK64 if stochastic else 0,
+            random_key=hyper.key & MASK64,
             first_block=segment.first // BLOCK_NUMEL,
             summed=[tensor.data_ptr() for tensor in summed],
         )

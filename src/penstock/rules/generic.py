@@ -17,11 +17,11 @@ from penstock.rules.formats import StateFormat, read_master, read_state, write_p
 from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars, StateSpec, StepScalars, UpdateSlice, check_options, fp32
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A user's own optimizer class, run on tensors of nobody else.
+# A user's own optimizer class, run on tensors of its own.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What a class keeps of a parameter, by name.
+#: The state that a class keeps of a parameter, by name.
 State = dict[str, Any]
 
 
@@ -45,11 +45,11 @@ class GenericScalars(StepScalars):
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether zeros stay zero: nothing is known of what the class makes of them."""
+        """False: the class may make anything of zeros."""
         return False
 
     def __eq__(self, other: object) -> bool:
-        """Whether the update is the same: a step asks it of what began in backward."""
+        """Return True if the update is the same: `step()` asks it of updates that began in backward."""
         if not isinstance(other, GenericScalars):
             return NotImplemented
         return self.step == other.step and alike(self.group, other.group) and alike(self.scalars, other.scalars)
@@ -79,7 +79,7 @@ class TrialResult(NamedTuple):
     Attributes:
         optimizer: the optimizer of the class that took them.
         values: the parameters afterwards.
-        states: what the class keeps of each parameter.
+        states: the state that the class keeps of each parameter.
         written: the entries of the group that the class has added or changed, by name.
     """
 
@@ -90,7 +90,7 @@ class TrialResult(NamedTuple):
 
 
 class OptimizerTrial:
-    """An optimizer class without its constructor, whose arguments nobody knows.
+    """An optimizer class, run without its constructor, whose arguments are not known.
 
     Arguments:
         optimizer: an optimizer of that class; what the constructor has set on it is copied.
@@ -300,7 +300,7 @@ def elementwise(cls: C) -> C:
 
 
 def is_declared(cls: type) -> bool:
-    """Whether `elementwise` was said of the class itself."""
+    """Return True if `elementwise` declared the class itself."""
     return bool(vars(cls).get(_MARK))
 
 
@@ -377,7 +377,7 @@ class GenericRule(Rule):
                 spec.name: _padded(read_state(spec, values, None))
                 for spec, values in zip(self.states, piece.states, strict=True)
             }
-            # 1. The class's own step, on tensors that nobody else has.
+            # 1. The class's own step, on tensors of its own.
             ran = self._run(hyper, value, grad, states)
             (value,), (after,) = ran.values, ran.states
             # 2. Refuse what it has begun to keep since it was tried out: dropped, the next step would be another one.
@@ -416,13 +416,13 @@ class GenericRule(Rule):
             )
 
     def _try_out(self, group: Mapping[str, Any]) -> tuple[TrialResult, tuple[str, ...]]:
-        """Take three steps of the class on small parameters together, and see what it keeps.
+        """Take three steps of the class on small parameters together, and note the state that it keeps.
 
         Arguments:
             group: the options of a parameter group.
 
         Returns:
-            What it has come to; and the names of the per-element states.
+            The result of the steps, and the names of the per-element states.
 
         Raises:
             ConfigError: the class fails, or keeps values of a form that Penstock cannot carry.
@@ -459,7 +459,7 @@ class GenericRule(Rule):
 
         Arguments:
             group: the options of the parameter group.
-            ran: what the class itself has come to.
+            ran: the result of the class itself.
 
         Raises:
             ConfigError: names what the class writes into its group that is not a matter of the step alone, or says that

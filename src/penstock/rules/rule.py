@@ -1,4 +1,4 @@
-"""Update rules: what one is, the values of a step, and how native code is called."""
+"""Update rules: the base class, the values of a step, and how native code is called."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def instruction_set() -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What every rule is: the arithmetic of one optimizer on flat pieces of memory, without movement.
+# The base class of rules: the arithmetic of one optimizer on flat pieces of memory, without transfers.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -41,7 +41,7 @@ PIECE_NUMEL = 1 << 22
 #: begin on a block.
 BLOCK_NUMEL = 256
 
-#: A parameter's own numbers beside its step count, by name: what some optimizers keep as 0-dim state.
+#: A parameter's own numbers beside its step count, by name: the 0-dim state of some optimizers.
 Scalars = Mapping[str, Any]
 
 
@@ -53,9 +53,9 @@ class StateSpec:
         name: its name in torch, such as "exp_avg".
         dtype: the dtype that it is stored in: float32, bfloat16, or uint8 for codes of the dynamic 8-bit map, with one
             fp32 scale per block.
-        signed: whether the values may be negative; this chooses the 8-bit map.
-        begins_with_update: whether torch has no such state before the first update, which initialises it. Whoever sets
-            the state says by it that there was an update.
+        signed: True if the values may be negative; this chooses the 8-bit map.
+        begins_with_update: True if torch has no such state before the first update, which initialises it. Setting
+            the state tells that there was an update.
     """
 
     name: str
@@ -78,7 +78,7 @@ class UpdateSlice:
     Arguments:
         param: the parameter in the compute dtype, fp32, bf16 or fp16; the update writes it.
         grad: the gradient, fp32, bf16 or fp16; the update reads it.
-        master: what `param` lacks to the fp32 value: int16 remainders (of bf16 parameters), a full fp32 copy, or `None`
+        master: the rest of the fp32 value: int16 remainders (of bf16 parameters), a full fp32 copy, or `None`
             where the parameter is the only copy (fp32, or bf16 that is rounded at every step).
         states: the states, in the order and the dtypes of the rule's `states`.
         scales: the scales of each 8-bit state, fp32, [ceil(n / 256)], and `None` for the other states; it may be left
@@ -104,17 +104,21 @@ class UpdateSlice:
     def __post_init__(self) -> None:
         # The native update trusts these addresses and lengths with memory that is not its own.
         numel, device = self.param.numel(), self.param.device
-        for tensor in (self.param, self.grad, *([] if self.master is None else [self.master])):
-            _require_alike(tensor, numel, numel, device)
-        for state in self.states:
-            _require_alike(state, state.numel() if self.shape else numel, numel, device)
         if self.shape and math.prod(self.shape) != numel:
             raise ValueError(f"a segment of {numel} elements is no parameter of shape {self.shape}")
-        for scale in self.scales:
-            if scale is not None:
-                _require_alike(scale, -(-numel // BLOCK_NUMEL), numel, device)
         if self.first % BLOCK_NUMEL:
             raise ValueError(f"a segment begins on a block of {BLOCK_NUMEL} elements, not at element {self.first}")
+        # States of a whole parameter have sizes of their own.
+        states = [(state, state.numel() if self.shape else numel) for state in self.states]
+        scales = [(scale, -(-numel // BLOCK_NUMEL)) for scale in self.scales]
+        for tensor, wanted in ((self.param, numel), (self.grad, numel), (self.master, numel), *states, *scales):
+            if tensor is None:
+                continue
+            if tensor.numel() != wanted or tensor.device != device or not tensor.is_contiguous():
+                raise ValueError(
+                    f"a segment takes contiguous tensors that are alike: param has {numel} elements on {device}, "
+                    f"this {tensor.dtype} tensor {tensor.numel()} on {tensor.device} with strides {tensor.stride()}"
+                )
 
     def scale(self, index: int) -> Tensor | None:
         """Return the scales of a state by its index; `None` where it has none."""
@@ -135,15 +139,6 @@ class UpdateSlice:
             )
 
 
-def _require_alike(tensor: Tensor, wanted: int, numel: int, device: torch.device) -> None:
-    """Refuse a tensor of a segment that is not contiguous, not on its device, or not of the wanted length."""
-    if tensor.numel() != wanted or tensor.device != device or not tensor.is_contiguous():
-        raise ValueError(
-            f"a segment takes contiguous tensors that are alike: param has {numel} elements on {device}, "
-            f"this {tensor.dtype} tensor {tensor.numel()} on {tensor.device} with strides {tensor.stride()}"
-        )
-
-
 class _SummedPart(NamedTuple):
     """Bytes that a pass has summed: where they are, and their CRC-32C as they were and as they are."""
 
@@ -157,7 +152,7 @@ class RecordChecksums:
     """The CRC-32C of some memory, as it was before an update and as it is after it.
 
     Arguments:
-        memory: contiguous tensors on the cpu: what is to be known of.
+        memory: contiguous tensors on the cpu.
     """
 
     def __init__(self, memory: Iterable[Tensor]) -> None:
@@ -165,11 +160,11 @@ class RecordChecksums:
         self._parts: list[_SummedPart] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is to be known."""
+        """Return True if there is memory to sum."""
         return bool(self._ranges)
 
     def among(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
-        """Pick out the tensors that lie in the memory: a pass over them is to sum these, whole."""
+        """Return the tensors that lie in the memory: a pass over them sums each of these as a whole."""
         return [
             tensor
             for tensor in tensors
@@ -177,14 +172,14 @@ class RecordChecksums:
         ]
 
     def note(self, tensors: Sequence[Tensor], sums: Sequence[tuple[int, int]]) -> None:
-        """Note what a pass has found of tensors, before and after."""
+        """Note the checksums that a pass has taken of tensors, before and after."""
         for tensor, (before, after) in zip(tensors, sums, strict=True):
             self._parts.append(_SummedPart(tensor.data_ptr(), tensor.nbytes, before, after))
 
     def of(self, memory: Tensor) -> tuple[int, int]:
         """Compute the CRC-32C of some of the memory before the update and after it, in the order of its bytes.
 
-        What no pass has summed is as it was: padding, gaps between runs, parameters without a gradient.
+        Bytes that no pass has summed are unchanged: padding, gaps between runs, parameters without a gradient.
         """
         at, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         before = after = 0
@@ -204,7 +199,7 @@ class StepScalars:
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether elements that are zero in every kind stay zero: then gaps between parameters may be updated too."""
+        """True if elements that are zero in every tensor stay zero: then gaps between parameters may be updated too."""
         return True
 
 
@@ -218,8 +213,8 @@ class Rule(ABC):
     Attributes:
         name: the name in reports and checkpoints, such as "adamw".
         scalar_names: the names of a parameter's own scalars, beside its step count.
-        whole: whether some update looks at whole parameters: a tile is one, and its segment has the parameter's shape.
-        sums: whether `update_many` can sum the host memory that it touches.
+        whole: True if some update looks at whole parameters: a tile is one, and its segment has the parameter's shape.
+        sums: True if `update_many` can sum the host memory that it touches.
     """
 
     name: str
@@ -290,7 +285,7 @@ class Rule(ABC):
         """Apply the rule to one segment, in one pass, in place.
 
         Arguments:
-            segment: what to update.
+            segment: the segment.
             hyper: the scalars, as `hyper` of the same rule returned them.
             grad_scale: the factor on the gradient: unscaling, averaging and clipping in one.
             pool: the threads to use on host memory; `None` for the calling thread alone.
@@ -309,7 +304,7 @@ class Rule(ABC):
             segments: the segments, each with its scalars.
             grad_scale: as `update` takes it.
             pool: as `update` takes it.
-            sums: notes the checksums of what of the segments it asks for; of rules with `sums` alone.
+            sums: takes the checksums of its memory in the segments; of rules with `sums` alone.
         """
         assert not sums
         for segment, hyper in segments:
@@ -445,9 +440,9 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Arithmetic of native code that is noted and not done: a rehearsal's tensors have no values (`penstock.rehearsal`).
+# Arithmetic of native code that is noted and not done: tensors of a simulation have no values (`penstock.rehearsal`).
 #
-# It is the thread's own state: other threads compute meanwhile.
+# It is state of one thread: other threads compute meanwhile.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -473,7 +468,7 @@ def noting(note: Note) -> Iterator[None]:
 
 
 def is_imagined(name: str, nbytes: int) -> bool:
-    """Whether a pass is not to be done; it was noted then."""
+    """Return True if a pass was noted, and is not to be done."""
     if _thread.note is None:
         return False
     _thread.note(name, nbytes)
@@ -481,7 +476,7 @@ def is_imagined(name: str, nbytes: int) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How tensors are described to the native module, which gets their addresses and trusts what it is told of them.
+# How tensors are described to the native module, which gets their addresses and trusts the description.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -524,9 +519,9 @@ def storage_of(spec: StateSpec, values: Tensor, scale: Tensor | None, *, stochas
 
     Arguments:
         spec: how the rule says that it is stored.
-        values: what is stored.
+        values: the stored values.
         scale: the scales of an 8-bit state; else `None`.
-        stochastic: whether bf16 is rounded by random bits.
+        stochastic: True if bf16 is rounded by random bits.
 
     Raises:
         TypeError: the tensors are not what `spec` says.

@@ -1,4 +1,4 @@
-"""Which rule an optimizer gets."""
+"""The choice of the rule of an optimizer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -32,7 +32,7 @@ class CombinedRule(Rule):
         name: the rule's name in reports and checkpoints.
         parts: the parts by key. None has scalars of a parameter's own; a state of a name is the same in all.
         key: returns the key of a group's part.
-        refusal: what a group without a part is told.
+        refusal: the message for a group without a part.
     """
 
     states: tuple[StateSpec, ...] = ()
@@ -103,7 +103,7 @@ Make = Callable[[torch.optim.Optimizer, StateFormat], FusedRule]
 
 
 def _uses(optimizer: torch.optim.Optimizer, option: str) -> bool:
-    """Whether some parameter group has an option on."""
+    """Return True if some parameter group has an option on."""
     return any(group[option] for group in optimizer.param_groups)
 
 
@@ -146,12 +146,12 @@ UNFIT: Mapping[str, str] = {
 
 
 def _of_matrices(name: str) -> Callable[..., Rule]:
-    """Load what makes a rule over whole parameters: most runs have none."""
+    """Load a function of `ext.matrix` that makes a rule over whole parameters: most runs have none."""
     make: Callable[..., Rule] = getattr(import_module("penstock.ext.matrix"), name)
     return make
 
 
-#: The rule of a model that nothing trains: it has no states, and is never applied.
+#: The rule of a model without an optimizer: it has no states, and is never applied.
 NO_RULE: Rule = SgdRule("none")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from penstock.rules.rule import StateSpec, fma, fp32, sqrt
 # gradients AdamW's moments are those of `torch.optim` with `foreach=False`, bit for bit. Its parameters may differ in
 # the last bit, because torch's square root on a CPU is not always the nearest value.
 #
-# Where the moments are not kept in fp32, nobody can tell that last bit: there one division is saved by the equal
+# Where the moments are not kept in fp32, that last bit has no meaning: there one division is saved by the equal
 #
 #     p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(u) + eps * sqrt(1 - beta2^t))
 # ----------------------------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ class AdamRule(FusedRule):
     """The rule of `torch.optim.Adam` and `torch.optim.AdamW`; a group's `decoupled_weight_decay` tells them apart.
 
     Arguments:
-        amsgrad: whether some parameter group keeps the largest exp_avg_sq, and so the rule has a third state.
+        amsgrad: True if some parameter group keeps the largest exp_avg_sq: then the rule has a third state.
 
     Example:
         >>> rule = rule_for(optimizer)
@@ -77,7 +78,7 @@ class AdamRule(FusedRule):
 
     honoured: ClassVar = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """Both moments, and with amsgrad the largest second moment so far."""
         squares = ("exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg_sq",)
@@ -163,7 +164,7 @@ class AdagradRule(FusedRule):
     # The initial value is in the state by now.
     honoured: ClassVar = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize")
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """The sum of squares."""
         return (self.format.spec("sum", signed=False),)
@@ -213,7 +214,7 @@ class LionUpdateRule(FusedRule):
 
     honoured: ClassVar = ("lr", "betas", "weight_decay", "maximize")
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """The moving average."""
         return (self.format.spec("exp_avg", signed=True),)
@@ -271,14 +272,14 @@ class SgdRule(FusedRule):
     """The rule of `torch.optim.SGD`.
 
     Arguments:
-        momentum: whether some parameter group has momentum, and so the rule has a state.
+        momentum: True if some parameter group has momentum: then the rule has a state.
     """
 
     momentum: bool = False
 
     honoured: ClassVar = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """The momentum buffer, where some group has momentum."""
         return (self.format.spec("momentum_buffer", signed=True, begins_with_update=True),) if self.momentum else ()

@@ -1,4 +1,4 @@
-"""What goes between ranks in fewer bits: codes of blocks of 256 elements, each block with an fp32 scale.
+"""Block quantization of values between ranks: codes of blocks of 256 elements, each block with an fp32 scale.
 
     scale = largest magnitude / top        code = round(value * (top / largest magnitude))        value = code * scale
 
@@ -36,11 +36,11 @@ _FP8_BIAS, _FP8_LEAST, _FP8_DENORMAL = 120 << 23, 121 << 23, 0x46800000
 
 
 class _FormatTraits(NamedTuple):
-    """What is fixed about a format.
+    """The constants of a format.
 
     Attributes:
         native: its name in the native module.
-        top: what the largest code stands for.
+        top: the value of the largest code.
         most: the largest scale that `top` times is finite.
         code_bytes: of a block, without its scale.
     """
@@ -119,13 +119,13 @@ class WireFormat:
             _native.pack(pool, blocks, self._kind.native, packed.data_ptr(), values.data_ptr(), dtype)
 
     def unpack(self, packed: Tensor, values: Tensor, pool: Pool | None = None, *, add: bool = False) -> None:
-        """Write what packed values stand for, in one pass; the reverse of `pack`.
+        """Write the values of packed codes, in one pass; the reverse of `pack`.
 
         Arguments:
             packed: uint8, contiguous, [packed_bytes(n)].
             values: fp32, bf16 or fp16, contiguous, [n], whole blocks, on the same device.
             pool: the threads to use on host memory; `None` for the calling thread alone.
-            add: whether to add to what is there, which is fp32 then.
+            add: True to add to `values`, which are fp32 then.
 
         Raises:
             ValueError: sizes, devices or strides do not fit.
@@ -143,7 +143,7 @@ class WireFormat:
             _native.unpack(pool, blocks, self._kind.native, values.data_ptr(), dtype, packed.data_ptr(), add=add)
 
     def _check(self, values: Tensor, packed: Tensor) -> _native.DType:
-        """Refuse what the native passes, which get addresses alone, would read or write wrongly."""
+        """Refuse tensors that the native passes, which get addresses alone, would read or write wrongly."""
         dtype = dtype_of(values, "values")
         if packed.dtype != torch.uint8:
             raise TypeError(f"packed is {packed.dtype}; it must be uint8")
@@ -168,7 +168,7 @@ def pack_words(name: WireName, values: Tensor, words: Tensor) -> None:
     Arguments:
         name: the format.
         values: fp32, bf16 or fp16, [n], whole blocks.
-        words: what is packed as 32-bit words, int32, [blocks, words of a block].
+        words: the packed blocks as 32-bit words, int32, [blocks, words of a block].
     """
     kind = _KINDS[name]
     blocks = values.view(-1, BLOCK_NUMEL).float()
@@ -190,7 +190,7 @@ def pack_words(name: WireName, values: Tensor, words: Tensor) -> None:
 
 
 def unpack_words(name: WireName, values: Tensor, words: Tensor, add: bool = False) -> None:
-    """Write what packed values stand for, or add it: the reference, the reverse of `pack_words`."""
+    """Write or add the values of packed codes: the reference, the reverse of `pack_words`."""
     scale = words[:, :1].contiguous().view(torch.float32)
     packed = words[:, 1:]
     # Signed codes: shifting arithmetically keeps the sign of the byte that came to the top.
@@ -222,7 +222,7 @@ def _fp8_codes(scaled: Tensor) -> Tensor:
 
 
 def _fp8_values(codes: Tensor) -> Tensor:
-    """Give the fp32 values of e4m3 codes, which are the low 8 bits of each element."""
+    """Return the fp32 values of e4m3 codes, which are the low 8 bits of each element."""
     magnitude = codes & 0x7F
     counted = (magnitude.float() * 2**-9).view(torch.int32)
     bits = torch.where(magnitude >= 8, (magnitude << 20) + _FP8_BIAS, counted)
