@@ -269,7 +269,7 @@ class Gatherer:
             self._retire(unit)
 
     def show_resident(self, units: Iterable[Unit], *, wait: bool) -> None:
-        """Point resident parameters at their new values after updates, or unset them until their unit is used.
+        """Update resident parameters to point at their new values, or unset them until their unit is used.
 
         Arguments:
             units: any units. Only resident ones are changed.

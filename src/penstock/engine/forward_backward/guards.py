@@ -232,7 +232,7 @@ METHODS = (
 
 
 def retire(optimizer: torch.optim.Optimizer, planted: AttributePatches) -> None:
-    """Disable the methods of the optimizer that was passed to `prepare`."""
+    """Patch the methods of the optimizer that was passed to `prepare`: they raise an error."""
     for name in METHODS:
         planted.plant(optimizer, name, _refusing(type(optimizer).__name__, name))
 
