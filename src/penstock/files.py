@@ -89,7 +89,12 @@ def parse_object(raw: bytes, suffix: str = ".json", *, is_strict: bool = True) -
     """
     name = {".json": "JSON", ".toml": "TOML"}.get(suffix, "YAML")
     try:
-        found = _PARSERS.get(suffix, _yaml)(raw.decode("utf-8-sig"), is_strict)
+        text = raw.decode("utf-8-sig")
+        if suffix == ".json":
+            strict: dict[str, Any] = {"object_pairs_hook": _once, "parse_constant": _refuse_constant}
+            found = json.loads(text, **(strict if is_strict else {}))
+        else:
+            found = tomllib.loads(text) if suffix == ".toml" else _yaml(text)
         _check_bounds(found)
     except ConfigError:
         raise
@@ -152,14 +157,7 @@ def _library() -> Any:
         raise ConfigError("YAML needs PyYAML, which is not installed. Install it with: pip install pyyaml") from error
 
 
-def _json(text: str, is_strict: bool) -> Any:
-    if not is_strict:
-        return json.loads(text)
-    return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
-
-
-def _yaml(text: str, is_strict: bool) -> Any:
-    del is_strict
+def _yaml(text: str) -> Any:
     if len(text) > MOST_YAML_BYTES:
         raise ConfigError(f"it has more than {MOST_YAML_BYTES:,} characters of YAML")
     yaml = _library()
@@ -186,9 +184,6 @@ def _yaml(text: str, is_strict: bool) -> Any:
             return super().construct_mapping(node, deep)
 
     return yaml.load(text, Loader)
-
-
-_PARSERS: dict[str, Callable[[str, bool], Any]] = {".json": _json, ".toml": lambda text, _: tomllib.loads(text)}
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

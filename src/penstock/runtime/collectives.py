@@ -310,8 +310,8 @@ class Collectives:
             EngineError: another rank does not take part.
         """
         every, own = as_bytes(full), as_bytes(shard)
-        # On the host the group's own threads do the work beside compute. On a device the call enqueues the work, and the
-        # current stream waits for the group's own stream (ordering rule 2).
+        # On the host the group's own threads do the work beside compute. On a device the call enqueues the work, and
+        # the current stream waits for the group's own stream (ordering rule 2).
         goes_on = full.device.type == "cpu"
         if goes_on and type(full) is Tensor:  # no fake one
             every, own = view_apart(every, full), view_apart(own, full)

@@ -29,13 +29,13 @@ from penstock.runtime.topology import peers_of
 # `torch.distributed.new_group` would not do, in torch 2.8 to 2.13. All ranks of the job have to call it, also those
 # that have no engine. With `use_local_synchronization=True` its members alone do, and then
 #
-# - the name is made of the ranks and of how many groups the process has. Ranks that have different numbers of others
-# look   for each other under different names, and wait for ever
-# (`test_two_ranks_of_four_with_other_groups_beside_...`);
+# - the name is made of the ranks and of the number of groups of the process. Ranks that have different numbers of
+#   others look for each other under different names, and wait for ever
+#   (`test_two_ranks_of_four_with_other_groups_beside_...`);
 # - a group that is made after another one was destroyed gets that one's name, and looks for its ranks where the ranks
-# of   that one were (`test_engines_in_turn_and_at_once_...`);
-# - where the default group is bound to a device, NCCL splits its communicator, in which every rank of the job takes
-# part:   the members wait for ever. This one needs several GPUs to be seen.
+#   of that one were (`test_engines_in_turn_and_at_once_...`);
+# - if the default group is bound to a device, NCCL splits its communicator, in which every rank of the job takes part:
+#   the members wait for ever. This one needs several GPUs to be seen.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -106,15 +106,15 @@ def limit_of(timeout_s: float) -> timedelta:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The control group of the ranks: a process group of our own, on the host, in which they compare what they are about to
-# do.
+# The control group of the ranks: a gloo group of the engine, on the host, in which ranks compare the method that they
+# are about to run.
 #
-# Every collective method begins with a meeting. Each rank says what it is about to do, and whether it refuses. Only
-# when all are about to do the same, and none refuses, does anything begin in which one rank waits for another: a rank
-# that refused on its own would leave the others waiting until their timeout.
+# Every collective method begins with a meeting. Each rank sends a digest of the method and its facts, and a flag: 1 if
+# it refuses. Only if all digests are equal, and no rank refuses, does any work begin in which one rank waits for
+# another: a rank that refused alone would leave the others waiting until their timeout.
 #
-# A rank says it in 16 bytes, a digest and a flag. Only where those differ do the ranks exchange texts, as JSON whose
-# length is checked before it is believed. Nothing that another rank sends is ever run.
+# Only if the 16 bytes differ do the ranks exchange texts, as JSON whose length is checked before memory is allocated
+# for it. No data of another rank is ever executed.
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -246,8 +246,7 @@ def choose_device(
     """
     if visible is None:
         return DeviceChoice(CPU)
-    model = _indexed(model, visible)
-    bound = _indexed(bound, visible)
+    model, bound = _indexed(model, visible), _indexed(bound, visible)
     if model is not None and bound is not None and model != bound:
         raise ConfigError(
             f"The model lies on {model}, and the process group is bound to {bound}. Move the model there, leave it on "
@@ -257,12 +256,12 @@ def choose_device(
         return DeviceChoice(model, "the model lies there")
     if bound is not None:
         return DeviceChoice(bound, "the process group is bound to it")
-    if visible.current != 0:  # only a user makes another device than the first one current
-        return DeviceChoice(torch.device(visible.type, visible.current), "it is the current device")
-    # A launcher that shows each rank its own device alone counts ranks all the same: that one is number 0.
-    if local_rank is not None and local_rank.strip().isdigit() and int(local_rank) < visible.count:
-        return DeviceChoice(torch.device(visible.type, int(local_rank)), f"LOCAL_RANK={local_rank.strip()}")
-    return DeviceChoice(torch.device(visible.type, 0), "it is the current device")
+    # Only a user makes another device than the first one current, and that comes before the launcher's number. A
+    # launcher that shows each rank its own device alone counts ranks all the same: that one is number 0.
+    number = (local_rank or "").strip()
+    if visible.current == 0 and number.isdigit() and int(number) < visible.count:
+        return DeviceChoice(torch.device(visible.type, int(number)), f"LOCAL_RANK={number}")
+    return DeviceChoice(torch.device(visible.type, visible.current), "it is the current device")
 
 
 def device_for(

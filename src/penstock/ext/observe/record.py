@@ -193,9 +193,7 @@ class Record(AbstractContextManager["Record"]):
     ) -> dict[str, Any]:
         """Return the figures of the last step."""
         rates = [_rate(group.get("lr")) for group in groups]
-        clip = (
-            abs(engine.context.gradient_scale.clip) or 1.0
-        )  # the loop has clipped itself: the step has seen the clipped gradients
+        clip = abs(engine.context.gradient_scale.clip) or 1.0  # the loop's own: the step has seen clipped gradients
         line: dict[str, Any] = {
             "step": self.steps,
             "seconds": round(self._last - self._began, 6),
