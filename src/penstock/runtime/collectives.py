@@ -77,26 +77,29 @@ class InFlightCollectives:
     """
 
     def __init__(self, works: Sequence[dist.Work], failed: Callable[[RuntimeError], Exception]) -> None:
-        self._works = works
-        self._failed = failed
+        self._left: tuple[Sequence[dist.Work], Callable[[RuntimeError], Exception]] | None = works, failed
         self._error: Exception | None = None
         self._ended: float | None = None
 
     def wait(self) -> None:
         """Block until the collectives are over; raise the first error."""
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._error = self._error or self._failed(error)
-            self._error.__cause__ = error
-        self._works = ()  # torch's handles, and with them the buffers: a count of their users is right then
+        left = self._left  # two threads may wait: the other one may clear the attribute at any moment
+        if left is not None:
+            works, failed = left
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                self._error = self._error or failed(error)
+                self._error.__cause__ = error
+            self._left = None  # torch's handles, and with them the buffers: a count of their users is right then
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
         """Return True if the collectives are over."""
-        return all(work.is_completed() for work in self._works)
+        left = self._left
+        return left is None or all(work.is_completed() for work in left[0])
 
     @property
     def ended(self) -> float:
@@ -505,13 +508,20 @@ class Collectives:
 
     def _broadcast(self, tensor: Tensor, dimension: str, source: int = 0) -> None:
         self._come_after_submitted()
-        self._issue("broadcast", dimension, (tensor, partial(dist.broadcast, as_bytes(tensor), group_src=source)))
+
+        def send(group: dist.ProcessGroup) -> Any:
+            return dist.broadcast(as_bytes(tensor), group=group, group_src=source)
+
+        self._issue("broadcast", dimension, (tensor, send))
 
     def assemble(self, tensor: Tensor) -> None:
         """Put a tensor together of which each of the ranks that divide parameters has a box, and zeros around it."""
         self._come_after_submitted()
-        # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
-        put = partial(dist.all_reduce, as_bytes(tensor), op=dist.ReduceOp.MAX)
+
+        def put(group: dist.ProcessGroup) -> Any:
+            # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
+            return dist.all_reduce(as_bytes(tensor), op=dist.ReduceOp.MAX, group=group)
+
         self._issue("all_reduce", "tp", (tensor, put))
 
     def _come_after_submitted(self) -> None:

@@ -155,14 +155,8 @@ class Peers:
     @property
     def grid(self) -> Grid:
         """Sizes of the lines, and this rank's place in each."""
-        return Grid(
-            len(self.shards),
-            self.shards.index(self.rank),
-            len(self.copies),
-            self.copies.index(self.rank),
-            len(self.tp),
-            self.tp.index(self.rank),
-        )
+        lines = (self.shards, self.copies, self.tp)
+        return Grid(*(number for line in lines for number in (len(line), line.index(self.rank))))
 
 
 def roles_of(mesh: DeviceMesh) -> Sequence[str]:
