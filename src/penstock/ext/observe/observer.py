@@ -118,8 +118,8 @@ class Observer:
             wait of compute), and a function that wraps its event, so that every wait for it is noted.
         """
         parts = [part for event in after for part in event.parts()]
-        job = SubmittedWork(self, stream, label, nbytes)
-        if self.notes is not None and self.notes.add(job):
+        job, notes = SubmittedWork(self, stream, label, nbytes), self.notes
+        if notes is not None and notes.add(job):
             job.before = [part.job for part in parts if isinstance(part, _Watched)]
         run = work if job.clock is None else partial(job.run, work)
         return run, [part.unwatched() for part in parts], job.watch
