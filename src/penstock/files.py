@@ -23,11 +23,10 @@ from typing import IO, Annotated, Any, BinaryIO, Literal, NoReturn, TypeVar, Uni
 from penstock.errors import CheckpointError, ConfigError, PenstockError, one_line, shown
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reading files that may be anybody's: regular files alone, within bounds of size, depth and digits.
+# Reading untrusted files: regular files alone, within bounds of size, depth and digits.
 #
 # One reader for everything that is configured: run files, plans, machines, configurations of models and of other
-# libraries, in JSON, YAML or TOML. Texts of errors begin with what is wrong and do not name the file: whoever reads
-# does.
+# libraries, in JSON, YAML or TOML. Texts of errors begin with the defect and do not name the file: the caller does.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -44,11 +43,11 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def open_regular(path: str | PathLike[str], *, follow: bool = True) -> BinaryIO:
-    """Open a regular file to read it, without waiting: opening a pipe would wait for who writes into it.
+    """Open a regular file to read it, without waiting: opening a pipe would wait for its writer.
 
     Arguments:
         path: the file.
-        follow: whether it may be a symbolic link.
+        follow: True if it may be a symbolic link.
 
     Raises:
         OSError, ValueError: it is something else, cannot be read, or the path cannot be one.
@@ -80,7 +79,7 @@ def parse_object(raw: bytes, suffix: str = ".json", *, is_strict: bool = True) -
     """Parse a mapping.
 
     Arguments:
-        raw: what is in the file.
+        raw: the content of the file.
         suffix: `.json` or `.toml`; all else is YAML.
         is_strict: refuse keys that are there twice, and NaN and infinity in JSON, which other libraries write.
 
@@ -90,11 +89,16 @@ def parse_object(raw: bytes, suffix: str = ".json", *, is_strict: bool = True) -
     """
     name = {".json": "JSON", ".toml": "TOML"}.get(suffix, "YAML")
     try:
-        found = _PARSERS.get(suffix, _yaml)(raw.decode("utf-8-sig"), is_strict)
+        text = raw.decode("utf-8-sig")
+        if suffix == ".json":
+            strict: dict[str, Any] = {"object_pairs_hook": _once, "parse_constant": _refuse_constant}
+            found = json.loads(text, **(strict if is_strict else {}))
+        else:
+            found = tomllib.loads(text) if suffix == ".toml" else _yaml(text)
         _check_bounds(found)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a parser makes of somebody's file
+    except Exception as error:  # parsers raise many classes for an untrusted file
         why = "it is nested too deep" if isinstance(error, RecursionError) else one_line(error)
         raise ConfigError(f"it is no {name}: {why}") from error
     if not isinstance(found, dict):
@@ -116,11 +120,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def without_removed(content: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Leave out arguments of `prepare` that were removed, where the file has them at their default.
+    """Leave out arguments of `prepare` that were removed, if the file has them at their default.
 
     Arguments:
-        content: what the file has.
-        where: what messages write before a key.
+        content: the content of the file.
+        where: the prefix of a key in messages.
 
     Raises:
         ConfigError: one has another value.
@@ -153,14 +157,7 @@ def _library() -> Any:
         raise ConfigError("YAML needs PyYAML, which is not installed. Install it with: pip install pyyaml") from error
 
 
-def _json(text: str, is_strict: bool) -> Any:
-    if not is_strict:
-        return json.loads(text)
-    return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
-
-
-def _yaml(text: str, is_strict: bool) -> Any:
-    del is_strict
+def _yaml(text: str) -> Any:
     if len(text) > MOST_YAML_BYTES:
         raise ConfigError(f"it has more than {MOST_YAML_BYTES:,} characters of YAML")
     yaml = _library()
@@ -189,11 +186,8 @@ def _yaml(text: str, is_strict: bool) -> Any:
     return yaml.load(text, Loader)
 
 
-_PARSERS: dict[str, Callable[[str, bool], Any]] = {".json": _json, ".toml": lambda text, _: tomllib.loads(text)}
-
-
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of pairs. Of a key that is there twice nobody knows which value was meant."""
+    """Make an object of pairs; refuse a key that is there twice."""
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:
@@ -207,7 +201,7 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def _check_bounds(value: Any) -> None:
-    """Refuse what is nested deeper, or has a larger whole number, than anything that is meant."""
+    """Refuse values that are nested too deep, or hold too large a whole number."""
     level = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []
@@ -223,10 +217,10 @@ def _check_bounds(value: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Values of files that may be anybody's, checked against declared types before they are used.
+# Values of untrusted files, checked against declared types before they are used.
 #
-# What a file must hold is declared as types (`reader`), or asked for value by value (`Field`). Errors name the file,
-# the path of keys, what was found there, and what to write instead.
+# The content of a file is declared as types (`reader`), or read value by value (`Field`). Errors name the file, the
+# path of keys, the value there, and what to write instead.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -237,9 +231,9 @@ _MOST_PATH_CHARS = 200
 
 
 class Field:
-    """One value of a file, and where in the file it is.
+    """One value of a file, and its place in the file.
 
-    It costs little, whatever the keys are that lead to it: its path is put together for an error.
+    It is cheap to make: its path is put together only for an error.
 
     Arguments:
         file: the file of a checkpoint, for messages; `None` for other files, whose name their reader puts before.
@@ -370,7 +364,7 @@ class Field:
                 raise self.inside(str(key), None).fail(f"is no key that is read. {hint}Correct it, or leave it out")
 
     def __contains__(self, key: str) -> bool:
-        """Whether an object has a key."""
+        """Return True if an object has a key."""
         return key in self.mapping()
 
     def __getitem__(self, key: str) -> "Field":
@@ -393,15 +387,15 @@ _PLAIN: Mapping[Any, Read] = {
 
 
 def reader(kind: type[T]) -> Callable[[Field], T]:
-    """Make the function that checks a field's value, and gives it as the type that is declared.
+    """Make the function that checks a field's value, and returns it as the declared type.
 
         str, bool                 one of them
         int, float                a number that is not negative; one that is finite
-        object, Any               whatever it is, as it was parsed
+        object, Any               any value, as it was parsed
         Literal["a", 1]           one of the texts and numbers
-        Annotated[T, read]        what `read` gives of the field
+        Annotated[T, read]        the value that `read` returns for the field
         T | None                  null, or a `T`
-        another union             whatever it is: the class that it is a part of checks it
+        another union             any value: the class that has the field checks it
         tuple[T, ...]             a list of any length
         tuple[T, U], named tuple  a list of its parts
         Mapping[K, T]             an object with such keys, in the order of a `Literal`
@@ -475,7 +469,7 @@ def _generic_reader(origin: Any, arguments: tuple[Any, ...]) -> Read:
 
 
 def check_fields(value: Any) -> None:
-    """Check a dataclass's own values as `reader` checks those of a file, and put them in their place.
+    """Check a dataclass's own values as `reader` checks those of a file, and set the checked ones.
 
     Raises:
         ConfigError: one is not of its type.
@@ -486,7 +480,7 @@ def check_fields(value: Any) -> None:
 
 
 def plain(field: Field) -> dict[str, Any]:
-    """Read a mapping that JSON can hold, as JSON gives it back: lists for tuples, and texts for keys."""
+    """Read a mapping that JSON can hold, as JSON returns it: lists for tuples, and texts for keys."""
     given = field.mapping()
     try:
         return parse_object(json.dumps(dict(given), allow_nan=False).encode())
@@ -495,12 +489,12 @@ def plain(field: Field) -> dict[str, Any]:
 
 
 def of_kind(content: Mapping[str, Any], kind: str, version: int) -> dict[str, Any]:
-    """Check what a file says of itself, and give the rest of it.
+    """Check the kind and the version of a file, and return the rest of it.
 
     Arguments:
-        content: what is in the file.
-        kind: what its key "penstock" says.
-        version: the one that is read.
+        content: the content of the file.
+        kind: the value of its key "penstock".
+        version: the version that is read.
 
     Raises:
         ConfigError: it is of another kind or version. The text ends without a full stop.
@@ -515,7 +509,7 @@ def of_kind(content: Mapping[str, Any], kind: str, version: int) -> dict[str, An
 
 
 def members(value: Any) -> dict[str, object]:
-    """Give the fields of a dataclass by name, in their order, without those that are `None` where nothing says so."""
+    """Return the fields of a dataclass by name, in their order, without those that are `None` by default."""
     assert is_dataclass(value), f"JSON has nothing like {value!r}"
     return {
         member.name: item
@@ -525,20 +519,20 @@ def members(value: Any) -> dict[str, object]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files of ours that are written by name: whole or not at all, or line by line.
+# Files that are written by name: atomically, or line by line.
 #
-# A name that we choose, such as `metrics.jsonl`, can be told beforehand: in a folder that others write to, a link of
-# that name leads to a file of somebody's. So a file of ours is a regular one, or not there yet (`check_own`,
-# `open_own`). What people name themselves may be a link, a device or a pipe, and is written to as what it is
+# A name that Penstock chooses, such as `metrics.jsonl`, is predictable: in a folder that others write to, a link of
+# that name may lead to another user's file. So such a file is a regular one, or not there yet (`check_own`,
+# `open_own`). A path that the user gives may be a link, a device or a pipe, and is written to as what it is
 # (`write_whole`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def check_own(path: Path) -> Path:
-    """Refuse a path at which something else than a file is; returns the path.
+    """Refuse a path at which there is something else than a regular file; return the path.
 
     Raises:
-        OSError: there is a link, a pipe, a device or a folder, or one cannot look.
+        OSError: there is a link, a pipe, a device or a folder, or the path cannot be read.
     """
     with suppress(FileNotFoundError):
         _check_mode(path, path.lstat().st_mode)
@@ -546,7 +540,7 @@ def check_own(path: Path) -> Path:
 
 
 def open_own(path: str | Path, mode: str, **arguments: Any) -> IO[Any]:
-    """Open a file to write to, as `open` does, that nobody else has put there. A device that is no link is taken.
+    """Open a file to write to, as `open` does; refuse links. A device that is no link is allowed.
 
     Raises:
         OSError: there is a link, a pipe or a folder, or it cannot be opened. Nothing of it has changed.
@@ -554,7 +548,7 @@ def open_own(path: str | Path, mode: str, **arguments: Any) -> IO[Any]:
 
     def opener(name: str, flags: int) -> int:
         try:
-            # Without waiting: opening a pipe would wait for who reads from it.
+            # Without waiting: opening a pipe would wait for its reader.
             descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         except OSError as error:
             if error.errno == errno.ELOOP:
@@ -580,17 +574,17 @@ def _check_mode(path: Path, mode: int) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file in UTF-8: beside its place first, and put there once it is on the disk.
+    """Write a text file in UTF-8 atomically: to a file beside it, which takes its name once it is on the disk.
 
-    A link is followed. What is there and is no file, a device or a pipe, is written to: another file in its place would
-    be the end of `/dev/null` for everybody. So is what this process has open, such as `/dev/stdout`, whatever that is.
+    A link is followed. A device or a pipe is written to: a file in its place would replace `/dev/null` for all users.
+    So is the standard output or error, such as `/dev/stdout`.
 
     Raises:
         OSError: it cannot be written; what was there before is as it was.
-        ValueError: the path is none, or the text has no UTF-8.
+        ValueError: the path is not valid, or the text has no UTF-8.
     """
     if (descriptor := _descriptor_of(path)) is not None:
-        sys.stdout.flush()  # in the order in which it was written
+        sys.stdout.flush()  # earlier output comes first
         with open(descriptor, "w", encoding="utf-8", closefd=False) as opened:
             opened.write(text)
         return
@@ -621,9 +615,9 @@ def _descriptor_of(path: Path) -> int | None:
 
 
 class Lines:
-    """Appends objects to a file, each at once, so that others can follow it. One process writes it at a time.
+    """Appends objects to a file, each at once, so that other processes can follow it. One process writes at a time.
 
-    A disk that refuses a line ends the file there, with a warning: what is written is not what training is for.
+    If the disk refuses a line, the file ends there with a warning: training goes on without it.
 
     Arguments:
         path: the file. Its folder is made where it is missing.
@@ -634,7 +628,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()  # people log from threads of their own
+        self._lock = threading.Lock()  # users log from several threads
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_own(path, "a+b")
@@ -653,7 +647,7 @@ class Lines:
             pass
 
     def begin(self, *, goes_on: bool) -> None:
-        """Begin the file anew, or go on behind what is there: a last line that was torn gets its end."""
+        """Truncate the file, or go on behind its content: an incomplete last line gets its end."""
         try:
             if not goes_on:
                 self._file.truncate(0)
@@ -665,7 +659,7 @@ class Lines:
             self._give_up(error)
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append an object. A number that is not finite is null; what JSON does not have is written as text."""
+        """Append an object. A number that is not finite is null; a value that JSON does not have is text."""
         text = json.dumps(to_json({"event": event, **values}), allow_nan=False)
         with self._lock:
             if self._file.closed:
@@ -683,14 +677,14 @@ class Lines:
 
     def _give_up(self, error: OSError) -> None:
         try:
-            self._file.close()  # tries to write what is left once more
+            self._file.close()  # tries once more to write the buffer
         except OSError:
             os.close(self._file.fileno()) if not self._file.closed else None
         warnings.warn(f"{self._path} ends here: {one_line(error)}. Training goes on without it.", stacklevel=3)
 
 
 def to_json(value: Any) -> Any:
-    """Make a value JSON-like: what is not finite is null, keys are text, and so is what JSON does not have."""
+    """Make a value JSON-like: not finite numbers are null, keys are text, and so are values that JSON does not have."""
     if isinstance(value, Mapping):
         return {str(name): to_json(of_name) for name, of_name in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,16 +1,16 @@
-"""What submitted work is for: told to streams with each submission, shown by traces and programs of a rehearsal."""
+"""Labels of submitted work: passed to streams with each submission, shown by traces and simulated programs."""
 
 from typing import NamedTuple
 
 
 class Label(NamedTuple):
-    """What a piece of work is for.
+    """Purpose of a piece of work.
 
     Attributes:
-        verb: what it does: `gather`, `reduce`, `update`, ...
-        unit: the name of the unit that it is done to.
-        kind: the kind of state, where it is not all of the unit.
-        tile: the tile's number, where it is one.
+        verb: the operation: `gather`, `reduce`, `update`, ...
+        unit: the name of the unit.
+        kind: the kind of state; empty for all of the unit.
+        tile: the tile's number; `None` for all tiles.
     """
 
     verb: str = ""
@@ -19,7 +19,7 @@ class Label(NamedTuple):
     tile: int | None = None
 
     def of_tile(self, number: int | None) -> "Label":
-        """Label one tile of the same work; `None` for all of it."""
+        """Return the label of one tile of the same work; `None` for all tiles."""
         return self._replace(tile=number)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a folder of a pretrained model, and what is left out of one."""
+"""Export of a checkpoint as a folder of a pretrained model, also of parameters that the checkpoint leaves out."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ from penstock.runtime.control_group import control_group_of_all
 from penstock.runtime.modes import engine_entry
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The values of what a checkpoint leaves out: a frozen base, in the folder that it first came from.
+# Values that a checkpoint leaves out: a frozen base, in the folder that it first came from.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -40,11 +40,11 @@ class LeftOut:
 
     Arguments:
         checkpoint: the checkpoint.
-        sets: what is exported of it.
-        folder: what `WeightFiles` takes; `None` where nobody has named one.
+        sets: the parts of it that are exported.
+        folder: the argument of `WeightFiles`; `None` if none was named.
 
     Raises:
-        CheckpointError: something is needed that was left out, and the folder does not have it.
+        CheckpointError: a parameter that is needed was left out, and the folder does not have it.
     """
 
     def __init__(self, checkpoint: Checkpoint, sets: Sequence[FileSet], folder: str | PathLike[str] | None) -> None:
@@ -66,16 +66,16 @@ class LeftOut:
             self._check(str(folder))
 
     def has(self, name: str) -> bool:
-        """Tell whether a parameter of the checkpoint was left out."""
+        """Return True if a parameter of the checkpoint was left out."""
         return name in self._saved and bool(self._saved[name].left_out)
 
     def read(self, name: str, merge: Merge | None, held: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Read a parameter in parts, merged where it is to be: what training computed with.
+        """Read a parameter in parts, merged if it has to be: the values that training computed with.
 
         Arguments:
             name: the parameter's, in the checkpoint.
-            merge: what it is made of; `None` where it is written as it is.
-            held: what that needs, as in `merged`.
+            merge: the parameters that it is made of; `None` if it is written as it is.
+            held: the values that the merge needs, as in `merged`.
         """
         assert self._files is not None
         out, saved = self._names[name], self._saved[name]
@@ -100,7 +100,7 @@ class LeftOut:
             self._files.close()
 
     def _check(self, folder: str) -> None:
-        """Refuse a folder that lacks something, or has it in another shape."""
+        """Refuse a folder that lacks a parameter, or has it in another shape."""
         assert self._files is not None
         held = self._files.forms()
         for name, out in self._names.items():
@@ -113,29 +113,28 @@ class LeftOut:
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints to files that other libraries load: weights alone, in safetensors, streamed.
 #
-# 1. Ranks read the marker and the tables and plan the files; everything that can be wrong is found here.
-# 2. The first one makes a hidden folder beside the one that is asked for.
-# 3. Each rank writes files of its own: it reads the tiles that hold something of them, and puts each piece in its
-# place.
-# 4. All files are on the disk: the first rank adds index and configuration, and the folder takes its name.
+# 1. Ranks read the marker and the tables and plan the files; every defect of the input is found here.
+# 2. The first rank makes a hidden folder beside the requested one.
+# 3. Each rank writes files of its own: it reads the tiles that hold a part of them, and writes each piece to its place.
+# 4. Once all files are on the disk, the first rank adds index and configuration, and the folder takes its name.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 MOST_SHARD_BYTES = 5 * 10**9
 TIMEOUT_S = 1800.0  # for the slowest rank's files
-#: Tells a hidden folder of ours from somebody's.
+#: Marks a hidden folder of an export.
 _MARK = ".penstock-export"
 
 
 class ExportSource(NamedTuple):
-    """What a tensor of an export is made of: a parameter, or one of the tensors beside the tiles."""
+    """Source of an exported tensor: a parameter, or one of the tensors beside the tiles."""
 
     spec: TensorSpec
     name: str
     tensor: Tensor | None
 
 
-#: What each file of tensors holds, by its path inside the export.
+#: Content of each file of tensors, by its path inside the export.
 Files = Mapping[str, Sequence[ExportSource]]
 
 
@@ -210,7 +209,7 @@ def export(
                 _appear(folder)
 
 
-# What there is to write
+# Tensors and files
 
 
 def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_bytes: int) -> Files:
@@ -225,7 +224,7 @@ def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_b
 
 
 def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> Iterator[ExportSource]:
-    """Find what each tensor of a set is made of."""
+    """Find the source of each tensor of a set."""
     for name, out in file_set.names.items():
         saved = checkpoint.manifest.parameters.get(name)
         if saved is not None:
@@ -244,7 +243,7 @@ def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> I
 
 
 def _kind_of(checkpoint: Checkpoint, name: str) -> str:
-    """Find the kind of an average by its name, and refuse one that there is not."""
+    """Find the kind of an average by its name; refuse a name that the checkpoint does not have."""
     kind = average_kind(name)
     if kind not in checkpoint.averages:
         known = ", ".join(map(repr, sorted(checkpoint.averages))) or "none"
@@ -263,7 +262,7 @@ def _write(
     merges: Mapping[str, Merge],
     left_out: LeftOut,
 ) -> None:
-    """Write files of tensors, in the order of the checkpoint's tiles; of what has an average, that one."""
+    """Write files of tensors, in the order of the checkpoint's tiles; the average of parameters that have it."""
     with contextlib.ExitStack() as closing:
         opened = []
         places: dict[str, tuple[TensorFile, TensorSpec]] = {}
@@ -296,7 +295,7 @@ def _write(
 def _pieces(
     checkpoint: Checkpoint, names: Container[str], average: str | None
 ) -> Iterator[tuple[Tile, ParameterPiece]]:
-    """Read the tiles that hold something of these parameters, and give each piece of them."""
+    """Read the tiles that hold a part of these parameters, and yield each piece."""
     keys = [key for key in checkpoint.tiles() if any(p.name in names for p in key.unit.pieces(key.number))]
     with TileReader() as reader:
         for tile in reader.read(keys, homes=(PARAM, MASTER, average or PARAM)):
@@ -314,9 +313,9 @@ def _held(checkpoint: Checkpoint, names: Set[str], average: str | None) -> dict[
 
 
 def _values(tile: Tile, piece: ParameterPiece, average: str | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a piece: the average, or the parameter as trained where that is in `dtype`, else at full precision.
+    """Return the values of a piece: the average, or as trained if that is in `dtype`, else at full precision.
 
-    That is the master, or what is frozen; codes as they are.
+    Full precision is the master, or the frozen parameter; codes are returned as they are.
     """
     inside = slice(piece.inside, piece.inside + piece.stop - piece.start)
     param, master = tile.values(PARAM), tile.values(MASTER)
@@ -332,7 +331,7 @@ def _values(tile: Tile, piece: ParameterPiece, average: str | None, dtype: torch
 
 
 def _converted(checkpoint: Checkpoint, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the dtype of a file, and refuse what would become infinite."""
+    """Round to the dtype of a file; refuse values that would become infinite."""
     converted = as_param(value, dtype)
     if dtype == torch.float16 and bool((converted.isinf() & value.isfinite()).any()):
         raise checkpoint.fail(
@@ -342,7 +341,7 @@ def _converted(checkpoint: Checkpoint, name: str, value: Tensor, dtype: torch.dt
 
 
 def _finish(folder: Path, file_set: FileSet, files: Files) -> None:
-    """Write what is small, after the tensors, and have all names on the disk."""
+    """Write the small files, after the tensors, and sync the folder."""
     inside = folder / file_set.folder
     if len(files) > 1:
         index = index_of({Path(path).name: [source.spec for source in sources] for path, sources in files.items()})
@@ -365,10 +364,10 @@ def _hidden_name(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
-    """Make a hidden, empty folder beside `folder`, with some inside of it. It goes where the export fails.
+    """Make a hidden, empty folder beside `folder`, with some inside of it. It is removed if the export fails.
 
-    It is locked: one that is there, has our mark and is not locked was left by an export that was killed. A link, and a
-    folder that somebody else has filled, are refused and stay as they are.
+    It is locked: a folder with the mark and without a lock was left by an export that was killed. A link, and a folder
+    with other content, are refused and stay as they are.
     """
     check_free(folder, "Export to")
     make_folder(folder.parent)
@@ -400,7 +399,7 @@ def _not_ours(hidden: Path) -> CheckpointError:
 
 
 def _empty(hidden: Path) -> None:
-    """Remove what is in a folder of ours; the mark last, so that what a kill leaves is still known."""
+    """Empty a folder of an export; the mark last, so that the folder is recognized after a kill."""
     for left in sorted(hidden.iterdir(), key=lambda each: each.name == _MARK):
         shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
@@ -412,11 +411,11 @@ def _remove(hidden: Path) -> None:
 
 
 def _appear(folder: Path) -> None:
-    """Give the folder its name, which an empty folder may have had."""
+    """Rename the hidden folder; an empty folder of that name is replaced."""
     try:
-        os.rename(_hidden_name(folder), folder)  # at once: nobody sees a part of an export
+        os.rename(_hidden_name(folder), folder)  # atomic: no reader sees a part of an export
         (folder / _MARK).unlink()
         sync_folder(folder)
-        sync_folder(folder.parent)  # without it a power failure can take the name back
+        sync_folder(folder.parent)  # else a power failure can undo the rename
     except OSError as error:
         raise failed(folder, error) from error

@@ -1,6 +1,6 @@
-"""Checkpoints made of what another library has saved: a save whose tiles are read from wherever that library left them.
+"""Checkpoints made of another library's: a save whose tiles are read from that library's files.
 
-Every parameter is a unit of its own, which rests in a home for what it is computed with and one for its states.
+Every parameter is a unit of its own, with a storage of its master values and one of its states.
 """
 
 import contextlib
@@ -32,21 +32,21 @@ from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan, Storage
 _CPU = torch.device("cpu")
 _TILE_NUMEL = 1 << 20
 
-#: Gives elements `start` to `stop` of a parameter or of one of its states, counted as if it were flat.
+#: Returns elements `start` to `stop` of a parameter or of one of its states, counted as if it were flat.
 Read = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """A parameter, wherever its values are.
+    """A parameter to import, and functions that read its values.
 
     Attributes:
-        name: what the model calls it.
+        name: its name in the model.
         shape: the shape of the whole parameter.
         dtype: the dtype of a frozen parameter, which is kept in it; of a trained one, fp32.
-        step: how often it was updated.
-        values: gives its elements, at master precision.
-        states: give the elements of each state of the optimizer, fp32, by name; none of a frozen parameter.
+        step: the number of its updates.
+        values: returns its elements, at master precision.
+        states: return the elements of each state of the optimizer, fp32, by name; empty for a frozen parameter.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Incoming:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
 
@@ -81,14 +81,14 @@ def write_checkpoint(
         rule: the optimizer's name, for messages.
         groups: names of the parameters of each param group, and its options.
         buffers: the buffers of the model's state, by name.
-        extra: what `load` returns.
-        most_bytes: how much the tiles may take, for values that say of themselves how large they are.
+        extra: the value that `load` returns.
+        most_bytes: the most bytes of the tiles, for files that state their own size.
 
     Raises:
-        ConfigError: the folder has something in it, or `extra` holds what no checkpoint does.
-        CheckpointError: it cannot be written, or is larger than `most_bytes`; the folder is as it was then.
+        ConfigError: the folder is not empty, or `extra` holds a value that no checkpoint can.
+        CheckpointError: it cannot be written, or is larger than `most_bytes`; the folder is unchanged then.
     """
-    needed = sum(source.table.nbytes for source in _sources(parameters))  # none is kept: there may be far too many
+    needed = sum(source.table.nbytes for source in _sources(parameters))  # a generator: there may be far too many
     if needed > most_bytes:
         raise CheckpointError(
             f"The checkpoint to import would take {needed:,} bytes, far more than its files have: it is not what was "
@@ -136,9 +136,9 @@ class _ReadSection(MemorySegment):
     """Some kinds of one parameter, whose values are in memory only while they are copied.
 
     Arguments:
-        plan: the section's, which is padded as in every layout.
-        numel: how many elements the parameter has.
-        reads: give the values of each kind.
+        plan: the segment's, which is padded as in every layout.
+        numel: the number of elements of the parameter.
+        reads: return the values of each kind.
     """
 
     def __init__(self, plan: SegmentPlan, numel: int, reads: Sequence[Read]) -> None:
@@ -158,7 +158,7 @@ class _ReadSection(MemorySegment):
 def _sources(parameters: Sequence[Incoming]) -> Iterator[UnitSource]:
     """Lay parameters out one after the other in a data file, each as a unit."""
     offset = 0
-    copied = HostEvent()  # one for all: nobody waits for it
+    copied = HostEvent()  # one for all: no thread waits for it
     for parameter in parameters:
         name = parameter.name
         numel = round_up(max(parameter.numel, 1), ALIGNMENT_NUMEL)

@@ -1,4 +1,4 @@
-"""The streams of an accelerator, and which back end of streams a device has."""
+"""The streams of an accelerator, and the choice of a device's streams."""
 
 import random
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ _LATE_SECONDS = 0.002  # that simulated streams wait before a piece of work, at 
 
 
 class AcceleratorStreams(Streams):
-    """A stream of the accelerator for each kind of movement, and a thread for each kind of work on the host.
+    """A stream of the accelerator for each kind of transfer, and a thread for each kind of work on the host.
 
-    Work of the device is enqueued by whoever submits it. Where it follows work on the host that is not over yet, such
-    as the read of a file, the thread of its stream waits for that and enqueues it then; what is submitted to the same
-    stream meanwhile queues up behind it. A collective is always enqueued by its caller, who waits for the host's work
-    instead: threads would get to it in another order on each rank.
+    Work of the device is enqueued by the caller of `submit`. If it follows work on the host that is not over yet, such
+    as the read of a file, the thread of its stream waits for that and enqueues it then; later work of the same stream
+    queues up behind it. A collective is always enqueued by its caller, which waits for the host's work: threads would
+    enqueue collectives in another order on each rank (ordering rule 4).
     """
 
     aliases_host = False
@@ -59,53 +59,53 @@ class AcceleratorStreams(Streams):
         if stream not in self._sides:
             return worker.submit(partial(after_all, events, work))
         if not on_worker():
-            # The work reads what compute has written until now, and overwrites what compute has read: it follows both.
+            # The work may read what compute has written, and overwrite what compute has read (ordering rule 3).
             events.insert(0, self.now())
         enqueue = partial(self._enqueue, stream, work, events)
         # Only where the thread has nothing of this stream left to enqueue: else this work would overtake it.
         at_once = worker.idle() and not any(map(_waits_for_host, events))
         if at_once or stream == COLLECTIVE:
             return enqueue()
-        # The caller goes on, and whoever waits for the event waits for the thread first, then for the device.
+        # The caller goes on. A wait for the event waits for the thread first, then for the device.
         deferred = _DeferredEvent()
         worker.submit(lambda: deferred.enqueued(enqueue()), deferred)
         return deferred
 
     def _enqueue(self, stream: str, work: Work, events: Sequence[Event]) -> "_DeviceEvent":
-        """Give a stream of the device its waits, then the work, then an event; block for what the host does first."""
+        """Enqueue waits, work and an event on a stream of the device; block for events of the host."""
         side = self._sides[stream]
         with self._hardware.on(side):
-            for event in events:  # waits of the stream, which the device keeps: the host goes on where it can
+            for event in events:  # a wait of the stream, not of the host, if the event is the device's
                 _follow(side, event)
             work()
         return _DeviceEvent(self._hardware, self._hardware.recorded(side))
 
     def now(self) -> Event:
-        """Return an event that is over once all is that compute was given until now."""
+        """Return an event that is over once all compute that was issued until now is over."""
         assert not on_worker(), "a thread of ours has no compute"
         return _DeviceEvent(self._hardware, self._hardware.recorded(self._hardware.compute()))
 
     def here(self) -> None:
-        """Have the calling thread's current stream follow the one that compute was on."""
+        """Order the calling thread's current stream after the one that compute was on."""
         self._hardware.compute()
 
     def _resize(self, buffer: Tensor, nbytes: int) -> None:
-        """Give or take memory out of what torch keeps for the stream of uploads, which activations do not split."""
+        """Allocate or free memory of the pool that torch keeps for the stream of uploads, apart from activations."""
         uploads = self._sides[UPLOAD]
         if nbytes == 0:
-            # The memory goes back to that stream, and to whatever is allocated on it next, at once. Compute may not
-            # have read the buffer yet: without this wait the next upload would overwrite what compute is about to read.
-            # What filled the buffer is over then too, since compute has waited for it.
+            # The caching allocator hands the memory to the next allocation of that stream at once. Compute may not have
+            # read the buffer yet: without this wait the next upload would overwrite it. The work that filled the buffer
+            # is over then too, since compute has waited for it (ordering rule 1).
             self._hardware.recorded(self._hardware.compute()).wait(uploads)
         with self._hardware.on(uploads):
             super()._resize(buffer, nbytes)
 
     def hand_over(self, buffer: Tensor) -> None:
-        """Have torch keep a buffer's memory, once it is dropped, until compute's stream has come to that point."""
+        """Keep a dropped buffer's memory until compute's stream has reached that point (`record_stream`)."""
         buffer.record_stream(self._hardware.compute())
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Make a flat buffer of the memory that torch keeps for the stream of uploads."""
+        """Make a flat buffer in the pool that torch keeps for the stream of uploads."""
         with self._hardware.on(self._sides[UPLOAD]):
             return super().make_buffer(numel, dtype)
 
@@ -114,7 +114,7 @@ class AcceleratorStreams(Streams):
         return DeviceClock(self._hardware)
 
     def return_free_memory(self) -> None:
-        """Give memory that was freed back to the system, and that of the device back to the device."""
+        """Return freed host memory to the system, and cached device memory to the device."""
         super().return_free_memory()
         self._hardware.empty_cache()
 
@@ -137,7 +137,7 @@ class _DeviceEvent(Event):
         self.hold_up(self._hardware.compute())
 
     def hold_up(self, stream: Any) -> None:
-        """Have a stream of the device do what it is given from here on after the work. The host goes on."""
+        """Order all later work of a stream after this event. The host goes on (ordering rule 2)."""
         self._event.wait(stream)
 
     def synchronize(self) -> None:
@@ -151,14 +151,14 @@ class _DeviceEvent(Event):
 
 
 class _DeferredEvent(HostEvent):
-    """The completion of work of the device that a thread of the host enqueues. The thread's part comes first."""
+    """The completion of work of the device that a thread of the host enqueues."""
 
     def __init__(self) -> None:
         super().__init__()
         self._enqueued: _DeviceEvent | None = None
 
     def enqueued(self, event: _DeviceEvent) -> None:
-        """Take the device's event, on the thread that has enqueued the work."""
+        """Take the device's event. Runs on the thread that has enqueued the work."""
         self._enqueued = event
 
     def in_queue(self) -> _DeviceEvent:
@@ -178,7 +178,7 @@ class _DeferredEvent(HostEvent):
 
 
 def _finish(hardware: Hardware, threads: Sequence[Finalizer]) -> None:
-    """End the threads of streams that nobody has closed, and wait for the device: their memory is about to go."""
+    """End the threads of streams that were not closed, and wait for the device: their memory is about to be freed."""
     for end in threads:  # first: they enqueue work on the device
         end()
     # At the exit the process ends anyway, and a collective that waits for a rank which is gone would never be over.
@@ -187,14 +187,14 @@ def _finish(hardware: Hardware, threads: Sequence[Finalizer]) -> None:
 
 
 def _waits_for_host(event: Event) -> bool:
-    """Whether a stream of the device cannot follow an event yet: what the host does first is not over."""
+    """Return True if a stream of the device cannot follow an event yet: work of the host comes first."""
     if isinstance(event, _DeferredEvent):
         return not event.ran()
     return not (isinstance(event, _DeviceEvent) or event.done())
 
 
 def _follow(side: Any, event: Event) -> None:
-    """Have a stream of the device follow an event; block until the host's part of it is over."""
+    """Order a stream of the device after an event; block until the host's part of it is over."""
     if isinstance(event, _DeferredEvent):
         event = event.in_queue()
     if isinstance(event, _DeviceEvent):
@@ -204,7 +204,7 @@ def _follow(side: Any, event: Event) -> None:
 
 
 def reach_for(device: torch.device, *, debug_release: bool = False) -> Reach:
-    """Say what compute reaches on the streams that `streams_for` would make."""
+    """Return what compute reaches on the streams that `streams_for` would make."""
     return Reach(aliases_host=device.type == "cpu" and not debug_release, reads_in_place=not debug_release)
 
 
@@ -213,7 +213,7 @@ def streams_for(device: torch.device, *, debug_release: bool = False) -> Streams
 
     Arguments:
         device: the device that compute runs on.
-        debug_release: release also what compute could read in place, and on a cpu run all movement late.
+        debug_release: release also what compute could read in place, and on a cpu run all transfers late.
     """
     if device.type != "cpu":
         streams: Streams = AcceleratorStreams(device)

@@ -40,11 +40,11 @@ from penstock.runtime.topology import Grid, Nodes, node_size, nodes_of, peers_of
 
 
 class Tally(Counter[str]):
-    """How many collectives were issued, by name.
+    """Number of collectives that were issued, by name.
 
     Attributes:
-        nbytes: the bytes of their whole buffers, by name and dimension of the mesh, as a rehearsal notes them
-            (`forecast.program.Collective`): what goes over a link follows from them and the number of ranks.
+        nbytes: the bytes of their whole buffers, by name and dimension of the mesh, as a simulation notes them
+            (`forecast.program.Collective`). The bytes on a link follow from them and the number of ranks.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -77,39 +77,42 @@ class InFlightCollectives:
     """
 
     def __init__(self, works: Sequence[dist.Work], failed: Callable[[RuntimeError], Exception]) -> None:
-        self._works = works
-        self._failed = failed
+        self._left: tuple[Sequence[dist.Work], Callable[[RuntimeError], Exception]] | None = works, failed
         self._error: Exception | None = None
         self._ended: float | None = None
 
     def wait(self) -> None:
         """Block until the collectives are over; raise the first error."""
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._error = self._error or self._failed(error)
-            self._error.__cause__ = error
-        self._works = ()  # torch's handles, and with them the buffers: a count of their users is right then
+        left = self._left  # two threads may wait: the other one may clear the attribute at any moment
+        if left is not None:
+            works, failed = left
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                self._error = self._error or failed(error)
+                self._error.__cause__ = error
+            self._left = None  # torch's handles, and with them the buffers: a count of their users is right then
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
         """Return True if the collectives are over."""
-        return all(work.is_completed() for work in self._works)
+        left = self._left
+        return left is None or all(work.is_completed() for work in left[0])
 
     @property
     def ended(self) -> float:
-        """When it was first asked for once it was over, in seconds of `time.monotonic`: torch does not tell more."""
+        """The time of the first query after the end, in seconds of `time.monotonic`: torch does not record the end."""
         self._ended = self._ended or time.monotonic()
         return self._ended
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What one rank has issued since the last step, in order: ranks compare it before anything is updated.
+# Fingerprint of the collectives issued since the last step. Ranks compare it in `step()`, before any update.
 #
-# Collectives of equal size match on the wire whatever they are of, so ranks that run different units would exchange
-# their values and notice nothing.
+# Collectives of equal size match on the wire whatever they are of: without it, ranks that run different units would
+# exchange their values without an error.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -121,10 +124,10 @@ _MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a st
 
 
 class CollectiveFingerprint:
-    """The names of what was issued since ranks last compared it.
+    """Names of the collectives issued since ranks last compared them.
 
     Arguments:
-        control_group: the ranks that issue the same.
+        control_group: the ranks that have to issue the same collectives.
     """
 
     def __init__(self, control_group: ControlGroup) -> None:
@@ -186,11 +189,10 @@ ALONE = Grid()
 
 
 class Collectives:
-    """The process groups of one engine, and every collective that it issues.
+    """Process groups of one engine, and every collective that it issues.
 
-    Collectives are issued in the order of the program, by the thread that runs it: ranks that run the same program
-    issue the same ones in the same order, those of its user included. What a rank has to wait for first may take
-    another time on each, and decides nothing.
+    Collectives are issued in the order of the program, by the thread that runs it, those of its user included. How long
+    a rank has to wait first does not change the order (ordering rule 4).
 
     Arguments:
         grid: the ranks, and this one's place among them.
@@ -261,7 +263,8 @@ class Collectives:
             # In one order on all ranks: the members of a group make it together, and ranks that began with different
             # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
             likes = [*peers.likes, peers.likes[0], peers.likes[0]]
-            for line, like in zip([*peers.lines, *nodes_of(peers.shards, grid)], likes, strict=True):
+            lines = [peers.shards, peers.copies, peers.tp, *nodes_of(peers.shards, grid)]
+            for line, like in zip(lines, likes, strict=True):
                 needed = like if len(line) > 1 else None
                 own.append(needed and own_group(line, needed, name, timeout_s=timeout_s))
         except BaseException as error:
@@ -278,18 +281,18 @@ class Collectives:
         return ranks
 
     def close(self) -> None:
-        """Give back the groups that are our own, and the control group."""
+        """Destroy the engine's process groups and the control group."""
         self._end_groups()
         self.control_group.close()
 
     @property
     def groups(self) -> Mapping[str, dist.ProcessGroup]:
-        """The groups that this rank is in, by what their ranks do with the training state."""
+        """Groups that this rank is in, by what their ranks do with the training state."""
         named = {"shards": self._groups["shard"], "copies": self._groups["replicate"], "tp": self._groups["tp"]}
         return {name: group for name, group in named.items() if group is not None}
 
     def submitted(self, event: Event) -> None:
-        """Note the event of work that issues collectives on a stream, so that what the caller issues comes after it."""
+        """Note the event of work that issues collectives on a stream: those of the caller are issued after it."""
         self._last = event
 
     # Collectives that are submitted to the stream of collectives.
@@ -304,14 +307,14 @@ class Collectives:
             inside: whether the ranks of this one's node alone take part, each with an equal part of `full`.
 
         Returns:
-            On the host what is to be waited for: the caller goes on meanwhile. On a device `None`: its stream waits.
+            On the host the pending collective: the caller goes on. On a device `None`: its stream waits.
 
         Raises:
             EngineError: another rank does not take part.
         """
         every, own = as_bytes(full), as_bytes(shard)
-        # On the host the group's own threads do the work beside compute. On a device the call only enqueues it, and the
-        # stream that it is called on waits for the group's own stream.
+        # On the host the group's own threads do the work beside compute. On a device the call enqueues the work, and
+        # the current stream waits for the group's own stream (ordering rule 2).
         goes_on = full.device.type == "cpu"
         if goes_on and type(full) is Tensor:  # no fake one
             every, own = view_apart(every, full), view_apart(own, full)
@@ -453,11 +456,11 @@ class Collectives:
                 pass
 
     def report(self, failure: Exception | None) -> list[float]:
-        """Return a number for ranks to sum, from which `check_reports` tells whether any has failed."""
+        """Return the number that ranks sum, for `check_reports`: 1 if this rank has failed."""
         return [0.0 if failure is None else 1.0]
 
     def check_reports(self, summed: Sequence[float], failure: Exception | None) -> None:
-        """Stop every rank where one has failed: raise `failure` there, and on the others an error that quotes it."""
+        """Stop every rank if one has failed: raise `failure` there, and on the others an error that quotes it."""
         if any(summed):
             self.control_group.agree(failure)
 
@@ -505,20 +508,27 @@ class Collectives:
 
     def _broadcast(self, tensor: Tensor, dimension: str, source: int = 0) -> None:
         self._come_after_submitted()
-        self._issue("broadcast", dimension, (tensor, partial(dist.broadcast, as_bytes(tensor), group_src=source)))
+
+        def send(group: dist.ProcessGroup) -> Any:
+            return dist.broadcast(as_bytes(tensor), group=group, group_src=source)
+
+        self._issue("broadcast", dimension, (tensor, send))
 
     def assemble(self, tensor: Tensor) -> None:
         """Put a tensor together of which each of the ranks that divide parameters has a box, and zeros around it."""
         self._come_after_submitted()
-        # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
-        put = partial(dist.all_reduce, as_bytes(tensor), op=dist.ReduceOp.MAX)
+
+        def put(group: dist.ProcessGroup) -> Any:
+            # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
+            return dist.all_reduce(as_bytes(tensor), op=dist.ReduceOp.MAX, group=group)
+
         self._issue("all_reduce", "tp", (tensor, put))
 
     def _come_after_submitted(self) -> None:
-        """Wait until the collectives that were submitted to a stream have been issued.
+        """Wait until the collectives that were submitted to a stream have been issued (ordering rule 4).
 
-        Without it this one could overtake them on a group, and would meet another collective on other ranks. An error
-        of theirs is raised where their event is waited for.
+        Else this collective could be issued before them, and would match another one on other ranks. Their errors are
+        raised by a wait for their event.
         """
         with contextlib.suppress(Exception):
             self._last.wait()
@@ -526,12 +536,12 @@ class Collectives:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes: no process group moves every dtype (float8, int16), and every one moves bytes."""
+    """View a tensor as bytes: process groups lack some dtypes (float8, int16), and all of them move bytes."""
     return tensor.view(torch.uint8)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ranks of one host that need the same bytes: each reads a part, and they exchange them.
+# Ranks of one host that need the same bytes: each rank reads a part, and they exchange the parts.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -579,13 +589,13 @@ class LocalRanks:
         return cls(group, len(line), line.index(ranks.rank), device)
 
     def any(self, value: bool) -> bool:
-        """Say whether something is so on any of them. Collective."""
+        """Return True if the value is True on any of the ranks. Collective."""
         said = torch.tensor([float(value)], device="cpu").to(self.device)
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
         return bool(said.item())
 
     def exchange(self, own: Tensor) -> Tensor:
-        """Give the parts of all of them, in their order. Collective.
+        """Return the parts of all ranks, in their order. Collective.
 
         Arguments:
             own: this rank's bytes, as many as each one's, 1-D.
@@ -595,11 +605,11 @@ class LocalRanks:
         return whole
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group."""
         give_back([self._group])
 
 
 def _place(rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Tell apart the host of a rank: by the machine, and by what the launcher calls one."""
+    """Identify the host of a rank: by the machine, and by the launcher's ranks per host."""
     machine = boot_id() or platform.node()
     return machine, rank // ranks_of_host(environment) if "LOCAL_WORLD_SIZE" in environment else 0

@@ -21,21 +21,21 @@ from penstock.runtime.system import host_name, names_of_hosts
 from penstock.runtime.topology import peers_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Process groups of our own, of the same ranks as those that people gave us.
+# Process groups of the engine, of the same ranks as those of the user.
 #
-# Ranks match the collectives of a group by their order on it. On a group of our own nobody else's stand between ours:
-# neither those of a user's forward, nor those of another engine.
+# Ranks match the collectives of a group by their order on it. On its own group an engine's collectives are alone: those
+# of a user's forward and of other engines do not come between (ordering rule 4).
 #
 # `torch.distributed.new_group` would not do, in torch 2.8 to 2.13. All ranks of the job have to call it, also those
 # that have no engine. With `use_local_synchronization=True` its members alone do, and then
 #
-# - the name is made of the ranks and of how many groups the process has. Ranks that have different numbers of others
-# look   for each other under different names, and wait for ever
-# (`test_two_ranks_of_four_with_other_groups_beside_...`);
+# - the name is made of the ranks and of the number of groups of the process. Ranks that have different numbers of
+#   others look for each other under different names, and wait for ever
+#   (`test_two_ranks_of_four_with_other_groups_beside_...`);
 # - a group that is made after another one was destroyed gets that one's name, and looks for its ranks where the ranks
-# of   that one were (`test_engines_in_turn_and_at_once_...`);
-# - where the default group is bound to a device, NCCL splits its communicator, in which every rank of the job takes
-# part:   the members wait for ever. This one needs several GPUs to be seen.
+#   of that one were (`test_engines_in_turn_and_at_once_...`);
+# - if the default group is bound to a device, NCCL splits its communicator, in which every rank of the job takes part:
+#   the members wait for ever. This one needs several GPUs to be seen.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -47,8 +47,7 @@ reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.
 def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str, *, timeout_s: float) -> dist.ProcessGroup:
     """Make a group with the backends and the device of another one. Collective over its members alone.
 
-    Options of a backend (`pg_options`, such as NCCL's priority of streams) are not taken over: torch gives them to
-    nobody.
+    Options of a backend (`pg_options`, such as NCCL's stream priority) are not copied: torch has no way to read them.
 
     Arguments:
         members: the ranks of the job that are in it, in order; this one among them.
@@ -85,7 +84,7 @@ def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str, *, tim
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has destroyed a group: a user does so with all groups at once."""
+    """Return True if a group was not destroyed: `destroy_process_group()` of the user destroys all groups."""
     c10d: Any = dist.distributed_c10d
     return group in c10d._world.pg_map
 
@@ -93,8 +92,7 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 def give_back(groups: Iterable[dist.ProcessGroup]) -> None:
     """Destroy those of the groups that are still there.
 
-    Do nothing at the exit of the interpreter: to end a communicator a rank waits for the others, which may be gone, and
-    nobody needs its memory any more.
+    Do nothing at the exit of the interpreter: to end a communicator a rank waits for the others, which may have ended.
     """
     if not exiting(Phase.PROMISED):
         for group in groups:
@@ -108,15 +106,15 @@ def limit_of(timeout_s: float) -> timedelta:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The control group of the ranks: a process group of our own, on the host, in which they compare what they are about to
-# do.
+# The control group of the ranks: a gloo group of the engine, on the host, in which ranks compare the method that they
+# are about to run.
 #
-# Every collective method begins with a meeting. Each rank says what it is about to do, and whether it refuses. Only
-# when all are about to do the same, and none refuses, does anything begin in which one rank waits for another: a rank
-# that refused on its own would leave the others waiting until their timeout.
+# Every collective method begins with a meeting. Each rank sends a digest of the method and its facts, and a flag: 1 if
+# it refuses. Only if all digests are equal, and no rank refuses, does any work begin in which one rank waits for
+# another: a rank that refused alone would leave the others waiting until their timeout.
 #
-# A rank says it in 16 bytes, a digest and a flag. Only where those differ do the ranks exchange texts, as JSON whose
-# length is checked before it is believed. Nothing that another rank sends is ever run.
+# Only if the 16 bytes differ do the ranks exchange texts, as JSON whose length is checked before memory is allocated
+# for it. No data of another rank is ever executed.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +155,7 @@ class ControlGroup:
         error: the class of the error that is raised when another member does not answer.
         advice: a sentence that is added to the message of that error.
         name: a name that all members know and that no control group had before; empty to have one chosen.
-        hosts: the names of the members' hosts, where there are several and somebody has asked already.
+        hosts: the names of the members' hosts, if they are known and there are several.
 
     Attributes:
         timeout_s: the same as the argument.
@@ -253,7 +251,7 @@ class ControlGroup:
         return f"rank {rank}{self.host_of(rank)}"
 
     def host_of(self, rank: int) -> str:
-        """Say in brackets which host a rank of the job is on; nothing where all are on one, or it is no member."""
+        """Return the host of a rank of the job in brackets; empty if all are on one host, or the rank is no member."""
         return f" (host {self._hosts[self.members.index(rank)]})" if self._hosts and rank in self.members else ""
 
     def another(
@@ -371,7 +369,7 @@ class ControlGroup:
             return value
         # Of one rank's word there is one copy on each: gathered, a plan would be there once for every rank.
         own = torch.frombuffer(bytearray(json.dumps(value if self.is_first else None).encode()), dtype=torch.uint8)
-        # Every rank says a number: whoever is not there is missed, as in all other meetings.
+        # Every rank sends a length, so that a rank that is absent is noticed, as in all other meetings.
         length, *_ = self._all_gather(torch.tensor([own.numel()], device="cpu"))
         nbytes = _checked(int(length), self._error)
         said = own if self.is_first else torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
@@ -416,7 +414,7 @@ class ControlGroup:
         )
 
     def tell(self, what: str) -> None:
-        """Write to the job's store what this rank could not finish, or was ended by. The first word stays.
+        """Write to the job's store what this rank could not finish, or what ended it. The first text stays.
 
         A group in which a collective has failed carries nothing more; the store does.
         """
@@ -426,9 +424,9 @@ class ControlGroup:
                 self._store.set(_stopped(self.members[self.rank]), one_line(what, 300))
 
     def others_say(self, what: str) -> str:
-        """Tell the other ranks what this one waited for in vain. Return what each of them says, for a message.
+        """Write to the store what this rank could not finish. Return what every other rank has written, for a message.
 
-        Names the ranks that say nothing for `HEARING_S` at most, and ends with what to do next.
+        Waits `HEARING_S` at most. The text names the ranks that wrote nothing, and ends with what to do next.
         """
         self.tell(f"could not finish {what}")
         # A rank that is stuck in another collective finds out later than this one: give all of them some seconds.
@@ -443,7 +441,7 @@ class ControlGroup:
         )
 
     def _word(self, rank: int, patience_s: float) -> str:
-        """Return what a rank has told, or tells in time."""
+        """Return what a rank has written to the store, or writes in time."""
         with contextlib.suppress(RuntimeError):  # it tells nothing, or the store is gone
             self._store.wait([_stopped(rank)], limit_of(patience_s))
             word: str = self._store.get(_stopped(rank)).decode()
@@ -451,7 +449,7 @@ class ControlGroup:
         return "says nothing: it has ended, or runs something else"
 
     def close(self) -> None:
-        """Give back the group, and those of the control groups that `another` made."""
+        """Destroy the group, and those of the control groups that `another` made."""
         for control_group in self._others:
             control_group.close()
         self._group = None
@@ -462,10 +460,10 @@ def _stopped(rank: int) -> str:
 
 
 def _options(timeout: timedelta) -> Any:
-    """Make the options that gloo has by itself, but for connections: each is made when it is first used.
+    """Make gloo's default options, with connections that are made when they are first used.
 
-    By itself each member connects to every other one. Messages go around in a ring, or down a tree: of a thousand ranks
-    a member talks to about twenty, and has no thousand descriptors for each control group.
+    By default each member connects to every other one. Messages go around in a ring, or down a tree: of a thousand
+    ranks a member talks to about twenty, and has no thousand descriptors for each control group.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()

@@ -1,4 +1,4 @@
-"""When submitted work is over: events, and transfers that go on after the work that started them."""
+"""Events: completion of submitted work, and of transfers that go on after the work that started them."""
 
 import contextlib
 import threading
@@ -14,14 +14,14 @@ class Pending(Protocol):
     """A transfer that goes on after the work that started it has returned."""
 
     def wait(self) -> None:
-        """Block until it is over; raise its error."""
+        """Block until the transfer is over; raise its error."""
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Return True if the transfer is over."""
 
     @property
     def ended(self) -> float:
-        """When it was over, in seconds of `time.monotonic`, once done."""
+        """Time of the end, in seconds of `time.monotonic`, once done."""
 
 
 Work = Callable[[], Pending | None]
@@ -32,7 +32,7 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Have everything that compute is given from here on run after the work. Never blocks the host on a device."""
+        """Order all later compute after the work (ordering rule 2). Never blocks the host on a device."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -40,7 +40,7 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the work is done, without blocking."""
+        """Return True if the work is done, without blocking."""
 
     @abstractmethod
     def check(self) -> None:
@@ -55,14 +55,14 @@ class Event(ABC):
         return (self,)
 
     def unwatched(self) -> "Event":
-        """Give the event itself, without whoever notes the waits for it."""
+        """Return the event itself, without the wrapper that notes its waits."""
         return self
 
 
 class _AllOf(Event):
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
-        # Every tile of a unit follows every tile of its last update: asked each time, that grows with their square.
+        # Every tile of a unit follows every tile of its last update: without the flags, queries grow with their square.
         self._done = False
         self._went_well = False
 
@@ -75,7 +75,7 @@ class _AllOf(Event):
         if not self._went_well:
             for event in self._events:
                 event.synchronize()
-            self._went_well = self.done()  # which a wait that was left out, to see who misses it, does not make it
+            self._went_well = self.done()  # False after a wait that a test has left out
 
     def done(self) -> bool:
         if not self._done:
@@ -119,25 +119,25 @@ class HostEvent(Event):
         self._error: BaseException | None = None
 
     def run(self, work: Work) -> None:
-        """Run the work and keep its error for whoever waits."""
+        """Run the work and keep its error, which every wait raises."""
         self.run_from([work])
 
     def run_from(self, box: list[Work]) -> None:
         """Run work that is taken out of a box, and keep its error.
 
-        When the event is done nothing here refers to it any more: who counts the references to a buffer that it
-        touched counts right.
+        Once the event is done, nothing here refers to the work: the reference count of a buffer that it touched is
+        right.
         """
         work = box.pop()
         try:
             self._pending = work()
         except BaseException as error:
             self._error = error
-        del work  # before the event: who has waited may count the references to a buffer at once
+        del work  # before the event: the thread that waits may count the references to a buffer at once
         self._finished.set()
 
     def settle(self) -> None:
-        """Release the threads that wait, whether the work ran or never will. Changes nothing once it ran."""
+        """Release the threads that wait, also if the work never runs. Changes nothing once it ran."""
         self._finished.set()
 
     def wait(self) -> None:
@@ -146,7 +146,7 @@ class HostEvent(Event):
 
     def synchronize(self) -> None:
         """Block until done."""
-        if not self._finished.is_set():  # to wait for what has happened takes a lock all the same
+        if not self._finished.is_set():  # `wait` takes a lock, also of an event that is set
             self._finished.wait()
         if self._error is not None:
             raise _again(self._error)
@@ -154,11 +154,11 @@ class HostEvent(Event):
             self._pending.wait()  # the work has only started it
 
     def ran(self) -> bool:
-        """Whether the work ran; what it started may go on."""
+        """Return True if the work ran; a transfer that it started may go on."""
         return self._finished.is_set()
 
     def done(self) -> bool:
-        """Whether the work ran, and what it started is over."""
+        """Return True if the work ran, and the transfer that it started is over."""
         return self._finished.is_set() and (self._pending is None or self._pending.done())
 
     def check(self) -> None:
@@ -186,10 +186,10 @@ class FailedEvent(HostEvent):
 
 
 def _again(error: BaseException) -> BaseException:
-    """Copy an error, for one who waits to raise.
+    """Copy an error, for a wait to raise.
 
-    What is raised keeps every frame that it passes. Those of a forward refer to what autograd has recorded, which keeps
-    the unit, its event and so the error: where Python's collector does not look, and nothing would ever go.
+    An exception keeps every frame that it passes. Frames of a forward refer to the autograd graph, which keeps the
+    unit, its event and so the error: a cycle that Python's garbage collector does not see.
     """
     if isinstance(error, MemoryError):
         again: BaseException = EngineError(
@@ -200,10 +200,10 @@ def _again(error: BaseException) -> BaseException:
         return again
     try:
         again = copy(error)
-    except Exception:  # one that is not made of its arguments
+    except Exception:  # its constructor does not take its arguments
         return error
     if isinstance(again, OSError) and isinstance(error, OSError) and again.errno != error.errno:
-        again.errno = error.errno  # it is no argument of ours
+        again.errno = error.errno  # no argument of our own errors
     if type(again) is not type(error) or str(again) != str(error):
         return error
     again.__cause__, again.__suppress_context__ = error.__cause__, error.__suppress_context__

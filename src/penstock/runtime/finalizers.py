@@ -1,9 +1,9 @@
-"""How threads, files and folders end that nobody closed: when they are dropped, at the interpreter's exit, in a fork.
+"""Ends threads, files and folders that were not closed: when their owner is collected, at the exit, in a fork.
 
-    at_end      registers what is called once: when its owner is collected, or before the interpreter ends, while
+    at_end      registers a call that is made once: when its owner is collected, or before the interpreter ends, while
                 threads can still be joined
-    in_child    registers what is called in the child of a fork, which has a copy of its parent's objects and none of
-                its threads
+    in_child    registers a call in the child of a fork, which has a copy of its parent's objects and none of its
+                threads
 
 In a child nothing is called that the parent registered with `at_end`: threads, files and folders are the parent's.
 """
@@ -24,12 +24,12 @@ Owner = TypeVar("Owner")
 
 
 class Phase(IntEnum):
-    """The order in which things end at the exit of the interpreter; in one phase the youngest ends first.
+    """Order of the finalizers at the exit of the interpreter; in one phase the youngest runs first.
 
-    PROMISED: work that somebody counts on, such as a checkpoint that is being written. It is finished.
+    PROMISED: work that has to be finished, such as a checkpoint that is being written.
     THREADS: threads that run Python. One that still does when the interpreter is gone is unwound by force, through
         native code that allows no unwinding: the process would abort.
-    REST: what those threads used.
+    REST: objects that those threads used.
     """
 
     PROMISED = 0
@@ -38,15 +38,15 @@ class Phase(IntEnum):
 
 
 class Finalizer:
-    """What is to be done once, at the end of an object. Call it to have it done now.
+    """A call that is made once, at the end of an object. Call the finalizer to make it now.
 
-    It is no `weakref.finalize`: once the turn of those at the exit is over, which may come first, they do nothing more.
+    A `weakref.finalize` would not do: once those have run at the exit, which may come first, they do nothing more.
 
     Arguments:
         owner: the object. Nothing here keeps it alive.
-        phase: when its turn is at the exit.
-        end: what to call; it must not refer to the owner.
-        args: the arguments of the call; neither must they.
+        phase: its phase at the exit.
+        end: the function; it must not refer to the owner.
+        args: the arguments of the call; they must not refer to the owner.
     """
 
     def __init__(self, owner: object, phase: Phase, end: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -56,8 +56,8 @@ class Finalizer:
         self._number = next(_alive.numbers)
 
         def collected(_: object, is_late: Callable[[], bool] = sys.is_finalizing) -> None:
-            # On whichever thread. Not while modules are taken apart, when nothing here is what it was: what a thread
-            # has made after the exit's turn is left to the system then.
+            # On any thread. Not while modules are torn down: objects that a thread has made after the exit's phases are
+            # left to the system.
             if not is_late():
                 self()
 
@@ -65,30 +65,28 @@ class Finalizer:
         _alive.endings[self._number] = self
 
     def __call__(self) -> None:
-        """Do it now, if it was not done."""
+        """Make the call now, if it was not made."""
         if self.cancel() and os.getpid() == self._process:  # in the child of a fork it is the parent's to end
             self._end(*self._args)
 
     def cancel(self) -> bool:
-        """Take it off the list. Return whether it was still to be done."""
-        # One step that threads cannot come between: of two that get here at once, one alone ends the object.
+        """Remove the finalizer from the list. Return True if its call was not made."""
+        # `dict.pop` is atomic: of two threads that get here at once, one alone ends the object.
         return _alive.endings.pop(self._number, None) is not None
 
 
 class _Alive:
-    """What has not ended yet. The one state of the module: a process has one exit, and forks with all it has.
+    """The only state of the module: finalizers that have not run.
 
     Attributes:
-        numbers: gives each thing a number, in the order of their making.
-        endings: what is to be done at the end, by number.
-        in_children: what is to be done in the child of a fork, and for whom, by number.
-        phase: the phase that the exit has come to; `None` before it.
+        numbers: numbers the finalizers in the order of their making.
+        endings: the finalizers, by number.
+        phase: the phase of the exit; `None` before it.
     """
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
         self.endings: dict[int, Finalizer] = {}
-        self.in_children: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
         self.phase: Phase | None = None
 
 
@@ -102,42 +100,35 @@ def at_end(owner: object, end: Callable[..., object], *args: Any, phase: Phase =
 
 def in_child(owner: Owner, do: Callable[[Owner], object]) -> None:
     """Call `do(owner)` in the child of every fork, as long as there is an owner. `do` must not refer to it."""
-    number = next(_alive.numbers)
-    children = _alive.in_children  # it is there as long as this callback, which modules taken apart may not be
-    children[number] = weakref.ref(owner, lambda _: children.pop(number, None)), do
+    reference = weakref.ref(owner)
+
+    def after_fork() -> None:  # an error in one is printed, and keeps the others from nothing
+        alive = reference()
+        if alive is not None:
+            do(alive)
+
+    os.register_at_fork(after_in_child=after_fork)
 
 
 def exiting(phase: Phase = Phase.THREADS) -> bool:
-    """Whether the interpreter exits, and a phase has come: from `THREADS` on no thread begins, nothing queued runs."""
+    """Return True if the exit has reached a phase: from `THREADS` on no thread starts, and queued work is dropped."""
     return _alive.phase is not None and _alive.phase >= phase
 
 
 def _at_exit() -> None:
-    """End everything that is left, phase by phase."""
+    """Run the finalizers that are left, phase by phase."""
     for phase in Phase:
-        # Before anything of the phase ends: from here on nothing that it would have to wait for begins.
+        # First: from here on no work starts that the finalizers of the phase would have to wait for.
         _alive.phase = phase
-        # A list of its own: other threads register and end things meanwhile.
+        # A copy: other threads register and run finalizers meanwhile.
         endings = [ending for ending in list(_alive.endings.values()) if ending.phase is phase]
         for ending in endings[::-1]:
             try:
                 ending()
             except KeyboardInterrupt:
-                continue  # whoever waits for this end wants it now; the others are still to be ended
+                continue  # the user interrupts this wait; the other finalizers still have to run
             except Exception:
                 _logger.exception("Something was not given back at the exit.")
 
 
-def _after_fork_in_child() -> None:
-    """Call what was registered for the child of a fork; an error in one must not keep the others from it."""
-    for reference, do in list(_alive.in_children.values()):
-        owner = reference()
-        if owner is not None:
-            try:
-                do(owner)
-            except Exception:
-                _logger.exception("Something of the parent's was not taken from its child.")
-
-
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork_in_child)

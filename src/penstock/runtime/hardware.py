@@ -86,25 +86,24 @@ class Hardware:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Have the calling thread on the device and on one of its streams, inside of a `with` block."""
+        """Make the device and one of its streams current in the calling thread, inside of a `with` block."""
         with self._module.device(self.device), self._module.stream(stream):
             yield
 
     def synchronize(self) -> None:
-        """Block until all that the device was given is over."""
+        """Block until all work of the device is over."""
         self._module.synchronize(self.device)
 
     def empty_cache(self) -> None:
-        """Give memory that torch keeps for reuse back to the device."""
+        """Return memory that torch caches to the device."""
         with self._module.device(self.device):
             self._module.empty_cache()
 
 
 def _has_sleeping_events(module: Any) -> bool:
-    """Whether a device's module has an event of its own for which the host can sleep while it waits.
+    """Return True if the events of a device's module let the host sleep while it waits (`blocking`).
 
-    A thread that spins instead takes a core from the updates. torch's own event takes the word (`blocking`) and does
-    nothing with it.
+    A thread that spins takes a core from the updates. `torch.Event` accepts the argument and ignores it.
     """
     if module.Event is torch.Event:
         return False
@@ -115,27 +114,27 @@ def _has_sleeping_events(module: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# When work runs, for traces: on the host, or on a device, which gets to it later than the host that enqueues it.
+# Clocks of traces: of the host, and of a device, which runs work later than the host enqueues it.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Marks points in the order of work, and tells when they were reached.
+    """Marks points in the order of work, and returns when they were reached.
 
-    This one is of work that is over when its call returns: a mark is the time.
+    This class is the clock of work that is over when its call returns: a mark is the time.
 
     Attributes:
-        on_host: whether it is of the host's own work.
+        on_host: True for a clock of the host's own work.
     """
 
     on_host = True
 
     def mark(self) -> Any:
-        """Mark the point where all that the calling thread has issued so far is over. Never blocks."""
+        """Return a mark of the point at which all work that the calling thread has issued is over. Never blocks."""
         return time.monotonic()
 
     def seconds(self, mark: Any) -> float | None:
-        """Return when a mark was reached, in seconds of `time.monotonic`; `None` where it was not yet."""
+        """Return when a mark was reached, in seconds of `time.monotonic`; `None` if it was not reached yet."""
         return float(mark)
 
     def synchronize(self) -> None:
@@ -167,21 +166,21 @@ class DeviceClock(Clock):
         return event
 
     def seconds(self, mark: Any) -> float | None:
-        """Return when the device came to a mark, by its own timing; `None` where it has not."""
+        """Return when the device reached a mark, by its own timing; `None` if it was not reached yet."""
         if not mark.query():
             return None
         return self._origin_seconds + float(self._origin.elapsed_time(mark)) / 1e3
 
     def synchronize(self) -> None:
-        """Block until all that the device was given is over."""
+        """Block until all work of the device is over."""
         self._hardware.synchronize()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which device a rank computes on, and whether another rank has taken the same one: for every accelerator of torch.
+# The device of a rank, and the check that no other rank has the same one: for every accelerator of torch.
 #
-# A launcher starts a process for each device and says its number in `LOCAL_RANK`; torch's current device is the first
-# one until somebody says otherwise. What was said comes before that number.
+# A launcher starts a process for each device and sets its number in `LOCAL_RANK`. torch's current device is the first
+# one by default. A device that the user has chosen comes before that number.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -247,8 +246,7 @@ def choose_device(
     """
     if visible is None:
         return DeviceChoice(CPU)
-    model = _indexed(model, visible)
-    bound = _indexed(bound, visible)
+    model, bound = _indexed(model, visible), _indexed(bound, visible)
     if model is not None and bound is not None and model != bound:
         raise ConfigError(
             f"The model lies on {model}, and the process group is bound to {bound}. Move the model there, leave it on "
@@ -258,12 +256,12 @@ def choose_device(
         return DeviceChoice(model, "the model lies there")
     if bound is not None:
         return DeviceChoice(bound, "the process group is bound to it")
-    if visible.current != 0:  # nobody but a user makes another than the first one current
-        return DeviceChoice(torch.device(visible.type, visible.current), "it is the current device")
-    # A launcher that shows each rank its own device alone counts ranks all the same: that one is number 0.
-    if local_rank is not None and local_rank.strip().isdigit() and int(local_rank) < visible.count:
-        return DeviceChoice(torch.device(visible.type, int(local_rank)), f"LOCAL_RANK={local_rank.strip()}")
-    return DeviceChoice(torch.device(visible.type, 0), "it is the current device")
+    # Only a user makes another device than the first one current, and that comes before the launcher's number. A
+    # launcher that shows each rank its own device alone counts ranks all the same: that one is number 0.
+    number = (local_rank or "").strip()
+    if visible.current == 0 and number.isdigit() and int(number) < visible.count:
+        return DeviceChoice(torch.device(visible.type, int(number)), f"LOCAL_RANK={number}")
+    return DeviceChoice(torch.device(visible.type, visible.current), "it is the current device")
 
 
 def device_for(
@@ -309,7 +307,7 @@ def free_device_memory(device: torch.device) -> int | None:
     ask = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
     try:
         free, total = map(int, ask(device))  # type: ignore[misc]
-    except Exception:  # it is somebody else's code, and not every device knows
+    except Exception:  # code of the device's module, which may not support it
         return None
     kept = 0
     with contextlib.suppress(Exception):
@@ -320,9 +318,9 @@ def free_device_memory(device: torch.device) -> int | None:
 
 
 def shares_host_memory(device: torch.device) -> bool:
-    """Whether a device's memory is the host's: a cpu, or an accelerator that has none of its own.
+    """Return True if a device's memory is the host's: a cpu, or an accelerator without memory of its own.
 
-    What such an accelerator calls free leaves out what the kernel would give up first; the host's own account has it.
+    The free memory that such an accelerator reports leaves out the page cache; the host's own account includes it.
     """
     if device.type == "cpu":
         return True
@@ -352,12 +350,12 @@ def _indexed(device: torch.device | None, visible: Visible) -> torch.device | No
 
 
 class HardwarePlace(NamedTuple):
-    """What tells one device from those of other ranks, in strings that JSON can carry.
+    """Identity of a rank's device, in strings that JSON can carry.
 
     Attributes:
         name: the device, as its rank calls it: "cuda:0".
         host: the name of the host or container.
-        machine: what containers of one machine have in common.
+        machine: an identity that containers of one machine have in common.
         unique: the device's own identity (its UUID), or nothing where it has none.
         view: the variables that say which devices the process sees.
         why: why the rank has taken it, for messages.
@@ -371,7 +369,7 @@ class HardwarePlace(NamedTuple):
     why: str
 
     def is_that_of(self, other: "HardwarePlace") -> bool:
-        """Whether two ranks have taken one device."""
+        """Return True if two ranks have taken one device."""
         seen_alike = (self.host, self.machine, self.view) == (other.host, other.machine, other.view)
         # First by name: parts of one piece of hardware that are counted as devices have one identity.
         if seen_alike and self.name != other.name:
@@ -408,7 +406,7 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
         ConfigError: two ranks or more have one device; the message names all of them.
     """
     found = {rank: HardwarePlace(*said) for rank, said in zip(members, places, strict=True) if said is not None}
-    # Compared pair by pair: whether two places are one device is no matter of equal values.
+    # Compared pair by pair: two places of one device need not be equal.
     groups = [tuple(rank for rank, other in found.items() if other.is_that_of(place)) for place in found.values()]
     sharing = [ranks for ranks in dict.fromkeys(groups) if len(ranks) > 1]
     if sharing:
@@ -421,7 +419,7 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
 
 
 def _describe(sharing: Mapping[int, HardwarePlace]) -> str:
-    """Put into words which ranks have one device, and which device that is."""
+    """Describe the ranks that have one device, and the device."""
     first = next(iter(sharing.values()))
     ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing.items())
     return f"ranks {ranks} on {first.host}{f', {first.unique}' if first.unique else ''}"

@@ -1,10 +1,9 @@
-"""Simulated asynchronous streams on a cpu: every piece of submitted work runs late, and nothing hides a missing wait.
+"""Simulated asynchronous streams on a cpu: all submitted work runs late, so that a missing wait shows.
 
 Each stream is a worker thread that sleeps before it works: a random time, or bytes / bandwidth. Buffers are filled with
-NaN from lease to completion and after release, so that a read without a wait is a wrong number, not luck; a buffer that
-changes hands while work writes it is an error. Waits can be dropped one by one, which is how the tests show that each
-of them is needed. Collectives are late as well, and issued on the thread of their stream: in the order of submission,
-on groups of their own, where nothing else is.
+NaN from allocation to completion and after release, so that a read without a wait is a wrong number, not luck. A buffer
+that is freed or poisoned while work writes it is an error. Collectives are late as well, and issued on the thread of
+their stream: in the order of submission, on groups of their own (ordering rule 4).
 """
 
 import time
@@ -59,7 +58,7 @@ class SimulatedStreams(Streams):
         seconds = self._delay(stream, nbytes)
 
         def late() -> Pending | None:
-            for tensor in writes:  # not before: until here it may belong to work that this one follows
+            for tensor in writes:  # not before: earlier work that this one follows may still use it (ordering rule 3)
                 poison(tensor)
             time.sleep(seconds)
             return work()
@@ -73,7 +72,7 @@ class SimulatedStreams(Streams):
         return event
 
     def lease(self, buffer: Tensor) -> None:
-        """Give the buffer its memory, full of NaN."""
+        """Allocate the buffer's memory, full of NaN."""
         super().lease(buffer)
         self._check_quiet(buffer)
         poison(buffer)
@@ -88,7 +87,7 @@ class SimulatedStreams(Streams):
         poison(buffer)
 
     def _check_quiet(self, buffer: Tensor) -> None:
-        """Refuse memory that changes hands while work still writes it: its next user would find it damaged."""
+        """Refuse to free or poison memory that work still writes (ordering rule 1)."""
         storage = buffer.untyped_storage().data_ptr()
         assert all(event.done() for other, event in self._writing if other == storage), "the buffer is being written"
 

@@ -1,21 +1,21 @@
 """Work that runs beside compute, ordered by events: one interface, several back ends.
 
-Compute is whatever the user's thread, or autograd's for it, gives to the device's current stream. Everything else is
-submitted to one of the streams below, each of which runs its work in the order of submission. Work on the device starts
-after all compute that was issued before it was submitted, and after the events in `after`; compute and the host see its
-result after they wait for its event. Nothing else orders anything: a missing wait is a bug, and the simulated back end
-turns it into a wrong number on any machine (`runtime/simulated.py`). The test that leaves out one wait after the other
-knows each by the comment `# site NAME` beside it.
+Compute is the work that the user's thread, or autograd's for it, issues on the device's current stream. Everything else
+is submitted to one of the streams below, each of which runs its work in the order of submission. Work on the device
+starts after all compute that was issued before it was submitted, and after the events in `after`; compute and the host
+see its result after they wait for its event. Nothing else orders work: a missing wait is a bug, and the simulated back
+end turns it into a wrong number on any machine (`runtime/simulated.py`). The test that leaves out one wait after the
+other knows each by the comment `# site NAME` beside it.
 
-Collectives are issued before `submit` returns, by its caller, who waits for what they follow on the host: a read of a
-file, an update. A thread that issued them once that is over would do so at a time of its own on each rank, before or
-after collectives of the user that lie behind them in the program; communicators of a device may block each other then.
+Collectives are issued before `submit` returns, by its caller, which first waits for work on the host that they follow:
+a read of a file, an update. A thread would issue them at a time of its own on each rank, before or after collectives of
+the user that come later in the program; communicators of a device may block each other then (ordering rule 4).
 
-Threads of ours have no compute: their current stream is not the user's. What they submit follows the events that it
-names, and where it is to follow compute, a moment of it (`now`) that was taken on the user's thread.
+Worker threads have no compute: their current stream is not the user's. Work that they submit follows the events in
+`after`; to follow compute, it names an event (`now`) that was taken on the user's thread.
 
-Memory that work uses outlives its event: an allocator hands what was freed to the next one who asks, at once, and torch
-keeps nothing for us. So its owner waits for the event before he lets go of it, or gives it up (`give_up`).
+Memory that work uses must outlive its event: the caching allocator hands freed memory out at once, so the owner waits
+for the event before it drops the memory, or keeps it alive until then with `give_up` (ordering rule 1).
 """
 
 import threading
@@ -50,7 +50,7 @@ CASTS = "a copy between the host and a device casts nothing"
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE, DEVICE_UPDATE, SAVE)  # streams of the device itself, where it has some
 
-#: Of other modules, for those who use streams.
+#: Names of other modules that users of streams import from here.
 __all__ = [
     "DONE",
     "Event",
@@ -72,15 +72,15 @@ class StreamObserver(Protocol):
 
     @property
     def is_traced(self) -> bool:
-        """Whether a trace is taken, which tells units apart."""
+        """True while a trace is taken, which tells units apart."""
 
     def submitted(
         self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label
     ) -> tuple[Work, Sequence[Event], Callable[[Event], Event]]:
-        """Note that work is submitted; return what to run, what that waits for, and what wraps its event."""
+        """Note submitted work. Return what to run, the events that it follows, and what wraps its event."""
 
     def turn_to(self, label: Label) -> None:
-        """Note that compute turns to something; to nothing in particular where the label is empty."""
+        """Note that compute turns to other work; to none in particular if the label is empty."""
 
     def step_made(self, *told: Any) -> None:
         """Note that a step of the optimizer has returned: the engine, its result and the param groups."""
@@ -98,23 +98,23 @@ class Streams(ABC):
 
     #: compute reads and writes the cpu tier directly: nothing has to be copied to be used
     aliases_host: bool
-    #: compute reads parameters where they rest, where it reaches them; else they are gathered and released all the same
+    #: compute reads parameters in their storage, where it reaches them; else they are gathered and released
     reads_in_place = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.observer: StreamObserver | None = None
         self._given_up: deque[tuple[Event, Sequence[Tensor]]] = deque()
-        self._giving_up = threading.RLock()  # a tensor that goes may take others with it, which are given up then
+        self._giving_up = threading.RLock()  # freeing a tensor may call `give_up` for others
 
     @property
     def computes_on_host(self) -> bool:
-        """Whether compute is the calling thread, and not a device that it enqueues work for."""
+        """True if compute is the calling thread, and not a device that it enqueues work for."""
         return self.device.type == "cpu"
 
     @property
     def reach(self) -> Reach:
-        """What compute reads and writes where it rests, as a value."""
+        """The state that compute reads and writes in its storage, as a value."""
         return Reach(self.aliases_host, self.reads_in_place)
 
     def submit(
@@ -132,13 +132,13 @@ class Streams(ABC):
         Arguments:
             stream: one of the names above.
             work: issues the copies, collectives or arithmetic, or starts a transfer and returns it. Memory it touches
-                must outlive its event; what it makes for itself is of its own stream, and may go when it returns.
-            after: events that the work waits for, beside compute; of a thread of ours, all that it waits for.
+                must outlive its event; tensors that it makes are of its own stream, and may be dropped when it returns.
+            after: events that the work waits for, beside compute; from a worker thread, all that it waits for.
             writes: tensors that the work overwrites whole; undefined until the event.
             nbytes: bytes moved, for bandwidth models and traces.
-            label: what it is for, in traces.
+            label: its purpose, in traces.
         """
-        self._let_go()  # nothing else comes by as often: memory that was given up would stay for long
+        self._let_go()  # here, as nothing else is called as often
         if self.observer is None:
             return self._submit(stream, work, after, writes)
         work, after, watch = self.observer.submitted(stream, work, after, nbytes, label)
@@ -149,40 +149,40 @@ class Streams(ABC):
         """Do what `submit` does, on this back end."""
 
     def drain(self, streams: Iterable[str]) -> None:
-        """Wait on the host until all that was submitted to some streams has run: work whose event is lost, too."""
+        """Wait on the host until all work of some streams has run, also work whose event is lost."""
         for stream in streams:
             self._submit(stream, _nothing, (), ()).synchronize()
 
     def now(self) -> Event:
-        """Mark everything that compute was given until now, for work that is submitted later or by a thread of ours."""
+        """Return an event of all compute issued until now, for work that is submitted later or by a worker thread."""
         return DONE
 
     def here(self) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
-        """Let compute go on in the calling thread, after all that it was given before, on whichever stream it is."""
+        """Order the calling thread's current stream after all earlier compute, on any stream."""
 
     def give_up(self, tensors: Sequence[Tensor], *, until: Event) -> None:
-        """Let go of tensors that submitted work may still use: they go once an event is over."""
+        """Keep tensors that submitted work may still use alive until an event is over (ordering rule 1)."""
         self._let_go()
         if tensors and not until.done():
             with self._giving_up:
                 self._given_up.append((until, tensors))
 
     def _let_go(self) -> None:
-        """Drop what was given up and is not used any more."""
+        """Drop the tensors of `give_up` whose event is over."""
         if not self._given_up:
             return
         gone: list[Sequence[Tensor]] = []
         with self._giving_up:
             while self._given_up and self._given_up[0][0].done():
-                gone.append(self._given_up.popleft()[1])  # dropped after the lock: a tensor may take others with it
+                gone.append(self._given_up.popleft()[1])  # dropped after the lock: freeing a tensor may free others
 
     def compute(self, work: Callable[[], None], *, label: Label, nbytes: int = 0) -> None:
-        """Run what compute itself does: now, in the caller's thread.
+        """Run work of compute itself, now, in the caller's thread.
 
         Arguments:
             work: the arithmetic.
-            label: what it is for, in traces.
-            nbytes: bytes that it reads and writes, for whoever only imagines it.
+            label: its purpose, in traces.
+            nbytes: bytes that it reads and writes, for simulations.
         """
         del nbytes
         self.here()
@@ -197,7 +197,7 @@ class Streams(ABC):
         return Clock()
 
     def lease(self, buffer: Tensor) -> None:
-        """Give a buffer its memory. Contents are undefined.
+        """Allocate a buffer's memory. Contents are undefined.
 
         The buffer keeps one storage object all its life: autograd saves views of a weight, and they must see the
         bytes of the next gather.
@@ -210,29 +210,29 @@ class Streams(ABC):
         buffer.untyped_storage().resize_(nbytes)
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Make a flat buffer for `lease` and `retire`, with memory."""
+        """Make a flat buffer, with memory, for `lease` and `retire`."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def retire(self, buffer: Tensor) -> None:
-        """Take a buffer's memory back. All work on it has been waited for."""
+        """Free a buffer's memory. Precondition: all work on it was waited for (ordering rule 1)."""
         if not self.reads_in_place:
-            poison(buffer)  # debugging: memory that is not given back yet must not look as if it had values
+            poison(buffer)  # debugging: memory that is not freed at once must not look as if it had values
         self._resize(buffer, 0)
 
     def hand_over(self, buffer: Tensor) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
-        """Leave a buffer's memory to compute, and to people who let go of it when they like."""
+        """Transfer a buffer's memory to compute and to the user, who may drop it at any time."""
 
     def spoil(self, buffer: Tensor) -> None:
-        """Overwrite a buffer with NaN and leave it its memory. All work on it has been waited for."""
+        """Overwrite a buffer with NaN and keep its memory. Precondition: all work on it was waited for."""
         poison(buffer)
 
     def return_free_memory(self) -> None:
-        """Give memory that was freed back to the system, for others than torch to use."""
+        """Return freed memory to the system."""
         return_free_memory()
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is submitted and end the threads."""
+        """Finish submitted work and end the threads."""
 
 
 def close_workers(workers: Mapping[str, HostWorker]) -> None:
@@ -242,10 +242,10 @@ def close_workers(workers: Mapping[str, HostWorker]) -> None:
 
 
 class InlineStreams(Streams):
-    """The back end of a cpu as the device: work runs where it is submitted.
+    """The back end of a cpu as the device: work runs in the call of `submit`.
 
     Work that cannot start yet, because a file is still being read or written, runs on a thread of its stream, and so
-    does what follows it there: the caller computes meanwhile. Collectives never do.
+    does later work of that stream: the caller computes meanwhile. Collectives never do.
     """
 
     aliases_host = True
@@ -258,20 +258,20 @@ class InlineStreams(Streams):
         """Run `work` now if everything before it is done or waited for here, else queue it."""
         del writes
         worker = self._workers.get(stream)
-        # A collective is issued here, whatever it waits for: threads would come to it in another order on each rank.
-        # Other work runs here only where nothing of its stream is queued, which it would overtake.
+        # A collective is issued here, whatever it waits for: threads would issue it in another order on each rank
+        # (ordering rule 4). Other work runs here only if no work of its stream is queued, which it would overtake.
         if stream == COLLECTIVE or ((worker is None or worker.idle()) and all(event.done() for event in after)):
             for event in after:
                 event.synchronize()  # also raises the error of work that failed
             pending = work()
             return DONE if pending is None else PendingEvent(pending)
         if worker is None:
-            # Updates may be products of matrices, which want all threads; what else runs there moves values.
+            # Updates may be products of matrices, which use all threads; other work only moves values.
             worker = self._workers[stream] = HostWorker(stream, alone=stream not in (UPDATE, DEVICE_UPDATE))
         return worker.submit(partial(after_all, tuple(after), work))
 
     def close(self) -> None:
-        """Run what is queued and end the threads."""
+        """Run queued work and end the threads."""
         close_workers(self._workers)
         self._workers.clear()
 
@@ -285,8 +285,8 @@ def copy(target: Tensor, source: Tensor) -> None:
 def across(target: Tensor, source: Tensor) -> Work:
     """Make the work of a copy between the memory of a device and of the host, pinned or not: of equal dtypes.
 
-    Else torch casts where the values come from. On a device that takes a temporary there, and what is wider then goes
-    over the bus; on the host it is pageable memory, which a device reads only while the host waits. So values are cast
+    Else torch casts at the source. On a device that takes a temporary there, and may send the wider dtype over the bus;
+    on the host the temporary is pageable memory, which a device reads only while the host waits. So values are cast
     where they arrive, by work of its own.
     """
     assert target.dtype == source.dtype, CASTS

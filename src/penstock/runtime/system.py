@@ -16,7 +16,7 @@ from penstock._native import Pool
 from penstock.errors import one_line
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What tells the hosts of a job apart, and how messages name them.
+# Identity of the hosts of a job, and their names in messages.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -29,7 +29,7 @@ class Host(NamedTuple):
 
     Attributes:
         name: its host name.
-        boot: what containers of one machine have in common, and two machines do not.
+        boot: an identity that containers of one machine have in common, and two machines do not.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Host(NamedTuple):
 
 
 def this_host() -> Host:
-    """Say which host this process is on."""
+    """Return the host of this process."""
     return Host(host_name(), boot_id())
 
 
 def boot_id(file: Path = BOOT_ID) -> str:
-    """Return what the kernel calls its start; empty where it does not say.
+    """Return the kernel's boot id; empty if it cannot be read.
 
     Arguments:
-        file: where it says so.
+        file: the file of the boot id.
     """
     try:
         return file.read_text().strip()
@@ -59,20 +59,20 @@ def host_name() -> str:
 
 
 def names_of_hosts(said: Sequence[bytes]) -> Sequence[str]:
-    """Read the names that ranks have said their hosts have.
+    """Decode the host names that ranks have sent.
 
     Arguments:
         said: one for each rank.
 
     Returns:
-        A name for each rank; nothing where all are on one host, whose name tells a reader nothing.
+        A name for each rank; empty if all are on one host.
     """
     names = [one_line(name.decode(errors="replace"), _MOST_CHARS) for name in said]
     return names if len(set(names)) > 1 else ()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the control groups of a process leave it. A container or a job has less memory and fewer cores than its machine.
+# Limits of the control groups of a process: a container or a job has less memory and fewer cores than its machine.
 #
 # A process is in a group of each hierarchy (`/proc/self/cgroup`), and what is set for a group holds for all below it.
 # In version 2 one hierarchy has every controller, in version 1 each controller has a folder; a hybrid machine has
@@ -84,18 +84,18 @@ def names_of_hosts(said: Sequence[bytes]) -> Sequence[str]:
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 
-_PAGE_CACHE = ("inactive_file", "active_file")  # what the kernel gives up before it refuses memory to the group
+_PAGE_CACHE = ("inactive_file", "active_file")  # reclaimed by the kernel before it refuses memory to the group
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The memory that a control group still gives.
+    """Memory that is left in a control group.
 
     Attributes:
-        nbytes: how many bytes.
-        name: the file that says so.
+        nbytes: the bytes that are left.
+        name: the file of the limit.
     """
 
     nbytes: int
@@ -103,14 +103,14 @@ class MemoryLimit:
 
 
 def memory_left(folder: Path = CGROUPS, own: Path = OWN) -> MemoryLimit | None:
-    """Return the memory that the groups of this process still give, by the tightest of them.
+    """Return the memory that is left in the tightest control group of this process.
 
     Arguments:
         folder: where the groups are mounted.
         own: the file in which the kernel lists the groups of the process.
 
     Returns:
-        `None` where no group limits it.
+        `None` if no group limits it.
     """
     found = []
     for group in _groups("memory", folder, own):
@@ -122,14 +122,14 @@ def memory_left(folder: Path = CGROUPS, own: Path = OWN) -> MemoryLimit | None:
         ):
             limit, usage = _read(group / name, int), _read(group / used, int)
             if limit is not None and limit >= 0 and usage is not None:
-                # The usage counts the page cache too, which the kernel would give up first: it is not taken.
+                # The usage includes the page cache, which the kernel reclaims first: it is subtracted.
                 taken = max(0, usage - _page_cache(group / "memory.stat", prefix))
                 found.append(MemoryLimit(max(0, limit - taken), str(group / name)))
     return min(found, key=lambda limit: limit.nbytes, default=None)
 
 
 def core_quota(folder: Path = CGROUPS, own: Path = OWN) -> float | None:
-    """Return how many cores' worth of time the groups of this process give.
+    """Return the CPU quota of this process's control groups, in cores.
 
     Arguments:
         folder: where the groups are mounted.
@@ -180,7 +180,7 @@ def _page_cache(file: Path, prefix: str) -> int:
 
 
 def _read(file: Path, parse: Callable[[str], Value]) -> Value | None:
-    """Read a file; `None` where it is not there, or says "max" or what nobody understands."""
+    """Read a file; `None` if it is missing, or holds "max" or anything that does not parse."""
     try:
         return parse(file.read_text().strip())
     except (OSError, ValueError):
@@ -201,7 +201,7 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def numbered_nodes(folder: Path = NODES) -> dict[int, set[int]]:
-    """Return the cores of each node that has some, by its number and in that order; empty where nothing is said."""
+    """Return the cores of each NUMA node that has some, by number, in order; empty if they cannot be read."""
     found = {int(node.name.removeprefix("node")): _read(node / "cpulist", parse_cores) for node in _folders(folder)}
     return {number: cores for number, cores in sorted(found.items()) if cores}
 
@@ -216,7 +216,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def device_node(device: torch.device, nodes: Path = NODES, pci_devices: Path = PCI_DEVICES) -> int | None:
-    """Return the number of the node that a device is attached to.
+    """Return the NUMA node that a device is attached to.
 
     Arguments:
         device: any device.
@@ -224,7 +224,7 @@ def device_node(device: torch.device, nodes: Path = NODES, pci_devices: Path = P
         pci_devices: the folder with one folder for each device on the bus.
 
     Returns:
-        `None` for a cpu, where there is one node only, and where nothing is said.
+        `None` for a cpu, on a host with one node, and if the node cannot be read.
     """
     if device.type == "cpu" or len(_folders(nodes)) < 2:
         return None
@@ -238,7 +238,7 @@ def device_node(device: torch.device, nodes: Path = NODES, pci_devices: Path = P
 
 
 def device_nodes(device: torch.device, nodes: Path = NODES, pci_devices: Path = PCI_DEVICES) -> list[int | None]:
-    """Return `device_node` of all devices of this type that the process sees; empty where there is one node only."""
+    """Return `device_node` of all visible devices of this type; empty on a host with one node."""
     if device.type == "cpu" or len(_folders(nodes)) < 2:
         return []
     count = torch.get_device_module(device).device_count()
@@ -246,7 +246,7 @@ def device_nodes(device: torch.device, nodes: Path = NODES, pci_devices: Path = 
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Have the pages of a mapping come from a node, as long as it has some. Pages that were touched already stay.
+    """Set the preferred NUMA node of a mapping's pages. Pages that were touched already stay.
 
     Arguments:
         address: the address of the mapping, at the start of a page.
@@ -254,7 +254,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
         node: the number of the node.
 
     Returns:
-        Whether the kernel allows it: in many containers it does not.
+        True if the kernel allows it: in many containers it does not.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -277,26 +277,26 @@ def _folders(nodes: Path) -> list[Path]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How many threads a rank's updates get, and on which cores: its share of the cores that are near its memory.
+# Threads of a rank's updates, and their cores: its share of the cores that are near its memory.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class UpdateCores:
-    """Where the updates of a rank run.
+    """Threads and cores of a rank's updates.
 
     Attributes:
-        count: how many threads.
-        cores: the numbers of the cores that they are bound to; `None` leaves that to the system.
+        count: the number of threads.
+        cores: the cores that they are bound to; `None` if they are not bound.
     """
 
     count: int
     cores: frozenset[int] | None = None
 
     def with_threads(self, count: int | None) -> UpdateCores:
-        """Take another number of threads, if somebody has asked for one.
+        """Return the same with another number of threads, if one is given.
 
-        More threads than there are cores to be bound to are not bound: crowded there they would be slower.
+        More threads than bound cores are not bound: they would be slower there.
         """
         if count is None:
             return self
@@ -304,7 +304,7 @@ class UpdateCores:
 
 
 def update_cores(device: torch.device) -> UpdateCores:
-    """Choose the cores of this rank, on the machine and in the container that it runs in, near a device's memory."""
+    """Choose the cores of this rank near a device, within the limits of the machine and the container."""
     return share_of_cores(quota=core_quota(), near=device_node(device), devices=device_nodes(device))
 
 
@@ -319,10 +319,10 @@ def share_of_cores(
 ) -> UpdateCores:
     """Share the cores of this rank's NUMA node that the process may use among the ranks on that node.
 
-    The device's node is the rank's, where it has one: its host memory lies there, and threads elsewhere would read it
-    over the link between nodes. They are bound to it, unless the process was bound to a node by its launcher.
+    The node is the device's: the rank's host memory lies there, and threads elsewhere would read it over the link
+    between nodes. Threads are bound to it, unless the launcher has bound the process to a node.
 
-    Where nothing says which node is the device's, the ranks of this host share all of its cores evenly; a process that
+    If the node of the device is not known, the ranks of this host share all of its cores evenly; a process that
     its launcher has bound to one node, or to fewer cores than that share, has no more than those. A host without
     `/sys/devices/system/node` counts as one node.
 
@@ -330,8 +330,8 @@ def share_of_cores(
         environment: the variables that may hold `LOCAL_WORLD_SIZE`, as a launcher sets it; else there is one rank.
         allowed: the cores that this process may use; `None` asks the system.
         nodes: the folder with one folder for each node.
-        quota: how many cores' worth of time the container gives all ranks of this host; `None` for no limit.
-        near: the number of the device's node; `None` where nothing says it.
+        quota: the CPU quota of all ranks of this host, in cores; `None` for no limit.
+        near: the number of the device's node; `None` if it is not known.
         devices: the nodes of all devices that the process sees, by their index.
 
     Returns:
@@ -355,16 +355,16 @@ def share_of_cores(
 
 
 def ranks_of_host(environment: Mapping[str, str] = os.environ, *, default: int = 1) -> int:
-    """Return how many ranks the launcher has started on this host (`LOCAL_WORLD_SIZE`), or a default."""
+    """Return the number of ranks on this host as the launcher sets it (`LOCAL_WORLD_SIZE`), or a default."""
     return _number(environment.get("LOCAL_WORLD_SIZE"), 0) or default
 
 
 def neighbours_of_host(line: Sequence[int], by_host: int) -> int:
-    """Return how many neighbours in a line of ranks share a host; all of them where hosts do not divide it evenly.
+    """Return how many neighbours in a line of ranks share a host; all of them if hosts do not divide it evenly.
 
     Arguments:
         line: numbers of ranks in the job.
-        by_host: how many ranks there are on each host, which have consecutive numbers; 0 where nobody says it.
+        by_host: how many ranks there are on each host, which have consecutive numbers; 0 if it is not known.
     """
     hosts = [rank // by_host for rank in line] if by_host > 0 else [0] * len(line)
     size = hosts.count(hosts[0])
@@ -374,7 +374,7 @@ def neighbours_of_host(line: Sequence[int], by_host: int) -> int:
 
 
 def hosts_of(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return on how many hosts some ranks are; 1 where the launcher does not say: it has started all of them here."""
+    """Return the number of hosts of some ranks; 1 if the launcher does not set it: all ranks are on this host."""
     here = _number(environment.get("LOCAL_WORLD_SIZE"), 0)
     return ranks // here if here > 0 and ranks % here == 0 else 1
 
@@ -384,23 +384,23 @@ def _number(text: str | None, default: int) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Memory that the C library keeps for itself, given back when it has made the process grow.
+# Free memory of the C library, returned to the system when the process has grown.
 #
 # Activations of many lengths leave holes that the next length does not fit into: with glibc a process holds half as
-# much again after a hundred batches, all of it free. To give it back costs page faults in the steps that follow, so
-# that is done when the process has grown, and not each time.
+# much again after a hundred batches, all of it free. Returning it costs page faults in the steps that follow, so it is
+# returned only after the process has grown.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 STATM = Path("/proc/self/statm")
 
-# What a step takes comes back after memory was given back, in as many steps as it takes to see the longer batches.
+# After memory was returned, a step takes what it needs again: so many steps are looked at, to see the longer batches.
 SETTLING_LOOKS = 8
 GROWTH = 9 / 8
 
 
 def resident_bytes() -> int:
-    """Read the resident set of this process; 0 where the system does not say."""
+    """Return the resident set of this process in bytes; 0 if it cannot be read."""
     try:
         pages = STATM.read_text().split()[1]
     except (OSError, IndexError):
@@ -409,11 +409,11 @@ def resident_bytes() -> int:
 
 
 class Growth:
-    """Looks at the process from time to time, and has free memory given back when it has grown.
+    """Returns free memory to the system when the process has grown.
 
     Arguments:
-        give_back: gives what is free back to the system.
-        resident: reads the bytes that the process holds.
+        give_back: returns free memory to the system.
+        resident: returns the bytes that the process holds.
     """
 
     def __init__(self, give_back: Callable[[], None], resident: Callable[[], int] = resident_bytes) -> None:
@@ -423,7 +423,7 @@ class Growth:
         self._looks = 0
 
     def look(self) -> None:
-        """Look now, between two steps; after the first looks, compare with the most of those."""
+        """Measure between two steps; after the first measurements, compare with their maximum."""
         now = self._resident()
         if self._looks < SETTLING_LOOKS:
             self._looks += 1
@@ -434,11 +434,11 @@ class Growth:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The threads that torch computes with on a cpu: passes of ours between its operations use them; our threads have none.
+# torch's OpenMP threads on a cpu: the engine's passes between operations use them; worker threads of the engine do not.
 #
-# After an operation torch's OpenMP threads spin for a while. A pool of our own would want the cores that they spin on:
-# each pass would wait for them, or be alone on one core. They only spin while the process has no more of them than
-# cores.
+# After an operation these threads spin for a while. A pool of other threads would need the cores that they spin on:
+# each pass would wait for them, or run on one core alone. They spin only while the process has no more OpenMP threads
+# than cores.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -446,8 +446,8 @@ def compute_pool(device: torch.device, otherwise: Pool) -> Pool:
     """Make the pool of passes over host memory that compute's own thread makes.
 
     Arguments:
-        device: where compute is.
-        otherwise: what is taken where that is no cpu, or where torch has no OpenMP runtime of GNU's interface.
+        device: the device of compute.
+        otherwise: the pool for other devices, and for a torch without an OpenMP runtime of GNU's interface.
 
     Returns:
         A pool whose work is done by as many threads as torch has for its caller.
@@ -458,20 +458,20 @@ def compute_pool(device: torch.device, otherwise: Pool) -> Pool:
 
 
 def stay_alone() -> None:
-    """Have torch's operations in the calling thread run in it alone, from now on.
+    """Run torch's operations of the calling thread in this thread alone, from now on.
 
-    The first one of a copy's size would else give the thread a team of its own. Compute's team and that one are more
-    threads than there are cores, so none of them would spin any more: the system would have to wake them up for each
-    operation of the model, as long as the process lives.
+    Else the first operation of a copy's size gives the thread an OpenMP team of its own. The two teams are more threads
+    than there are cores, so none of them spins any more: the system would have to wake them up for each operation of
+    the model, as long as the process lives.
     """
     take = _of_torch("omp_set_num_threads")
     if take is not None:
-        torch.get_num_threads()  # torch tells each thread its number when it is first asked, and would undo this one
+        torch.get_num_threads()  # torch sets each thread's number at the first query, and would undo this one
         take(1)
 
 
 def _of_torch(name: str) -> Any:
-    """Find a function in the OpenMP runtime that torch was linked to; `None` where there is none."""
+    """Find a function in the OpenMP runtime that torch is linked to; `None` if there is none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         # By what torch depends on: the process may have loaded another runtime before, whose threads sleep.

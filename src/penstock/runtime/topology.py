@@ -1,4 +1,4 @@
-"""What ranks are to each other: the dimensions of a mesh, and this rank's place in it."""
+"""Roles of ranks: the dimensions of a mesh, and this rank's place in it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from penstock.errors import ConfigError, one_line
 from penstock.runtime.system import neighbours_of_host
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a plan knows of a device and of the ranks, before there are streams or process groups: two small values.
+# Values that describe a device and the ranks, before there are streams or process groups.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Reach(NamedTuple):
-    """What compute reads and writes where it rests.
+    """State that compute reads and writes in its storage.
 
     Attributes:
         aliases_host: compute reads and writes the cpu tier directly: nothing has to be copied to be used.
-        reads_in_place: compute reads parameters where they rest, where it reaches them; else they are gathered and
-            released all the same.
+        reads_in_place: compute reads parameters in their storage, where it reaches them; else they are gathered and
+            released.
     """
 
     aliases_host: bool
@@ -50,21 +50,21 @@ class Grid(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are in all."""
+        """Number of ranks."""
         return self.data_size * self.tp
 
     @property
     def data_size(self) -> int:
-        """How many ranks sum the gradient of a parameter: those that have other batches, or other parts of a batch."""
+        """Number of ranks that sum the gradient of a parameter: those with other batches, or other parts of a batch."""
         return self.shards * self.replicas
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many ranks there are along each dimension, by the names that a mesh has for them."""
+        """Number of ranks along each dimension, by the names of a mesh."""
         return {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
 
     def stride(self, dimension: str) -> int:
-        """Say how far the ranks of a dimension lie apart in the job: "tp" innermost, then "shard", then "replicate".
+        """Return the distance of a dimension's ranks in the job: "tp" innermost, then "shard", then "replicate".
 
         Of the shard ranks, those "inside" a node are neighbours, and those "across" nodes lie a node apart.
         """
@@ -73,21 +73,21 @@ class Grid(NamedTuple):
 
     @property
     def inside(self) -> int:
-        """How many shards are on a node."""
+        """Number of shards on a node."""
         return self.node or self.shards
 
     @property
     def across(self) -> int:
-        """How many nodes the shards are on."""
+        """Number of nodes of the shards."""
         return self.shards // self.inside
 
     def in_nodes(self, size: int) -> "Grid":
-        """Give the same grid, its shards in nodes of some size; in one, where that does not divide them."""
+        """Return the same grid, its shards in nodes of some size; in one node, if the size does not divide them."""
         return self._replace(node=size if 1 < size < self.shards and self.shards % size == 0 else 0)
 
     @property
     def number(self) -> int:
-        """The number of this rank in the grid, from 0 on."""
+        """Number of this rank in the grid, from 0 on."""
         return self.shard_rank + self.shards * (self.replica_rank + self.replicas * self.tp_rank)
 
     @classmethod
@@ -102,7 +102,7 @@ class Grid(NamedTuple):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the dimensions of a mesh do with the training state: share it, copy it, or divide the model itself.
+# Role of each dimension of a mesh: to share the training state, to copy it, or to divide the model itself.
 #
 #     dp_replicate, replicate    ranks have copies of the state
 #     dp_shard, cp, shard, dp    ranks share one copy; `cp` divides sequences, and its ranks share state as others do
@@ -112,7 +112,7 @@ class Grid(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: Of what the nodes of the shard ranks consist: of so many neighbours, of those on a host; `None` where nobody asks.
+#: Nodes of the shard ranks: so many neighbours, or those on a host; `None` for no nodes.
 Nodes = int | Literal["host"] | None
 
 SHARE, COPY, DIVIDE = "share", "copy", "divide"
@@ -153,25 +153,14 @@ class Peers:
     divided: Sequence[Sequence[int]] = ()
 
     @property
-    def lines(self) -> Sequence[Sequence[int]]:
-        """The three lines of the mesh that this rank is on: of those that share, that copy, that have other parts."""
-        return self.shards, self.copies, self.tp
-
-    @property
     def grid(self) -> Grid:
-        """These numbers, and this rank's place among them."""
-        return Grid(
-            len(self.shards),
-            self.shards.index(self.rank),
-            len(self.copies),
-            self.copies.index(self.rank),
-            len(self.tp),
-            self.tp.index(self.rank),
-        )
+        """Sizes of the lines, and this rank's place in each."""
+        lines = (self.shards, self.copies, self.tp)
+        return Grid(*(number for line in lines for number in (len(line), line.index(self.rank))))
 
 
 def roles_of(mesh: DeviceMesh) -> Sequence[str]:
-    """Say what each dimension of a mesh does.
+    """Return the role of each dimension of a mesh.
 
     Raises:
         ConfigError: a dimension has no meaning here, or the names do not say which has which.
@@ -191,7 +180,7 @@ def roles_of(mesh: DeviceMesh) -> Sequence[str]:
 
 
 def grid_of(sizes: Mapping[str, int], *, sharded: bool) -> Grid:
-    """Say how so many ranks divide the training state, as the first of them sees it: of a mesh that need not be there.
+    """Return the grid of the first rank of a mesh that need not exist.
 
     Arguments:
         sizes: the number of ranks along each dimension, by its name.
@@ -267,12 +256,12 @@ def _line(mesh: DeviceMesh, place: Sequence[int], along: Sequence[int]) -> list[
 
 
 def node_size(line: Sequence[int], nodes: Nodes, of_host: int) -> int:
-    """Return how many neighbours among the shard ranks are a node; 0 where nobody asks.
+    """Return how many neighbours among the shard ranks are a node; 0 for no nodes.
 
     Arguments:
         line: the shard ranks' numbers in the job, in the order of their shards.
-        nodes: what was asked for.
-        of_host: how many ranks there are on each host, which have consecutive numbers; 0 where nobody says it.
+        nodes: the request.
+        of_host: how many ranks there are on each host, which have consecutive numbers; 0 if it is not known.
     """
     if nodes == "host":
         return neighbours_of_host(line, of_host)
@@ -280,7 +269,7 @@ def node_size(line: Sequence[int], nodes: Nodes, of_host: int) -> int:
 
 
 def nodes_of(shards: Sequence[int], grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-    """List the shard ranks of this rank's node, and those of its place in each node; none where there is one node.
+    """List the shard ranks of this rank's node, and those of its place in each node; none if there is one node.
 
     Arguments:
         shards: the shard ranks, in the order of their shards.

@@ -11,30 +11,30 @@ from penstock.runtime.finalizers import Finalizer, Phase, at_end, exiting
 from penstock.runtime.modes import engine_mode
 from penstock.runtime.system import stay_alone
 
-# How long to wait, at most, for the end of a thread that nobody has closed. It may itself wait for a rank that is gone,
-# or for a lock that is held by whoever runs the collection which ends the thread.
+# The longest wait for the end of a thread that was not closed. The thread may itself wait for a rank that has ended, or
+# for a lock of the thread that runs the garbage collection.
 DROP_SECONDS = 10.0
 
 _logger = logging.getLogger("penstock")
 
 
 class WorkerThread(threading.Thread):
-    """The thread of a `HostWorker`: it is neither the user's nor autograd's, so it has no compute."""
+    """Thread of a `HostWorker`: it is neither the user's nor autograd's, so it has no compute."""
 
 
 def on_worker() -> bool:
-    """Whether the calling thread is one of ours, which compute never runs on."""
+    """Return True if the calling thread is a worker thread, on which compute never runs."""
     return isinstance(threading.current_thread(), WorkerThread)
 
 
 class _Inbox:
-    """What a worker shares with its thread. The thread does not know the worker: else it would keep it alive.
+    """State that a worker shares with its thread. The thread does not refer to the worker: it would keep it alive.
 
     Attributes:
         queue: the work, each piece with its event; `None` after the last one.
-        dropped: whether nobody wants what is queued any more.
-        promised: what the work is, in a word, where it is finished at the end; empty where it is given up.
-        alone: whether the thread computes without others.
+        dropped: True once queued work is not run any more.
+        promised: a name of the work, if it is finished at the end; empty if it is dropped then.
+        alone: True if the thread computes without others.
         last: the event of the last piece of promised work. Of other work none is kept: if it has failed, its error
             holds all that it was about.
     """
@@ -54,27 +54,27 @@ class _Inbox:
             while (item := self.queue.get()) is not None:
                 event, box = item
                 if self.dropped or exiting():
-                    box[:] = [_given_up]  # run all the same: somebody may wait for the event
+                    box[:] = [_given_up]  # in the place of the work: a thread may wait for its event
                 event.run_from(box)
-                # The next `get` may block for long. These names would keep the last event alive meanwhile, and with it
-                # the buffers of its work.
+                # The next `get` may block for long. These names would keep the last event alive, and the buffers of its
+                # work.
                 del item, event, box
 
     def finish(self, thread: threading.Thread, seconds: float | None = None) -> None:
         """End the thread after the work that is queued, and wait for that, at most so many seconds."""
         self.queue.put(None)  # by each call: an interrupt may have kept the one before from it
-        # The collection that ends a worker runs on any thread. One of ours must not wait here: the work in the queue
-        # may itself wait for what this thread does next.
+        # The garbage collection that ends a worker runs on any thread. A worker thread must not wait here: the work in
+        # the queue may itself wait for what this thread does next.
         if not on_worker():
             thread.join(seconds)
 
     def drop(self, thread: threading.Thread) -> None:
-        """End the thread after the piece of work that it is in; give up the rest."""
+        """End the thread after the work that it is in; drop the rest."""
         self.dropped = True
         self.finish(thread, DROP_SECONDS)
 
     def keep(self, thread: threading.Thread) -> None:
-        """Finish promised work that nobody waits for, and log its error if it fails."""
+        """Finish promised work of a worker that was not closed, and log its error."""
         self.finish(thread, None if exiting(Phase.PROMISED) else DROP_SECONDS)
         if self.last is not None:
             try:
@@ -90,9 +90,9 @@ class HostWorker:
 
     Arguments:
         name: the name of the thread, behind "penstock-".
-        promised: what the work is ("the save"), if it has to be finished also where nobody closes the worker; empty:
-            what is queued then is given up.
-        alone: whether torch's operations there run in this thread alone: where compute needs the cores.
+        promised: a name of the work ("the save"), if it has to be finished also if the worker is not closed; empty:
+            queued work is dropped then.
+        alone: True to run torch's operations there in this thread alone, as compute needs the cores.
 
     Raises:
         EngineError: the interpreter is exiting, or the system starts no thread.
@@ -120,7 +120,7 @@ class HostWorker:
 
         Arguments:
             work: what to run. It may return a transfer that goes on afterwards.
-            event: the event that is to stand for it; `None` makes one.
+            event: the event of its completion; `None` makes one.
 
         Returns:
             The event.
@@ -135,7 +135,7 @@ class HostWorker:
         if self._closed or exiting():
             raise EngineError("The threads of this engine have ended: it is closed, or the interpreter exits.")
         event = event or HostEvent()
-        # Before the work is queued: a thread that asks `idle` from then on must not hear that all of it has run.
+        # Before the work is queued: from then on `idle` must not return True until the work ran.
         self._last = event
         self._inbox.last = event if self._inbox.promised else None
         self._inbox.queue.put((event, [work]))
@@ -143,18 +143,18 @@ class HostWorker:
 
     @property
     def ending(self) -> Finalizer:
-        """What ends the thread where nobody has closed the worker. It does not refer to the worker."""
+        """The finalizer that ends the thread of a worker that was not closed. It does not refer to the worker."""
         return self._end
 
     def idle(self) -> bool:
-        """Whether everything submitted has run; what it started may go on."""
+        """Return True if all submitted work has run; transfers that it started may go on."""
         return self._last is None or self._last.ran()
 
     def close(self) -> None:
         """Run what is queued, then end the thread. Called again after an interrupt, it waits for the rest."""
         if os.getpid() != self._process:
             return
-        self._closed = True  # first: what was submitted behind the end of the queue would never run
+        self._closed = True  # first: work submitted behind the end of the queue would never run
         self._end.cancel()
         self._inbox.finish(self._thread)
 

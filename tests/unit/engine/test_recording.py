@@ -156,15 +156,15 @@ def test_the_norm_is_that_before_clipping_whoever_clips(clip: str, tmp_path: Pat
     optimizer.close()
 
 
-def test_waits_are_put_down_to_the_stream_that_is_late(tmp_path: Path) -> None:
-    """The forward of a step waits for updates of the one before it, which take their time."""
+def test_waits_are_put_down_to_the_stream_that_is_waited_for(tmp_path: Path) -> None:
+    """The forward of a step waits for uploads, which follow updates of the step before it, which take their time."""
     late = SimulatedStreams(lambda stream, nbytes: 0.03 if stream == UPDATE else 0.0)
     model, optimizer = prepared(late, options=penstock.Options(tile_bytes=4 << 10))
     with optimizer.record(tmp_path):
         train(model, optimizer, 5)
     first, *_, last = whole(tmp_path)
     assert "traced" not in first
-    assert last["waits"]["update"] > 0.5
+    assert last["waits"]["upload"] > 0.5
     assert last["waited"] == pytest.approx(sum(last["waits"].values()))
     optimizer.close()
 

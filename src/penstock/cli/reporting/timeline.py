@@ -122,7 +122,7 @@ def _window(ends: list[float], rows: Iterable[list[tuple[float, float, str, int]
 
 
 def joined(pieces: list[Piece], seconds: float, most: int = MOST_PIECES) -> list[Piece]:
-    """Draw pieces as one that nobody could tell apart: `most` of them at most, in order.
+    """Draw neighbouring pieces as one, so that at most `most` of them are left, in order.
 
     Arguments:
         pieces: of one row, in order.

@@ -1,9 +1,9 @@
-"""The observer of streams: when submitted work ran, what it followed, and who stood waiting for it.
+"""The observer of streams: when submitted work ran, what it followed, and the waits for it.
 
-Streams ask it for a job for each piece of work that is submitted (`Streams.observer`). What it sees goes to one of two
-outputs. `TraceNotes` are for a trace: every piece of work and every wait, with its times. `WaitSums` are for a record
-of steps: how long compute stands still, added up by the stream that it waits for, cheap enough for every step. A trace
-says more and goes before a record. Nothing waits for the device before the end of a trace.
+Streams call it for each piece of work that is submitted (`Streams.observer`). It has two outputs. `TraceNotes` are for
+a trace: every piece of work and every wait, with its times. `WaitSums` are for a record of steps: how long compute
+stands still, added up by the stream that it waits for, cheap enough for every step. While a trace is taken, a record
+notes no waits. The host does not wait for the device before the end of a trace.
 
 Where compute is the host's thread, a wait takes the time that it blocks. On a device it is the time between two of the
 device's own events, one before each wait of compute and one behind it, which are read once the device has passed them.
@@ -32,7 +32,7 @@ class SubmittedWork:
     """A piece of submitted work.
 
     Attributes:
-        observer: is told of waits for it.
+        observer: notes the waits for it.
         stream, label, nbytes: as it was submitted.
         before: the jobs that it follows, for a trace.
         event: its own, as it was before it was watched; `DONE` once nothing about it changes any more, `None` until it
@@ -56,7 +56,7 @@ class SubmittedWork:
     inline: bool = False
 
     def run(self, work: Work) -> Pending | None:
-        """Run the work and note when."""
+        """Run the work and note its times. Runs on the thread of its stream."""
         clock = self.clock
         assert clock is not None
         self.inline = clock.on_host and not on_worker()
@@ -78,7 +78,7 @@ class SubmittedWork:
         return self.event is not None and self.event.done()
 
     def condense(self) -> None:
-        """Keep no more than what a trace says, once the work is done."""
+        """Keep only the times, once the work is done."""
         if self.pending is not None:
             self.ended, self.pending = self.pending.ended, None
         if self.started is not None:  # else what it follows failed
@@ -94,7 +94,7 @@ class Observer:
     Attributes:
         notes: of the trace that is taken; `None` without one.
         waits: of the record; `None` without one.
-        on_step: the record's, told of every step; `None` without one.
+        on_step: the record's function that is called after every step; `None` without one.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -105,32 +105,32 @@ class Observer:
 
     @property
     def is_traced(self) -> bool:
-        """Whether a trace is taken, which tells units apart."""
+        """True while a trace is taken, which tells units apart."""
         return self.notes is not None
 
     def submitted(
         self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label
     ) -> tuple[Work, Sequence[Event], Callable[[Event], Event]]:
-        """Note that work is submitted.
+        """Note submitted work.
 
         Returns:
-            What the stream is to run, the events that it waits for (as they were before they were watched: what work
-            waits for is no wait of compute's), and what wraps its event, so that every wait for it is noted.
+            The work that the stream runs, the events that it waits for (without their wrappers: a wait of work is no
+            wait of compute), and a function that wraps its event, so that every wait for it is noted.
         """
         parts = [part for event in after for part in event.parts()]
-        job = SubmittedWork(self, stream, label, nbytes)
-        if self.notes is not None and self.notes.add(job):
+        job, notes = SubmittedWork(self, stream, label, nbytes), self.notes
+        if notes is not None and notes.add(job):
             job.before = [part.job for part in parts if isinstance(part, _Watched)]
         run = work if job.clock is None else partial(job.run, work)
         return run, [part.unwatched() for part in parts], job.watch
 
     def turn_to(self, label: Label) -> None:
-        """Note that compute turns to something; to nothing in particular where the label is empty."""
+        """Note that compute turns to other work; to none in particular if the label is empty."""
         if self.notes is not None:
             self.notes.turn_to(label)
 
     def step_made(self, *told: Any) -> None:
-        """Tell the outputs that a step of the optimizer has returned. Collective where a record begins to trace.
+        """Note that a step of the optimizer has returned. Collective if a record begins to trace.
 
         Arguments:
             told: as `Record.step_made` says.
@@ -141,7 +141,7 @@ class Observer:
             self.on_step(*told)
 
     def waiting(self, job: SubmittedWork, event: Event, block: Callable[[], None], *, by_host: bool) -> None:
-        """Wait for an event, and note it where that takes any time and nobody else's work waits."""
+        """Wait for an event; note the wait if it takes time, and the caller is no worker thread."""
         output = None if event.done() or on_worker() else self.notes or self.waits
         over = None if output is None else output.wait_begins(job, by_host=by_host)
         try:
@@ -151,19 +151,19 @@ class Observer:
                 over()
 
     def begin_trace(self, limit: int = LIMIT, *, sizes: Callable[[], Mapping[str, int]] | None = None) -> None:
-        """Take notes for a trace from here on. The device, where there is one, is waited for.
+        """Take notes for a trace from here on. Waits for the device.
 
         Arguments:
-            limit: notes of a kind, at most. After them there are no more, and the trace ends there.
-            sizes: says how many bytes are on each tier; asked whenever compute turns to something.
+            limit: the most notes of a kind. The trace ends there.
+            sizes: returns the bytes on each tier; called whenever compute turns to other work.
         """
         self.notes = TraceNotes(self._streams, limit, sizes)
 
     def end_trace(self, *, wait: bool) -> Recording:
-        """Give all that was seen since the trace began. Events that were watched go on without notes.
+        """Return the recording since the trace began. Events that were watched go on without notes.
 
         Arguments:
-            wait: until what was submitted is done; else only what is done by now is in it.
+            wait: wait until all submitted work is done; else only work that is done by now is in it.
         """
         notes = self.notes
         assert notes is not None
@@ -171,7 +171,7 @@ class Observer:
             if wait:
                 for job in list(notes.open):
                     event = job.event or DONE
-                    with contextlib.suppress(Exception):  # whoever needs the work gets its error
+                    with contextlib.suppress(Exception):  # raised by other waits for the work
                         self.waiting(job, event, event.synchronize, by_host=True)
                 notes.device.synchronize()
             return notes.finish()
@@ -180,13 +180,13 @@ class Observer:
             self.leave()
 
     def leave(self) -> None:
-        """Listen no longer where nothing is left to tell."""
+        """Stop listening if there is no output left."""
         if self.notes is None and self.waits is None:
             self._streams.observer = None
 
 
 def observe(streams: Streams) -> Observer:
-    """Give the observer of streams; one is put there where there is none."""
+    """Return the observer of streams; make one if there is none."""
     if not isinstance(streams.observer, Observer):
         streams.observer = Observer(streams)
     return streams.observer
@@ -195,10 +195,10 @@ def observe(streams: Streams) -> Observer:
 class WaitSums:
     """Adds up how long compute waits from here on, by stream.
 
-    A wait is put down to the stream that is waited for, whatever that waits for in turn.
+    A wait counts for the stream that is waited for, whatever that waits for in turn.
 
     Arguments:
-        streams: its device, where there is one, is waited for, once.
+        streams: the constructor waits for their device.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -206,14 +206,14 @@ class WaitSums:
         self._waits: deque[tuple[str, Any, Any]] = deque()
 
     def wait_begins(self, job: SubmittedWork, *, by_host: bool) -> Callable[[], None] | None:
-        """Note a wait of compute's, and when it is over."""
+        """Note the begin of a wait of compute. Return the function that notes its end."""
         if by_host and not self._clock.on_host:
-            return None  # a host that waits for its device says nothing: mostly the device computes meanwhile
+            return None  # mostly the device computes while the host waits for it
         begun = self._clock.mark()
         return lambda: self._waits.append((job.stream, begun, self._clock.mark()))
 
     def take(self) -> dict[str, float]:
-        """Give the seconds by stream of all waits that are over by now, and begin anew. Never blocks."""
+        """Return the seconds by stream of all waits that are over by now, and reset them. Never blocks."""
         seconds: defaultdict[str, float] = defaultdict(float)
         while self._waits:
             stream, *marks = self._waits[0]
@@ -226,11 +226,11 @@ class WaitSums:
 
 
 class TraceNotes:
-    """What is seen for a trace, within a limit of memory.
+    """Notes of a trace, within a limit of memory.
 
     Attributes:
         device: the clock of compute and of the device's streams.
-        open: work that was not over when it was last looked at, in order.
+        open: work that was not over at the last query, in order.
     """
 
     def __init__(self, streams: Streams, limit: int, sizes: Callable[[], Mapping[str, int]] | None) -> None:
@@ -262,7 +262,7 @@ class TraceNotes:
         return job.clock is not None
 
     def turn_to(self, label: Label) -> None:
-        """Note that compute turns to something."""
+        """Note that compute turns to other work."""
         with self._lock:
             if self._has_room(self._turns):
                 self._turns.append((self.device.mark(), label))
@@ -276,7 +276,7 @@ class TraceNotes:
         self._measure()
 
     def _measure(self) -> None:
-        """Note the bytes on each tier, where they are others than before."""
+        """Note the bytes on each tier, if they have changed."""
         if self._ask_sizes is None or self._ended is not None:
             return
         found = self._ask_sizes()
@@ -285,7 +285,7 @@ class TraceNotes:
                 self._sizes.append((time.monotonic(), found))
 
     def wait_begins(self, job: SubmittedWork, *, by_host: bool) -> Callable[[], None] | None:
-        """Note a wait of compute's or of the host's, and when it is over."""
+        """Note the begin of a wait of compute or of the host. Return the function that notes its end."""
         if self._ended is not None:
             return None
         clock = self._host if by_host else self.device
@@ -299,7 +299,7 @@ class TraceNotes:
         return over
 
     def finish(self) -> Recording:
-        """Give all that was seen until now, and let go of it."""
+        """Return the recording, and drop the notes."""
         with self._lock:
             for job in filter(SubmittedWork.is_over, self.open):
                 job.condense()
@@ -322,7 +322,7 @@ class TraceNotes:
         return recording
 
     def _spans(self, stop: float) -> tuple[list[TraceSpan], dict[SubmittedWork, int]]:
-        """List the spans of the work that is done, and which of them is whose."""
+        """List the spans of the work that is done, and the number of each job's span."""
         spans: list[TraceSpan] = []
         numbers: dict[SubmittedWork, int] = {}
         for job in self._jobs:
@@ -347,7 +347,7 @@ class TraceNotes:
         return [(when, label) for when, label in turns if when is not None and when < stop]
 
     def _has_room(self, notes: Sequence[object]) -> bool:
-        """Return True if there may be another note; the first that may not ends the trace."""
+        """Return True if there is room for another note; else end the trace."""
         if self._ended is None and len(notes) >= self._limit:
             self._ended, self._complete = time.monotonic(), False
         return self._ended is None

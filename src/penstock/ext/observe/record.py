@@ -59,7 +59,7 @@ class Record(AbstractContextManager["Record"]):
     def __init__(self, engine: Engine, folder: str | PathLike[str], begin: int) -> None:
         self.folder = Path(folder)
         self.steps = begin
-        self._engine = weakref.ref(engine)  # whoever keeps a recorder keeps no model
+        self._engine = weakref.ref(engine)  # a recorder keeps no model alive
         self._begin = begin
         self._lines: Lines | None = None
         self._late: list[tuple[int, str, Tensor]] = []
@@ -72,12 +72,12 @@ class Record(AbstractContextManager["Record"]):
 
     @classmethod
     def open(cls, engine: Engine, folder: str | PathLike[str], begin: int, *, before: "Record | None") -> Self:
-        """Check what was asked for, and open the file on the first rank. Nothing that is there changes.
+        """Check the request, and open the file on the first rank. Existing files do not change.
 
         Arguments:
-            engine: whose steps will be recorded.
-            folder: where.
-            begin: steps that were made before.
+            engine: the engine whose steps will be recorded.
+            folder: the folder of the files.
+            begin: the number of steps that were made before.
             before: the optimizer's last record.
 
         Raises:
@@ -100,10 +100,10 @@ class Record(AbstractContextManager["Record"]):
     def start(
         self, engine: Engine, given: torch.optim.Optimizer, plan: str | None, config: Mapping[str, Any] | None
     ) -> Self:
-        """Write the first line, and begin to measure. What an earlier run has left goes, unless this one goes on.
+        """Write the first line, and begin to measure. Files of an earlier run are removed, unless this one goes on.
 
         Arguments:
-            engine: whose steps are recorded.
+            engine: the engine whose steps are recorded.
             given: the optimizer that `prepare` was given.
             plan: the file of the plan that placed it; `None` without one.
             config: settings of the run.
@@ -122,20 +122,20 @@ class Record(AbstractContextManager["Record"]):
         self._began = self._last = time.monotonic()
         return self
 
-    # What is written by hand
+    # Called by the user
 
     def log(self, *, step: int | None = None, **figures: Number) -> None:
-        """Say more of a step: `loss`, `tokens`, and whatever else is to have a curve.
+        """Add figures of a step: `loss`, `tokens`, and any other that should have a curve.
 
-        Tokens are those of the step, of whichever ranks you count, and become tokens a second. A tensor is read after
-        the next step, when the device has long computed it, so that nothing waits for it.
+        Tokens are those of the step, of the ranks that you count, and become tokens per second. A tensor is read after
+        the next step, when the device has long computed it, so that the host does not wait for it.
 
         Arguments:
-            step: which one; `None` for the one that was made last: call it after `optimizer.step()`.
+            step: the number of the step; `None` for the last one: call it after `optimizer.step()`.
             figures: numbers, or tensors of one element.
 
         Raises:
-            ConfigError: one of them is something else.
+            ConfigError: a figure is neither.
 
         Example:
             >>> recorder.log(loss=loss, tokens=batch["input_ids"].numel())  # doctest: +SKIP
@@ -154,22 +154,22 @@ class Record(AbstractContextManager["Record"]):
             self._write("step", {"step": of_step, **now})
 
     def evaluation(self, loss: float, *, step: int | None = None) -> None:
-        """Say what the loss on held-out data is, after the step that was made last or another one."""
+        """Add the loss on held-out data, after the last step or another one."""
         self._write("eval", {"step": self.steps if step is None else step, "loss": float(loss)})
 
     def sample(self, prompt: str, text: str, *, step: int | None = None) -> None:
-        """Keep what the model writes after a prompt, after the step that was made last or another one."""
+        """Add text that the model generates for a prompt, after the last step or another one."""
         of_step = self.steps if step is None else step
         self._write("sample", {"step": of_step, "prompt": str(prompt), "text": str(text)})
 
-    # What the optimizer tells
+    # Called by the optimizer
 
     def step_made(self, engine: Engine, result: StepResult, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write the line of a step. Collective where a trace begins; what fails here fails no step.
+        """Write the line of a step. Collective if a trace begins.
 
-        1. The line: nothing in it waits for the device.
-        2. Once: where every byte is, when the step was warm.
-        3. The trace of a warm step, which waits for what is under way before and behind it.
+        1. The line: it does not wait for the device.
+        2. Once, when a step was warm: the location of every byte.
+        3. The trace of a warm step, which waits for submitted work before and after it.
         """
         now = time.monotonic()
         seconds, self._last = now - self._last, now
@@ -191,9 +191,9 @@ class Record(AbstractContextManager["Record"]):
     def _line(
         self, engine: Engine, result: StepResult, groups: Sequence[Mapping[str, Any]], seconds: float
     ) -> dict[str, Any]:
-        """List the figures of the step that was made last."""
+        """Return the figures of the last step."""
         rates = [_rate(group.get("lr")) for group in groups]
-        clip = abs(engine.context.gradient_scale.clip) or 1.0  # of the loop itself: the step has seen what was left
+        clip = abs(engine.context.gradient_scale.clip) or 1.0  # the loop's own: the step has seen clipped gradients
         line: dict[str, Any] = {
             "step": self.steps,
             "seconds": round(self._last - self._began, 6),
@@ -207,12 +207,12 @@ class Record(AbstractContextManager["Record"]):
         meter = observe(engine.context.streams).waits
         waits = {} if meter is None else meter.take()
         if self._trace is not None:
-            return line | {"traced": True}  # a trace knows them
+            return line | {"traced": True}  # the trace has the waits
         shares = {row: round(waited / seconds, 6) for row, waited in waits.items() if waited and seconds}
         return line | {"waited": sum(shares.values()), "waits": shares}
 
     def _place(self, engine: Engine) -> None:
-        """Write where every byte is."""
+        """Write the location of every byte."""
         self._is_placed = True
         if self._lines is not None:
             self._write("placement", {"step": self.steps, "rows": placement_rows(locate(engine).to_dict()["rows"])})
@@ -220,7 +220,7 @@ class Record(AbstractContextManager["Record"]):
     # The trace
 
     def _follow_trace(self, engine: Engine) -> None:
-        """Begin or end the trace where its time has come. Collective where it begins."""
+        """Begin or end the trace when it is due. Collective where it begins."""
         if self._trace is not None:
             if self.steps >= self._trace_ends:
                 self.end_trace()
@@ -236,7 +236,7 @@ class Record(AbstractContextManager["Record"]):
                 self._trace = trace
 
     def end_trace(self) -> None:
-        """End the trace of a step where one is being taken, such as for a trace that somebody asks for."""
+        """End the trace of a step if one is being taken, such as for a trace that the user asks for."""
         trace, self._trace = self._trace, None
         if trace is not None:
             try:
@@ -247,7 +247,7 @@ class Record(AbstractContextManager["Record"]):
     # The end
 
     def close(self) -> None:
-        """Write what is left, and close the files. Calling it again does nothing."""
+        """Write the figures that are left, and close the files. Calling it again does nothing."""
         if self.closed:
             return
         self.closed = True
@@ -283,7 +283,7 @@ class Record(AbstractContextManager["Record"]):
 
 
 def placement_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add up the rows of a `LocationReport` that differ in nothing but how much they are."""
+    """Add up the rows of a `LocationReport` that differ only in their sizes."""
     keys = ("unit", "kind", "tier", "dtype", "pinned")
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -295,14 +295,14 @@ def placement_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rate(lr: Any) -> float | None:
-    """Read a learning rate; `None` where it is on a device, which would have to be waited for."""
+    """Read a learning rate; `None` if it is on a device, as the host would have to wait for it."""
     if isinstance(lr, Tensor):
         return float(lr) if lr.device.type == "cpu" and lr.numel() == 1 else None
     return float(lr) if isinstance(lr, numbers.Real) else None
 
 
 def _about(engine: Engine, given: torch.optim.Optimizer) -> dict[str, Any]:
-    """Describe what is trained."""
+    """Describe the model, the optimizer and the ranks."""
     parameters = [
         (p.tensor.numel(), unit.trained is not None) for unit in engine.context.units for p in unit.parameters
     ]

@@ -1,10 +1,10 @@
-"""What a trace says: when each resource worked, who waited for what, which resource binds; and the file for a viewer.
+"""Analysis of a trace: busy time of each resource, exposed waits, the binding resource; and the file for a viewer.
 
 A **span** is one piece of work on a row: a stream, or compute. Transfers of one disk are in flight together; a row
-draws each from where the one before it was over, so that busy time is counted once. Compute is busy where the forward
+draws each from the end of the one before it, so that busy time is counted once. Compute is busy while the forward
 or backward of a unit is under way and neither waits nor does a stream's work itself (`inline`). A wait is **exposed**
-where compute has nothing to do meanwhile, and is put down to the rows that caused it: from the end of the work that was
-waited for, back over what that waited for in turn.
+where compute has no work meanwhile, and counts for the rows that caused it: from the end of the work that was waited
+for, back over the work that it waited for in turn.
 """
 
 import json
@@ -20,7 +20,7 @@ from penstock.trace import NO_LABEL, Label
 
 COMPUTE = "compute"
 WAITING = "waiting"
-#: What a row of a trace stands for, in the order in which a viewer shows them.
+#: Resource of each row of a trace, in the order in which a viewer shows them.
 RESOURCES: Mapping[str, str] = {
     COMPUTE: "device compute",
     "upload": "host-to-device link",
@@ -47,11 +47,11 @@ class TraceSpan:
 
     Attributes:
         row: the stream that did the work, a key of `RESOURCES`.
-        label: what the work was for.
+        label: the purpose of the work.
         start: when the work began.
         stop: when the work was over.
-        nbytes: how many bytes were moved; 0 where none were.
-        inline: whether the work ran in the thread that otherwise computes.
+        nbytes: the bytes that were moved.
+        inline: True if the work ran in the thread that otherwise computes.
         after: indices of the spans that the work had to wait for.
     """
 
@@ -72,7 +72,7 @@ class Wait:
         span: the index of that span.
         start: when it began to wait.
         stop: when it went on.
-        by_host: whether the host waited, and not compute.
+        by_host: True if the host waited, and not compute.
     """
 
     span: int
@@ -83,16 +83,16 @@ class Wait:
 
 @dataclass(frozen=True)
 class Recording:
-    """All that was seen between `start` and `stop`.
+    """Notes of a trace between `start` and `stop`.
 
     Attributes:
         start: when the trace began.
         stop: when the trace ended.
         spans: the work of all streams.
-        waits: what compute or the host waited for.
-        compute: what compute turned to, and when; an empty label is nothing in particular.
-        complete: whether the limit of spans was not reached.
-        sizes: the bytes on each tier, from when on: as the host gives and takes memory, ahead of a device.
+        waits: the waits of compute and of the host.
+        compute: labels of compute, and their begin; an empty label is no work in particular.
+        complete: False if the limit of spans was reached.
+        sizes: the bytes on each tier, and since when: as the host allocates and frees memory, ahead of a device.
         steps: when each step of the optimizer returned.
     """
 
@@ -108,13 +108,13 @@ class Recording:
 
 @dataclass(frozen=True)
 class Use:
-    """How one row was used.
+    """Use of one row.
 
     Attributes:
-        spans: how many pieces of work it did.
-        busy_seconds: how long it worked.
-        waited_seconds: how long compute or the host stood waiting for it.
-        nbytes: how many bytes it moved.
+        spans: the number of its pieces of work.
+        busy_seconds: the time in which it worked.
+        waited_seconds: the time in which compute or the host waited for it.
+        nbytes: the bytes that it moved.
     """
 
     spans: int
@@ -124,20 +124,20 @@ class Use:
 
     @property
     def bytes_per_second(self) -> float:
-        """Divide the bytes by the time that it was busy."""
+        """Bytes per second of busy time."""
         return self.nbytes / self.busy_seconds if self.busy_seconds else 0.0
 
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """What kept a run busy, and what kept it waiting. Print it for a table.
+    """Busy times and exposed waits of a trace. Print it for a table.
 
     Attributes:
-        seconds: how long the trace is, from its start to its end.
-        rows: how each row was used, those that were.
+        seconds: the length of the trace.
+        rows: the use of each row that was used.
         waits: seconds of exposed wait by cause, such as "gather layers.3 (upload)"; the longest first.
         bound_by: the resource with the most busy time.
-        complete: whether the limit of spans was not reached; else the trace ends where it was.
+        complete: False if the limit of spans was reached, where the trace ends then.
     """
 
     seconds: float
@@ -147,7 +147,7 @@ class TraceSummary:
     complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """List the numbers as JSON-like values, as the file of a trace keeps them."""
+        """Return the numbers as JSON-like values, as in the file of a trace."""
         rows = {
             row: {
                 **asdict(use),
@@ -191,9 +191,9 @@ class TraceTimeline:
     """A recording as rows whose spans do not overlap.
 
     Attributes:
-        recording: what it was made of.
+        recording: the recording that it was made of.
         rows: spans by row, in order, compute included.
-        waits: exposed waits: `row` is what kept compute or the host waiting, `label` is what was waited for.
+        waits: exposed waits: `row` is the row that caused the wait, `label` the work that was waited for.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -214,7 +214,7 @@ class TraceTimeline:
                 self.waits += blame(spans, before, replace(wait, start=start, stop=stop))
 
     def summary(self) -> TraceSummary:
-        """Sum up busy time and exposed waits, and find what binds."""
+        """Sum up busy time and exposed waits, and find the binding resource."""
         seconds = max(self.recording.stop - self.recording.start, 1e-9)
         waits: defaultdict[str, float] = defaultdict(float)
         waited: defaultdict[str, float] = defaultdict(float)
@@ -234,8 +234,8 @@ def busiest(rows: Mapping[str, Sequence[Interval]], seconds: float) -> str:
     """Find the resource with the most busy time. Reads and writes share a disk: they count together.
 
     Arguments:
-        rows: when each row was busy, and when compute waited.
-        seconds: how long the trace is.
+        rows: intervals in which each row was busy, and in which compute waited.
+        seconds: the length of the trace.
     """
 
     def busy(*names: str) -> float:
@@ -278,7 +278,7 @@ def to_chrome(timeline: TraceTimeline, rank: int, marks: Iterable[Mapping[str, A
 
 
 def in_turn(spans: Sequence[TraceSpan]) -> tuple[list[TraceSpan], list[int | None]]:
-    """Let each span begin when the one before it on its row is over; and which that is, by index."""
+    """Let each span begin when the one before it on its row is over; return also the index of that one."""
     drawn = list(spans)
     before: list[int | None] = [None] * len(spans)
     last: dict[str, int] = {}
@@ -292,10 +292,10 @@ def in_turn(spans: Sequence[TraceSpan]) -> tuple[list[TraceSpan], list[int | Non
 
 
 def blame(spans: Sequence[TraceSpan], before: Sequence[int | None], wait: Wait) -> list[TraceSpan]:
-    """Put a wait down to the rows that caused it, in order.
+    """Divide a wait among the rows that caused it, in order.
 
-    From its end backwards: while the span that is waited for is under way, and until it begins after what it followed,
-    it is that span's row; before that, the row of what was over last of all that the span came after; and so on.
+    From its end backwards: the time since the span began, or since the end of the spans that it followed, counts for
+    the span's row; earlier time for the row of the span that ended last of those; and so on.
     """
     pieces: list[TraceSpan] = []
     label, index, stop = spans[wait.span].label, wait.span, wait.stop
@@ -315,7 +315,7 @@ def blame(spans: Sequence[TraceSpan], before: Sequence[int | None], wait: Wait) 
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals that overlap: what is left is in order, and apart."""
+    """Merge intervals that overlap. The result is in order, and disjoint."""
     union: list[Interval] = []
     for start, stop in sorted(intervals):
         if union and start <= union[-1][1]:
@@ -331,7 +331,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
-    """Cut holes, which are in order and apart, out of an interval."""
+    """Cut holes, which are in order and disjoint, out of an interval."""
     start, end = interval
     left = []
     for hole in holes[max(0, bisect(holes, (start, inf)) - 1) :]:
@@ -344,7 +344,7 @@ def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
 
 
 def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[TraceSpan]:
-    """List what compute did, without the holes."""
+    """List the spans of compute, without the holes."""
     turns = [*recording.compute, (recording.stop, NO_LABEL)]
     return [
         TraceSpan(COMPUTE, label, *left)
@@ -367,7 +367,7 @@ def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, An
 
 
 def _arguments(span: TraceSpan) -> dict[str, Any]:
-    """Take a span's label apart for the viewer: unit, kind and tile by name, and the bytes."""
+    """Return a span's label for the viewer: unit, kind and tile by name, and the bytes."""
     named = span.label._asdict() | {"bytes": span.nbytes}
     del named["verb"]
     return {name: value for name, value in named.items() if value not in ("", None) and (name == "tile" or value)}

@@ -18,10 +18,10 @@ STEP = "step"
 
 
 class TraceReport:
-    """What a trace found, once its block has ended. Print it for a table.
+    """Result of a trace. Print it for a table.
 
     Attributes:
-        summary: what the notes say; `None` until the block has ended.
+        summary: the analysis of the trace; `None` until the block has ended.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,9 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
                 file = opened.enter_context(open_own(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
                 failure = _refused(name, error)
-        # Before anything is recorded: where this rank alone raised, the others would go on into collectives without it.
+        # First: if this rank raised alone, the others would go on into collectives without it.
         engine.context.ranks.control_group.agree(failure)
-        # What is under way was submitted without notes: nobody would know what a wait for it inside the block were for.
+        # Work under way was submitted without notes: a wait for it inside the block could not be labelled.
         engine.access.finish()
         report = TraceReport()
         observer = observe(streams)
@@ -58,7 +58,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
             yield report
             ended = True
         finally:
-            timeline = TraceTimeline(observer.end_trace(wait=ended))  # of what failed, some work may never be done
+            timeline = TraceTimeline(observer.end_trace(wait=ended))  # after a failure some work may never be done
             report.summary = timeline.summary()
             if file is not None:
                 try:
@@ -69,7 +69,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
 
 
 def _marks(recording: Recording, rank: int) -> Iterator[dict[str, Any]]:
-    """Write what the file has beside its rows: an instant where each step returned, and a counter for each tier.
+    """Yield the events beside the rows: an instant where each step returned, and a counter for each tier.
 
     A counter has a value where its bytes change, and at the end, up to which the last one holds.
     """
