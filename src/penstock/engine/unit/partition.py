@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -256,20 +256,17 @@ def _blocks(model: nn.Module, policy: UnitPolicy) -> dict[str, nn.Module]:
     """Find the blocks that a policy selects, by name: the model itself as `root`, then the others."""
     if policy is None:
         return {ROOT: model, **_repeated_blocks(model)}
-    if isinstance(policy, type):
-        policy = (policy,)
-    if isinstance(policy, Iterable):
-        classes = tuple(policy)
-        if not classes or not all(isinstance(c, type) for c in classes):
-            raise ConfigError(f"units={classes!r}: give module classes, a predicate on (name, module), or None.")
-        chosen = {n: m for n, m in model.named_modules() if m is not model and isinstance(m, classes)}
-        wanted, is_root = ", ".join(c.__name__ for c in classes), isinstance(model, classes)
-    elif callable(policy):
-        chosen = {n: m for n, m in model.named_modules() if m is not model and policy(n, m)}
-        wanted, is_root = "the predicate", not chosen and policy("", model)
-    else:
+    selects: Any = policy
+    wanted = "the predicate"
+    if isinstance(policy, type | Iterable):
+        classes = (policy,) if isinstance(policy, type) else tuple(policy)
+        are_classes = bool(classes) and all(isinstance(each, type) for each in classes)
+        selects = (lambda _, module: isinstance(module, classes)) if are_classes else None
+        wanted = ", ".join(each.__name__ for each in classes) if are_classes else ""
+    if not callable(selects):
         raise ConfigError(f"units={policy!r}: give module classes, a predicate on (name, module), or None.")
-    if not (chosen or is_root):  # the model itself is a unit in any case
+    chosen = {n: m for n, m in model.named_modules() if m is not model and selects(n, m)}
+    if not (chosen or selects("", model)):  # the model itself is a unit in any case
         raise ConfigError(
             f"units: no module of {type(model).__name__} matches {wanted}. Use units=None to find blocks."
         )

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from itertools import product
 
 import torch
 
@@ -42,9 +43,9 @@ class StoragePlan:
     streams_whole: bool = False
     secondary: int | None = None
 
-    def keeps_master(self, spec: UnitSpec) -> bool:
-        """Whether a unit has master weights beside its parameters."""
-        return self.master_dtype is not None and spec.trainable and spec.dtype != torch.float32
+    def master_of(self, spec: UnitSpec) -> torch.dtype | None:
+        """Return the dtype of a unit's master weights; `None` where it has none beside its parameters."""
+        return self.master_dtype if spec.trainable and spec.dtype != torch.float32 else None
 
     def streams(self, spec: UnitSpec) -> Streamed:
         """Say which tiles of a unit the device updates though their state rests elsewhere."""
@@ -59,8 +60,8 @@ class StoragePlan:
     def optimizer_bytes(self, spec: UnitSpec) -> float:
         """Count the bytes of master weights and states of one element, or of the parameter where there are none."""
         nbytes = sum(kind.dtype.itemsize / kind.grain for kind in _optimizer_kinds(spec, self.tile_of(spec))[0])
-        if self.master_dtype is not None and self.keeps_master(spec):
-            nbytes += self.master_dtype.itemsize
+        if (master := self.master_of(spec)) is not None:
+            nbytes += master.itemsize
         return nbytes or spec.dtype.itemsize
 
 
@@ -71,14 +72,6 @@ class KindPlan:
     name: str
     dtype: torch.dtype
     grain: int = 1
-
-
-class TierSpans(NamedTuple):
-    """Which tiles of a unit are on which tiers. Gradients and optimizer states are those of this rank."""
-
-    params: Sequence[TierRange]
-    grads: Sequence[TierRange] = ()
-    optimizer: Sequence[TierRange] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,27 +160,34 @@ def plan_units(
         chosen: Sequence[int],
         fractions: Mapping[Tier, float],
         bytes_of: Callable[[UnitSpec], float],
-        ranks: Sequence[int],
+        ranks: Sequence[int] = (grid.shard_rank,),
     ) -> dict[int, tuple[TierRange, ...]]:
         bytes_of_units = [bytes_of(specs[index]) for index in chosen]
         of_units = [[numel for rank in ranks for numel in tiles[index][rank]] for index in chosen]
         return dict(zip(chosen, split(of_units, fractions, bytes_of_units), strict=True))
 
-    mine = [grid.shard_rank]
-
     new = [index for index, spec in enumerate(specs) if spec.name not in resting]
-    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, range(grid.shards) if replicated else mine)
+    holding = range(grid.shards) if replicated else [grid.shard_rank]
+    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, holding)
     for index, spec in enumerate(specs):
         if spec.name in resting:
             params[index] = tuple(TierRange(p.tier, p.start, p.stop) for p in resting[spec.name].sections[PARAM])
-    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize, mine)
-    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes, mine)
+    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize)
+    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes)
     plans = []
     for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True)):
-        spans = TierSpans(params[i], grads.get(i, ()), optimizer.get(i, ()))
         own = part(params[i], *layout.shard_range(grid.shard_rank)) if replicated else tuple(params[i])
         in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, reach) and reach.reads_in_place
-        sections, fields = _plan_sections(spec, homes, spans, own, reach)
+        make = partial(_sections, spec=spec, homes=homes)
+        sections: dict[str, Sequence[SegmentPlan]] = {PARAM: make(PARAM, params[i])}
+        fields = StateFields((), ())
+        if spec.trainable:
+            master = homes.master_of(spec)
+            kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
+            sections[GRAD] = make(GRAD, grads[i], [KindPlan(GRAD, homes.grad_dtype)])
+            sections[MASTER] = make(MASTER, optimizer[i], [KindPlan(MASTER, master)] if master else [])
+            sections[OPTIMIZER] = make(OPTIMIZER, optimizer[i], kinds)
+            sections[SHADOW] = _shadow(spec, homes, optimizer[i], own, reach)
         if homes.secondary is not None and not replicated and not spec.persistent:
             sections[SECONDARY] = _secondary(spec, layout, homes, params[i])
         plans.append(
@@ -198,43 +198,25 @@ def plan_units(
                 replicated=replicated,
                 resident=replicated and in_place,
                 sections=sections,
-                own_params=_sections(PARAM, [KindPlan(PARAM, spec.dtype)], own, spec, homes),
+                own_params=make(PARAM, own),
                 fields=fields,
             )
         )
     return plans
 
 
-def _plan_sections(
-    spec: UnitSpec, homes: StoragePlan, spans: TierSpans, own_params: Sequence[TierRange], reach: Reach
-) -> tuple[dict[str, Sequence[SegmentPlan]], StateFields]:
-    """Plan the sections of a unit by home, in the order in which they will be made, and the optimizer's kinds."""
-    sections: dict[str, Sequence[SegmentPlan]] = {
-        PARAM: _sections(PARAM, [KindPlan(PARAM, spec.dtype)], spans.params, spec, homes)
-    }
-    if not spec.trainable:
-        return sections, StateFields((), ())
-    master = [KindPlan(MASTER, homes.master_dtype)] if homes.master_dtype and homes.keeps_master(spec) else []
-    kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
-    sections[GRAD] = _sections(GRAD, [KindPlan(GRAD, homes.grad_dtype)], spans.grads, spec, homes)
-    sections[MASTER] = _sections(MASTER, master, spans.optimizer, spec, homes)
-    sections[OPTIMIZER] = _sections(OPTIMIZER, kinds, spans.optimizer, spec, homes)
-    sections[SHADOW] = [
-        section
-        for update in spans.optimizer
-        for param in own_params
-        if max(update.start, param.start) < min(update.stop, param.stop)
-        for section in _sections(
-            SHADOW,
-            [KindPlan(MASTER, spec.dtype)]
-            if _needs_shadow(param.tier, update.tier, homes.streams(spec), reach)
-            else [],
-            [TierRange(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
-            spec,
-            homes,
-        )
-    ]
-    return sections, fields
+def _shadow(
+    spec: UnitSpec, homes: StoragePlan, optimizer: Sequence[TierRange], params: Sequence[TierRange], reach: Reach
+) -> list[SegmentPlan]:
+    """Plan the shadow of this rank's shard: nothing where the update reaches the parameters."""
+    sections = []
+    for update, param in product(optimizer, params):
+        start, stop = max(update.start, param.start), min(update.stop, param.stop)
+        if start < stop:
+            needed = _needs_shadow(param.tier, update.tier, homes.streams(spec), reach)
+            kinds = [KindPlan(MASTER, spec.dtype)] if needed else []
+            sections += _sections(SHADOW, [TierRange(update.tier, start, stop)], kinds, spec=spec, homes=homes)
+    return sections
 
 
 def _secondary(
@@ -244,7 +226,7 @@ def _secondary(
     assert homes.secondary is not None
     tier = Tier.DEVICE if all(span.tier is Tier.DEVICE for span in params) else Tier.CPU
     span = TierRange(tier, 0, layout.numel // homes.secondary)
-    return _sections(SECONDARY, [KindPlan(SECONDARY, spec.dtype)], [span], spec, homes)
+    return _sections(SECONDARY, [span], spec=spec, homes=homes)
 
 
 def _optimizer_kinds(spec: UnitSpec, tile_numel: int) -> tuple[list[KindPlan], StateFields]:
@@ -285,10 +267,23 @@ def _needs_shadow(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reac
 
 
 def _sections(
-    home: str, kinds: Iterable[KindPlan], spans: Iterable[TierRange], spec: UnitSpec, homes: StoragePlan
+    home: str,
+    spans: Iterable[TierRange],
+    kinds: Sequence[KindPlan] | None = None,
+    *,
+    spec: UnitSpec,
+    homes: StoragePlan,
 ) -> list[SegmentPlan]:
-    """Plan the sections of one home: one for each span of tiles that are on one tier."""
-    kinds = list(kinds)
+    """Plan the sections of one home: one for each span of tiles that are on one tier.
+
+    Arguments:
+        home: its name.
+        spans: its tiles.
+        kinds: what it keeps; `None` for values of the unit's dtype under the home's name.
+        spec: the unit.
+        homes: what was asked for.
+    """
+    kinds = [KindPlan(home, spec.dtype)] if kinds is None else kinds
     return [
         SegmentPlan(
             home,
@@ -306,5 +301,4 @@ def _sections(
 
 
 def _tiles(numel: int, tile_numel: int) -> list[int]:
-    whole, rest = divmod(numel, tile_numel)
-    return [tile_numel] * whole + ([rest] if rest else [])
+    return [min(tile_numel, numel - start) for start in range(0, numel, tile_numel)]
