@@ -40,10 +40,7 @@ def own_elements(tensor: Tensor) -> Tensor:
 def own_part(value: Tensor, like: Tensor) -> Tensor:
     """Give this rank's elements of a DTensor as they are divided in another one. Collective where that differs."""
     divided: Any = value
-    placements = like._spec.placements  # type: ignore[attr-defined]
-    if tuple(divided.placements) != tuple(placements):
-        divided = divided.redistribute(placements=placements)
-    part: Tensor = divided.to_local()
+    part: Tensor = divided.redistribute(placements=like._spec.placements).to_local()  # type: ignore[attr-defined]
     return part
 
 
@@ -57,13 +54,11 @@ def give_elements(tensor: Tensor, values: Tensor) -> None:
 
 
 def _another(held: Any, values: Tensor) -> Any:
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     meta = held._spec.tensor_meta
     meta = TensorMeta(meta.shape, meta.stride, values.dtype)
-    spec = DTensorSpec(held._spec.mesh, held._spec.placements, tensor_meta=meta)
-    return DTensor(values, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return wrapped(values, DTensorSpec(held._spec.mesh, held._spec.placements, tensor_meta=meta))
 
 
 def spec_of(tensor: Tensor) -> Any:

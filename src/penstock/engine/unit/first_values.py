@@ -29,7 +29,7 @@ from penstock.engine.unit.dtensor import (
 )
 from penstock.engine.unit.partition import UnitSpec
 from penstock.errors import ConfigError, EngineError
-from penstock.layout import round_up
+from penstock.layout import FlatLayout
 from penstock.runtime.collectives import Collectives, LocalRanks, as_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,19 +74,17 @@ def initialise(
             module._buffers[key] = empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
     run = initialiser(module, owners)
     if run is not None:
-        failure: Exception | None = None
+        which = f"The initialisation of {type(module).__name__} '{_name(model, module)}'"
         try:
             with torch.no_grad():
                 run()
         except Exception as error:  # it is somebody else's code
-            failure = error
-        written = [p for p in gone if p.numel() and not bool(p.detach()[(0,) * p.ndim].isnan())]
-        if failure is not None or written:
-            why = f"failed: {failure!r}" if failure is not None else "writes to parameters of modules inside of it"
-            late = ", which are in units of their own and have their values already. Give values" if written else ""
+            raise ConfigError(f"{which} failed: {error!r}.") from error
+        if any(p.numel() and not bool(p.detach()[(0,) * p.ndim].isnan()) for p in gone):
             raise ConfigError(
-                f"The initialisation of {type(module).__name__} '{_name(model, module)}' {why}{late}."
-            ) from failure
+                f"{which} writes to parameters of modules inside of it, which are in units of their own and have their "
+                "values already. Give values."
+            )
     for key, value in (*module._parameters.items(), *module._buffers.items()):
         if value is not None and not value.is_meta and value.is_floating_point() and bool(value.isnan().any()):
             raise ConfigError(
@@ -248,7 +246,6 @@ def misfit(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_GRAIN_BYTES = 16  # any dtype may begin there
 _PACKED_BYTES = 1 << 20  # at most, of several tensors: a larger one goes by itself
 
 
@@ -295,63 +292,35 @@ def packs(sizes: Sequence[int]) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-class SharedReads:
-    """Reads of files, of which each rank of a host does a part.
+def read_shared(files: StoredTensors, forms: Forms, names: Sequence[str], ranks: LocalRanks) -> list[Tensor]:
+    """Read tensors of files whole, flat and in their dtypes: each rank of a host reads a part. Collective over these.
 
     Arguments:
         files: the tensors, the same ones on each of these ranks.
         forms: their shapes and dtypes.
+        names: which of them.
         ranks: those of this host.
+
+    Raises:
+        Exception: on a rank that could not read its part.
+        EngineError: on the others.
     """
-
-    def __init__(self, files: StoredTensors, forms: Forms, ranks: LocalRanks) -> None:
-        self._files = files
-        self._forms = forms
-        self._ranks = ranks
-
-    def read(self, names: Sequence[str]) -> list[Tensor]:
-        """Read some tensors whole, flat and in their dtypes. Collective over the ranks of the host.
-
-        Raises:
-            Exception: on a rank that could not read its part.
-            EngineError: on the others.
-        """
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in (self._forms[name] for name in names)]
-        starts = [0]
-        for nbytes in sizes:
-            starts.append(starts[-1] + round_up(nbytes, _GRAIN_BYTES))
-        part = round_up(-(-starts[-1] // self._ranks.size), _GRAIN_BYTES)
-        failure: Exception | None = None
-        try:
-            own = self._part(names, sizes, starts, self._ranks.number * part, part)
-        except Exception as error:
-            failure = error  # told first: the others wait for this rank
-        if self._ranks.any(failure is not None):
-            raise failure or EngineError("Another rank of this host could not read its part of the files.")
-        whole = self._ranks.exchange(own)
-        found = zip(names, sizes, starts, strict=False)
-        return [whole[start : start + nbytes].view(self._forms[name][1]) for name, nbytes, start in found]
-
-    def give_up(self) -> None:
-        """Tell the others, who are about to read more, that this rank does not. Collective."""
-        self._ranks.any(True)
-
-    def close(self) -> None:
-        """Leave the others."""
-        self._ranks.close()
-
-    def _part(
-        self, names: Sequence[str], sizes: Sequence[int], starts: Sequence[int], first: int, nbytes: int
-    ) -> Tensor:
-        """Read some bytes of what the tensors are when they lie one after the other."""
-        own = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        for name, size, start in zip(names, sizes, starts, strict=False):
-            begin, end = max(start, first), min(start + size, first + nbytes)
-            if begin < end:
-                itemsize = self._forms[name][1].itemsize
-                values = self._files.read(name, (begin - start) // itemsize, (end - start) // itemsize)
-                own[begin - first : end - first] = values.contiguous().view(torch.uint8)
-        return own
+    dtypes = [forms[name][1] for name in names]
+    nbytes = [(prod(forms[name][0]) * forms[name][1].itemsize,) for name in names]
+    layout = FlatLayout.build(names, nbytes, ranks.size)  # of bytes; shards begin where any dtype may
+    failure: Exception | None = None
+    own = torch.zeros(layout.shard_numel(ranks.number), dtype=torch.uint8, device="cpu")
+    try:
+        for index, start, stop in layout.parts(ranks.number):
+            origin, itemsize = layout.cuts[ranks.number] - layout.slots[index].start, dtypes[index].itemsize
+            values = files.read(names[index], (origin + start) // itemsize, (origin + stop) // itemsize)
+            own[start:stop] = as_bytes(values.contiguous())
+    except Exception as error:
+        failure = error  # told first: the others wait for this rank
+    if ranks.any(failure is not None):
+        raise failure or EngineError("Another rank of this host could not read its part of the files.")
+    whole = ranks.exchange(own)
+    return [whole[slot.start : slot.stop].view(dtype) for slot, dtype in zip(layout.slots, dtypes, strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -442,14 +411,21 @@ class GivenValues(FirstValues):
         self._model = model
         self._weights = WeightFiles(weights) if isinstance(weights, str | os.PathLike) else weights
         self._files = self._weights if isinstance(self._weights, StoredTensors) else None
-        self._shared: SharedReads | None = None
+        self._closing = contextlib.ExitStack()
+        if self._files is not None:
+            self._closing.callback(self._files.close)
+        self._readers: LocalRanks | None = None
         self._ahead: ReadAhead | None = None
         self._held = self._list()
         names: dict[Tensor, list[str]] = {}
         buffers = model.named_buffers(remove_duplicate=False)
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers):
             names.setdefault(tensor, []).append(name)
-        self._names = {tensor: self._known(aliases) for tensor, aliases in names.items()}
+        # The names under which a tensor's values are there; a function is asked for all of them.
+        self._names = {
+            tensor: aliases if self._held is None else [name for name in aliases if name in self._held]
+            for tensor, aliases in names.items()
+        }
         self._shapes = {tensor: tuple(tensor.shape) for tensor in names}
         # Refused here, the model is as it was: no value was moved. What a function gives is looked at as it comes.
         self._check(names)
@@ -463,34 +439,35 @@ class GivenValues(FirstValues):
             device: where the tensors of their collectives are.
             whole: whether each rank keeps whole parameters, and not its shard alone.
         """
-        forms = self._held or {}
-        what = "" if self._files is None else f"{zlib.crc32(repr(sorted(forms.items())).encode()):08x}"
-        local = LocalRanks.that_read(what, ranks, device, whole=whole)
-        if local is not None and self._files is not None:
-            self._shared = SharedReads(self._files, forms, local)
+        forms = sorted((self._held or {}).items())
+        what = "" if self._files is None else f"{zlib.crc32(repr(forms).encode()):08x}"
+        self._readers = LocalRanks.that_read(what, ranks, device, whole=whole)
+        if self._readers is not None:
+            self._closing.callback(self._readers.close)
 
     def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]) -> None:
         """Begin to read what is in files as it is wanted, unless ranks of a host share the reads."""
-        if self._files is not None and self._shared is None:
+        if self._files is not None and self._readers is None:
             names = {tensor: aliases[0] for tensor, aliases in self._names.items() if aliases}
             self._ahead = ReadAhead(self._files, *foreseen(names, specs, reads))
+            self._closing.callback(self._ahead.close)
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield the units in order.
 
         Of files each rank reads what it keeps, and ranks need not meet for it; but those of a host that keep the same.
         """
-        shared = self._shared
         for number, spec in enumerate(specs):
-            if shared is None:
+            if self._readers is None or self._files is None or self._held is None:
                 flats = [self._flat(parameter) for parameter in spec.parameters]
             else:
-                flats = [in_memory(value) for value in shared.read([self._names[p][0] for p in spec.parameters])]
+                names = [self._names[parameter][0] for parameter in spec.parameters]
+                flats = list(map(in_memory, read_shared(self._files, self._held, names, self._readers)))
             try:
                 yield number, [cut_to(flat, parameter) for flat, parameter in zip(flats, spec.parameters, strict=True)]
             except GeneratorExit:
-                if shared is not None and number + 1 < len(specs):
-                    shared.give_up()
+                if self._readers is not None and number + 1 < len(specs):
+                    self._readers.any(True)  # the others are about to read more, and this rank does not
                 raise
             del flats  # before the next unit's come
             if self._files is not None:
@@ -498,12 +475,7 @@ class GivenValues(FirstValues):
 
     def close(self) -> None:
         """Close the files."""
-        if self._ahead is not None:
-            self._ahead.close()
-        if self._shared is not None:
-            self._shared.close()
-        if self._files is not None:
-            self._files.close()
+        self._closing.close()
 
     def _list(self) -> Forms | None:
         """List the shape and dtype of what there is, by name; `None` where that is not known beforehand."""
@@ -515,11 +487,6 @@ class GivenValues(FirstValues):
                 raise self._unfit(faults)
             return {name: (tuple(value.shape), value.dtype) for name, value in self._weights.items()}
         return None
-
-    def _known(self, aliases: Sequence[str]) -> list[str]:
-        """Pick the names under which a tensor's values are there; a function is asked for all of them."""
-        held = self._held
-        return list(aliases) if held is None else [name for name in aliases if name in held]
 
     def _check(self, names: Mapping[Tensor, Sequence[str]]) -> None:
         """Refuse values that do not fit the model, where they are known by name: all faults in one error."""
