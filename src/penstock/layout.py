@@ -236,6 +236,10 @@ class FlatLayout:
         """Whether all shards have as many elements."""
         return len({stop - start for start, stop in pairwise(self.cuts)}) == 1
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [slot.start for slot in self.slots]
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the first element of a rank's shard in the flat buffer, and the one after its last."""
         return self.cuts[rank], self.cuts[rank + 1]
@@ -246,7 +250,7 @@ class FlatLayout:
 
     def slot_at(self, element: int) -> int:
         """Return the index of the slot that an element of the flat buffer is in, or in the gap behind it."""
-        return bisect_right(self.slots, element, key=lambda slot: slot.start) - 1
+        return bisect_right(self._starts, element) - 1
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Give the ranges of the flat buffer that no parameter uses: first element, and the one after the last."""

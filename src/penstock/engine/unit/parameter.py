@@ -394,21 +394,18 @@ class UnitParameter:
 
     def expose(self, buffer: Tensor) -> None:
         """Make it a view of its slot in a buffer of the unit."""
-        self.tensor.__class__ = self._kind
-        if not self._is_view_in(buffer):
-            self.tensor.data = self.view_in(buffer)
-
-    def _is_view_in(self, buffer: Tensor) -> bool:
-        """Whether it is that view already, as a resident one is after each step."""
         tensor, slot = self.tensor, self.slot
+        tensor.__class__ = self._kind
         address = tensor.data_ptr()  # 0 says nothing: what has no elements has no address
-        return (
+        is_view_already = (  # as a resident one is after each step
             address == buffer.data_ptr() + slot.start * buffer.itemsize
             and address != 0
             and tensor.dtype is buffer.dtype
             and tensor.shape == slot.shape
             and tensor.is_contiguous()
         )
+        if not is_view_already:
+            tensor.data = self.view_in(buffer)
 
     def hide(self, placeholder: Tensor) -> None:
         """Make it a placeholder: one element that stands for all of them."""

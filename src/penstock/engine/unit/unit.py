@@ -3,7 +3,7 @@
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -334,7 +334,7 @@ class StateFields:
 
     def name(self, views: Views) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Pick the states of a range of elements out of all values of the home there, and their scales."""
-        states = tuple(views[index] for index in self.states)
+        states = tuple(map(views.__getitem__, self.states))
         return states, tuple(None if index is None else views[index] for index in self.scales)
 
 
@@ -488,18 +488,12 @@ class Unit:
         """
         if name == SECONDARY:
             self.secondary = home
-            return
-        trained = self.trained
-        assert trained is not None
-        if name == GRAD:
-            trained.gradient.home = home
-        elif name == MASTER:
-            trained.master = home
-        elif name == OPTIMIZER:
-            trained.optimizer = home
+        elif name == GRAD:
+            assert self.trained is not None
+            self.trained.gradient.home = home
         else:
-            assert name == SHADOW
-            trained.shadow = home
+            assert name in (MASTER, OPTIMIZER, SHADOW)  # the fields have the names of their homes
+            setattr(self.trained, name, home)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, WeightRange]]:
         """Look at the parameters of a range of this rank's shard, piece by piece. See `Storage.visit`.
@@ -661,7 +655,7 @@ def _refuse_gradient(name: str, parameter: nn.Parameter) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_PARAMETERS = attrgetter("_parameters")
+_PARAMETERS, _CHILDREN = attrgetter("_parameters"), attrgetter("_modules")
 _VALUES = methodcaller("values")  # not those of `dict`: what a script holds is no dict
 
 
@@ -684,11 +678,8 @@ class Membership:
         self._note()
 
     def _note(self) -> None:
-        modules = list(self._model.modules())
-        # Modules, not their dicts: one whose parameters are hidden has another.
-        self._modules = modules
-        self._children = [module._modules for module in modules if module._modules]
-        self._held, self._held_children = _held_by(map(_PARAMETERS, modules)), _held_by(self._children)
+        self._modules = list(self._model.modules())
+        self._held = _held_by(self._modules)
 
     def check(self) -> None:
         """Refuse what would not be trained, or not be computed with.
@@ -696,8 +687,8 @@ class Membership:
         Raises:
             EngineError: names the parameter, and what to call instead.
         """
-        same = _are_the_same(_held_by(map(_PARAMETERS, self._modules)), self._held)
-        if not (same and _are_the_same(_held_by(self._children), self._held_children)):
+        now = _held_by(self._modules)
+        if len(now) != len(self._held) or not all(map(is_, now, self._held)):
             self._look_for_strangers()
         for unit, parameters, offsets in self._places:
             if unit.holding.blocks:
@@ -714,17 +705,17 @@ class Membership:
         """Refuse parameters that have come since `prepare`. Modules may change places, be wrapped, and go."""
         if _in_functional_call():  # which puts others in their place, for this call
             return
-        for name, module in self._model.named_modules():
-            for own_name, parameter in module._parameters.items():
-                if isinstance(parameter, nn.Parameter) and parameter not in self._known:
-                    full_name = f"{name}.{own_name}" if name else own_name
-                    raise EngineError(
-                        f"Parameter '{full_name}' {tuple(parameter.shape)} of {type(module).__name__} was put there "
-                        "after prepare(), so nothing would train it. A new one is trained from "
-                        "optimizer.add_param_group({'params': [...]}) on. Where it is to replace a prepared one, give "
-                        "that one its values with optimizer.set_full_param(), or inside "
-                        "optimizer.gathered(modify=True) (load_state_dict() without assign=True)."
-                    )
+        found: Iterable[tuple[str, Tensor]] = self._model.named_parameters(remove_duplicate=False)
+        for name, parameter in found:
+            if isinstance(parameter, nn.Parameter) and parameter not in self._known:
+                module = self._model.get_submodule(name.rpartition(".")[0])
+                raise EngineError(
+                    f"Parameter '{name}' {tuple(parameter.shape)} of {type(module).__name__} was put there after "
+                    "prepare(), so nothing would train it. A new one is trained from "
+                    "optimizer.add_param_group({'params': [...]}) on. Where it is to replace a prepared one, give that "
+                    "one its values with optimizer.set_full_param(), or inside optimizer.gathered(modify=True) "
+                    "(load_state_dict() without assign=True)."
+                )
         self._note()
 
     def _look_at_memory(self, unit: Unit, addresses: Sequence[int]) -> None:
@@ -749,16 +740,10 @@ class Membership:
         parameter.expose(unit.full)
 
 
-# In no loop of Python's, both: they pass over all parameters and modules twice a step.
-
-
-def _held_by(dicts: Iterable[Mapping[str, object]]) -> list[object]:
-    return list(chain.from_iterable(map(_VALUES, dicts)))
-
-
-def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether these are the same objects, in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
+def _held_by(modules: Sequence[nn.Module]) -> list[object]:
+    """List the parameters and the children of modules."""
+    # In no loop of Python's: it passes over all of them twice a step.
+    return list(chain.from_iterable(map(_VALUES, chain(map(_PARAMETERS, modules), map(_CHILDREN, modules)))))
 
 
 def _lost(parameter: UnitParameter) -> EngineError:
