@@ -392,7 +392,7 @@ class UnitParameter:
         return buffer[slot.start : slot.stop].view(slot.shape)
 
     def expose(self, buffer: Tensor) -> None:
-        """Point it at its values: its slot in a buffer of the unit."""
+        """Make it point at its values: its slot in a buffer of the unit."""
         tensor, slot = self.tensor, self.slot
         tensor.__class__ = self._kind
         address = tensor.data_ptr()  # 0 for a tensor without elements
@@ -407,7 +407,7 @@ class UnitParameter:
             tensor.data = self.view_in(buffer)
 
     def hide(self, placeholder: Tensor) -> None:
-        """Unset it: a placeholder, of which one element stands for all."""
+        """Replace its values by a placeholder, of which one element stands for all."""
         self.tensor.__class__ = self._kind
         self.tensor.data = placeholder.expand(self.slot.shape)
         self.tensor.__class__ = self._released
@@ -515,12 +515,12 @@ class DividedParameter(UnitParameter):
     __slots__ = ()
 
     def expose(self, buffer: Tensor) -> None:
-        """Point its elements at its slot in a buffer of the unit."""
+        """Make its elements point at its slot in a buffer of the unit."""
         self.tensor.__class__ = self._kind
         give_elements(self.tensor, self.view_in(buffer))
 
     def hide(self, placeholder: Tensor) -> None:
-        """Unset it, and its elements."""
+        """Replace its elements by a placeholder."""
         self.tensor.__class__ = self._kind
         # `to_local()` and `full_tensor()` look at the class of the elements, not at that of the parameter.
         give_elements(self.tensor, released_alias(placeholder.expand(self.slot.shape), self.name))

@@ -516,7 +516,7 @@ class Unit:
         return kept if kept is not None and self.holding.residency is not UnitState.GATHERED else self.full
 
     def expose(self, buffer: Tensor | None = None) -> None:
-        """Point the parameters at their values in the gathered buffer, or in another one like it."""
+        """Make the parameters point at their values in the gathered buffer, or in another one like it."""
         buffer = self.full if buffer is None else buffer
         # The work that fills the buffer is over, or compute waits for it: from here on any kernel may read it
         # (ordering rule 2).
@@ -526,7 +526,7 @@ class Unit:
             watch.update()
 
     def hide(self) -> None:
-        """Unset the parameters: placeholders with one element of memory, which refuse reads and writes."""
+        """Replace the parameters by placeholders with one element of memory, which refuse reads and writes."""
         # Before the buffer's memory is freed: a view of it would have the values of its next owner (ordering rule 1).
         for parameter in self.parameters:
             parameter.hide(self.placeholder)
