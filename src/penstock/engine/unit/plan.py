@@ -17,6 +17,15 @@ from penstock.tiers.storage import CellPlan, SegmentPlan, Streamed
 from penstock.tiers.transfer import in_reach
 
 
+@dataclass(frozen=True)
+class KindPlan:
+    """One kind of a storage: its name, its dtype, and how many elements of the shard share one value."""
+
+    name: str
+    dtype: torch.dtype
+    grain: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoragePlan:
     """The tiers and dtypes of the kinds of every unit.
@@ -43,9 +52,11 @@ class StoragePlan:
     streams_whole: bool = False
     secondary: int | None = None
 
-    def master_of(self, spec: UnitSpec) -> torch.dtype | None:
-        """Return the dtype of a unit's master weights; `None` where it has none beside its parameters."""
-        return self.master_dtype if spec.trainable and spec.dtype != torch.float32 else None
+    def master_kinds(self, spec: UnitSpec) -> list[KindPlan]:
+        """Return the kind of a unit's master weights, where it has some beside its parameters."""
+        if self.master_dtype is None or not spec.trainable or spec.dtype == torch.float32:
+            return []
+        return [KindPlan(MASTER, self.master_dtype)]
 
     def streams(self, spec: UnitSpec) -> Streamed:
         """Return which tiles of a unit the device updates although their state is on another tier."""
@@ -59,19 +70,8 @@ class StoragePlan:
 
     def optimizer_bytes(self, spec: UnitSpec) -> float:
         """Return the bytes of master weights and states of one element, or of the parameter where there are none."""
-        nbytes = sum(kind.dtype.itemsize / kind.grain for kind in _optimizer_kinds(spec, self.tile_of(spec))[0])
-        if (master := self.master_of(spec)) is not None:
-            nbytes += master.itemsize
-        return nbytes or spec.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class KindPlan:
-    """One kind of a storage: its name, its dtype, and how many elements of the shard share one value."""
-
-    name: str
-    dtype: torch.dtype
-    grain: int = 1
+        kinds = [*_optimizer_kinds(spec, self.tile_of(spec))[0], *self.master_kinds(spec)]
+        return sum(kind.dtype.itemsize / kind.grain for kind in kinds) or spec.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,20 +155,20 @@ def plan_units(
         for spec, layout in zip(specs, layouts, strict=True)
     ]
     trained = [index for index, spec in enumerate(specs) if spec.trainable]
+    own_rank = [grid.shard_rank]
 
     def cut(
         chosen: Sequence[int],
         fractions: Mapping[Tier, float],
         bytes_of: Callable[[UnitSpec], float],
-        ranks: Sequence[int] = (grid.shard_rank,),
+        ranks: Sequence[int] = own_rank,
     ) -> dict[int, tuple[TierRange, ...]]:
         bytes_of_units = [bytes_of(specs[index]) for index in chosen]
         of_units = [[numel for rank in ranks for numel in tiles[index][rank]] for index in chosen]
         return dict(zip(chosen, split(of_units, fractions, bytes_of_units), strict=True))
 
     new = [index for index, spec in enumerate(specs) if spec.name not in resting]
-    holding = range(grid.shards) if replicated else [grid.shard_rank]
-    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, holding)
+    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, range(grid.shards) if replicated else own_rank)
     for index, spec in enumerate(specs):
         if spec.name in resting:
             params[index] = tuple(TierRange(p.tier, p.start, p.stop) for p in resting[spec.name].sections[PARAM])
@@ -180,12 +180,10 @@ def plan_units(
         in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, reach) and reach.reads_in_place
         make = partial(_sections, spec=spec, homes=homes)
         sections: dict[str, Sequence[SegmentPlan]] = {PARAM: make(PARAM, params[i])}
-        fields = StateFields((), ())
+        kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
         if spec.trainable:
-            master = homes.master_of(spec)
-            kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
             sections[GRAD] = make(GRAD, grads[i], [KindPlan(GRAD, homes.grad_dtype)])
-            sections[MASTER] = make(MASTER, optimizer[i], [KindPlan(MASTER, master)] if master else [])
+            sections[MASTER] = make(MASTER, optimizer[i], homes.master_kinds(spec))
             sections[OPTIMIZER] = make(OPTIMIZER, optimizer[i], kinds)
             sections[SHADOW] = _shadow(spec, homes, optimizer[i], own, reach)
         if homes.secondary is not None and not replicated and not spec.persistent:
