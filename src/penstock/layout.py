@@ -274,9 +274,9 @@ class FlatLayout:
 
     def parts(self, rank: int) -> list[SlotPiece]:
         """List the parts of slots that are in a rank's shard, counted from its start."""
-        first = self.cuts[rank]
-        overlaps = ((index, self.overlap(slot, rank)) for index, slot in enumerate(self.slots))
-        return [SlotPiece(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
+        first, last = self.shard_range(rank)
+        ranges = [(max(slot.start, first) - first, min(slot.stop, last) - first) for slot in self.slots]
+        return [SlotPiece(index, start, stop) for index, (start, stop) in enumerate(ranges) if start < stop]
 
     def tiles(self, rank: int, tile_numel: int) -> list[tuple[SlotPiece, ...]]:
         """Cut a rank's shard into tiles.

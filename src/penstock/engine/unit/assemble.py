@@ -12,7 +12,7 @@ from penstock.engine.unit.parameter import UnitParameter, make_parameters
 from penstock.engine.unit.partition import UnitSpec
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import TrainingState, Unit, UnitGradient, WeightRange
-from penstock.layout import FlatLayout, Slot
+from penstock.layout import FlatLayout
 from penstock.rules.formats import as_param, write_given, write_master
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import Streams
@@ -168,7 +168,8 @@ def place(unit: Unit, plan: UnitPlan) -> None:
     """Give a unit its new spec, layout and name; drop the parameters that it has no longer."""
     known = {parameter.tensor: parameter for parameter in unit.parameters}
     unit.spec, unit.layout, unit.name = plan.spec, plan.layout, plan.spec.name
-    unit.parameters = tuple(known[tensor].placed(slot, i) for i, (tensor, slot) in enumerate(_slots(plan)))
+    slots = enumerate(zip(plan.spec.parameters, plan.layout.slots, strict=True))
+    unit.parameters = tuple(known[tensor].placed(slot, index) for index, (tensor, slot) in slots)
     for home in {unit.params, unit.homes[PARAM], *([unit.secondary] if unit.secondary is not None else [])}:
         for section in home.sections:
             section.plan = replace(
@@ -181,10 +182,7 @@ def parameters_for(
 ) -> tuple[UnitParameter, ...]:
     """Make the parameters of a new unit: those of other units keep their state before `prepare`."""
     new = make_parameters(plan.spec.parameters, plan.layout, ranks.divided, ranks.rank)
-    return tuple(
-        known[tensor].placed(slot, index) if tensor in known else new[index]
-        for index, (tensor, slot) in enumerate(_slots(plan))
-    )
+    return tuple(known[p.tensor].placed(p.slot, p.index) if p.tensor in known else p for p in new)
 
 
 def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> None:
@@ -201,7 +199,3 @@ def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> N
                 continue  # the parameters are their own master
             written = weights.param if weights.shadow is None else weights.shadow
             write_master(written, weights.master, weights.param.float().to(written.device))
-
-
-def _slots(plan: UnitPlan) -> Sequence[tuple[nn.Parameter, Slot]]:
-    return list(zip(plan.spec.parameters, plan.layout.slots, strict=True))

@@ -177,15 +177,14 @@ def check_divided(parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMe
     Raises:
         ConfigError: names the parameter, and prints both meshes.
     """
-    divided = {name: parameter for name, parameter in parameters if is_divided(parameter)}
-    if divided and mesh is None:
-        name, parameter = next(iter(divided.items()))
-        raise ConfigError(
-            f"{_which(name, parameter)} and prepare() was given no mesh: say which ranks have copies and which have "
-            "parts, prepare(mesh=init_device_mesh(..., mesh_dim_names=('dp_shard', 'tp')))."
-        )
-    for name, parameter in divided.items():
-        assert mesh is not None
+    for name, parameter in parameters:
+        if not is_divided(parameter):
+            continue
+        if mesh is None:
+            raise ConfigError(
+                f"{_which(name, parameter)} and prepare() was given no mesh: say which ranks have copies and which "
+                "have parts, prepare(mesh=init_device_mesh(..., mesh_dim_names=('dp_shard', 'tp')))."
+            )
         _check(name, parameter, mesh)
 
 

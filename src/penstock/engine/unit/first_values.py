@@ -188,25 +188,6 @@ def cut_to(flat: FlatValues, parameter: nn.Parameter) -> FlatValues:
     return FlatValues(read)
 
 
-def foreseen(
-    names: Mapping[Tensor, str], specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]
-) -> tuple[list[ReadSpan], int]:
-    """List the ranges of values in files that `pieces` will read, in order, and return the bytes of the largest unit.
-
-    Arguments:
-        names: the name in the files of each parameter.
-        specs: the units.
-        reads: the ranges that will be read of each of them.
-    """
-    spans, most_bytes = [], 0
-    for spec, of_unit in zip(specs, reads, strict=True):
-        most_bytes = max(most_bytes, sum(stop - start for _, start, stop in of_unit) * spec.dtype.itemsize)
-        for slot, start, stop in of_unit:
-            if box_of(spec.parameters[slot]) is None:  # of others, `cut_to` reads whole rows
-                spans.append(ReadSpan(names[spec.parameters[slot]], start, stop))
-    return spans, most_bytes
-
-
 def oddity(name: str, value: object) -> list[str]:
     """Return why a value is no plain tensor with values; an empty list where it is one."""
     if not isinstance(value, Tensor):
@@ -449,10 +430,16 @@ class GivenValues(FirstValues):
 
     def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]) -> None:
         """Start to read files ahead, unless ranks of a host share the reads."""
-        if self._files is not None and self._readers is None:
-            names = {tensor: aliases[0] for tensor, aliases in self._names.items() if aliases}
-            self._ahead = ReadAhead(self._files, *foreseen(names, specs, reads))
-            self._closing.callback(self._ahead.close)
+        if self._files is None or self._readers is not None:
+            return
+        spans, most_bytes = [], 0
+        for spec, of_unit in zip(specs, reads, strict=True):
+            most_bytes = max(most_bytes, sum(stop - start for _, start, stop in of_unit) * spec.dtype.itemsize)
+            for slot, start, stop in of_unit:
+                if box_of(spec.parameters[slot]) is None:  # of others, `cut_to` reads whole rows
+                    spans.append(ReadSpan(self._names[spec.parameters[slot]][0], start, stop))
+        self._ahead = ReadAhead(self._files, spans, most_bytes)
+        self._closing.callback(self._ahead.close)
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield the units in order.

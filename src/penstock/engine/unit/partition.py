@@ -78,17 +78,13 @@ class UnitSpec:
 
     def spans(self, other: "UnitSpec") -> bool:
         """Return True if a forward of the other unit is, or runs inside, a forward of this one."""
-        return self.contains(other) or not self._anchor_set.isdisjoint(other.anchors)
+        return self.contains(other) or not set(self.anchors).isdisjoint(other.anchors)
 
     @cached_property
     def is_beside_codes(self) -> bool:
         """True if it is frozen and its modules have quantised codes: it may hold their scales and offsets."""
         beside = (other for module in self.anchors for other in module.parameters(recurse=False))
         return not self.trainable and any(_is_code(other, trains=False) for other in beside)
-
-    @cached_property
-    def _anchor_set(self) -> frozenset[nn.Module]:
-        return frozenset(self.anchors)
 
 
 def state_numel(rule: Rule, name: str, parameter: nn.Parameter) -> int:
