@@ -11,14 +11,14 @@ from typing import NamedTuple
 from penstock.config import Tier
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which tiles are on which tier, when a kind of state is split between tiers. Pure arithmetic.
+# The tier of each tile, where a kind of state is split between tiers. Pure arithmetic.
 #
 #     tiles of unit 0        | tiles of unit 1        | tiles of unit 2        |
 #     device device device     device cpu    cpu        cpu    nvme   nvme
 #
-# All units are cut together, in forward order, fastest tier first: what forward needs first is updated first, and what
-# has to wait for a slow tier is needed last. Equal fractions of two kinds give equal cuts, so that a tile's gradient
-# and parameters are where its update runs. Only units on a cut have several tiers.
+# All units are cut together, in forward order, fastest tier first: forward needs first the units that are updated
+# first, and last those on a slow tier. Equal fractions of two kinds give equal cuts, so that a tile's gradient and
+# parameters are on the tier of its update. Only units on a cut have several tiers.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -36,15 +36,15 @@ class TierRange(NamedTuple):
 def split(
     units: Sequence[Sequence[int]], fractions: Mapping[Tier, float], bytes_of: Sequence[float] | None = None
 ) -> list[tuple[TierRange, ...]]:
-    """Give each tier its fraction of all bytes, to within one tile.
+    """Split the tiles of all units between tiers: each gets its fraction of all bytes, to within one tile.
 
     Arguments:
-        units: how many elements each tile of each unit has, the units in forward order.
+        units: the number of elements of each tile of each unit, the units in forward order.
         fractions: each tier's fraction of the bytes; they sum to 1.
-        bytes_of: how many bytes an element of each unit takes; `None` where that is the same for all.
+        bytes_of: the bytes of an element of each unit; `None` if they are the same for all.
 
     Returns:
-        For each unit its spans, in order, each of whole tiles.
+        The spans of each unit, in order, each of whole tiles.
 
     Example:
         >>> split([[4, 4], [4, 2]], {Tier.DEVICE: 0.25, Tier.CPU: 0.75})[0]
@@ -63,7 +63,7 @@ def split(
         unit: list[TierRange] = []
         cursor = 0
         for numel in tiles:
-            # The cut is rounded to whole tiles: one goes to the next tier where half of it or more is behind the cut.
+            # The cut is rounded to whole tiles: a tile goes to the next tier if half of it or more is behind the cut.
             while current < len(ends) and passed + weight * numel / 2 >= ends[current]:
                 current += 1
             if unit and unit[-1].tier is tiers[current]:
@@ -85,21 +85,21 @@ def part(spans: Sequence[TierRange], start: int, stop: int) -> tuple[TierRange, 
         stop: the element after its last one.
 
     Returns:
-        What lies in the range, counted from its start.
+        The spans inside of the range, counted from its start.
     """
     inside = (TierRange(tier, max(first, start) - start, min(last, stop) - start) for tier, first, last in spans)
     return tuple(span for span in inside if span.start < span.stop)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where each parameter lies in its unit's flat buffer, and how that buffer is cut. Pure arithmetic.
+# The slots of parameters in their unit's flat buffer, and the cuts of that buffer. Pure arithmetic.
 #
 # flat buffer   | slot 0 | gap | slot 1 | ... | slot k | tail gap |         layout.numel elements
-# shards        |   rank 0    |   rank 1    |  ...  |   rank N-1  |         equal, whatever slots they cut
+# shards        |   rank 0    |   rank 1    |  ...  |   rank N-1  |         equal, across slots
 # tiles         | tile 0 | tile 1 | ... |  of one shard, tile_numel elements each, the last one shorter
 # pieces        the part of a slot that lies in one tile of one shard: one param group, one step count
 #
-# Where a rule looks at whole parameters, none is cut. All of the unit are of one size, which is that of a tile:
+# Where a rule looks at whole parameters, none is cut. All parameters of the unit have one size, that of a tile:
 #
 # flat buffer   | slot 0   | slot 1   | slot 2   |  |                       of three parameters, over three ranks
 # shards        |   rank 0            |  rank 1  |r2|                       whole slots; a rank without one has a gap
@@ -113,7 +113,7 @@ ALIGNMENT_NUMEL = 256
 
 
 class Region(NamedTuple):
-    """Where a slot's elements lie in a whole parameter of which this rank has a part: a box of the slot's shape.
+    """The location of a slot's elements in a whole parameter of which this rank has a part: a box of the slot's shape.
 
     Attributes:
         shape: the whole parameter's shape.
@@ -126,14 +126,14 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in the flat buffer.
+    """The elements of one parameter in the flat buffer.
 
     Attributes:
         name: the parameter's name.
         shape: its shape; of a parameter that is divided over ranks, that of this rank's part.
-        numel: how many elements it has.
+        numel: the number of its elements.
         start: its first element's index in the flat buffer.
-        region: where it lies in the whole parameter; `None` if it is the whole.
+        region: its location in the whole parameter; `None` if it is the whole.
     """
 
     name: str
@@ -167,8 +167,8 @@ class FlatLayout:
     """The plan of a unit's flat buffer, which is padded so that it divides into aligned shards.
 
     Attributes:
-        slots: the places of the parameters, in order.
-        cuts: where shards begin, in elements, and where the last one ends.
+        slots: the slots of the parameters, in order.
+        cuts: the first element of each shard, and the end of the last one.
     """
 
     slots: tuple[Slot, ...]
@@ -185,10 +185,10 @@ class FlatLayout:
         """Lay parameters out one after the other, each aligned.
 
         Arguments:
-            names: the parameters' names, in the order in which they are to lie.
+            names: the parameters' names, in order.
             shapes: their shapes.
-            shards: into how many shards the buffer is cut.
-            regions: where they lie in whole parameters; `None` if all are whole.
+            shards: the number of shards.
+            regions: their locations in whole parameters; `None` if all are whole.
         """
         slots = []
         cursor = 0
@@ -203,12 +203,12 @@ class FlatLayout:
     def build_whole(
         cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], counts: Sequence[int], tile_numel: int
     ) -> "FlatLayout":
-        """Lay parameters out of which none is cut: each is a tile of the rank that has it.
+        """Lay out parameters of which none is cut: each is a tile of its rank.
 
         Arguments:
-            names: the parameters' names, in the order in which they are to lie.
+            names: the parameters' names, in order.
             shapes: their shapes, none with more elements than a tile.
-            counts: how many of them each rank has.
+            counts: the number of parameters of each rank.
             tile_numel: elements of a tile.
         """
         slots: list[Slot] = []
@@ -217,39 +217,43 @@ class FlatLayout:
         for count in counts:
             for number, (name, shape) in zip(range(count), given, strict=False):
                 slots.append(Slot(name, tuple(shape), math.prod(shape), cuts[-1] + number * tile_numel))
-            # A rank that has none gets a gap: it has homes like the others, which nothing uses.
+            # A rank without a parameter gets a gap: its storages exist, and no work uses them.
             cuts.append(cuts[-1] + max(count * tile_numel, ALIGNMENT_NUMEL))
         return cls(tuple(slots), tuple(cuts))
 
     @property
     def shards(self) -> int:
-        """Into how many shards it is cut."""
+        """The number of shards."""
         return len(self.cuts) - 1
 
     @cached_property
     def numel(self) -> int:
-        """How many elements the buffer has, with padding."""
+        """The number of elements of the buffer, with padding."""
         return self.cuts[-1]
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all shards have as many elements."""
+        """True if all shards have the same number of elements."""
         return len({stop - start for start, stop in pairwise(self.cuts)}) == 1
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [slot.start for slot in self.slots]
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the first element of a rank's shard in the flat buffer, and the one after its last."""
         return self.cuts[rank], self.cuts[rank + 1]
 
     def shard_numel(self, rank: int) -> int:
-        """Count the elements of a rank's shard."""
+        """Return the number of elements of a rank's shard."""
         return self.cuts[rank + 1] - self.cuts[rank]
 
     def slot_at(self, element: int) -> int:
-        """Return the index of the slot that an element of the flat buffer is in, or in the gap behind it."""
-        return bisect_right(self.slots, element, key=lambda slot: slot.start) - 1
+        """Return the index of the slot that contains an element of the flat buffer, or that is before its gap."""
+        return bisect_right(self._starts, element) - 1
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Give the ranges of the flat buffer that no parameter uses: first element, and the one after the last."""
+        """Yield the ranges of the flat buffer that no parameter uses: the first element, and the one after the last."""
         cursor = 0
         for slot in self.slots:
             if slot.start > cursor:
@@ -270,19 +274,19 @@ class FlatLayout:
 
     def parts(self, rank: int) -> list[SlotPiece]:
         """List the parts of slots that are in a rank's shard, counted from its start."""
-        first = self.cuts[rank]
-        overlaps = ((index, self.overlap(slot, rank)) for index, slot in enumerate(self.slots))
-        return [SlotPiece(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
+        first, last = self.shard_range(rank)
+        ranges = [(max(slot.start, first) - first, min(slot.stop, last) - first) for slot in self.slots]
+        return [SlotPiece(index, start, stop) for index, (start, stop) in enumerate(ranges) if start < stop]
 
     def tiles(self, rank: int, tile_numel: int) -> list[tuple[SlotPiece, ...]]:
         """Cut a rank's shard into tiles.
 
         Arguments:
             rank: the rank's number among the shards.
-            tile_numel: how many elements a tile has; the last one may have less.
+            tile_numel: the number of elements of a tile; the last one may have less.
 
         Returns:
-            For each tile its pieces, in order. Gaps belong to no piece.
+            The pieces of each tile, in order. Gaps belong to no piece.
         """
         tiles: list[list[SlotPiece]] = [[] for _ in range(0, self.shard_numel(rank), tile_numel)]
         for index, cursor, stop in self.parts(rank):

@@ -333,7 +333,7 @@ def _filling_bytes(plan: UnitPlan, grid: Grid, *, given: bool) -> int:
     arrived = sum(own_elements(parameter).nbytes for parameter in plan.spec.parameters) if sent else 0
     # A parameter at a time goes through the update's shadow of it where there is one, and its master is split there.
     numel = min(max(slot.numel for slot in plan.layout.slots), max(s.numel for s in plan.sections[PARAM]))
-    splits = plan.homes.keeps_master(plan.spec) and plan.homes.master_dtype == torch.int16
+    splits = any(kind.dtype == torch.int16 for kind in plan.homes.master_kinds(plan.spec))
     written = [*(s for s in plan.sections.get(SHADOW, ()) if s.cells)] or plan.sections[PARAM]
     passing = _FP32_BYTES * numel if sent or any(s.tier is Tier.DEVICE for s in written) else 0
     if splits and any(s.tier is Tier.DEVICE for s in plan.sections[MASTER]):

@@ -15,18 +15,18 @@ IGNORED = -100
 def cut(
     batch: Mapping[str, Tensor], rank: int, ranks: int, *, ignore_index: int = IGNORED, pad_token: int = 0
 ) -> dict[str, Tensor | None]:
-    """Return a rank's contiguous chunk of whole sequences, of which every rank of its group has the same.
+    """Return a rank's contiguous chunk of whole sequences. Every rank of its group has the same sequences.
 
-    Labels are shifted before the cut, so the token before a border still learns the one behind it. A length that
+    Labels are shifted before the cut, so the last token of a chunk still learns the next one. A length that
     `ranks` does not divide is padded on the right, with labels that do not count.
 
     Arguments:
         batch: `input_ids` of shape (batch, length), int64; where it has them `labels` (not shifted), `attention_mask`
             (1 for a token, 0 for padding) and `position_ids` (starting again with each packed document), of that shape.
-        rank: the place of this rank in its group.
-        ranks: how many ranks the group has.
+        rank: the rank of this process in its group.
+        ranks: the number of ranks of the group.
         ignore_index: the label of tokens that do not count.
-        pad_token: what pads `input_ids`.
+        pad_token: the token that pads `input_ids`.
 
     Returns:
         `input_ids`, `position_ids` and, if there were labels, `shift_labels`, each of shape (batch, chunk), and
@@ -34,7 +34,7 @@ def cut(
         is seen, or `None` where plain causal attention says the same.
 
     Raises:
-        ConfigError: a shape or a rank does not fit, or there is a tensor that is not known how to cut.
+        ConfigError: a shape or a rank does not fit, or the batch has another tensor, which cannot be cut.
 
     Example:
         >>> cut({"input_ids": torch.arange(6)[None]}, rank=1, ranks=2)["input_ids"]
@@ -68,18 +68,18 @@ def cut(
 
 
 def token_mean(loss_sum: Tensor, tokens: Tensor | int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return a loss whose mean over the ranks of a group is that over all of their tokens, and its gradient too.
+    """Return a loss whose mean over the ranks of a group, and its gradient's, is the mean over all of their tokens.
 
         sum of the losses on this rank * ranks / tokens of all ranks
 
-    The engine takes the mean of gradients over its data ranks; where these hold different numbers of tokens that
-    would weigh the tokens differently. Where micro-batches are accumulated, give each call the tokens of all
-    micro-batches of the step on this rank. It is a collective: every rank of the group calls it equally often.
+    The engine takes the mean of gradients over its data ranks. With different numbers of tokens on the ranks, that
+    would give tokens different weights. With gradient accumulation, pass the tokens of all micro-batches of the step
+    on this rank to each call. Collective: every rank of the group makes the same number of calls.
 
     Arguments:
         loss_sum: the sum of the losses of this rank's tokens, 0-dim.
-        tokens: how many tokens of this rank count; zero is allowed.
-        group: all ranks over which the engine takes the mean of gradients; `None` for all ranks there are.
+        tokens: the number of tokens of this rank that count; zero is allowed.
+        group: all ranks over which the engine takes the mean of gradients; `None` for all ranks.
 
     Returns:
         The loss to call `backward` on, 0-dim. It is zero where no rank has a token.
@@ -101,7 +101,7 @@ def ulysses_attention(
 ) -> Tensor:
     """Return the attention over a sequence of which each rank has a chunk: each rank computes it for some heads.
 
-    Where there are fewer heads of keys than ranks, each of them is copied to all ranks that need it.
+    With fewer heads of keys than ranks, each head is copied to all ranks that need it.
 
     Arguments:
         attend: the attention of (batch, some heads, length, width) queries, keys and values, the latter two maybe with
@@ -109,7 +109,7 @@ def ulysses_attention(
         query: (batch, heads, chunk, width), of any floating dtype.
         key: (batch, heads of keys, chunk, width).
         value: (batch, heads of keys, chunk, width).
-        group: the ranks that share the sequence, chunks in their order; `None` for all there are.
+        group: the ranks that share the sequence, chunks in their order; `None` for all ranks.
 
     Returns:
         (batch, heads, chunk, width).
@@ -129,7 +129,7 @@ def ulysses_attention(
 
 
 def check_heads(heads: int, key_heads: int, ranks: int) -> None:
-    """Refuse heads that cannot be shared out.
+    """Refuse heads that ranks cannot share.
 
     Raises:
         ConfigError: the ranks do not divide the heads, nor the heads of keys the ranks or the other way round.
@@ -162,18 +162,18 @@ class _Exchange(torch.autograd.Function):
 
 def _moved(values: Tensor, group: dist.ProcessGroup | None, to_heads: bool) -> Tensor:
     ranks = dist.get_world_size(group)
-    # The leading dimension of what is sent is the rank that gets it, and of what is received the one it is from.
+    # The leading dimension is the receiving rank of `sent`, and the sending rank of `received`.
     sent = torch.unflatten(values, 1 if to_heads else 2, (ranks, -1)).movedim(1 if to_heads else 2, 0).contiguous()
     received = torch.empty_like(sent)
-    # As bytes: not every backend knows every dtype, and nothing is computed.
+    # As bytes: not every backend supports every dtype, and nothing is computed.
     dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
     return received.movedim(0, 2).flatten(2, 3) if to_heads else received.movedim(0, 1).flatten(1, 2)
 
 
 def _mask(places: Tensor, real: Tensor) -> Tensor:
-    """Return who sees whom, (batch, 1, length, length): those before it of its own document.
+    """Return the mask, bool of shape (batch, 1, length, length): a token sees earlier tokens of its document.
 
-    Padding is a document of its own, so no row is empty: a softmax over nothing would be NaN.
+    Padding is a document of its own, so no row is empty: a softmax over no tokens would be NaN.
     """
     starts = torch.diff(places, prepend=places[:, :1] - 1) != 1
     documents = torch.where(real, starts.cumsum(1), -1)

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "units that are no classes": (
         with_(units=["Block"]),
-        "units=('Block',): give module classes, a predicate on (name, module), or None.",
+        "units=['Block']: give module classes, a predicate on (name, module), or None.",
     ),
     "units of another type": (with_(units=3), "units=3: give module classes, a predicate on (name, module), or None."),
     "nvme without a folder": (

@@ -177,8 +177,8 @@ def test_policies_choose_the_blocks(policy: Any, expected: list[str]) -> None:
     [
         (nn.Conv2d, "units: no module of Model matches Conv2d. Use units=None to find blocks."),
         (lambda name, module: False, "units: no module of Model matches the predicate. Use units=None to find blocks."),
-        ([], "units=(): give module classes, a predicate on (name, module), or None."),
-        (["Linear"], "units=('Linear',): give module classes, a predicate on (name, module), or None."),
+        ([], "units=[]: give module classes, a predicate on (name, module), or None."),
+        (["Linear"], "units=['Linear']: give module classes, a predicate on (name, module), or None."),
         (3, "units=3: give module classes, a predicate on (name, module), or None."),
     ],
     ids=["absent class", "nothing", "no classes", "names", "number"],

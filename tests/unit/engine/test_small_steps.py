@@ -209,7 +209,8 @@ def test_a_model_with_a_part_that_is_a_script() -> None:
 
 
 def parameter_of(values: Tensor, start: int) -> UnitParameter:
-    return UnitParameter(nn.Parameter(values), 0, Slot("weight", tuple(values.shape), values.numel(), start))
+    slot = Slot("weight", tuple(values.shape), values.numel(), start)
+    return UnitParameter(nn.Parameter(values), 0, slot, counts=True)
 
 
 def test_a_parameter_that_shows_its_slot_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from penstock.engine.unit.parameter import UnitParameter, make_parameters
 from penstock.engine.unit.partition import UnitSpec
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import TrainingState, Unit, UnitGradient, WeightRange
-from penstock.layout import FlatLayout, Slot
+from penstock.layout import FlatLayout
 from penstock.rules.formats import as_param, write_given, write_master
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import Streams
@@ -19,7 +19,7 @@ from penstock.tiers.storage import Storage
 from penstock.tiers.tier import Reservation
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A unit's homes, made from their plan and filled from the model's parameters.
+# A unit's storages, made from their plan and filled with first values.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -31,36 +31,36 @@ def make_unit(
     streams: Streams,
     reserved: Reservation,
 ) -> Unit:
-    """Make a unit with its homes, which are empty.
+    """Make a unit with empty storages.
 
     Arguments:
-        plan: where each home is.
+        plan: the plan of its storages.
         index: the unit's number among all.
-        parameters: the unit's own, noted before any of them gave up its memory.
-        rank: the number of this process among those that have a shard each.
-        streams: where work runs beside compute, on the device that computes.
-        reserved: the memory and files that were taken for it.
+        parameters: the unit's parameters, made before the memory of any of them was freed.
+        rank: the rank whose shard this process has.
+        streams: the streams of the device that computes.
+        reserved: the memory and files that were reserved for it.
     """
     spec, layout = plan.spec, plan.layout
-    # In the order of the plan, in which they were reserved: a slab hands out its memory one section after the other,
-    # and one that is made out of turn would get another one's.
+    # In the order of the plan, in which they were reserved: a slab hands out its memory one segment after the other,
+    # and a segment that is made out of order would get another one's memory.
     homes = {
         name: Storage([reserved.make(section) for section in sections]) for name, sections in plan.sections.items()
     }
     full = None
     if not plan.resident:
         full = streams.make_buffer(layout.numel, spec.dtype)
-        # One object for good, and memory while the unit is gathered: views that autograd saves see the next gather.
+        # One tensor for good, with memory while the unit is gathered: views that autograd saves see the next gather.
         streams.retire(full)
     unit = Unit(spec, index, layout, parameters, rank=rank, home=homes[PARAM], replicated=plan.replicated, full=full)
-    unit.secondary, unit.stale = homes.get(SECONDARY), SECONDARY in homes  # nothing is in it yet
+    unit.secondary, unit.stale = homes.get(SECONDARY), SECONDARY in homes  # it is empty
     if spec.trainable:
         unit.trained = make_trained(plan, homes, rank)
     return unit
 
 
 def make_trained(plan: UnitPlan, homes: Mapping[str, Storage], rank: int) -> TrainingState:
-    """Put together what a unit has beside its parameters where it is trained."""
+    """Make the state of a trained unit beside its parameters."""
     return TrainingState(
         gradient=UnitGradient(homes[GRAD]),
         master=homes[MASTER],
@@ -72,28 +72,28 @@ def make_trained(plan: UnitPlan, homes: Mapping[str, Storage], rank: int) -> Tra
 
 
 def fill_unit(unit: Unit, flats: Sequence[FlatValues] | None) -> None:
-    """Put parameters into their home, and this rank's part of them into the master; their own memory goes.
+    """Write parameters to their storage, and this rank's part of them to the master; free their own memory.
 
-    Nothing is waited for and no event is noted: nobody else knows the homes yet, and whatever is submitted later
-    follows compute, which writes here.
+    Waits for nothing and records no event: no other work uses the storages yet, and all work that is submitted later
+    follows compute, which writes here (ordering rule 2).
 
     Arguments:
-        unit: one whose homes are empty.
-        flats: the values of its parameters, in the order of its slots; `None` where nobody has any.
+        unit: a unit with empty storages.
+        flats: the values of its parameters, in the order of its slots; `None` in a simulation.
     """
     if flats is not None:
         _write(unit, flats)
-    unit.hide()  # their own memory goes here, before the values of the next unit come
-    unit.note_versions()  # after the last write here: only writes by others are to be refused
+    unit.hide()  # frees their own memory, before the values of the next unit arrive
+    unit.note_versions()  # after the last write here: only the user's writes are refused
 
 
 def reads_of(layout: FlatLayout, rank: int, *, replicated: bool) -> list[ValueRead]:
-    """List what `fill_unit` reads of a unit's parameters, in order.
+    """List the ranges that `fill_unit` reads of a unit's parameters, in order.
 
     Arguments:
-        layout: where each parameter is in the flat buffer.
-        rank: the one whose shard this process has.
-        replicated: whether it has the others' too.
+        layout: the slots of the parameters.
+        rank: the rank whose shard this process has.
+        replicated: True if it has the other shards too.
     """
     first, last = layout.shard_range(rank)
     others = [(0, first), (last, layout.numel)] if replicated else []
@@ -101,7 +101,7 @@ def reads_of(layout: FlatLayout, rank: int, *, replicated: bool) -> list[ValueRe
 
 
 def _reads(layout: FlatLayout, ranges: Sequence[tuple[int, int]]) -> Iterator[ValueRead]:
-    """List what lies in ranges of the flat buffer, each parameter's after the other's."""
+    """Yield the parts of parameters that lie in ranges of the flat buffer, one parameter after the other."""
     for index, slot in enumerate(layout.slots):
         for first, last in ranges:
             start, stop = max(slot.start, first), min(slot.stop, last)
@@ -110,7 +110,7 @@ def _reads(layout: FlatLayout, ranges: Sequence[tuple[int, int]]) -> Iterator[Va
 
 
 def _write(unit: Unit, flats: Sequence[FlatValues]) -> None:
-    """Write the values of a unit's parameters into its homes, which are zeros."""
+    """Write the values of a unit's parameters to its storages, which are zeros."""
     first, last = unit.own_range
     if unit.replica is not None:
         for index, start, stop in _reads(unit.layout, [(0, first), (last, unit.layout.numel)]):
@@ -129,12 +129,12 @@ def _write(unit: Unit, flats: Sequence[FlatValues]) -> None:
 
 
 def _write_own(unit: Unit, weights: WeightRange, at: int, value: Tensor) -> None:
-    """Write values into a range of this rank's shard, from its element `at` on."""
+    """Write values to a range of this rank's shard, from its element `at` on."""
     param = _at(weights.param, at, value)
     if unit.trained is None:
         param.copy_(as_param(value, param.dtype))
         return
-    # The update starts from the shadow where there is one, and the gather from the parameter: the same bits.
+    # The update starts from the staging where there is one, and the gather from the parameter: the same bits.
     written = param if weights.shadow is None else _at(weights.shadow, at, value)
     master = None if weights.master is None else _at(weights.master, at, value)
     write_given(written, master, value)
@@ -147,15 +147,15 @@ def _at(home: Tensor, start: int, value: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Units that change while training goes on: parameters that were frozen are trained from now on.
+# Units that change between steps: frozen parameters become trained ones.
 #
-# all of a unit's     it is trained where it rests: its parameters stay, and get what is trained beside them
-# some of them        they leave for a unit of their own; where they were is nobody's from then on
+# all of a unit's     its parameters stay in their storage, and it gets gradient, master weights and optimizer states
+# some of them        they move to a unit of their own; their old slots are unused from then on
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def lay_again(layout: FlatLayout, before: UnitSpec, spec: UnitSpec) -> FlatLayout:
-    """Say where the parameters of a spec are in the buffer of a unit that had them before, and what they are called."""
+    """Return the layout of the parameters of a spec in the buffer of a unit that had them before, with their names."""
     slots = dict(zip(before.parameters, layout.slots, strict=True))
     return replace(
         layout, slots=tuple(replace(slots[p], name=n) for p, n in zip(spec.parameters, spec.names, strict=True))
@@ -163,10 +163,11 @@ def lay_again(layout: FlatLayout, before: UnitSpec, spec: UnitSpec) -> FlatLayou
 
 
 def place(unit: Unit, plan: UnitPlan) -> None:
-    """Let a unit know what it consists of, and what that is called; parameters that it has no longer leave it."""
+    """Give a unit its new spec, layout and name; drop the parameters that it has no longer."""
     known = {parameter.tensor: parameter for parameter in unit.parameters}
     unit.spec, unit.layout, unit.name = plan.spec, plan.layout, plan.spec.name
-    unit.parameters = tuple(known[tensor].placed(slot, i) for i, (tensor, slot) in enumerate(_slots(plan)))
+    slots = enumerate(zip(plan.spec.parameters, plan.layout.slots, strict=True))
+    unit.parameters = tuple(known[tensor].placed(slot, index) for index, (tensor, slot) in slots)
     for home in {unit.params, unit.homes[PARAM], *([unit.secondary] if unit.secondary is not None else [])}:
         for section in home.sections:
             section.plan = replace(
@@ -177,18 +178,15 @@ def place(unit: Unit, plan: UnitPlan) -> None:
 def parameters_for(
     plan: UnitPlan, known: Mapping[nn.Parameter, UnitParameter], ranks: Collectives
 ) -> tuple[UnitParameter, ...]:
-    """Note the parameters of a new unit: those of other units as they were before `prepare`."""
+    """Make the parameters of a new unit: those of other units keep their state before `prepare`."""
     new = make_parameters(plan.spec.parameters, plan.layout, ranks.divided, ranks.rank)
-    return tuple(
-        known[tensor].placed(slot, index) if tensor in known else new[index]
-        for index, (tensor, slot) in enumerate(_slots(plan))
-    )
+    return tuple(known[p.tensor].placed(p.slot, p.index) if p.tensor in known else p for p in new)
 
 
 def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> None:
-    """Make what is trained beside the parameters of a frozen unit, whose fp32 values are these parameters.
+    """Make the trained state of a frozen unit, whose fp32 values are its parameters.
 
-    Nothing is under way on them. On the caller's time, as `fill_unit`.
+    No work on them is under way. The caller's thread writes at once, as in `fill_unit`.
     """
     homes = {name: Storage([reserved.make(section) for section in sections]) for name, sections in plan.beside.items()}
     unit.trained = make_trained(plan, homes, unit.rank)
@@ -196,10 +194,6 @@ def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> N
         stop = min(start + plan.tile_numel, unit.shard_numel)
         for _, _, weights in unit.visit(start, stop, modify=True):
             if weights.shadow is None and weights.master is None:
-                continue  # the parameters are all there is
+                continue  # the parameters are their own master
             written = weights.param if weights.shadow is None else weights.shadow
             write_master(written, weights.master, weights.param.float().to(written.device))
-
-
-def _slots(plan: UnitPlan) -> Sequence[tuple[nn.Parameter, Slot]]:
-    return list(zip(plan.spec.parameters, plan.layout.slots, strict=True))

@@ -1,4 +1,4 @@
-"""Parameters that are divided over ranks, shared, or only stand for others."""
+"""DTensor parameters, parameters over shared memory, and stand-ins for initialisation."""
 
 import sys
 import weakref
@@ -16,21 +16,21 @@ from penstock.layout import Region
 from penstock.runtime.topology import DIVIDE, describe, lines_along, roles_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters that ranks divide (torch's DTensor): which elements are this rank's, and where they lie.
+# DTensor parameters: this rank's elements, and where they lie in the whole parameter.
 #
-# A unit's buffer holds a rank's own elements: those of `_local_tensor`, whose memory may be exchanged in place. Torch's
-# module of them takes seconds to import, so it is asked for only where somebody has done so: without, there are none.
+# A unit's buffer holds a rank's own elements: those of `_local_tensor`, whose memory can be replaced in place. The
+# import of `torch.distributed.tensor` takes seconds. Without it there is no DTensor, so this looks at `sys.modules`.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def is_divided(tensor: object) -> bool:
-    """Whether it is a DTensor."""
+    """Return True for a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def own_elements(tensor: Tensor) -> Tensor:
-    """Give this rank's elements of a DTensor, in its memory; another tensor as it is."""
+    """Return this rank's elements of a DTensor, in its memory; another tensor itself."""
     if not is_divided(tensor):
         return tensor
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -38,32 +38,27 @@ def own_elements(tensor: Tensor) -> Tensor:
 
 
 def own_part(value: Tensor, like: Tensor) -> Tensor:
-    """Give this rank's elements of a DTensor as they are divided in another one. Collective where that differs."""
+    """Return this rank's elements of a DTensor in the placements of another one. Collective where these differ."""
     divided: Any = value
-    placements = like._spec.placements  # type: ignore[attr-defined]
-    if tuple(divided.placements) != tuple(placements):
-        divided = divided.redistribute(placements=placements)
-    part: Tensor = divided.to_local()
+    part: Tensor = divided.redistribute(placements=like._spec.placements).to_local()  # type: ignore[attr-defined]
     return part
 
 
 def give_elements(tensor: Tensor, values: Tensor) -> None:
-    """Put other elements, of any dtype and device, under a DTensor, which stays the same object."""
+    """Replace the elements of a DTensor, in place, by others of any dtype and device."""
     held: Any = tensor
     if values.dtype != held.dtype or values.device != held.device:
-        held.data = like_it = _another(held, values)  # the outside alone, which has no memory
+        held.data = like_it = _another(held, values)  # the wrapper alone, which has no memory
         held._spec = like_it._spec
     held._local_tensor = values
 
 
 def _another(held: Any, values: Tensor) -> Any:
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     meta = held._spec.tensor_meta
     meta = TensorMeta(meta.shape, meta.stride, values.dtype)
-    spec = DTensorSpec(held._spec.mesh, held._spec.placements, tensor_meta=meta)
-    return DTensor(values, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return wrapped(values, DTensorSpec(held._spec.mesh, held._spec.placements, tensor_meta=meta))
 
 
 def spec_of(tensor: Tensor) -> Any:
@@ -85,7 +80,7 @@ def own_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def most_bytes(tensor: Tensor) -> int:
-    """Return the bytes of the largest part that a rank has of a tensor: the same number on each of them."""
+    """Return the bytes of the largest part of a tensor on any rank: the same number on every rank."""
     if not is_divided(tensor):
         return tensor.nbytes
     sizes, _ = _box(tensor, [0] * tensor.device_mesh.ndim)  # type: ignore[attr-defined]
@@ -93,10 +88,10 @@ def most_bytes(tensor: Tensor) -> int:
 
 
 def region_of(tensor: Tensor) -> Region | None:
-    """Say where this rank's elements lie in a whole tensor; `None` if they are all of it.
+    """Return where this rank's elements lie in the whole tensor; `None` if they are all of it.
 
     Raises:
-        ConfigError: they are not where torch divides tensors of its size.
+        ConfigError: they are not the part that torch's placements give this rank.
     """
     box = box_of(tensor)
     if box is not None and box[0] != own_shape(tensor):
@@ -108,11 +103,11 @@ def region_of(tensor: Tensor) -> Region | None:
 
 
 def box_of(tensor: Tensor) -> tuple[tuple[int, ...], Region] | None:
-    """Say by its placements alone which box of a whole tensor is this rank's: its shape, and where it lies.
+    """Return by its placements the box of a whole tensor that is this rank's: its shape, and where it lies.
 
-    `None` where each rank has all of it. One that is about to get values may have no elements yet.
+    `None` where each rank has all of it. Does not look at the elements, which may be missing before first values.
     """
-    # Where another rank has a part, this one says so too, be it all rows: they put whole tensors together as one.
+    # A box also where this rank has all rows and another rank a part: ranks assemble whole tensors together.
     if not any(len(line) > 1 for line in divided_over(tensor)):
         return None
     sizes, offsets = _box(tensor, tensor.device_mesh.get_coordinate())  # type: ignore[attr-defined]
@@ -134,7 +129,7 @@ def _box(tensor: Tensor, coordinate: Sequence[int]) -> tuple[list[int], list[int
 
 
 def cut(whole: Tensor, shape: Sequence[int], region: Region) -> Tensor:
-    """View the box of a region in a whole tensor."""
+    """Return a view of the box of a region in a whole tensor."""
     return whole[tuple(slice(first, first + size) for first, size in zip(region.offsets, shape, strict=True))]
 
 
@@ -160,7 +155,7 @@ def divided_over(tensor: Tensor) -> list[list[int]]:
 
 
 def give_values(parameter: Tensor, values: Tensor) -> None:
-    """Give a parameter that no unit has yet other values, of any shape and on any device; a DTensor its elements."""
+    """Replace the values of a parameter, of any shape and on any device; of a DTensor its elements."""
     if is_divided(parameter):
         give_elements(parameter, values)
     else:
@@ -168,7 +163,7 @@ def give_values(parameter: Tensor, values: Tensor) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `prepare` refuses of models whose parameters are DTensors, before anything is allocated.
+# DTensors that `prepare` refuses, before anything is allocated.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -176,21 +171,20 @@ def check_divided(parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMe
     """Refuse DTensors that are not divided over `tp` or `ep` dimensions of the mesh.
 
     Arguments:
-        parameters: those of a model, with their names.
-        mesh: the one that `prepare` was given.
+        parameters: the parameters of a model, with their names.
+        mesh: the mesh that `prepare` was given.
 
     Raises:
         ConfigError: names the parameter, and prints both meshes.
     """
-    divided = {name: parameter for name, parameter in parameters if is_divided(parameter)}
-    if divided and mesh is None:
-        name, parameter = next(iter(divided.items()))
-        raise ConfigError(
-            f"{_which(name, parameter)} and prepare() was given no mesh: say which ranks have copies and which have "
-            "parts, prepare(mesh=init_device_mesh(..., mesh_dim_names=('dp_shard', 'tp')))."
-        )
-    for name, parameter in divided.items():
-        assert mesh is not None
+    for name, parameter in parameters:
+        if not is_divided(parameter):
+            continue
+        if mesh is None:
+            raise ConfigError(
+                f"{_which(name, parameter)} and prepare() was given no mesh: say which ranks have copies and which "
+                "have parts, prepare(mesh=init_device_mesh(..., mesh_dim_names=('dp_shard', 'tp')))."
+            )
         _check(name, parameter, mesh)
 
 
@@ -201,7 +195,7 @@ def _check(name: str, parameter: Any, mesh: DeviceMesh) -> None:
     if parameter.device_mesh.get_coordinate() is None:
         raise ConfigError(f"{which} in which this rank is not; prepare() was given the {given}.")
     if mesh.get_coordinate() is None:
-        return  # ranks are refused for it where they are found
+        return  # refused elsewhere: this rank is not in the mesh
     known = list(zip(roles_of(mesh), lines_along(mesh), strict=True))
     for line, placement in zip(lines_along(parameter.device_mesh), parameter.placements, strict=True):
         if placement.is_partial():
@@ -234,15 +228,15 @@ def _which(name: str, parameter: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters that are not one object and share memory: each would get a place of its own, and they would part.
+# Parameters that are two objects over the same memory: each would get a slot of its own, with values of its own.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def check_aliases(model: nn.Module) -> None:
     """Refuse a trained parameter that shares elements with another parameter or with a buffer.
 
-    What lies in one storage without sharing elements may: parameters packed into a flat tensor do. So may what is
-    frozen: nobody writes it.
+    Parameters of one storage without a common element are accepted, as those packed into a flat tensor. So are frozen
+    ones, which are not written.
 
     Raises:
         ConfigError: names both.
@@ -286,15 +280,14 @@ def _extent(tensor: Tensor) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a model had before its first values came, to put it back where they do not come.
+# The values of a model before its first values arrive, to restore them on failure.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def keep_values(model: nn.Module) -> Callable[[], None]:
-    """Keep the values of a model's parameters, and its buffers. Return what puts them back.
+    """Keep the values of a model's parameters, and its buffers. Return a function that restores them.
 
-    Their memory is there until that is dropped: values that come from elsewhere may not fit, or not come. Parameters on
-    the meta device have none.
+    Their memory is kept alive until that function is dropped. Parameters on the meta device have no values.
     """
     values = {p: own_elements(p).detach() for p in model.parameters() if not p.is_meta}
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
@@ -309,13 +302,13 @@ def keep_values(model: nn.Module) -> Callable[[], None]:
 
 
 def replace_meta(model: nn.Module) -> Callable[[], None]:
-    """Make empty parameters on the cpu of those on the meta device, the same objects: optimizers keep them.
+    """Replace parameters on the meta device by empty ones on the cpu, in place: optimizers keep the objects.
 
     Returns:
-        What makes them as they were.
+        A function that restores them.
 
     Raises:
-        ConfigError: one is held by what would not see that; nothing has changed.
+        ConfigError: a weak reference or a graph holds one of them; nothing has changed.
     """
     values: dict[nn.Parameter, Tensor] = {}
 
@@ -325,7 +318,7 @@ def replace_meta(model: nn.Module) -> Callable[[], None]:
             _exchange(parameter, value)
         renew_references(model)
 
-    release_references(model)  # before the first exchange, which they would stop
+    release_references(model)  # before the first swap, which they would stop
     try:
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
@@ -346,14 +339,14 @@ def replace_meta(model: nn.Module) -> Callable[[], None]:
 
 
 def release_references(model: nn.Module) -> None:
-    """Drop the weak references by which torch's recurrent modules note their parameters: exchanges refuse those."""
+    """Drop the weak references of torch's recurrent modules to their parameters: `swap_tensors` refuses those."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs = []
 
 
 def renew_references(model: nn.Module) -> None:
-    """Have torch's recurrent modules note their parameters again, after `release_references`."""
+    """Restore the weak references of torch's recurrent modules, after `release_references`."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             weights = module._flat_weights
@@ -369,27 +362,26 @@ def _empty(parameter: nn.Parameter) -> Tensor:
 
 
 def _exchange(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter a value on another device."""
+    """Replace the value of a parameter by one on another device, in place."""
     other = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)  # else what people set on it would go with the exchange
+    other.__dict__.update(parameter.__dict__)  # else attributes that the user has set would be swapped too
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Whole parameters that stand in for DTensors while a model is initialised.
 #
-# Every rank initialises all of a parameter, from the same random numbers, and keeps its own part. Drawn by torch's
-# DTensor itself, values would depend on how many ranks there are, and on which device; these are those of one rank
-# alone.
+# Every rank initialises all of a parameter, from the same random numbers, and keeps its own part. Values drawn by
+# DTensor itself would depend on the number of ranks and on the device; these equal those of one rank alone.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def standing_in(model: nn.Module) -> Iterator[Mapping[nn.Parameter, nn.Parameter]]:
-    """Put a plain parameter of the whole shape, without memory, where a model has a DTensor; afterwards that again.
+    """Replace each DTensor of a model by a plain parameter of the whole shape, without memory, inside the block.
 
     Yields:
-        By DTensor what stands in for it.
+        The stand-in of each DTensor.
     """
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
     places = [
@@ -401,7 +393,7 @@ def standing_in(model: nn.Module) -> Iterator[Mapping[nn.Parameter, nn.Parameter
     for parameters, key, parameter in places:
         if parameter not in stand_ins:
             stand_ins[parameter] = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
-            stand_ins[parameter].__dict__.update(parameter.__dict__)  # by what people set there some initialise
+            stand_ins[parameter].__dict__.update(parameter.__dict__)  # some initialisations read attributes there
         parameters[key] = stand_ins[parameter]
     try:
         yield stand_ins
@@ -411,7 +403,7 @@ def standing_in(model: nn.Module) -> Iterator[Mapping[nn.Parameter, nn.Parameter
 
 
 def let_go(stand_in: nn.Parameter) -> None:
-    """Give up the memory of one whose values are in their homes: it reads as NaN, and refuses to be written."""
+    """Free the memory of a stand-in whose values are in their storage: it reads as NaN, and refuses writes."""
     give_values(stand_in, _without_memory(stand_in))
 
 

@@ -29,16 +29,16 @@ from penstock.engine.unit.dtensor import (
 )
 from penstock.engine.unit.partition import UnitSpec
 from penstock.errors import ConfigError, EngineError
-from penstock.layout import round_up
+from penstock.layout import FlatLayout
 from penstock.runtime.collectives import Collectives, LocalRanks, as_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How modules give their own parameters and buffers first values, and in which order.
+# How modules initialise their own parameters and buffers, and in which order.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def initialisers(model: nn.Module) -> dict[nn.Module, Any]:
-    """Find the model of transformers that initialises each module which lies in one: the innermost."""
+    """Find the innermost transformers model around each module: it initialises the module."""
     owners: dict[nn.Module, Any] = {}
     for outer in model.modules():  # from the outside in
         if hasattr(outer, "_init_weights"):
@@ -47,7 +47,7 @@ def initialisers(model: nn.Module) -> dict[nn.Module, Any]:
 
 
 def initialiser(module: nn.Module, owners: Mapping[nn.Module, Any]) -> Callable[[], object] | None:
-    """Find what gives a module's own parameters and buffers their first values, and for a container those inside."""
+    """Find the function that initialises a module's own parameters and buffers, and those inside of a container."""
     if module in owners:
         return partial(owners[module]._init_weights, module)
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -57,16 +57,16 @@ def initialiser(module: nn.Module, owners: Mapping[nn.Module, Any]) -> Callable[
 def initialise(
     model: nn.Module, module: nn.Module, owners: Mapping[nn.Module, Any], gone: Iterable[nn.Parameter] = ()
 ) -> None:
-    """Give a module's own parameters and buffers their first values, and see that each got one.
+    """Initialise a module's own parameters and buffers, and check that each got a value.
 
     Arguments:
-        model: the one that the module is part of, for names in messages.
-        module: the one that is initialised.
-        owners: what `initialisers` has found.
-        gone: a parameter of each unit inside that is in its home already: NaN, which nothing may write to.
+        model: the model around the module, for names in messages.
+        module: the module to initialise.
+        owners: the result of `initialisers`.
+        gone: a parameter of each unit inside that is in its storage already: NaN, which nothing may write to.
 
     Raises:
-        ConfigError: names what got none, and what failed.
+        ConfigError: names the tensor without a value, or the module that failed.
     """
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
@@ -74,19 +74,17 @@ def initialise(
             module._buffers[key] = empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
     run = initialiser(module, owners)
     if run is not None:
-        failure: Exception | None = None
+        which = f"The initialisation of {type(module).__name__} '{_name(model, module)}'"
         try:
             with torch.no_grad():
                 run()
-        except Exception as error:  # it is somebody else's code
-            failure = error
-        written = [p for p in gone if p.numel() and not bool(p.detach()[(0,) * p.ndim].isnan())]
-        if failure is not None or written:
-            why = f"failed: {failure!r}" if failure is not None else "writes to parameters of modules inside of it"
-            late = ", which are in units of their own and have their values already. Give values" if written else ""
+        except Exception as error:  # the user's code
+            raise ConfigError(f"{which} failed: {error!r}.") from error
+        if any(p.numel() and not bool(p.detach()[(0,) * p.ndim].isnan()) for p in gone):
             raise ConfigError(
-                f"The initialisation of {type(module).__name__} '{_name(model, module)}' {why}{late}."
-            ) from failure
+                f"{which} writes to parameters of modules inside of it, which are in units of their own and have their "
+                "values already. Give values."
+            )
     for key, value in (*module._parameters.items(), *module._buffers.items()):
         if value is not None and not value.is_meta and value.is_floating_point() and bool(value.isnan().any()):
             raise ConfigError(
@@ -97,9 +95,9 @@ def initialise(
 
 
 def visits(model: nn.Module, owners: Mapping[nn.Module, Any]) -> list[nn.Module]:
-    """List modules in the order of `model.apply`: those inside others first, and one in two places twice.
+    """List modules in the order of `model.apply`: children first, and a module in two places twice.
 
-    In a transformers model each comes once: it notes which are initialised.
+    In a transformers model each comes once: the model notes which are initialised.
     """
     order: list[nn.Module] = []
     model.apply(order.append)
@@ -108,12 +106,12 @@ def visits(model: nn.Module, owners: Mapping[nn.Module, Any]) -> list[nn.Module]
 
 
 def settled(order: list[nn.Module], owners: Mapping[nn.Module, Any]) -> dict[nn.Module, int]:
-    """Find for each module after which of these visits nothing writes to what is inside of it.
+    """Find for each module the last visit that may write to its parameters.
 
-    What a container initialises by itself is not known before, so what lies inside waits for it. Models of transformers
-    initialise module by module.
+    A container may initialise any parameter inside, so these wait for its visit. Transformers models initialise module
+    by module.
     """
-    # A unit's values may go home after that: written later, they would be written to placeholders.
+    # A unit's values go to their storage after that visit: later writes would go to placeholders.
     last = {module: number for number, module in enumerate(order)}
     for module in list(last):
         if module not in owners and initialiser(module, owners) is not None:
@@ -128,18 +126,20 @@ def _name(model: nn.Module, module: nn.Module) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The values of one parameter, wherever they are, as if it were flat; cut out of whole ones; and whether they fit.
+# The values of one parameter as flat elements, from memory or files, and checks that they fit.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_COMPARED_NUMEL = 1 << 24  # of tied values, at once
+_COMPARED_NUMEL = 1 << 24  # elements of tied values that are compared at once
 
 
 class ValueRead(NamedTuple):
-    """Elements of one of a unit's parameters, counted from its own first.
+    """A range of elements of one of a unit's parameters.
 
     Attributes:
-        slot: the index of its slot in the unit's layout.
+        slot: the index of the parameter's slot in the unit's layout.
+        start: the first element, counted from the parameter's start.
+        stop: the element after the last one.
     """
 
     slot: int
@@ -149,11 +149,11 @@ class ValueRead(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatValues:
-    """The values of one parameter, as if it were flat.
+    """The values of one parameter, flat.
 
     Attributes:
         read: returns elements `start` to `stop`, 1-D.
-        ahead: yields the same as `pieces` does, where files are read ahead.
+        ahead: yields the pieces of `pieces`, where files are read ahead.
     """
 
     read: Callable[[int, int], Tensor]
@@ -165,13 +165,13 @@ class FlatValues:
 
 
 def in_memory(values: Tensor) -> FlatValues:
-    """Return values that are in memory, in place."""
+    """Return values in memory. Reads are views."""
     flat = values.detach().reshape(-1)
     return FlatValues(lambda start, stop: flat[start:stop])
 
 
 def cut_to(flat: FlatValues, parameter: nn.Parameter) -> FlatValues:
-    """Cut values to this rank's elements of a parameter, of which no more is read than the rows that they lie in."""
+    """Cut values to this rank's elements of a parameter. Reads only the rows that contain them."""
     box = box_of(parameter)
     if box is None:
         return flat
@@ -188,27 +188,8 @@ def cut_to(flat: FlatValues, parameter: nn.Parameter) -> FlatValues:
     return FlatValues(read)
 
 
-def foreseen(
-    names: Mapping[Tensor, str], specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]
-) -> tuple[list[ReadSpan], int]:
-    """List what `pieces` will be asked for of values that are in files, in order, and the bytes of the largest unit.
-
-    Arguments:
-        names: the name in the files of each parameter.
-        specs: the units.
-        reads: what will be read of each of them.
-    """
-    spans, most_bytes = [], 0
-    for spec, of_unit in zip(specs, reads, strict=True):
-        most_bytes = max(most_bytes, sum(stop - start for _, start, stop in of_unit) * spec.dtype.itemsize)
-        for slot, start, stop in of_unit:
-            if box_of(spec.parameters[slot]) is None:  # else `BoxValues` asks for whole rows
-                spans.append(ReadSpan(names[spec.parameters[slot]], start, stop))
-    return spans, most_bytes
-
-
 def oddity(name: str, value: object) -> list[str]:
-    """Say why a value is no plain tensor with values; an empty list where it is one."""
+    """Return why a value is no plain tensor with values; an empty list where it is one."""
     if not isinstance(value, Tensor):
         return [f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " ")]
     if value.is_meta:
@@ -220,7 +201,7 @@ def oddity(name: str, value: object) -> list[str]:
 
 
 def same(one: FlatValues, other: FlatValues, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether two values are the same once they are in a dtype. Compares block by block; NaN is the same as NaN."""
+    """Return True if two values are equal in a dtype, block by block. NaN equals NaN."""
     numel = prod(shape)
     for start in range(0, numel, _COMPARED_NUMEL):
         a, b = (flat.read(start, min(start + _COMPARED_NUMEL, numel)).to(dtype) for flat in (one, other))
@@ -235,7 +216,7 @@ def same(one: FlatValues, other: FlatValues, shape: tuple[int, ...], dtype: torc
 def misfit(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, wanted: tuple[int, ...], wanted_dtype: torch.dtype
 ) -> list[str]:
-    """Say why a value of a shape and dtype does not fit where others are wanted; an empty list where it does."""
+    """Return why a value of a shape and dtype does not fit a wanted shape and dtype; an empty list where it does."""
     if shape != wanted:
         return [f"'{name}' has shape {shape}, not {wanted}"]
     if dtype != wanted_dtype and not (dtype.is_floating_point and wanted_dtype.is_floating_point):
@@ -244,11 +225,10 @@ def misfit(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# First values that ranks have from each other: many parameters in a broadcast, and files that a host reads once.
+# First values from other ranks: many parameters in one broadcast, and files that a host reads once.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_GRAIN_BYTES = 16  # any dtype may begin there
 _PACKED_BYTES = 1 << 20  # at most, of several tensors: a larger one goes by itself
 
 
@@ -269,18 +249,18 @@ def broadcast_together(tensors: Sequence[Tensor], broadcast: Callable[[Tensor], 
 
 
 def broadcast_alike(tensors: Sequence[Tensor], ranks: Collectives) -> None:
-    """Overwrite what ranks that divide parameters have alike with the first one's; small ones together. Collective.
+    """Overwrite tensors that `tp` ranks have alike with those of the first one; small ones together. Collective.
 
     Arguments:
-        tensors: contiguous, in the same order, and of the same shapes and dtypes as on the others.
-        ranks: all that have them.
+        tensors: contiguous, in the same order, and of the same shapes and dtypes as on the other ranks.
+        ranks: all ranks.
     """
     if ranks.grid.tp > 1:
         broadcast_together(tensors, ranks.broadcast_alike)
 
 
 def packs(sizes: Sequence[int]) -> Iterator[range]:
-    """Divide a sequence into ranges of a few bytes each, or of one that has more.
+    """Divide a sequence into ranges of few bytes each, or of one larger element.
 
     Arguments:
         sizes: the bytes of each element of the sequence.
@@ -295,105 +275,77 @@ def packs(sizes: Sequence[int]) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-class SharedReads:
-    """Reads of files, of which each rank of a host does a part.
+def read_shared(files: StoredTensors, forms: Forms, names: Sequence[str], ranks: LocalRanks) -> list[Tensor]:
+    """Read tensors of files whole, flat and in their dtypes: each rank of a host reads a part. Collective over these.
 
     Arguments:
         files: the tensors, the same ones on each of these ranks.
         forms: their shapes and dtypes.
+        names: which of them.
         ranks: those of this host.
+
+    Raises:
+        Exception: on a rank that could not read its part.
+        EngineError: on the others.
     """
-
-    def __init__(self, files: StoredTensors, forms: Forms, ranks: LocalRanks) -> None:
-        self._files = files
-        self._forms = forms
-        self._ranks = ranks
-
-    def read(self, names: Sequence[str]) -> list[Tensor]:
-        """Read some tensors whole, flat and in their dtypes. Collective over the ranks of the host.
-
-        Raises:
-            Exception: on a rank that could not read its part.
-            EngineError: on the others.
-        """
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in (self._forms[name] for name in names)]
-        starts = [0]
-        for nbytes in sizes:
-            starts.append(starts[-1] + round_up(nbytes, _GRAIN_BYTES))
-        part = round_up(-(-starts[-1] // self._ranks.size), _GRAIN_BYTES)
-        failure: Exception | None = None
-        try:
-            own = self._part(names, sizes, starts, self._ranks.number * part, part)
-        except Exception as error:
-            failure = error  # told first: the others wait for this rank
-        if self._ranks.any(failure is not None):
-            raise failure or EngineError("Another rank of this host could not read its part of the files.")
-        whole = self._ranks.exchange(own)
-        found = zip(names, sizes, starts, strict=False)
-        return [whole[start : start + nbytes].view(self._forms[name][1]) for name, nbytes, start in found]
-
-    def give_up(self) -> None:
-        """Tell the others, who are about to read more, that this rank does not. Collective."""
-        self._ranks.any(True)
-
-    def close(self) -> None:
-        """Leave the others."""
-        self._ranks.close()
-
-    def _part(
-        self, names: Sequence[str], sizes: Sequence[int], starts: Sequence[int], first: int, nbytes: int
-    ) -> Tensor:
-        """Read some bytes of what the tensors are when they lie one after the other."""
-        own = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        for name, size, start in zip(names, sizes, starts, strict=False):
-            begin, end = max(start, first), min(start + size, first + nbytes)
-            if begin < end:
-                itemsize = self._forms[name][1].itemsize
-                values = self._files.read(name, (begin - start) // itemsize, (end - start) // itemsize)
-                own[begin - first : end - first] = values.contiguous().view(torch.uint8)
-        return own
+    dtypes = [forms[name][1] for name in names]
+    nbytes = [(prod(forms[name][0]) * forms[name][1].itemsize,) for name in names]
+    layout = FlatLayout.build(names, nbytes, ranks.size)  # of bytes; shards begin where any dtype may
+    failure: Exception | None = None
+    own = torch.zeros(layout.shard_numel(ranks.number), dtype=torch.uint8, device="cpu")
+    try:
+        for index, start, stop in layout.parts(ranks.number):
+            origin, itemsize = layout.cuts[ranks.number] - layout.slots[index].start, dtypes[index].itemsize
+            values = files.read(names[index], (origin + start) // itemsize, (origin + stop) // itemsize)
+            own[start:stop] = as_bytes(values.contiguous())
+    except Exception as error:
+        failure = error  # told first: the others wait for this rank
+    if ranks.any(failure is not None):
+        raise failure or EngineError("Another rank of this host could not read its part of the files.")
+    whole = ranks.exchange(own)
+    return [whole[slot.start : slot.stop].view(dtype) for slot, dtype in zip(layout.slots, dtypes, strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where the first values of parameters come from: the model, files, or an initialisation.
+# Sources of first values: the model, files, or an initialisation.
 #
-# Values arrive unit by unit, and each unit's go to their homes before the next one's come: in host memory there are one
+# Values arrive unit by unit, and each unit's are in their storages before the next one's arrive: host memory holds one
 # unit and this rank's shards, whatever the size of the model.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What `prepare(weights=...)` takes.
+#: Values of `prepare(weights=...)`.
 Weights = str | os.PathLike[str] | StoredTensors | Mapping[str, Tensor] | Callable[[str], Tensor]
 
 INIT = "init"
 
 
 class FirstValues(ABC):
-    """Values of all parameters and buffers."""
+    """A source of the values of all parameters and buffers."""
 
     @abstractmethod
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield each unit's number and the values of its parameters, as they become available. Collective.
 
-        In place of values that nobody has there is `None`.
+        `None` stands for values of a simulation, which has none.
 
-        Whoever takes them has put a unit's values into its homes before he asks for the next one's, and closes the
-        generator if he does not ask.
+        The caller writes a unit's values to its storages before it takes the next unit, and closes the generator if it
+        stops early.
         """
 
-    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]) -> None:  # noqa: B027 - few read ahead
-        """Note what will be read of each unit, in order, before `units` is asked for it."""
+    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]) -> None:  # noqa: B027 - few sources read ahead
+        """Announce the ranges that will be read of each unit, in order, before `units` yields the first one."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing open
-        """Close what is open."""
+    def close(self) -> None:  # noqa: B027 - most sources open nothing
+        """Close the source."""
 
 
 class FirstRankValues(FirstValues):
     """The model's own values, those of the first rank.
 
     Arguments:
-        ranks: all that get the values.
-        device: where they are sent from and received.
+        ranks: all ranks that get the values.
+        device: the device of the collectives.
     """
 
     def __init__(self, ranks: Collectives, device: torch.device) -> None:
@@ -401,14 +353,14 @@ class FirstRankValues(FirstValues):
         self._device = device
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
-        """Yield the units in order: each rank has what the first one has of them."""
-        # Ranks have compared their units before: broadcasts of equal size match whatever they are of, and a rank with
-        # another order would take one parameter's values for another's.
+        """Yield the units in order, with the first rank's values on every rank."""
+        # Ranks have compared their units before: a rank with another order of units would take one parameter's values
+        # for another's (ordering rule 4).
         if self._ranks.world_size == 1:
             for number, spec in enumerate(specs):
                 yield number, [in_memory(parameter) for parameter in spec.parameters]
             return
-        # By sizes that are the same on ranks which divide a parameter into uneven parts: they meet once for each group.
+        # By sizes that are the same on ranks with uneven parts of a parameter: all have the same number of broadcasts.
         for together in packs([sum(most_bytes(p) for p in spec.parameters) for spec in specs]):
             parameters = [parameter for number in together for parameter in specs[number].parameters]
             flats = [_copied(own_elements(parameter), self._device) for parameter in parameters]
@@ -416,7 +368,7 @@ class FirstRankValues(FirstValues):
             alike = [flat for parameter, flat in zip(parameters, flats, strict=True) if box_of(parameter) is None]
             broadcast_alike(alike, self._ranks)
             del alike
-            flats = flats[::-1]  # one after the other is let go of
+            flats = flats[::-1]  # each is dropped once it is used
             for number in together:
                 yield number, [in_memory(flats.pop()) for _ in specs[number].parameters]
 
@@ -430,11 +382,11 @@ class GivenValues(FirstValues):
     """Values by name: from files, from a mapping, or from a function.
 
     Arguments:
-        model: the one whose parameters and buffers are looked up, under each of their names.
-        weights: where the values are: what `prepare` was given.
+        model: the model whose parameters and buffers are looked up, under each of their names.
+        weights: the argument of `prepare`.
 
     Raises:
-        ConfigError: names what is missing, unexpected, or of another shape or dtype, all at once.
+        ConfigError: names every tensor that is missing, unexpected, or of another shape or dtype.
         CheckpointError: a file cannot be read.
     """
 
@@ -442,71 +394,81 @@ class GivenValues(FirstValues):
         self._model = model
         self._weights = WeightFiles(weights) if isinstance(weights, str | os.PathLike) else weights
         self._files = self._weights if isinstance(self._weights, StoredTensors) else None
-        self._shared: SharedReads | None = None
+        self._closing = contextlib.ExitStack()
+        if self._files is not None:
+            self._closing.callback(self._files.close)
+        self._readers: LocalRanks | None = None
         self._ahead: ReadAhead | None = None
         self._held = self._list()
         names: dict[Tensor, list[str]] = {}
         buffers = model.named_buffers(remove_duplicate=False)
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers):
             names.setdefault(tensor, []).append(name)
-        self._names = {tensor: self._known(aliases) for tensor, aliases in names.items()}
+        # The names under which a tensor has values; a function is called with all of them.
+        self._names = {
+            tensor: aliases if self._held is None else [name for name in aliases if name in self._held]
+            for tensor, aliases in names.items()
+        }
         self._shapes = {tensor: tuple(tensor.shape) for tensor in names}
-        # Refused here, the model is as it was: no value was moved. What a function gives is looked at as it comes.
+        # Before any value is moved. Values from a function are checked as they arrive.
         self._check(names)
         self._fill_buffers()
 
     def share(self, ranks: Collectives, device: torch.device, *, whole: bool) -> None:
-        """Have ranks of a host that need the same values read a part of them each. Collective over all ranks.
+        """Let each rank of a host read a part of values that several of them need. Collective over all ranks.
 
         Arguments:
-            ranks: all that get values.
-            device: where the tensors of their collectives are.
-            whole: whether each rank keeps whole parameters, and not its shard alone.
+            ranks: all ranks that get values.
+            device: the device of their collectives.
+            whole: True if each rank keeps whole parameters, and not its shard alone.
         """
-        forms = self._held or {}
-        what = "" if self._files is None else f"{zlib.crc32(repr(sorted(forms.items())).encode()):08x}"
-        local = LocalRanks.that_read(what, ranks, device, whole=whole)
-        if local is not None and self._files is not None:
-            self._shared = SharedReads(self._files, forms, local)
+        forms = sorted((self._held or {}).items())
+        what = "" if self._files is None else f"{zlib.crc32(repr(forms).encode()):08x}"
+        self._readers = LocalRanks.that_read(what, ranks, device, whole=whole)
+        if self._readers is not None:
+            self._closing.callback(self._readers.close)
 
     def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[ValueRead]]) -> None:
-        """Begin to read what is in files as it is wanted, unless ranks of a host share the reads."""
-        if self._files is not None and self._shared is None:
-            names = {tensor: aliases[0] for tensor, aliases in self._names.items() if aliases}
-            self._ahead = ReadAhead(self._files, *foreseen(names, specs, reads))
+        """Start to read files ahead, unless ranks of a host share the reads."""
+        if self._files is None or self._readers is not None:
+            return
+        spans, most_bytes = [], 0
+        for spec, of_unit in zip(specs, reads, strict=True):
+            most_bytes = max(most_bytes, sum(stop - start for _, start, stop in of_unit) * spec.dtype.itemsize)
+            for slot, start, stop in of_unit:
+                if box_of(spec.parameters[slot]) is None:  # of others, `cut_to` reads whole rows
+                    spans.append(ReadSpan(self._names[spec.parameters[slot]][0], start, stop))
+        self._ahead = ReadAhead(self._files, spans, most_bytes)
+        self._closing.callback(self._ahead.close)
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
         """Yield the units in order.
 
-        Of files each rank reads what it keeps, and ranks need not meet for it; but those of a host that keep the same.
+        Each rank reads the parts of files that it keeps, without a collective. Ranks of a host that keep the same
+        values share the reads, and exchange them.
         """
-        shared = self._shared
         for number, spec in enumerate(specs):
-            if shared is None:
+            if self._readers is None or self._files is None or self._held is None:
                 flats = [self._flat(parameter) for parameter in spec.parameters]
             else:
-                flats = [in_memory(value) for value in shared.read([self._names[p][0] for p in spec.parameters])]
+                names = [self._names[parameter][0] for parameter in spec.parameters]
+                flats = list(map(in_memory, read_shared(self._files, self._held, names, self._readers)))
             try:
                 yield number, [cut_to(flat, parameter) for flat, parameter in zip(flats, spec.parameters, strict=True)]
             except GeneratorExit:
-                if shared is not None and number + 1 < len(specs):
-                    shared.give_up()
+                if self._readers is not None and number + 1 < len(specs):
+                    self._readers.any(True)  # the others are about to read more, and this rank does not
                 raise
             del flats  # before the next unit's come
             if self._files is not None:
-                self._files.close()  # the pages that this unit was read from are this process's until then
+                self._files.close()  # gives back the mapped pages of this unit
 
     def close(self) -> None:
         """Close the files."""
-        if self._ahead is not None:
-            self._ahead.close()
-        if self._shared is not None:
-            self._shared.close()
-        if self._files is not None:
-            self._files.close()
+        self._closing.close()
 
     def _list(self) -> Forms | None:
-        """List the shape and dtype of what there is, by name; `None` where that is not known beforehand."""
+        """Return the shape and dtype of each value, by name; `None` of a function, which does not say."""
         if self._files is not None:
             return self._files.forms()
         if isinstance(self._weights, Mapping):
@@ -516,13 +478,8 @@ class GivenValues(FirstValues):
             return {name: (tuple(value.shape), value.dtype) for name, value in self._weights.items()}
         return None
 
-    def _known(self, aliases: Sequence[str]) -> list[str]:
-        """Pick the names under which a tensor's values are there; a function is asked for all of them."""
-        held = self._held
-        return list(aliases) if held is None else [name for name in aliases if name in held]
-
     def _check(self, names: Mapping[Tensor, Sequence[str]]) -> None:
-        """Refuse values that do not fit the model, where they are known by name: all faults in one error."""
+        """Refuse values that do not fit the model: all faults in one error."""
         held = self._held
         if held is None:
             return
@@ -541,7 +498,7 @@ class GivenValues(FirstValues):
         return ConfigError(f"weights do not fit {type(self._model).__name__}: {'; '.join(faults)}.")
 
     def _differences(self, tensor: Tensor, flats: Sequence[FlatValues]) -> list[str]:
-        """Find the names of a tied tensor under which there are other values than under its first one."""
+        """Return a fault for each name of a tied tensor that has other values than its first name."""
         names = self._names[tensor]
         return [
             f"'{names[0]}' and '{other}' are one parameter and have different values"
@@ -557,7 +514,7 @@ class GivenValues(FirstValues):
         return in_memory(self._weights[name])
 
     def _flat(self, parameter: Tensor) -> FlatValues:
-        """Return the values of a parameter; refuse one that is tied and has others under another of its names."""
+        """Return the values of a parameter; refuse a tied one that has other values under another name."""
         names = self._names[parameter]
         if self._held is not None:
             return self._values(names[0])
@@ -567,11 +524,11 @@ class GivenValues(FirstValues):
         return flats[0]
 
     def _ask(self, name: str, parameter: Tensor) -> FlatValues:
-        """Call the function for a name, and refuse what does not fit the parameter."""
+        """Call the function for a name, and refuse a value that does not fit the parameter."""
         assert callable(self._weights)
         try:
             value = self._weights(name)
-        except Exception as error:  # it is somebody else's code
+        except Exception as error:  # the user's code
             raise ConfigError(f"weights('{name}') failed: {error!r}.") from error
         faults = oddity(name, value) or misfit(
             name, tuple(value.shape), value.dtype, self._shapes[parameter], parameter.dtype
@@ -581,18 +538,18 @@ class GivenValues(FirstValues):
         return in_memory(value)
 
     def _fill_buffers(self) -> None:
-        """Give buffers the values that are there for them, and initialise those that are still on the meta device."""
+        """Give buffers their values, and initialise those that are still on the meta device."""
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and self._held is not None and self._names[buffer]:
                     flat = self._flat(buffer).read(0, buffer.numel())
-                    # A copy: forward writes to buffers (statistics), and what was given stays the caller's.
+                    # A copy: forward writes to buffers (statistics), and the given tensor is the caller's.
                     module._buffers[key] = flat.to(buffer.dtype).view(buffer.shape).clone()
         owners = initialisers(self._model)
         for module in self._model.modules():
             if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-                # As if no number was drawn: a model whose buffers are not on the meta device draws none here, and
-                # training is to go on with the same numbers.
+                # Without a trace in the generator: a model whose buffers are not on the meta device draws no numbers
+                # here, and both train with the same ones.
                 with torch.random.fork_rng(devices=[]):
                     initialise(self._model, module, owners)
 
@@ -600,20 +557,20 @@ class GivenValues(FirstValues):
 class InitialisedValues(FirstValues):
     """Values from the model's own initialisation, module by module, with the first rank's random numbers.
 
-    They are those of initialising the whole model on one cpu, in the order of `model.apply`. Each rank does all of it,
-    and keeps its part of what ranks divide.
+    They equal those of the whole model initialised on one cpu, in the order of `model.apply`. Each rank initialises all
+    of it, and keeps its part of DTensors.
 
     Arguments:
-        model: one in which each module with parameters has a `reset_parameters`, or lies in a transformers model.
-        ranks: all that initialise it.
-        device: where the state of the random numbers is sent from and received.
+        model: each of its modules with parameters has a `reset_parameters`, or lies in a transformers model.
+        ranks: all ranks that initialise it.
+        device: the device of the broadcast of the generator's state.
     """
 
     def __init__(self, model: nn.Module, ranks: Collectives, device: torch.device) -> None:
         self._model = model
         self._ranks = ranks
         self._device = device
-        self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}  # now: they go to homes one by one
+        self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}  # now: they are released one by one
         self._owners = initialisers(model)
         without = [
             name or type(module).__name__
@@ -627,14 +584,13 @@ class InitialisedValues(FirstValues):
             )
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[FlatValues] | None]]:
-        """Yield each unit once nothing more initialises what is inside of its outermost module."""
-        # The first rank draws numbers, as it would have without us. The others go on with their own state: that of the
-        # first rank would give all of them the same dropout.
+        """Yield each unit after the last visit that may write to its parameters."""
+        # The first rank's generator advances, as without Penstock. The other ranks keep their own state: the first
+        # rank's would give all of them the same dropout.
         with torch.random.fork_rng(devices=[], enabled=self._ranks.rank != 0):
-            # Every rank initialises everything by itself, from one state: the values are the same and none has to be
-            # sent.
+            # Every rank initialises everything from the same state: the values are equal, and none is sent.
             if self._ranks.world_size > 1:
-                state = torch.get_rng_state().to(self._device, copy=True)  # the broadcast overwrites it
+                state = torch.get_rng_state().to(self._device, copy=True)  # a copy: the broadcast overwrites it
                 self._ranks.broadcast(state)
                 self._ranks.broadcast_alike(state)
                 torch.set_rng_state(state.cpu())
@@ -644,22 +600,22 @@ class InitialisedValues(FirstValues):
     def _initialised(
         self, specs: Sequence[UnitSpec], stand_ins: Mapping[nn.Parameter, nn.Parameter]
     ) -> Iterator[tuple[int, list[FlatValues] | None]]:
-        """Initialise module after module, and yield each unit whose values nothing writes any more."""
+        """Initialise module after module, and yield each unit after its last visit."""
         order = visits(self._model, self._owners)
         last = settled(order, self._owners)
         shapes = self._shapes | {whole: self._shapes[p] for p, whole in stand_ins.items()}
         done: set[nn.Parameter] = set()
-        gone: list[tuple[nn.Module, nn.Parameter]] = []  # of each unit in its home: its first anchor, and a parameter
+        gone: list[tuple[nn.Module, nn.Parameter]] = []  # of units in their storage: first anchor, a parameter
         for number, module in enumerate(order):
             fresh = [p for p in _own(module) if p not in done]
             for parameter in fresh:
                 shape, dtype = shapes[parameter]
-                # NaN, by which `initialise` finds what a module leaves out.
+                # NaN, by which `initialise` finds tensors without a value.
                 nothing = float("nan") if dtype.is_floating_point else 0
                 give_values(parameter, torch.full(shape, nothing, dtype=dtype, device="cpu"))
             done.update(fresh)
             inside = set(module.modules())
-            # A tied parameter as often as modules own it: as apply() does.
+            # A tied parameter once for each module that owns it, as in apply().
             initialise(self._model, module, self._owners, [p for anchor, p in gone if anchor in inside])
             for index, spec in enumerate(specs):
                 if last[spec.anchors[0]] == number:
@@ -667,8 +623,8 @@ class InitialisedValues(FirstValues):
                     for parameter in spec.parameters:
                         if parameter in stand_ins:
                             let_go(stand_ins[parameter])
-                    # Its parameters are placeholders from here on, and read as NaN. What a module around them writes
-                    # there later would be lost in silence: `initialise` looks whether one of each unit still does.
+                    # Its parameters are placeholders from here on, and read as NaN. A later write by a module around
+                    # them would be lost in silence: `initialise` checks that one of each unit still reads as NaN.
                     if spec.dtype.is_floating_point:
                         gone.append((spec.anchors[0], stand_ins.get(spec.parameters[0], spec.parameters[0])))
 
@@ -682,35 +638,33 @@ def open_source(
     *,
     keeps_whole: bool,
 ) -> FirstValues:
-    """Choose where first values come from. Where that is not the model, it keeps its own until all of them are there.
-
-    Collective.
+    """Choose the source of first values. The model's own values are kept until all others have arrived. Collective.
 
     Arguments:
-        model: the one that gets the values.
-        weights: what `prepare` was given; `None` for the model's own values.
-        ranks: all that train the model; each opens a source at the same time.
-        device: where the tensors of their collectives are.
-        undo: what is closed where the values do not come: it puts the model's own back.
-        keeps_whole: whether each rank keeps whole parameters, and not its shard alone.
+        model: the model that gets the values.
+        weights: the argument of `prepare`; `None` for the model's own values.
+        ranks: all ranks that train the model; each opens a source at the same time.
+        device: the device of their collectives.
+        undo: closed by the caller if the values do not arrive: it puts the model's own values back.
+        keeps_whole: True if each rank keeps whole parameters, and not its shard alone.
     """
     if weights is None:
         return FirstRankValues(ranks, device)
-    undo.callback(keep_values(model))  # first: to open a source fills buffers
+    undo.callback(keep_values(model))  # first: a source fills buffers when it is opened
     with agreeing(weights, ranks):
         if weights == INIT:
             return InitialisedValues(model, ranks, device)
         source = GivenValues(model, weights)
-    source.share(ranks, device, whole=keeps_whole)  # on all ranks: those that fail have met
+    source.share(ranks, device, whole=keeps_whole)  # on all ranks: a failure has stopped all of them
     return source
 
 
 def agreeing(weights: Weights | None, ranks: Collectives) -> contextlib.AbstractContextManager[object]:
-    """Stop every rank where what is inside fails on one: values that are given may be others on each. Collective.
+    """Stop every rank if the block fails on one of them: each rank may be given other values. Collective.
 
-    Ranks meet at its end. Inside there must be no collective that a rank which failed before it does not come to.
+    Ranks meet at the end of the block. A collective inside would wait for a rank that failed before it.
     """
-    # The model's own values are the first rank's on every rank: they fit, or were refused before.
+    # The model's own values were checked before.
     return contextlib.nullcontext() if weights is None else ranks.control_group.together("prepare()")
 
 
@@ -719,14 +673,14 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Buffers of the model at `prepare`: on the device, in their own dtype, the same on every rank.
+# Buffers of the model in `prepare`: moved to the device, in their own dtype, with the first rank's values.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def align_buffers(model: nn.Module, ranks: Collectives, device: torch.device) -> None:
-    """Put the buffers on the device; every rank takes those of the first one, as it does with parameters. Collective.
+    """Move the buffers to the device, with the first rank's values on every rank. Collective.
 
-    Sparse and quantised buffers, and tensor subclasses, have no plain memory: they stay as each rank has them.
+    Sparse and quantised buffers, and tensor subclasses, have no plain memory: each rank keeps its own.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -735,8 +689,8 @@ def align_buffers(model: nn.Module, ranks: Collectives, device: torch.device) ->
     if ranks.world_size == 1:
         return
     buffers = [buffer for buffer in model.buffers() if _is_plain(buffer)]
-    # One broadcast for many: a model has hundreds of small buffers. Every rank divides them alike, by their sizes: one
-    # that sent another size than is expected would end the process group.
+    # One broadcast for many: a model has hundreds of small buffers. Every rank packs them alike, by their sizes: a
+    # broadcast of another size than the other ranks expect would end the process group.
     for numbers in packs([buffer.nbytes for buffer in buffers]):
         several = [buffers[number] for number in numbers]
         values = [_copied(buffer, device) for buffer in several]

@@ -1,4 +1,4 @@
-"""A parameter of a unit: gathered, released, read and written."""
+"""One parameter of a unit: gathered, released, read and written."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -17,16 +17,16 @@ from penstock.layout import FlatLayout, Slot
 from penstock.rules.formats import as_param
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A backward through a graph from before a change is an error, as in torch: the versions of tensors say so.
+# A backward through a graph from before a write is an error, as in torch: versions of tensors are compared.
 #
-# torch compares the version of what it saved with the one that it has in backward. Updates write parameters where torch
-# does not see it, so they are counted here. What passes saved-tensor hooks, or is computed again, torch does not
-# compare.
+# Torch compares the version of a saved tensor with its version in backward. It does not see updates of parameters, so
+# the engine increments their versions. Torch compares no tensor that passes saved-tensor hooks or is computed again, so
+# the engine compares those.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def check_version(tensor: Tensor, expected: int, what: str = "") -> None:
-    """Refuse to compute with a tensor that was written since it had a version.
+    """Refuse a tensor that was written after it had a version.
 
     Raises:
         EngineError: as torch's own error.
@@ -40,51 +40,51 @@ def check_version(tensor: Tensor, expected: int, what: str = "") -> None:
 
 
 class TensorVersion:
-    """The version that a tensor has now. The tensor's counter is kept, and not its memory."""
+    """The current version of a tensor. Keeps the tensor's counter alive, and not its memory."""
 
     __slots__ = ("_counter", "_expected")
 
     def __init__(self, tensor: Tensor) -> None:
         self._expected = 0 if tensor.is_inference() else tensor._version
-        self._counter = tensor.detach()  # it has the same counter
+        self._counter = tensor.detach()  # shares the counter
         self._counter.data = tensor.new_empty(0)
 
     def check(self) -> None:
-        """Refuse to compute with the tensor if it was written since. Raises what `check_version` does."""
+        """Refuse the tensor if it was written since. Raises as `check_version`."""
         check_version(self._counter, self._expected)
 
 
 class KeptSavedTensor:
-    """A tensor that a saved-tensor hook leaves where it is."""
+    """A saved tensor that a hook leaves where it is."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # An output of the node that saves it would keep that node, and with it itself. A parameter has no node, and its
-        # values may move.
+        # Detached: an output of the node that saves it would keep that node alive, and so itself. A leaf has no node,
+        # and the values of a parameter may move.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = 0 if tensor.is_inference() else tensor._version
 
     def take(self) -> Tensor:
-        """Give the tensor back; refuse if it was written since. Raises what `check_version` does."""
+        """Return the tensor; refuse it if it was written since. Raises as `check_version`."""
         check_version(self._tensor, self._version)
         return self._tensor
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Hooks of autograd that keep nothing alive: torch does not show collection what a parameter's hook refers to.
+# Autograd hooks with weak references: the garbage collector does not see the references of a parameter's hook.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def weakly(method: Callable[..., Any], owner: object, *values: int) -> Callable[..., None]:
-    """Call a bound method with `owner`, the values and what else comes, as long as its object and `owner` are there.
+    """Return a hook that calls a bound method with `owner`, the values and its arguments while both objects are alive.
 
-    A parameter would else keep its engine, and the engine that parameter, for ever.
+    With strong references a parameter would keep its engine alive, and the engine that parameter, for ever.
     """
     of, reference = WeakMethod(method), ref(owner)
 
     def hook(*arguments: Any) -> None:
-        # Both held for the length of the call: collection may come between the question and the use.
+        # Strong references for the length of the call: collection may come between the check and the use.
         bound, first = of(), reference()
         if bound is not None and first is not None:
             bound(first, *values, *arguments)
@@ -93,28 +93,28 @@ def weakly(method: Callable[..., Any], owner: object, *values: int) -> Callable[
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The class of a parameter while its unit is released: its values are not there, and torch cannot use them by mistake.
+# The class of a parameter while its unit is released: torch refuses operations on values that are not there.
 #
-# `parameter.__class__` is a subclass of its own class from `hide` to `expose`, as torch's lazy parameters do it. Torch
-# asks `__torch_function__` of that subclass before it runs an operation:
+# `parameter.__class__` is a subclass of its own class from `hide` to `expose`, as in torch's lazy parameters. Torch
+# calls `__torch_function__` of that subclass before it runs an operation:
 #
-#     shape, dtype, grad, hooks, ...   answered: they need no values
-#     `.data`                          answered by an alias that is released too, for its shape and dtype
-#     all else                         inside a forward of the model: the unit is gathered, then the operation runs
-#                                      anywhere else: an `EngineError` that names the parameter
+#     shape, dtype, grad, hooks, ...   run: they need no values
+#     `.data`                          returns an alias that is released too, with its shape and dtype
+#     other operations                 inside a forward of the model: the unit is gathered, then the operation runs
+#                                      elsewhere: an `EngineError` that names the parameter
 #
-# A parameter that is there has its own class, so an operation of the model costs nothing more. Code of ours runs with
+# A gathered parameter has its own class, so operations of the model cost nothing more. The engine's own code runs with
 # `__torch_function__` off (`runtime/modes.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What a prepared parameter has until `close`: so that no other optimizer takes it, under whatever module it stands.
+#: The attribute of a prepared parameter until `close`: no other `prepare` takes it, whichever module has it.
 OWNER = "_penstock_owner"
 
-#: Attributes that are values, or views of them. All other attributes are answered.
+#: Attributes that are values, or views of them. All other attributes can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__", None})
 
-#: Functions and methods that need no values of their arguments.
+#: Functions and methods that need no values of their tensors.
 _METADATA = frozenset(
     """
     size dim ndimension numel nelement stride is_contiguous dim_order element_size get_device __len__ __dir__
@@ -125,16 +125,16 @@ _METADATA = frozenset(
     """.split()  # noqa: SIM905
 )
 
-#: Of these, what is answered as of a parameter that is there: contiguous, and not one element that stands for all.
+#: Of these, the ones that answer as for a gathered parameter: contiguous, not one expanded element.
 _STRIDES = frozenset({"stride", "is_contiguous", "dim_order"})
 
 
 class ParameterOwner:
-    """The owner of a parameter, without keeping it alive. Pickled with a parameter, it comes back as `None`.
+    """A weak reference to the owner of a parameter. Pickled with a parameter, it becomes `None`.
 
     Arguments:
-        read: a bound method of the owner, which gathers the parameter if a forward of the model is under way in this
-            thread; `None` where nobody may gather it.
+        read: a bound method of the owner, which gathers the parameter if a forward of the model runs in this thread;
+            `None` for a parameter without an owner.
         name: the parameter's name in the model.
     """
 
@@ -143,22 +143,22 @@ class ParameterOwner:
         self.name = name
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Leave the engine in this process, and nothing of ours in the file."""
+        """Pickle as `None`: the engine stays in this process."""
         return type(None), ()
 
     def is_alive(self) -> bool:
-        """Return True if the owner is there still."""
+        """Return True if the owner is alive."""
         return self._read() is not None
 
     def read(self, parameter: nn.Parameter) -> None:
-        """Have the owner gather the parameter, if it may."""
+        """Have the owner gather the parameter, if a forward runs."""
         read = self._read()
         if read is not None:
             read(parameter)
 
 
 class ReleasedTensor(Tensor):
-    """A tensor that never has values, or not now: the `.data` of a released parameter, or the parameter itself."""
+    """A tensor without values: the `.data` of a released parameter for good, the parameter until its next gather."""
 
     __slots__ = ()
 
@@ -166,7 +166,7 @@ class ReleasedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer what needs no values; gather for the rest, or refuse it."""
+        """Run an operation that needs no values; gather for the others, or refuse them."""
         kwargs = kwargs or {}
         if _needs_no_values(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
@@ -192,7 +192,7 @@ class ReleasedTensor(Tensor):
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Name the parameter. Printing is no use of it."""
+        """Name the parameter. Printing reads no values."""
         return f"<released parameter {_described(self)}; optimizer.full_param(parameter) is its value>"
 
     def __format__(self, spec: str) -> str:
@@ -205,7 +205,7 @@ class ReleasedParameter(ReleasedTensor, nn.Parameter):
 
 
 def released_class(kind: type[Any]) -> type[Any]:
-    """Return the class of a tensor while it is released; make it if the tensor's own class is no plain one."""
+    """Return the class of a tensor of a class while it is released."""
     if issubclass(kind, ReleasedTensor):
         return kind
     if kind is nn.Parameter:
@@ -214,14 +214,14 @@ def released_class(kind: type[Any]) -> type[Any]:
 
 
 def released_alias(tensor: Tensor, name: str) -> Tensor:
-    """Make a tensor of placeholders refuse reads and writes in the name of its parameter, for good."""
+    """Make a placeholder refuse reads and writes for good, in the name of its parameter."""
     tensor.__class__ = ReleasedTensor
     vars(tensor)[OWNER] = ParameterOwner(name=name)
     return tensor
 
 
 def _attribute(func: Any) -> str | None:
-    """Return which attribute a function gets, sets or deletes."""
+    """Return the name of the attribute that a function gets, sets or deletes."""
     return getattr(getattr(func, "__self__", None), "__name__", None)
 
 
@@ -229,7 +229,7 @@ def _needs_no_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func) not in _VALUES
-    # Backward reads what was saved and gathered, not these: they are those of which gradients are asked for.
+    # `autograd.grad` takes parameters as the inputs of which it returns gradients. Backward reads saved values.
     return name in _METADATA or func is torch.autograd.grad or (name == "type" and len(args) == 1 and not kwargs)
 
 
@@ -244,13 +244,13 @@ def _described(tensor: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Look-ups of released parameters: their unit is gathered before the module hands one out.
+# Look-ups of released parameters: their unit is gathered before the module returns one.
 #
 # Attention reads its output projection's weight, a parent its child's, a block runs by its `forward` method alone: no
-# hook of a module tells. What every such read passes is the dict that `Module.__getattr__` looks into. So while
-# parameters are released, the modules that own them have one that tells; a module whose parameters are there has the
-# dict it always had, which compilers know. The class of a released parameter comes too late for some of these reads:
-# `nn.TransformerEncoder` takes another path for it, scripted functions and extensions in C++ do not ask it.
+# module hook runs. Every such read passes the dict that `Module.__getattr__` looks into. So while parameters are
+# released, the modules that own them have a dict that reports look-ups; a module whose parameters are gathered has its
+# own dict, which compilers know. The class of a released parameter comes too late for some of these reads:
+# `nn.TransformerEncoder` takes another path for it, scripted functions and C++ extensions do not call it.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -258,11 +258,11 @@ Named = dict[str, Any]
 
 
 class ReadWatch:
-    """Watches the parameters of one module, while any of them is released, for reads.
+    """Watch the parameters of one module for look-ups while any of them is released.
 
     Arguments:
         module: the module that owns the parameters.
-        read: called with a released parameter that is looked up, before it is handed out.
+        read: called with a released parameter that is looked up, before it is returned.
     """
 
     def __init__(self, module: nn.Module, read: Callable[[Any], None]) -> None:
@@ -271,26 +271,26 @@ class ReadWatch:
         self._watched: Named = _WatchedParameters(read)
 
     def update(self) -> None:
-        """Watch from now on, or no longer: parameters were released or gathered."""
+        """Start or stop to watch: parameters were released or gathered."""
         old: Named = self._module._parameters
         new = self._plain
         for parameter in old.values():
             if isinstance(parameter, ReleasedTensor):
                 new = self._watched
                 break
-        if old is not new:  # else it would be cleared, and be empty
+        if old is not new:  # the same dict would be cleared
             new.clear()
-            new.update(old)  # with what was registered or deleted since
-            self._module.__dict__["_parameters"] = new  # Module.__setattr__ looks for modules and buffers first
+            new.update(old)  # with parameters that were registered or deleted since
+            self._module.__dict__["_parameters"] = new  # past Module.__setattr__
 
     def end(self) -> None:
-        """Leave the module as it was found."""
+        """Restore the module."""
         self._watched = self._plain
         self.update()
 
 
 class _WatchedParameters(Named):
-    """Parameters by name, telling of each released one that is looked up."""
+    """Parameters by name. Reports each released one that is looked up."""
 
     def __init__(self, read: Callable[[Any], None]) -> None:
         super().__init__()
@@ -299,21 +299,20 @@ class _WatchedParameters(Named):
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
         if isinstance(parameter, ReleasedTensor):
-            # Before the look-up returns: the caller gets the same object, and would compute with NaN.
+            # Before it is returned: the caller would compute with NaN.
             self._read(parameter)
         return parameter
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One parameter of a unit: its place in the full buffer, what it shows now, and what it was before `prepare`.
+# One parameter of a unit: its slot in the gathered buffer, its current values, and its state before `prepare`.
 #
-#     shown     a view of its slot in a buffer of the unit
-#     hidden    a placeholder: its real shape, one element of memory, and a class that refuses reads and writes
-#     left      the values that the engine leaves it with, or none
+#     exposed   a view of its slot in a buffer of the unit
+#     hidden    unset: a placeholder of its shape, with one element of memory and a class that refuses reads and writes
+#     left      the values that `close` gives it, or none
 #
-# Its `.grad` is empty, or a handle of ours that stands for the gradient (`engine/gradients/proxy.py`), or a tensor that
-# somebody has set. Only this module and `dtensors.py` write `parameter.data`. These methods run
-# for every parameter in every forward.
+# Its `.grad` is empty, a gradient proxy (`engine/gradients/proxy.py`), or a tensor that the user has set. Only this
+# module and `dtensor.py` write `parameter.data`. These methods run for every parameter in every forward.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -321,17 +320,17 @@ class UnitParameter:
     """One parameter of a unit.
 
     Arguments:
-        tensor: the user's own parameter, which still has memory of its own.
-        index: the number of its slot.
+        tensor: the user's parameter, which still has memory of its own.
+        index: the index of its slot.
         slot: where its elements are in the unit's flat buffer.
 
     Attributes:
         name: its name in the model.
-        required_grad: whether it was trained, and not frozen, when it was prepared.
-        handle: what stands for its gradient in `.grad`, once one was made.
-        left: what the engine has left in `.grad`: the handle, or nothing.
-        arrived: the gradient that autograd has added to the handle, until it is taken.
-        counts: whether this rank's elements count in a norm: of those that `tp` ranks have alike, the first one's do.
+        required_grad: True if it was trained, and not frozen, when it was prepared.
+        handle: its gradient proxy, once one was made.
+        left: the value that the engine has left in `.grad`: the gradient proxy, or `None`.
+        arrived: the gradient that autograd has added to the gradient proxy, until it is taken.
+        counts: True if this rank's elements count in a norm: of those that `tp` ranks have alike, the first rank's do.
     """
 
     __slots__ = (
@@ -366,11 +365,11 @@ class UnitParameter:
         self._released = released_class(self._kind)
         self._dtype = tensor.dtype
         self._device = tensor.device
-        # Torch counts every write but those through `.data`, which are ours: another number tells that people wrote.
+        # Torch counts every write but those through `.data`, which are the engine's: another version is a user's write.
         self._version = tensor._version
 
     def placed(self, slot: Slot, index: int) -> "UnitParameter":
-        """Note the same parameter in another place. What it was before `prepare` stays noted."""
+        """Return the same parameter with another slot, and with its state before `prepare`."""
         other = copy(self)
         other.slot, other.index, other.name = slot, index, slot.name
         other.handle = other.left = other.arrived = None
@@ -378,40 +377,37 @@ class UnitParameter:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Its shape; of one that ranks divide, that of the whole."""
+        """Its shape; of a DTensor that of the whole parameter."""
         region = self.slot.region
         return self.slot.shape if region is None else region.shape
 
     @property
     def memory(self) -> Tensor:
-        """The tensor whose memory it shows: of one that ranks divide, that of this rank's elements."""
+        """The tensor that has its memory: of a DTensor that of this rank's elements."""
         return own_elements(self.tensor)
 
     def view_in(self, buffer: Tensor) -> Tensor:
-        """View its elements in the unit's full buffer, or in another one like it, in its shape."""
+        """Return a view of its elements in the gathered buffer, or in another one like it, in its shape."""
         slot = self.slot
         return buffer[slot.start : slot.stop].view(slot.shape)
 
     def expose(self, buffer: Tensor) -> None:
-        """Make it a view of its slot in a buffer of the unit."""
-        self.tensor.__class__ = self._kind
-        if not self._is_view_in(buffer):
-            self.tensor.data = self.view_in(buffer)
-
-    def _is_view_in(self, buffer: Tensor) -> bool:
-        """Whether it is that view already, as a resident one is after each step."""
+        """Make it point at its values: its slot in a buffer of the unit."""
         tensor, slot = self.tensor, self.slot
-        address = tensor.data_ptr()  # 0 says nothing: what has no elements has no address
-        return (
+        tensor.__class__ = self._kind
+        address = tensor.data_ptr()  # 0 for a tensor without elements
+        is_view_already = (  # as a resident one is after each step
             address == buffer.data_ptr() + slot.start * buffer.itemsize
             and address != 0
             and tensor.dtype is buffer.dtype
             and tensor.shape == slot.shape
             and tensor.is_contiguous()
         )
+        if not is_view_already:
+            tensor.data = self.view_in(buffer)
 
     def hide(self, placeholder: Tensor) -> None:
-        """Make it a placeholder: one element that stands for all of them."""
+        """Replace its values by a placeholder, of which one element stands for all."""
         self.tensor.__class__ = self._kind
         self.tensor.data = placeholder.expand(self.slot.shape)
         self.tensor.__class__ = self._released
@@ -422,7 +418,7 @@ class UnitParameter:
         return type(self.tensor) is self._released
 
     def take_in(self, full: Tensor) -> None:
-        """Put values that were given to it with other memory (`parameter.data = ...`) into the full buffer.
+        """Copy values that it was given with other memory (`parameter.data = ...`) into the gathered buffer.
 
         Raises:
             EngineError: they have another shape.
@@ -437,7 +433,7 @@ class UnitParameter:
             give_values(self.tensor, own)
 
     def leave(self, value: Tensor | None) -> None:
-        """Leave it to the user: with a value that is `as_before`, or without elements."""
+        """Return it to the user: with a value from `as_before`, or without elements."""
         self.hide_gradient()
         self.handle = None
         self.tensor.__class__ = self._kind
@@ -445,15 +441,15 @@ class UnitParameter:
         give_values(self.tensor, empty if value is None else value)
 
     def as_before(self, value: Tensor) -> Tensor:
-        """Bring a value to the dtype and to the device that the parameter had before `prepare`."""
+        """Return a value in the dtype and on the device that the parameter had before `prepare`."""
         return as_param(value, self._dtype).to(self._device)
 
     def note_version(self) -> None:
-        """Take what it shows for what its home and its master say: only writes after this are refused."""
+        """Accept its current values as those of storage and master: only writes after this are refused."""
         self._version = self.tensor._version
 
     def check_written(self) -> None:
-        """Refuse values that somebody wrote where no update starts from: in a gathered copy, or half its master.
+        """Refuse values that the user wrote where no update starts from: a gathered copy, or one without its master.
 
         Raises:
             EngineError: torch has counted a write since `note_version`.
@@ -485,7 +481,7 @@ class UnitParameter:
         """
         grad, self.arrived = self.tensor.grad if self.arrived is None else self.arrived, None
         assert grad is not None
-        # Now, not after the step: gradients of all units would be on the device at once, in memory that no tier counts.
+        # Now, and not after the step: else the gradients of all units would be on the device at once, uncounted.
         self.tensor.grad = None
         self.left = None
         if grad.is_sparse:
@@ -493,45 +489,45 @@ class UnitParameter:
         return grad
 
     def drop_gradient(self) -> None:
-        """Forget a `.grad` that autograd has left, or somebody has set, or that stands for ours."""
+        """Clear `.grad`, whatever it is."""
         self.tensor.grad = None
         self.left = None
 
     def show_gradient(self) -> None:
-        """Put the handle into `.grad`."""
+        """Set `.grad` to the gradient proxy."""
         self.tensor.grad = self.left = self.handle
 
     def hide_gradient(self) -> None:
-        """Take the handle out of `.grad`; what somebody has set stays."""
+        """Clear `.grad` if it is a gradient proxy; a tensor that the user has set stays."""
         if self.handle is not None and type(self.tensor.grad) is type(self.handle):
             self.tensor.grad = None
         self.left = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One parameter of a unit that is a DTensor: the seam of `parameter.py`, to this rank's elements of it.
+# One parameter of a unit that is a DTensor.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class DividedParameter(UnitParameter):
-    """A parameter whose slot holds this rank's elements of it."""
+    """A DTensor parameter, whose slot holds this rank's elements."""
 
     __slots__ = ()
 
     def expose(self, buffer: Tensor) -> None:
-        """Make its elements a view of its slot in a buffer of the unit."""
+        """Make its elements point at its slot in a buffer of the unit."""
         self.tensor.__class__ = self._kind
         give_elements(self.tensor, self.view_in(buffer))
 
     def hide(self, placeholder: Tensor) -> None:
-        """Make its elements a placeholder."""
+        """Replace its elements by a placeholder."""
         self.tensor.__class__ = self._kind
-        # `to_local()` and `full_tensor()` do not ask the class of the parameter, but that of its elements.
+        # `to_local()` and `full_tensor()` look at the class of the elements, not at that of the parameter.
         give_elements(self.tensor, released_alias(placeholder.expand(self.slot.shape), self.name))
         self.tensor.__class__ = self._released
 
     def take_gradient(self) -> Tensor:
-        """Take the gradient that autograd has left, and give this rank's elements of it. Collective over `tp` ranks.
+        """Take the gradient that autograd has left, and return this rank's elements. Collective over `tp` ranks.
 
         Raises:
             EngineError: it is sparse.
@@ -543,11 +539,11 @@ class DividedParameter(UnitParameter):
 def make_parameters(
     tensors: tuple[nn.Parameter, ...], layout: FlatLayout, lines: Sequence[Sequence[int]] = (), rank: int = 0
 ) -> tuple[UnitParameter, ...]:
-    """Note what the parameters of a unit are, before they give up their own memory.
+    """Make the parameters of a unit, before their own memory is freed.
 
     Arguments:
         tensors: the parameters.
-        layout: their places.
+        layout: their slots.
         lines: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
         rank: this one.
     """

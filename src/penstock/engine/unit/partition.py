@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,12 +15,12 @@ from penstock.layout import ALIGNMENT_NUMEL, FlatLayout, round_up
 from penstock.rules.rule import Rule
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which parameters are handled together.
+# Parameters are grouped into units.
 #
 # A unit holds the parameters of one block (by default each repeated block of the model), or the rest of the model. Its
 # parameters share one flat buffer, so they agree on dtype and on whether they are trained: a block with frozen and
-# trained parameters gives two units. So they do on what updates them; where that looks at whole parameters, a unit has
-# those of one size, each of which is a tile.
+# trained parameters gives two units. They also share the rule that updates them. Where the rule looks at whole
+# parameters, a unit has parameters of one size, and each of them is a tile.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -33,18 +33,18 @@ _OwnersOf = dict[nn.Parameter, set[tuple[str, nn.Module]]]
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What belongs to a unit.
+    """The parameters and modules of a unit.
 
     Attributes:
         name: the block's name, or `root`; with a suffix where the block gives several units.
         anchors: modules whose forward needs the unit's parameters, the block first.
         inside: every module below the anchors.
-        run_by: class of the module that runs the block; empty for what is no block.
-        names, parameters: what belongs to it, in the model's order.
+        run_by: class of the module that runs the block; empty for the rest of the model.
+        names, parameters: its parameters, in the model's order.
         dtype: the dtype that the parameters have while computing.
-        trainable: whether the unit has gradients and optimizer state.
-        persistent: whether the unit stays gathered between uses.
-        rule: what updates its parameters; `None` where nothing does.
+        trainable: True if the unit has gradients and optimizer state.
+        persistent: True if the unit stays gathered between uses.
+        rule: the rule that updates its parameters; `None` if it is frozen.
     """
 
     name: str
@@ -60,51 +60,47 @@ class UnitSpec:
 
     @cached_property
     def whole_numel(self) -> int:
-        """How many elements a tile has where the rule looks at whole parameters, each of which is one; else 0."""
+        """The number of elements of a tile if the rule looks at whole parameters, each of which is a tile; else 0."""
         if self.rule is None or not self.rule.whole:
             return 0
         return max(round_up(max(parameter.numel(), 1), ALIGNMENT_NUMEL) for parameter in self.parameters)
 
     def numel_of_its_own(self, state: str) -> int | None:
-        """Count the values of a state that has not one for each element; `None` of one that has. See `state_numel`."""
+        """Return the number of values of a state without one for each element; `None` for others. See `state_numel`."""
         if not self.whole_numel or self.rule is None:
             return None
         numel = state_numel(self.rule, state, self.parameters[0])  # alike in all of them
         return None if numel == self.parameters[0].numel() else numel
 
     def contains(self, other: "UnitSpec") -> bool:
-        """Whether the other unit's forward runs inside a forward of this one."""
+        """Return True if the other unit's forward runs inside a forward of this one."""
         return not self.inside.isdisjoint(other.anchors)
 
     def spans(self, other: "UnitSpec") -> bool:
-        """Whether this unit is gathered throughout a forward of the other: that is inside, or is, one of its own."""
-        return self.contains(other) or not self._anchor_set.isdisjoint(other.anchors)
+        """Return True if a forward of the other unit is, or runs inside, a forward of this one."""
+        return self.contains(other) or not set(self.anchors).isdisjoint(other.anchors)
 
     @cached_property
     def is_beside_codes(self) -> bool:
-        """Whether it is frozen, and modules that use it have codes: it may say what those mean (scales, offsets)."""
+        """True if it is frozen and its modules have quantised codes: it may hold their scales and offsets."""
         beside = (other for module in self.anchors for other in module.parameters(recurse=False))
         return not self.trainable and any(_is_code(other, trains=False) for other in beside)
 
-    @cached_property
-    def _anchor_set(self) -> frozenset[nn.Module]:
-        return frozenset(self.anchors)
-
 
 def state_numel(rule: Rule, name: str, parameter: nn.Parameter) -> int:
-    """Count the values of a state of a parameter; 0 where it has no such state."""
+    """Return the number of values of a state of a parameter; 0 where it has no such state."""
     shape = rule.state_shape(name, tuple(parameter.shape))
     return 0 if shape is None else math.prod(shape)
 
 
 class _GroupKey(NamedTuple):
-    """What parameters of one unit have alike.
+    """The properties that parameters of one unit share.
 
     Attributes:
         block: the name of their block.
         dtype: the dtype that they have while computing.
-        small: whether they stay gathered.
-        rule: what updates them; `None` where nothing does.
+        small: True if they stay gathered.
+        rule: the rule that updates them; `None` if they are frozen.
         sizes: where the rule looks at whole parameters, the elements of a tile and the values of each state.
     """
 
@@ -123,7 +119,7 @@ def _sizes(parameter: nn.Parameter, rule: Rule | None) -> tuple[int, ...]:
 
 
 def _name(key: _GroupKey, like: nn.Parameter, *, of_frozen: str, several: bool) -> str:
-    """Name a unit by what tells it from others of its block."""
+    """Return a unit's name: its block, and suffixes that tell it from other units of the block."""
     name = key.block + (of_frozen if key.rule is None else "") + (".small" if key.small else "")
     if key.rule is not None and (key.rule.whole or several):
         name += f".{key.rule.name}"
@@ -142,17 +138,17 @@ def find_units(
     """Divide the parameters of a model into units: the rest of the model first, then the blocks in the model's order.
 
     Arguments:
-        model: the one whose parameters are grouped.
+        model: the model whose parameters are grouped.
         policy: classes of the blocks, or a predicate on (name, module); `None` finds the repeated blocks.
-        rules: the parameters that the optimizer updates, and what updates each of them; `None` without one: then all
-            count as frozen, and no unit's name says so.
+        rules: the parameters that the optimizer updates, with their rules; `None` without an optimizer: then all
+            count as frozen, without a suffix in the units' names.
         compute_dtype: dtype of floating-point parameters while computing; those of batch norms stay in fp32, and
-            quantised ones, with what is frozen beside them, as they are.
+            quantised ones, with the frozen parameters beside them, in their own dtype.
         persistent_bytes: parameters up to this size join a unit of their own that stays gathered.
-        known: units that stay what they are, under their names, wherever in the model their parameters are now.
+        known: units that keep their parameters and names, wherever in the model these are now.
 
     Raises:
-        ConfigError: a policy that is neither, or that selects no module; a complex parameter.
+        ConfigError: the policy has another type, or selects no module; a parameter is complex.
     """
     blocks = _blocks(model, policy)
     owners = _owners(model, blocks)
@@ -183,13 +179,13 @@ def find_units(
     for spec in known:
         block = ROOT if spec.persistent else _block_of_all(owners, spec.parameters)
         specs.append(_placed(spec, model, block, blocks, owners, names))
-    # The same order on every rank: what goes over all units, such as their first values, issues collectives in it.
+    # The same order on every rank: collectives over all units, as of first values, are issued in it (ordering rule 4).
     order = {module: index for index, module in enumerate(blocks.values())}
     return sorted(specs, key=lambda spec: order[spec.anchors[0]])
 
 
 def _block_of_all(owners: _OwnersOf, parameters: Iterable[nn.Parameter]) -> str:
-    """Find the block that parameters are in. What several blocks use, such as tied ones, belongs to the rest."""
+    """Find the block that parameters are in. Parameters of several blocks, such as tied ones, belong to the rest."""
     homes = {block for parameter in parameters for block, _ in owners.get(parameter, ())}
     return homes.pop() if len(homes) == 1 else ROOT
 
@@ -202,14 +198,14 @@ def _placed(
     owners: _OwnersOf,
     names: Mapping[nn.Parameter, str],
 ) -> UnitSpec:
-    """Say where in the model a unit is: what its parameters are called, and which modules need them."""
+    """Return the spec with the names of its parameters and the modules that need them."""
     anchors = [blocks[block]]
-    # A part may be called by itself: an encoder, a head, a layer of a block that is only walked through.
+    # Each module with such a parameter: an encoder, a head or a layer may be called by itself.
     anchors += [module for parameter in spec.parameters for _, module in owners.get(parameter, ())]
     if spec.persistent:
         anchors += blocks.values()
     unique = tuple(dict.fromkeys(anchors))
-    before = dict(zip(spec.parameters, spec.names, strict=False))  # of what is in the model no longer
+    before = dict(zip(spec.parameters, spec.names, strict=False))  # of parameters that the model has no longer
     return replace(
         spec,
         anchors=unique,
@@ -222,13 +218,13 @@ def _placed(
 def _dtype_in_use(
     parameter: nn.Parameter, modules: Sequence[nn.Module], compute_dtype: torch.dtype, *, trains: bool
 ) -> torch.dtype:
-    """Choose the dtype that a parameter which these modules hold has while computing."""
+    """Choose the compute dtype of a parameter of these modules."""
     if _is_code(parameter, trains=trains):
         return parameter.dtype
-    # Beside statistics in fp32 (batch norms) torch wants weights in fp32; it takes inputs in any dtype there.
+    # Torch requires fp32 weights beside fp32 statistics (batch norms), with inputs of any dtype.
     if any(getattr(module, "running_mean", None) is not None for module in modules):
         return torch.float32
-    # What is frozen beside codes says what they mean: scales, offsets. Rounded, it would be another model.
+    # Frozen parameters beside codes are their scales and offsets: rounded, the model would be another one.
     beside_codes = any(
         _is_code(other, trains=trains) for module in modules for other in module.parameters(recurse=False)
     )
@@ -237,13 +233,13 @@ def _dtype_in_use(
 
 
 def _is_code(parameter: nn.Parameter, *, trains: bool) -> bool:
-    """Whether its bytes are no numbers to compute with: integers, booleans, and frozen floats of 8 bits."""
+    """Return True for values that stand for others: integers, booleans, and frozen floats of 8 bits."""
     frozen = not (trains and parameter.requires_grad)
     return not parameter.is_floating_point() or (parameter.dtype.itemsize == 1 and frozen)
 
 
 def _run_by(model: nn.Module, block: str) -> str:
-    """Name the class of the module that calls a block: its parent, or above, since lists of modules are not called."""
+    """Return the class name of the module that calls a block: its nearest parent that is no list of modules."""
     while block and block != ROOT:
         block = block.rpartition(".")[0]
         parent = model.get_submodule(block)
@@ -256,20 +252,17 @@ def _blocks(model: nn.Module, policy: UnitPolicy) -> dict[str, nn.Module]:
     """Find the blocks that a policy selects, by name: the model itself as `root`, then the others."""
     if policy is None:
         return {ROOT: model, **_repeated_blocks(model)}
-    if isinstance(policy, type):
-        policy = (policy,)
-    if isinstance(policy, Iterable):
-        classes = tuple(policy)
-        if not classes or not all(isinstance(c, type) for c in classes):
-            raise ConfigError(f"units={classes!r}: give module classes, a predicate on (name, module), or None.")
-        chosen = {n: m for n, m in model.named_modules() if m is not model and isinstance(m, classes)}
-        wanted, is_root = ", ".join(c.__name__ for c in classes), isinstance(model, classes)
-    elif callable(policy):
-        chosen = {n: m for n, m in model.named_modules() if m is not model and policy(n, m)}
-        wanted, is_root = "the predicate", not chosen and policy("", model)
-    else:
+    selects: Any = policy
+    wanted = "the predicate"
+    if isinstance(policy, type | Iterable):
+        classes = (policy,) if isinstance(policy, type) else tuple(policy)
+        are_classes = bool(classes) and all(isinstance(each, type) for each in classes)
+        selects = (lambda _, module: isinstance(module, classes)) if are_classes else None
+        wanted = ", ".join(each.__name__ for each in classes) if are_classes else ""
+    if not callable(selects):
         raise ConfigError(f"units={policy!r}: give module classes, a predicate on (name, module), or None.")
-    if not (chosen or is_root):  # the model itself is a unit in any case
+    chosen = {n: m for n, m in model.named_modules() if m is not model and selects(n, m)}
+    if not (chosen or selects("", model)):  # the model itself is a unit in any case
         raise ConfigError(
             f"units: no module of {type(model).__name__} matches {wanted}. Use units=None to find blocks."
         )
@@ -277,7 +270,7 @@ def _blocks(model: nn.Module, policy: UnitPolicy) -> dict[str, nn.Module]:
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the outermost modules with parameters that stand in a list of at least two of them."""
+    """Find the outermost modules with parameters in lists of at least two such modules."""
     found: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module) -> None:
@@ -296,7 +289,7 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _owners(model: nn.Module, blocks: dict[str, nn.Module]) -> _OwnersOf:
-    """Find the modules that hold each parameter, each with the innermost block that it is in, on every path."""
+    """Find the modules that have each parameter, each with its innermost block, on every path."""
     block_names = {module: name for name, module in blocks.items()}
     owners: _OwnersOf = {}
     seen: set[tuple[nn.Module, str]] = set()
@@ -316,35 +309,35 @@ def _owners(model: nn.Module, blocks: dict[str, nn.Module]) -> _OwnersOf:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where the parameters of a unit lie in its flat buffer, and which rank has which, where a rule looks at whole ones.
+# The layout of a unit's parameters in its flat buffer, and their ranks where a rule looks at whole parameters.
 #
-# A parameter that is not cut is one rank's: its gradient is reduced to that rank, its states rest there, and it is
-# updated there, once. Ranks are chosen so that each gets its share of the work of all units together: the work of one
-# update grows with a parameter's rows, columns and the shorter of both, as a product of matrices does.
+# A parameter that is not cut belongs to one rank: its gradient is reduced to that rank, which has its states and
+# updates it. Ranks are chosen so that each gets its share of the work of all units together: the work of one update
+# grows with a parameter's rows, columns and the shorter of both, as that of a matrix product.
 #
-# Source: Liu et al., "Muon is Scalable for LLM Training", 2025, whose ranks gather what they update; here it is
-# never apart.
+# Source: Liu et al., "Muon is Scalable for LLM Training", 2025. Its ranks gather the parameters that they update; here
+# these are never sharded.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class OwnerAssignment:
-    """Chooses the ranks of parameters, unit by unit, the same on every rank.
+    """Choose the ranks of parameters, unit by unit, the same on every rank.
 
     Arguments:
-        shards: how many ranks share the state.
+        shards: the number of ranks that share the state.
     """
 
     def __init__(self, shards: int) -> None:
         self._work = [0.0] * shards
 
     def choose(self, shapes: Sequence[tuple[int, ...]]) -> list[int]:
-        """Give parameters of one size to ranks, those with the least work so far first.
+        """Assign parameters of one size to ranks, the rank with the least work so far first.
 
         Arguments:
-            shapes: theirs.
+            shapes: the shapes of the parameters.
 
         Returns:
-            How many of them each rank has, in the order of the ranks.
+            The number of parameters of each rank.
         """
         counts = [0] * len(self._work)
         work = sum(_work(shape) for shape in shapes) / max(len(shapes), 1)
@@ -360,8 +353,8 @@ def lay_out(spec: UnitSpec, shards: int, owners: OwnerAssignment) -> FlatLayout:
 
     Arguments:
         spec: its parameters.
-        shards: how many ranks share them.
-        owners: chooses whose those are that are not cut.
+        shards: the number of ranks that share them.
+        owners: chooses the ranks of parameters that are not cut.
     """
     shapes = [own_shape(parameter) for parameter in spec.parameters]
     if spec.whole_numel:
@@ -370,7 +363,7 @@ def lay_out(spec: UnitSpec, shards: int, owners: OwnerAssignment) -> FlatLayout:
 
 
 def _work(shape: Sequence[int]) -> float:
-    """Estimate the work of one update, in any unit: of a stack of matrices that of each of them."""
+    """Estimate the work of one update, without a unit; of a stack of matrices, the sum over them."""
     if len(shape) < 2:
         return float(sum(shape))
     *stack, rows, columns = shape

@@ -1,8 +1,9 @@
-"""A unit's homes, planned from the request: which sections there will be, on which tiers. No memory is taken."""
+"""The storages of units, planned from the request: their segments and tiers. No memory is taken."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from itertools import product
 
 import torch
 
@@ -16,19 +17,28 @@ from penstock.tiers.storage import CellPlan, SegmentPlan, Streamed
 from penstock.tiers.transfer import in_reach
 
 
+@dataclass(frozen=True)
+class KindPlan:
+    """One kind of a storage: its name, its dtype, and how many elements of the shard share one value."""
+
+    name: str
+    dtype: torch.dtype
+    grain: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoragePlan:
-    """Where the kinds of every unit live, and in what dtype.
+    """The tiers and dtypes of the kinds of every unit.
 
     Attributes:
         params, grads, optimizer: fractions of their bytes, by tier.
-        sharded_params: whether parameters are sharded over ranks (stage 3), not replicated.
+        sharded_params: True if parameters are sharded over ranks (stage 3), not replicated.
         grad_dtype: the dtype in which micro-batches are summed.
         master_dtype: int16 (remainder), float32 (full), or `None` where the parameter is its own master.
         tile_numel: elements of a tile, where no rule looks at whole parameters.
-        streamed: whether the device may update tiles whose state rests elsewhere.
-        streams_whole: whether it updates all of them where a rule looks at whole parameters.
-        secondary: among how many ranks of a node the parts of a gathered unit are kept; `None` where none are.
+        streamed: True if the device may update tiles whose state is on another tier.
+        streams_whole: True if it updates all of them where a rule looks at whole parameters.
+        secondary: the number of ranks of a node that keep the parts of a gathered unit; `None` where none are kept.
     """
 
     params: Mapping[Tier, float]
@@ -42,58 +52,41 @@ class StoragePlan:
     streams_whole: bool = False
     secondary: int | None = None
 
-    def keeps_master(self, spec: UnitSpec) -> bool:
-        """Whether a unit has master weights beside its parameters."""
-        return self.master_dtype is not None and spec.trainable and spec.dtype != torch.float32
+    def master_kinds(self, spec: UnitSpec) -> list[KindPlan]:
+        """Return the kind of a unit's master weights, where it has some beside its parameters."""
+        if self.master_dtype is None or not spec.trainable or spec.dtype == torch.float32:
+            return []
+        return [KindPlan(MASTER, self.master_dtype)]
 
     def streams(self, spec: UnitSpec) -> Streamed:
-        """Say which tiles of a unit the device updates though their state rests elsewhere."""
+        """Return which tiles of a unit the device updates although their state is on another tier."""
         if spec.whole_numel:
             return "all" if self.streams_whole else "none"
         return "some" if self.streamed else "none"
 
     def tile_of(self, spec: UnitSpec) -> int:
-        """Count the elements of a unit's tile: of one parameter, where its rule looks at whole ones."""
+        """Return the elements of a unit's tile: those of one parameter, where its rule looks at whole ones."""
         return spec.whole_numel or self.tile_numel
 
     def optimizer_bytes(self, spec: UnitSpec) -> float:
-        """Count the bytes of master weights and states of one element, or of the parameter where there are none."""
-        nbytes = sum(kind.dtype.itemsize / kind.grain for kind in _optimizer_kinds(spec, self.tile_of(spec))[0])
-        if self.master_dtype is not None and self.keeps_master(spec):
-            nbytes += self.master_dtype.itemsize
-        return nbytes or spec.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class KindPlan:
-    """One kind of a home: its name, dtype, and elements of the shard that one value belongs to."""
-
-    name: str
-    dtype: torch.dtype
-    grain: int = 1
-
-
-class TierSpans(NamedTuple):
-    """Which tiles of a unit are on which tiers. Gradients and optimizer states are those of this rank."""
-
-    params: Sequence[TierRange]
-    grads: Sequence[TierRange] = ()
-    optimizer: Sequence[TierRange] = ()
+        """Return the bytes of master weights and states of one element, or of the parameter where there are none."""
+        kinds = [*_optimizer_kinds(spec, self.tile_of(spec))[0], *self.master_kinds(spec)]
+        return sum(kind.dtype.itemsize / kind.grain for kind in kinds) or spec.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlan:
-    """The homes of one unit on this rank, before any memory is taken.
+    """The storages of one unit on this rank, before any memory is taken.
 
     Attributes:
-        spec: the parameters.
-        layout: where each of them is in the unit's flat buffer.
-        homes: what was asked for, of every unit.
-        replicated: whether every rank holds all parameters, not its shard alone.
-        resident: whether compute reads the parameters where they rest.
-        sections: what will be made, by home. Those of the parameters are of the whole unit where it is replicated.
-        own_params: the sections of this rank's shard of the parameters.
-        fields: which kind of the optimizer's home is what.
+        spec: the parameters and modules.
+        layout: the slots of the parameters in the unit's flat buffer.
+        homes: the tiers and dtypes of every unit.
+        replicated: True if every rank holds all parameters, not its shard alone.
+        resident: True if compute reads the parameters in their storage.
+        sections: the segments, by storage. Those of the parameters are of the whole unit where it is replicated.
+        own_params: the segments of this rank's shard of the parameters.
+        fields: the kinds of the optimizer's storage.
     """
 
     spec: UnitSpec
@@ -107,12 +100,12 @@ class UnitPlan:
 
     @property
     def shard_numel(self) -> int:
-        """How many elements this rank's shard has."""
+        """The number of elements of this rank's shard."""
         return self.own_params[-1].stop
 
     @property
     def tile_numel(self) -> int:
-        """How many elements a tile has."""
+        """The number of elements of a tile."""
         return self.homes.tile_of(self.spec)
 
     @property
@@ -122,16 +115,16 @@ class UnitPlan:
 
     @property
     def shard_sections(self) -> dict[str, Sequence[SegmentPlan]]:
-        """The sections of this rank's shard."""
+        """The segments of this rank's shard."""
         return {**self.sections, PARAM: self.own_params}
 
     @property
     def beside(self) -> dict[str, Sequence[SegmentPlan]]:
-        """The sections of what a trained unit has beside its parameters."""
+        """The segments of a trained unit's storages beside its parameters."""
         return {name: sections for name, sections in self.sections.items() if name not in (PARAM, SECONDARY)}
 
     def all_sections(self) -> Iterator[SegmentPlan]:
-        """Yield every section, in the order in which `make_unit` makes them."""
+        """Yield every segment, in the order in which `make_unit` makes them."""
         for sections in self.sections.values():
             yield from sections
 
@@ -143,51 +136,56 @@ def plan_units(
     reach: Reach,
     resting: Mapping[str, UnitPlan] | None = None,
 ) -> list[UnitPlan]:
-    """Plan the homes of units on this rank. Kinds that are split between tiers are cut over all of them together.
+    """Plan the storages of units on this rank. A kind that is split between tiers is cut over all units together.
 
     Arguments:
-        specs: what belongs to each unit, in order.
-        homes: where their kinds are to be.
-        grid: how many shards there are, and which one is this rank's.
-        reach: what compute reads where it rests.
-        resting: by name, units whose parameters rest somewhere already, and stay there.
+        specs: the parameters and modules of each unit, in order.
+        homes: the tiers and dtypes of their kinds.
+        grid: the number of shards, and this rank's.
+        reach: the memory that compute reads in place.
+        resting: by name, units whose parameters are in their storage already, and stay there.
     """
     resting = resting or {}
     owners = OwnerAssignment(grid.shards)
     layouts = [resting[s.name].layout if s.name in resting else lay_out(s, grid.shards, owners) for s in specs]
-    # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
+    # Files hold every byte once, whatever the stage: parameters in files are sharded, and gathered from their shards.
     replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or grid.shards == 1)
     tiles = [
         [_tiles(layout.shard_numel(rank), homes.tile_of(spec)) for rank in range(grid.shards)]
         for spec, layout in zip(specs, layouts, strict=True)
     ]
     trained = [index for index, spec in enumerate(specs) if spec.trainable]
+    own_rank = [grid.shard_rank]
 
     def cut(
         chosen: Sequence[int],
         fractions: Mapping[Tier, float],
         bytes_of: Callable[[UnitSpec], float],
-        ranks: Sequence[int],
+        ranks: Sequence[int] = own_rank,
     ) -> dict[int, tuple[TierRange, ...]]:
         bytes_of_units = [bytes_of(specs[index]) for index in chosen]
         of_units = [[numel for rank in ranks for numel in tiles[index][rank]] for index in chosen]
         return dict(zip(chosen, split(of_units, fractions, bytes_of_units), strict=True))
 
-    mine = [grid.shard_rank]
-
     new = [index for index, spec in enumerate(specs) if spec.name not in resting]
-    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, range(grid.shards) if replicated else mine)
+    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, range(grid.shards) if replicated else own_rank)
     for index, spec in enumerate(specs):
         if spec.name in resting:
             params[index] = tuple(TierRange(p.tier, p.start, p.stop) for p in resting[spec.name].sections[PARAM])
-    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize, mine)
-    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes, mine)
+    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize)
+    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes)
     plans = []
     for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True)):
-        spans = TierSpans(params[i], grads.get(i, ()), optimizer.get(i, ()))
         own = part(params[i], *layout.shard_range(grid.shard_rank)) if replicated else tuple(params[i])
         in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, reach) and reach.reads_in_place
-        sections, fields = _plan_sections(spec, homes, spans, own, reach)
+        make = partial(_sections, spec=spec, homes=homes)
+        sections: dict[str, Sequence[SegmentPlan]] = {PARAM: make(PARAM, params[i])}
+        kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
+        if spec.trainable:
+            sections[GRAD] = make(GRAD, grads[i], [KindPlan(GRAD, homes.grad_dtype)])
+            sections[MASTER] = make(MASTER, optimizer[i], homes.master_kinds(spec))
+            sections[OPTIMIZER] = make(OPTIMIZER, optimizer[i], kinds)
+            sections[SHADOW] = _shadow(spec, homes, optimizer[i], own, reach)
         if homes.secondary is not None and not replicated and not spec.persistent:
             sections[SECONDARY] = _secondary(spec, layout, homes, params[i])
         plans.append(
@@ -198,57 +196,39 @@ def plan_units(
                 replicated=replicated,
                 resident=replicated and in_place,
                 sections=sections,
-                own_params=_sections(PARAM, [KindPlan(PARAM, spec.dtype)], own, spec, homes),
+                own_params=make(PARAM, own),
                 fields=fields,
             )
         )
     return plans
 
 
-def _plan_sections(
-    spec: UnitSpec, homes: StoragePlan, spans: TierSpans, own_params: Sequence[TierRange], reach: Reach
-) -> tuple[dict[str, Sequence[SegmentPlan]], StateFields]:
-    """Plan the sections of a unit by home, in the order in which they will be made, and the optimizer's kinds."""
-    sections: dict[str, Sequence[SegmentPlan]] = {
-        PARAM: _sections(PARAM, [KindPlan(PARAM, spec.dtype)], spans.params, spec, homes)
-    }
-    if not spec.trainable:
-        return sections, StateFields((), ())
-    master = [KindPlan(MASTER, homes.master_dtype)] if homes.master_dtype and homes.keeps_master(spec) else []
-    kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
-    sections[GRAD] = _sections(GRAD, [KindPlan(GRAD, homes.grad_dtype)], spans.grads, spec, homes)
-    sections[MASTER] = _sections(MASTER, master, spans.optimizer, spec, homes)
-    sections[OPTIMIZER] = _sections(OPTIMIZER, kinds, spans.optimizer, spec, homes)
-    sections[SHADOW] = [
-        section
-        for update in spans.optimizer
-        for param in own_params
-        if max(update.start, param.start) < min(update.stop, param.stop)
-        for section in _sections(
-            SHADOW,
-            [KindPlan(MASTER, spec.dtype)]
-            if _needs_shadow(param.tier, update.tier, homes.streams(spec), reach)
-            else [],
-            [TierRange(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
-            spec,
-            homes,
-        )
-    ]
-    return sections, fields
+def _shadow(
+    spec: UnitSpec, homes: StoragePlan, optimizer: Sequence[TierRange], params: Sequence[TierRange], reach: Reach
+) -> list[SegmentPlan]:
+    """Plan the parameter staging of this rank's shard: empty where the update reaches the parameters."""
+    sections = []
+    for update, param in product(optimizer, params):
+        start, stop = max(update.start, param.start), min(update.stop, param.stop)
+        if start < stop:
+            needed = _needs_shadow(param.tier, update.tier, homes.streams(spec), reach)
+            kinds = [KindPlan(MASTER, spec.dtype)] if needed else []
+            sections += _sections(SHADOW, [TierRange(update.tier, start, stop)], kinds, spec=spec, homes=homes)
+    return sections
 
 
 def _secondary(
     spec: UnitSpec, layout: FlatLayout, homes: StoragePlan, params: Sequence[TierRange]
 ) -> list[SegmentPlan]:
-    """Plan where this rank's part of a gathered unit rests: on the device, where its parameters do, else on the cpu."""
+    """Plan this rank's part of a gathered unit: on the device if its parameters are there, else on the cpu."""
     assert homes.secondary is not None
     tier = Tier.DEVICE if all(span.tier is Tier.DEVICE for span in params) else Tier.CPU
     span = TierRange(tier, 0, layout.numel // homes.secondary)
-    return _sections(SECONDARY, [KindPlan(SECONDARY, spec.dtype)], [span], spec, homes)
+    return _sections(SECONDARY, [span], spec=spec, homes=homes)
 
 
 def _optimizer_kinds(spec: UnitSpec, tile_numel: int) -> tuple[list[KindPlan], StateFields]:
-    """List the kinds of the optimizer's home: each state, followed by its scales where it has some."""
+    """List the kinds of the optimizer's storage: each state, followed by its scales where it has some."""
     kinds: list[KindPlan] = []
     states: list[int] = []
     scales: list[int | None] = []
@@ -261,10 +241,10 @@ def _optimizer_kinds(spec: UnitSpec, tile_numel: int) -> tuple[list[KindPlan], S
 
 
 def _grain(spec: UnitSpec, state: StateSpec, tile_numel: int) -> int:
-    """Say how many elements of a shard one value of a state stands for.
+    """Return how many elements of a shard share one value of a state.
 
-    A state of another shape than its parameter's has equally many values in each tile, which is one parameter: as many
-    as are needed, and as divide a tile.
+    A state of another shape than its parameter has the same number of values in each tile, which is one parameter: the
+    least number that is enough and divides a tile.
     """
     if not spec.whole_numel:
         return 1
@@ -274,10 +254,10 @@ def _grain(spec: UnitSpec, state: StateSpec, tile_numel: int) -> int:
 
 
 def _needs_shadow(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reach) -> bool:
-    """Whether the update cannot reach the parameters, and writes a copy beside its state, the master's other part.
+    """Return True if the update cannot reach the parameters, and writes their staging beside its state.
 
-    Tiles that come from or go to a file are brought to the update anyway, and the parameters with them. A device that
-    updates every tile has what rests there.
+    Tiles in files are copied for the update anyway, and the parameters with them. A device that updates every tile
+    reaches the parameters that are on it.
     """
     if streamed == "all" and params is Tier.DEVICE:
         return False
@@ -285,10 +265,23 @@ def _needs_shadow(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reac
 
 
 def _sections(
-    home: str, kinds: Iterable[KindPlan], spans: Iterable[TierRange], spec: UnitSpec, homes: StoragePlan
+    home: str,
+    spans: Iterable[TierRange],
+    kinds: Sequence[KindPlan] | None = None,
+    *,
+    spec: UnitSpec,
+    homes: StoragePlan,
 ) -> list[SegmentPlan]:
-    """Plan the sections of one home: one for each span of tiles that are on one tier."""
-    kinds = list(kinds)
+    """Plan the segments of one storage: one for each range of tiles on one tier.
+
+    Arguments:
+        home: the name of the storage.
+        spans: its tiles.
+        kinds: its kinds; `None` for values of the unit's dtype under the storage's name.
+        spec: the unit.
+        homes: the tiers and dtypes of every unit.
+    """
+    kinds = [KindPlan(home, spec.dtype)] if kinds is None else kinds
     return [
         SegmentPlan(
             home,
@@ -297,7 +290,7 @@ def _sections(
             start,
             stop - start,
             homes.tile_of(spec),
-            # The host updates what rests there, and the device gets the parameters or their shadow alone.
+            # The host updates tiles on its tiers, and the device gets the parameters or their staging alone.
             copied=homes.streams(spec) != "none" or home not in (MASTER, OPTIMIZER),
             streamed=homes.streams(spec),
         )
@@ -306,5 +299,4 @@ def _sections(
 
 
 def _tiles(numel: int, tile_numel: int) -> list[int]:
-    whole, rest = divmod(numel, tile_numel)
-    return [tile_numel] * whole + ([rest] if rest else [])
+    return [min(tile_numel, numel - start) for start in range(0, numel, tile_numel)]

@@ -1,9 +1,9 @@
-"""A unit: its storage, its gathered buffer, who holds it, and which parameters belong to it."""
+"""A unit: its storages, its gathered buffer, its holders, and the parameters that belong to it."""
 
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -29,7 +29,7 @@ from penstock.runtime.streams import DONE, Event
 from penstock.tiers.storage import Storage, Views, visit_together
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The gradient of a unit: where it rests, of which parameters it is, and how large.
+# The gradient of a unit: its storage, the parameters that have one, and its norms.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -38,20 +38,21 @@ class UnitGradient:
     """The gradient of a unit since the last `zero_grad`.
 
     Attributes:
-        home: this rank's shard of the reduced gradient, summed over ranks and micro-batches.
+        home: the storage of this rank's shard of the reduced gradient, summed over ranks and micro-batches.
         present: slots that got a gradient on this rank.
-        squared_norms: squared norm of this rank's part of each slot, of the values that `home` has once it is written.
-        unmeasured: slots whose norm is yet to be taken, of what `home` has then (`engine/step/step.py`).
-        held: slots whose values `home` holds, which the next micro-batch is added to. Elsewhere in it is what a step
-            before has left.
-        pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
-        rests: whether `pending` waits in host memory, which no tier counts, for the next micro-batch.
-        arrived: slots that `pending` holds, with the squared norm of what it holds; `None` where it was not taken.
-        due: whether other ranks may have one to be reduced: this rank takes part, with zeros where it has none.
-        flaws: once `home` is written, on how many ranks it is not finite; `None` where the norms on the host say it,
-            and where nobody asks.
-        flawed: whether a micro-batch was not finite in this rank's shard, where the home measures their sum too late
-            for `flaws`.
+        squared_norms: squared norm of this rank's part of each slot, of the values that the storage has once it is
+            written.
+        unmeasured: slots whose norm the step takes, of the values in the storage then (`engine/step/step.py`).
+        held: slots whose values the storage holds. The next micro-batch is added to them. Values of other slots are
+            from an earlier step.
+        pending: the flat gradient of the current backward before its reduction (reduce dtype, whole unit).
+        rests: True if `pending` waits for the next micro-batch in host memory, which no tier counts.
+        arrived: slots that `pending` holds, with the squared norm of their values; `None` where it was not taken.
+        due: True if other ranks may have a gradient to reduce: this rank takes part, with zeros where it has none.
+        flaws: the number of ranks on which the written storage is not finite; `None` where the norms on the host say
+            it, and where no update asks.
+        flawed: True if a micro-batch was not finite in this rank's shard, where the sum is measured too late for
+            `flaws`.
     """
 
     home: Storage
@@ -67,38 +68,39 @@ class UnitGradient:
     flawed: Tensor | None = None
 
     def measure(self, parts: Sequence[SlotPiece], squared_norms: Sequence[float | Tensor]) -> None:
-        """Note the squared norms of these parts, which are then no longer to be taken."""
+        """Record the squared norms of these parts."""
         for (index, _, _), norm in zip(parts, squared_norms, strict=True):
             self.squared_norms[index] = norm
             self.unmeasured.discard(index)
 
     def is_finite(self) -> bool:
-        """Whether its norm is, over all ranks. The home is written, and the host was told."""
-        # Read without a wait: the copy that told the host is the home's last write, which the caller has waited for.
+        """Return True if its norm is finite over all ranks. The storage is written, and its norm copied to the host."""
+        # Read without a wait: the copy to the host is the storage's last write, which the caller has waited for
+        # (ordering rule 5).
         if self.flaws is not None:
             return float(self.flaws) == 0
         return all(math.isfinite(float(norm)) for norm in self.squared_norms.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The state of a gathered unit, and the one count of who holds it.
+# The state of a gathered unit, and the counts of its holders.
 #
 #     RELEASED --> GATHERING --> GATHERED --> RELEASED
 #     OUTDATED --^      \____________________> OUTDATED --> RELEASED
 #
-# A unit is released when the last holder lets go of it, and by nobody else. Whoever uses a unit says here what
-# happened; nobody else writes these fields.
+# A unit is released when its last holder drops it, and only then. Users of a unit record here what happened; no other
+# module writes these fields.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class UnitState(Enum):
-    """What device memory a unit's parameters hold beside their home.
+    """Device memory that a unit's parameters hold beside their storage.
 
     RELEASED: none; the parameters refuse to be read.
-    OUTDATED: the full buffer has memory, and its values do not count: those of a resident or persistent unit from
-        before an update, or NaN in a buffer that somebody else still has views of.
-    GATHERING: the full buffer is being filled.
-    GATHERED: the full buffer holds the values and the parameters are views of it.
+    OUTDATED: the gathered buffer has memory, and its values do not count. They are those of a resident or persistent
+        unit from before an update, or NaN in a buffer of which there are other views.
+    GATHERING: the gathered buffer is being filled.
+    GATHERED: the gathered buffer holds the values, and the parameters are views of it.
     """
 
     RELEASED = "released"
@@ -108,11 +110,11 @@ class UnitState(Enum):
 
 
 class Holder(Enum):
-    """Who needs a unit's parameters. The values are the names of the counts.
+    """Kinds of users that need a unit's parameters. The values are the names of the counts.
 
-    FORWARD: a forward of one of its anchors is under way; forwards nest.
-    BACKWARD: its backward is under way.
-    UNANNOUNCED: a backward may need it that nothing tells of; until that backward is over.
+    FORWARD: a forward of one of its anchors runs; forwards nest.
+    BACKWARD: its backward runs.
+    UNANNOUNCED: a backward without a hook may need it, until that backward is over.
     BLOCK: a `gathered` block; blocks nest.
     """
 
@@ -123,7 +125,7 @@ class Holder(Enum):
 
 
 _FOLLOWS = {
-    UnitState.RELEASED: {UnitState.GATHERING, UnitState.OUTDATED},  # outdated: memory that is lent to become a home
+    UnitState.RELEASED: {UnitState.GATHERING, UnitState.OUTDATED},  # outdated: memory that becomes a storage
     UnitState.OUTDATED: {UnitState.GATHERING, UnitState.RELEASED, UnitState.OUTDATED},
     UnitState.GATHERING: {UnitState.GATHERED, UnitState.OUTDATED, UnitState.RELEASED},
     UnitState.GATHERED: {UnitState.OUTDATED, UnitState.RELEASED},
@@ -131,14 +133,14 @@ _FOLLOWS = {
 
 
 class UnitHolders:
-    """Who holds one unit, and what its full buffer has.
+    """The holders of one unit, and the state of its gathered buffer.
 
     Attributes:
-        forwards, backwards, unannounced, blocks: how many of each hold it.
-        used: whether its parameters were ever there for somebody to compute with.
-        empties_views: whether the buffer's memory goes when the unit is released, whoever has views of it. Autograd may
-            have saved some where nobody saw that, or what filled the buffer has failed.
-        shown: whether people have seen the buffer since it was filled: views that they may have kept are to stay good.
+        forwards, backwards, unannounced, blocks: the number of holders of each kind.
+        used: True if the unit ever had a holder, so that its parameters had values.
+        empties_views: True if the buffer's memory is freed with the next release although there are views of it:
+            autograd may have saved some past the engine's hooks, or the work that filled the buffer has failed.
+        shown: True if the user has seen the buffer since it was filled: views of it must keep their values.
     """
 
     def __init__(self) -> None:
@@ -149,33 +151,33 @@ class UnitHolders:
         self.shown = False
 
     def become(self, residency: UnitState) -> None:
-        """Go on to another state, one that may follow."""
-        # A step that may not follow means that a unit is released under a reader, or gathered twice into one buffer.
+        """Change to another state."""
+        # A transition that is not in the table would release a unit under a reader, or gather twice into one buffer.
         assert residency in _FOLLOWS[self.residency], f"{self.residency.name} -> {residency.name}"
         self.residency = residency
 
     def take(self, holder: Holder) -> None:
-        """Count one more holder of this kind: the unit stays gathered until it lets go."""
-        name = holder._value_  # `value` is a property, which takes longer than all the rest
+        """Count one more holder of this kind: the unit stays gathered until it is dropped."""
+        name = holder._value_  # `value` is a property: slower than the rest of this method
         setattr(self, name, getattr(self, name) + 1)
         self.used = True
         self.shown = self.shown or holder is Holder.BLOCK
 
     def drop(self, holder: Holder) -> None:
-        """Count one holder of this kind less. Whoever was the last of all has the unit released after this."""
+        """Count one holder of this kind less. The caller releases the unit after its last holder."""
         name = holder._value_
         left = getattr(self, name) - 1
         assert left >= 0, f"{holder.name} does not hold the unit"
         setattr(self, name, left)
 
     def drop_all(self, *holders: Holder) -> None:
-        """Forget every holder of these kinds: none of them needs the unit any longer."""
+        """Forget every holder of these kinds."""
         for holder in holders:
             setattr(self, holder._value_, 0)
 
     def leave_blocks(self, count: int) -> None:
         """Set how many `gathered` blocks hold the unit from now on."""
-        # The number that is left, and not one less: a block that an interrupt stopped in here may say it again.
+        # The number that is left, and not one less: after an interrupt in here the block calls this again.
         self.blocks = count
 
     def empty_views(self) -> None:
@@ -183,30 +185,30 @@ class UnitHolders:
         self.empties_views = True
 
     def forget_unseen_saves(self) -> None:
-        """Note that backward is over, and with it the graphs that may have had views of the buffer."""
+        """Record that backward is over, and with it the graphs that may have had views of the buffer."""
         self.empties_views = False
 
     def hand_to_caller(self) -> None:
-        """Note that a module has returned parameters: views of the buffer are the caller's, and have to stay good."""
+        """Record that a module has returned parameters: the caller's views of the buffer must keep their values."""
         self.shown = True
 
     def note_emptied(self) -> None:
-        """Note that the buffer was emptied: nobody has seen the values that come next."""
+        """Record that the buffer was emptied: the user has not seen its next values."""
         self.shown = False
 
     @property
     def is_held(self) -> bool:
-        """Whether anybody needs it."""
+        """True if the unit has a holder."""
         return bool(self.forwards or self.backwards or self.unannounced or self.blocks)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Graphs of recorded backwards (`create_graph=True`): what they need stays until they are gone.
+# Graphs of recorded backwards (`create_graph=True`): the buffers that they need are kept alive as long as the graphs.
 #
-# A recorded backward saves views of the parameters, and the parameters themselves (a norm's weight). Nothing announces
-# the backward of its graph. Views keep the memory that they were made of; a parameter shows what it shows when that
-# backward comes. So the buffer that a backward was recorded with is left to its graph, and while the graph lives the
-# unit's parameters show that buffer instead of placeholders.
+# A recorded backward saves views of the parameters, and the parameters themselves (a norm's weight). No hook runs
+# before the backward of its graph. Views keep the memory that they were made of; a saved parameter has the values that
+# it points at when that backward runs. So the graph keeps the buffer that the backward was recorded with, and while
+# the graph lives the released unit's parameters point at that buffer instead of placeholders.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -214,33 +216,33 @@ _KEY = "penstock"  # in the metadata of a graph's node
 
 
 class _GraphToken:
-    """Lives as long as the graph whose node has it in its metadata."""
+    """Token that lives as long as the graph whose node has it in its metadata."""
 
 
 class RecordedGraphs:
     """The recorded graphs of one unit.
 
     Attributes:
-        shown: the buffer that released parameters show while a graph lives.
-        is_new: a backward was recorded with the buffer that is gathered now.
+        shown: the buffer that released parameters point at while a graph lives.
+        is_new: True if a backward was recorded with the buffer that is gathered now.
     """
 
     def __init__(self) -> None:
         self.shown: Tensor | None = None
         self.is_new = False
-        # Weakly: kept here, the token would stay, and the graph seem to live for ever.
+        # Weak: a reference here would keep the token alive after its graph.
         self._graphs: weakref.WeakSet[_GraphToken] = weakref.WeakSet()
         self._unmarked: list[_GraphToken] = []
 
     def mark(self, grad: Tensor) -> Tensor:
-        """Note that a backward which is being recorded comes to the unit. Return the gradient it is to go on with.
+        """Record that a recorded backward reaches the unit. Return the gradient that it continues with.
 
-        All that is recorded of the unit follows from the gradient, so a node there lives as long as the graph does.
+        Everything recorded of the unit depends on the gradient, so a node there lives as long as the graph.
         """
         graph = _GraphToken()
         self._graphs.add(graph)
         self.is_new = True
-        if is_functorch_wrapped_tensor(grad):  # nobody can tell when its graph is gone
+        if is_functorch_wrapped_tensor(grad):  # its graph has no node to mark
             self._unmarked.append(graph)
             return grad
         if not grad.requires_grad:
@@ -253,68 +255,68 @@ class RecordedGraphs:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a graph is left that may need the parameters."""
+        """True if a graph is left that may need the parameters."""
         return bool(self._graphs)
 
     def keep(self, buffer: Tensor) -> None:
-        """Leave a buffer to the graphs: released parameters show it from now on."""
+        """Keep a buffer for the graphs: released parameters point at it from now on."""
         self.shown, self.is_new = buffer, False
 
     def end_unmarked(self) -> None:
-        """Take graphs of which nobody can tell whether they live for gone: a backward came that was not recorded."""
+        """Forget graphs without a mark: a backward ran that was not recorded."""
         self._unmarked.clear()
 
     def outdate(self) -> None:
-        """Forget every graph, because the values have changed: torch refuses the backward of these graphs."""
+        """Forget every graph: the values have changed, and torch refuses the backward of these graphs."""
         self._graphs.clear()
         self._unmarked.clear()
 
     def forget(self) -> None:
-        """Let go of the buffer that was left to graphs: none of them lives, and parameters show it no longer."""
+        """Drop the buffer that was kept for graphs, none of which is alive."""
         self.shown, self.is_new = None, False
 
 
 def views_elsewhere(buffer: Tensor) -> bool:
-    """Whether anything but this tensor has a hold on its memory: views that autograd or a user keeps, arrays."""
+    """Return True if anything but this tensor refers to its memory: views that autograd or a user keeps, arrays."""
     storage = buffer.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count > 2 or not storage.resizable()  # the tensor, and `storage`
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One unit: its cells, and the states of its parameters.
+# One unit: its storages, and the state of its parameters.
 #
-# params     where this rank's shard of the parameters rests
+# params     this rank's shard of the parameters
 # replica    the whole unit, of which `params` is a part, where parameters are replicated over ranks
-# master     what the parameters lack of their fp32 values
+# master     the bits that the parameters lack of their fp32 values
 # optimizer  the rule's states
-# shadow     what an update writes where it cannot reach `params`: published there afterwards
+# shadow     parameter staging: an update that cannot reach `params` writes here, and a copy goes to `params`
 # secondary  a part of the whole unit, as it was gathered last: the ranks of a node have all of it together
-# full       the flat buffer that compute reads; for a resident unit it is the replica's own memory
+# full       the gathered flat buffer that compute reads; for a resident unit it is the replica's own memory
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class WeightRange(NamedTuple):
-    """The parameters of a range of elements, and what their fp32 values consist of."""
+    """The parameters of a range of elements, with the staging and the master weights of their fp32 values."""
 
     param: Tensor
     shadow: Tensor | None
     master: Tensor | None
 
     def read(self) -> Tensor:
-        """Compute the fp32 values, in the memory that the master is in."""
+        """Return the fp32 values, on the master's device."""
         return read_master(self._beside_master(), self.master)
 
     def write(self, values: Tensor) -> None:
         """Write fp32 values, from anywhere, into the parameter and its master."""
         written = self._beside_master()
         write_master(written, self.master, values.to(written.device))
-        # Else forward would read another value than the one that the next update starts from.
+        # Without this copy forward would read another value than the one that the next update starts from.
         if written is not self.param:
             self.param.copy_(written)
 
     def _beside_master(self) -> Tensor:
-        """Give what the master completes: a shadow, the parameter, or a copy of it where a move has parted the two."""
+        """Return the tensor that the master completes: the staging, or the parameter on the master's device."""
         if self.shadow is not None:
             return self.shadow
         return self.param if self.master is None else self.param.to(self.master.device)
@@ -322,28 +324,28 @@ class WeightRange(NamedTuple):
 
 @dataclass(frozen=True)
 class StateFields:
-    """Which of the optimizer home's kinds is what.
+    """The kinds of the optimizer's storage: states and scales.
 
     Attributes:
-        states: the number of each state's kind.
-        scales: the number of the kind that has a state's scales, where it is stored in 8 bits with one for each block.
+        states: the index of each state's kind.
+        scales: the index of the kind with a state's scales, where it is stored in 8 bits with a scale for each block.
     """
 
     states: tuple[int, ...]
     scales: tuple[int | None, ...]
 
     def name(self, views: Views) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """Pick the states of a range of elements out of all values of the home there, and their scales."""
-        states = tuple(views[index] for index in self.states)
+        """Return the states of a range of elements, and their scales, of all values in the storage there."""
+        states = tuple(map(views.__getitem__, self.states))
         return states, tuple(None if index is None else views[index] for index in self.scales)
 
 
 @dataclass
 class TrainingState:
-    """What only a trainable unit has: gradient, master weights, optimizer states, and how they are cut into tiles.
+    """State that only a trainable unit has: gradient, master weights, optimizer states, and their tiles.
 
-    Homes of what the rule or the precision does not need keep nothing; so do sections of `shadow` whose parameters are
-    in reach of the update. `averages` are made later, by kind, and no update writes them.
+    A storage that neither the rule nor the precision needs is empty; so are segments of `shadow` whose parameters the
+    update reaches. `averages` are made later, by kind, and no update writes them.
     """
 
     gradient: UnitGradient
@@ -355,13 +357,13 @@ class TrainingState:
     averages: dict[str, Storage] = field(default_factory=dict)
 
     def update_tier(self, number: int) -> Tier:
-        """Say where a tile is updated: on the device if its states live there, else on the host."""
-        # By where the states are now: they are most of the bytes of an update, and homes may have moved since the last.
+        """Return the tier where a tile is updated: the device if its states are there, else the host."""
+        # By the states' current tier: they are most of the bytes of an update, and storages may have moved.
         section, _ = self.optimizer.tile(number)
         return Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
 
     def is_shadowed(self, number: int) -> bool:
-        """Whether the update of a tile writes a shadow of its parameters."""
+        """Return True if the update of a tile writes its parameters' staging."""
         section, _ = self.shadow.tile(number)
         return bool(section.plan.cells)
 
@@ -370,18 +372,18 @@ class Unit:
     """Parameters that are gathered, computed, reduced, updated and moved together.
 
     Arguments:
-        spec: what belongs to it.
+        spec: its parameters and modules.
         index: its number among all units.
         layout: where each parameter is in the flat buffer.
-        parameters: the seam for each of them, in the order of their slots.
-        rank: the one whose shard this process has.
-        home: where the parameters rest: the whole unit if it is replicated over ranks, else this rank's shard.
-        replicated: whether every rank has all of it.
-        full: what compute reads; `None` where it reads the home itself.
+        parameters: one `UnitParameter` for each slot, in order.
+        rank: the rank whose shard this process has.
+        home: the storage of the parameters: of the whole unit if it is replicated, else of this rank's shard.
+        replicated: True if every rank has all of it.
+        full: the gathered buffer that compute reads; `None` where it reads the storage itself.
 
     Attributes:
-        nbytes: bytes of the full buffer.
-        own_range, shard_numel: the range of its elements that is this rank's, and how many these are.
+        nbytes: bytes of the gathered buffer.
+        own_range, shard_numel: this rank's range of its elements, and their number.
     """
 
     def __init__(
@@ -408,24 +410,25 @@ class Unit:
         # The part shares the events of the whole: a gather that copies the replica waits for an update of the shard.
         self.params = home.part(*self.own_range) if replicated else home
         self.replica = home if replicated else None
-        self.resident = full is None  # compute reads the replica: nothing to gather, nothing to release
-        if full is None:  # the home's own memory, in one section: parameters are views of it
+        self.resident = full is None  # compute reads the replica: there is no gather and no release
+        if full is None:  # the storage's own memory, in one segment: parameters are views of it
             (full,) = home.sections[0].tensors
         self.full = full
         self.trained: TrainingState | None = None
         self.holding = UnitHolders()
         self.recorded = RecordedGraphs()
-        self.reads: list[ReadWatch] = []  # of the modules that own the parameters
-        # What fills the full buffer, or copies from it, is over. Whoever shows the buffer or takes its memory waits for
-        # this first: else compute reads half a gather, or a copy under way writes into memory that is somebody else's.
+        self.reads: list[ReadWatch] = []  # one for each module that owns its parameters
+        # After the last work that fills the gathered buffer or copies from it. To point parameters at the buffer, or to
+        # free its memory, takes a wait for this event first: else compute reads half a gather, or the copy writes into
+        # memory that was handed out again (ordering rule 1).
         self.event: Event = DONE
         self.secondary: Storage | None = None
-        # Replicated: the other ranks' parts are from before the last update; so is what `secondary` has, or it has
-        # nothing. The same on every rank, because it decides whether an all-gather is issued, and among which ranks: a
-        # rank that issued one alone would wait for ever.
+        # Other shards outdated: the other ranks' parts of the replica are from before the last update, and so is
+        # `secondary`, or it is empty. The same on every rank, because it decides whether an all-gather is issued, and
+        # among which ranks: a rank that issued one alone would wait for ever (ordering rule 4).
         self.stale = False
-        self.is_rounded = False  # what was last gathered are not the values of the home, but what codes stand for
-        # NaN: what reads a parameter past its class shows it, instead of computing with values of another unit.
+        self.is_rounded = False  # the last gather carried rounded values, not those of the storage
+        # NaN: a read past the class of a parameter shows it, instead of computing with values of another unit.
         self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
         self._nothing = self.placeholder.clone()
         if not self.resident:
@@ -433,33 +436,33 @@ class Unit:
 
     @property
     def is_released_after_use(self) -> bool:
-        """Whether its parameters are there only while somebody needs them."""
+        """True if its parameters have values only while the unit has a holder."""
         return not (self.resident or self.spec.persistent)
 
     @property
     def leased(self) -> bool:
-        """Whether the full buffer has memory of its own."""
+        """True if the gathered buffer has memory of its own."""
         return not self.resident and self.holding.residency is not UnitState.RELEASED
 
     @property
     def label(self) -> str:
-        """What messages about ranks call it."""
+        """Its name in messages about ranks."""
         return f"unit '{self.name}'" + (f" (run by {self.spec.run_by})" if self.spec.run_by else "")
 
     @property
     def rule(self) -> Rule:
-        """What updates the parameters, of a unit that is trained."""
+        """The rule that updates the parameters of a trained unit."""
         assert self.spec.rule is not None, f"unit '{self.name}' is not trained"
         return self.spec.rule
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether a backward may give it one: some of its parameters may be frozen for a while."""
+        """True if a backward may give it one: all of its parameters may be frozen for a while."""
         return self.trained is not None and any(parameter.requires_grad for parameter in self.spec.parameters)
 
     @property
     def homes(self) -> dict[str, Storage]:
-        """Every home, by name."""
+        """Every storage, by name."""
         homes = {PARAM: self.replica or self.params}
         if self.secondary is not None:
             homes[SECONDARY] = self.secondary
@@ -471,128 +474,123 @@ class Unit:
 
     @property
     def updated_homes(self) -> list[Storage]:
-        """Every home that an update writes."""
+        """Every storage that an update writes."""
         trained = () if self.trained is None else (self.trained.master, self.trained.optimizer, self.trained.shadow)
         return [self.replica or self.params, *trained]
 
     @property
     def shard_homes(self) -> dict[str, Storage]:
-        """Every home, of this rank's shard alone."""
+        """Every storage, of this rank's shard alone."""
         return self.homes | {PARAM: self.params}
 
     def exchange(self, name: str, home: Storage) -> None:
-        """Put another home in the place of one, by its name: of any but the parameters.
+        """Replace a storage, by its name: any but that of the parameters.
 
-        The new one has events of its own, and nobody asks for those of the old one from here on. So the copy between
-        the two has to follow those, and to be noted in the new one, before this.
+        The new storage has its own events, and those of the old one are not waited for any more. So the copy between
+        the two follows the old one's events and is recorded in the new one before this call (ordering rule 3).
         """
         if name == SECONDARY:
             self.secondary = home
-            return
-        trained = self.trained
-        assert trained is not None
-        if name == GRAD:
-            trained.gradient.home = home
-        elif name == MASTER:
-            trained.master = home
-        elif name == OPTIMIZER:
-            trained.optimizer = home
+        elif name == GRAD:
+            assert self.trained is not None
+            self.trained.gradient.home = home
         else:
-            assert name == SHADOW
-            trained.shadow = home
+            assert name in (MASTER, OPTIMIZER, SHADOW)  # the fields have the names of their storages
+            setattr(self.trained, name, home)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, WeightRange]]:
-        """Look at the parameters of a range of this rank's shard, piece by piece. See `Storage.visit`.
+        """Yield the parameters of a range of this rank's shard, piece by piece. See `Storage.visit`.
 
-        It reads and writes on the caller's time and waits for nothing: updates and copies of these homes are over.
+        The caller's thread reads and writes at once, without a wait: updates and copies of these storages are over.
         """
         others = [] if self.trained is None else [self.trained.shadow, self.trained.master]
         for first, last, ((param,), *rest) in visit_together([self.params, *others], start, stop, modify=modify):
-            # A home that keeps nothing of these elements has no views of them.
+            # A storage that is empty for these elements has no views of them.
             shadow, master = (views[0] if views else None for views in rest) if rest else (None, None)
             yield first, last, WeightRange(param, shadow, master)
 
     @property
     def shown(self) -> Tensor:
-        """What the parameters are views of where they are no placeholders."""
-        kept = self.recorded.shown  # for graphs, whose backward nothing announces
+        """The buffer that the parameters are views of where they are no placeholders."""
+        kept = self.recorded.shown  # for graphs, whose backward no hook announces
         return kept if kept is not None and self.holding.residency is not UnitState.GATHERED else self.full
 
     def expose(self, buffer: Tensor | None = None) -> None:
-        """Make the parameters views of the full buffer, or of another one like it."""
+        """Make the parameters point at their values in the gathered buffer, or in another one like it."""
         buffer = self.full if buffer is None else buffer
-        # What fills the buffer is over, or compute has waited for it: from here on anybody's kernel may read it.
+        # The work that fills the buffer is over, or compute waits for it: from here on any kernel may read it
+        # (ordering rule 2).
         for parameter in self.parameters:
             parameter.expose(buffer)
-        for watch in self.reads:  # last: a module tells of reads as long as any of its parameters is a placeholder
+        for watch in self.reads:  # last: it asks whether any parameter of its module is still released
             watch.update()
 
     def hide(self) -> None:
-        """Make the parameters placeholders: their real shape, one element of memory, no reads and writes."""
-        # Before the buffer's memory goes: a parameter that were still a view of it would show what others write there.
+        """Replace the parameters by placeholders with one element of memory, which refuse reads and writes."""
+        # Before the buffer's memory is freed: a view of it would have the values of its next owner (ordering rule 1).
         for parameter in self.parameters:
             parameter.hide(self.placeholder)
-        # Torch lets people write all elements of a placeholder at once. What they wrote would be read for values.
+        # Torch allows writes of all elements of a placeholder at once (`fill_`): undo them.
         self.placeholder.copy_(self._nothing)
         for watch in self.reads:
             watch.update()
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameters are all there is of their values: no part of a master is beside them."""
+        """True if the parameters hold all of their values: there are neither master weights nor staging."""
         copies = (self.trained.master, self.trained.shadow) if self.trained else ()
         return not any(plan.cells for home in copies for plan in home.plans)
 
     def note_versions(self) -> None:
-        """Take what the parameters show for what the home and the master say: only later writes are refused."""
+        """Accept the current values of the parameters as those of storage and master: only later writes are refused."""
         for parameter in self.parameters:
             parameter.note_version()
 
     def count_writes(self, slots: Iterable[int] | None = None) -> None:
-        """Have torch count a write of the parameters in these slots, or of all, so that it refuses graphs from before.
+        """Increment torch's version of the parameters in these slots, or of all, so that it refuses older graphs.
 
-        Updates write the homes, where torch sees nothing. Without the count, a backward through a graph from before a
-        step would give gradients of values that are gone, and no error.
+        Torch does not see the updates, which write storages. Without the count, a backward through a graph from before
+        a step would give gradients of values that are gone, and no error.
         """
         parameters = self.parameters if slots is None else [self.parameters[index] for index in slots]
         torch.autograd.graph.increment_version([parameter.tensor for parameter in parameters])  # one call for all
-        for parameter in parameters:  # else the next step would take this count for a write by people, and refuse it
+        for parameter in parameters:  # else the next step would take this count for a user's write, and refuse it
             parameter.note_version()
 
     def check_written(self) -> None:
-        """Refuse a parameter that somebody wrote where no update starts from.
+        """Refuse a parameter that the user wrote where no update starts from.
 
         Raises:
             EngineError: names the parameter.
         """
         if self.resident and self.is_whole:
-            return  # what was written is all there is: the update starts from it
-        # Else a gathered copy was written, or a parameter and not its master: the update starts from home and master,
-        # and would undo it in silence.
+            return  # the update starts from the parameters themselves
+        # Else a gathered copy was written, or a parameter without its master: the update starts from storage and
+        # master, and would undo the write in silence.
         for parameter in self.parameters:
             parameter.check_written()
 
     def outdate_parts(self) -> None:
-        """Note that this rank's part was written: what it has of others' is from before, until they are gathered."""
+        """Record that this rank's part was written: its copies of other shards are outdated until they are gathered."""
         self.stale = self.layout.shards > 1 and (self.replica is not None or self.secondary is not None)
 
     @property
     def is_dropped(self) -> bool:
-        """Whether everything was given back."""
+        """True if every tensor was dropped."""
         return self.params is None
 
     def drop(self) -> None:
-        """Let go of every tensor. Work on them is over: nothing here waits for it."""
+        """Drop every tensor. The work on them is over: this waits for nothing."""
         self.trained = None
         self.full = torch.empty(0, dtype=self.spec.dtype, device="cpu")
         self.params = self.replica = self.secondary = None  # type: ignore[assignment]
 
     def contains(self, other: "Unit") -> bool:
-        """Whether the other unit's forward runs inside a forward of this one."""
+        """Return True if the other unit's forward runs inside a forward of this one."""
         return self.spec.contains(other.spec)
 
     def shares_forward(self, other: "Unit") -> bool:
-        """Whether a forward of one runs inside one of the other, or is the same (frozen and trained parameters)."""
+        """Return True if a forward of one is, or runs inside, a forward of the other."""
         return self.spec.spans(other.spec) or other.contains(self)
 
     def parts(self) -> list[SlotPiece]:
@@ -603,22 +601,22 @@ class Unit:
         """Yield the pieces of slots that lie in `count` tiles from tile `number` on, each parameter's in one piece."""
         first = number * self.params.sections[0].tile_numel
         last = first + count * self.params.sections[0].tile_numel
-        # Not those of each tile in turn: a parameter that lies in several tiles would be cut into as many runs.
+        # Not tile by tile: a parameter that lies in several tiles would be cut into as many pieces.
         for slot, start, stop in self.parts():
             if max(start, first) < min(stop, last):
                 yield SlotPiece(slot, max(start, first), min(stop, last))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters of a model that nothing trains: frozen, whatever they were, until the engine leaves them.
+# Parameters of a model without an optimizer: frozen, whatever they were, until `close`.
 #
-# What is computed from them alone records no graph then, and a backward that comes through the model goes to its
-# inputs.
+# A forward without inputs that require gradients records no graph then, and a backward through the model reaches its
+# inputs alone.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class FrozenParameters:
-    """Freezes every parameter.
+    """Freeze every parameter.
 
     Arguments:
         units: all of a model without an optimizer.
@@ -635,7 +633,7 @@ class FrozenParameters:
             tensor.requires_grad_(False)
 
     def remove(self) -> None:
-        """Leave them as they were."""
+        """Restore `requires_grad`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -644,7 +642,7 @@ class FrozenParameters:
 
 
 def _refuse_gradient(name: str, parameter: nn.Parameter) -> None:
-    """Refuse the gradient of a parameter that somebody has unfrozen: it would be whole, and nobody's."""
+    """Refuse the gradient of a parameter that was unfrozen: no optimizer would take it, and it is not sharded."""
     parameter.grad = None
     raise EngineError(
         f"Parameter '{name}' was unfrozen and got a gradient, and its model was prepared without an optimizer: nothing "
@@ -653,24 +651,24 @@ def _refuse_gradient(name: str, parameter: nn.Parameter) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether modules still hold the parameters that were prepared, and those the memory that the engine gave them.
+# A check that modules still hold the prepared parameters, and these the memory that the engine gave them.
 #
-# A parameter that somebody put into a module after `prepare` is computed with and never trained; values that somebody
-# put under a parameter (`parameter.data = ...`) go with its next gather. Torch tells nobody of either, so this is
-# looked up at the beginning of each forward of the model and of each step.
+# A parameter that is put into a module after `prepare` would be computed with and never trained; values that are put
+# under a parameter (`parameter.data = ...`) are lost with its next gather. Torch has no hook for either, so this is
+# checked at the beginning of each forward of the model and of each step.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-_PARAMETERS = attrgetter("_parameters")
-_VALUES = methodcaller("values")  # not those of `dict`: what a script holds is no dict
+_PARAMETERS, _CHILDREN = attrgetter("_parameters"), attrgetter("_modules")
+_VALUES = methodcaller("values")  # not `dict.values`: a script module's are no dicts
 
 
 class Membership:
-    """What modules held when the model was prepared, and since.
+    """The parameters and children of modules, as they were found last.
 
     Arguments:
-        model: the prepared one.
-        units: all units, which hold all of its parameters.
+        model: the prepared model.
+        units: all of its units, which have all of its parameters.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -684,20 +682,17 @@ class Membership:
         self._note()
 
     def _note(self) -> None:
-        modules = list(self._model.modules())
-        # Modules, not their dicts: one whose parameters are hidden has another.
-        self._modules = modules
-        self._children = [module._modules for module in modules if module._modules]
-        self._held, self._held_children = _held_by(map(_PARAMETERS, modules)), _held_by(self._children)
+        self._modules = list(self._model.modules())
+        self._held = _held_by(self._modules)
 
     def check(self) -> None:
-        """Refuse what would not be trained, or not be computed with.
+        """Refuse a parameter that would not be trained, or values that would be lost.
 
         Raises:
-            EngineError: names the parameter, and what to call instead.
+            EngineError: names the parameter, and the call to use instead.
         """
-        same = _are_the_same(_held_by(map(_PARAMETERS, self._modules)), self._held)
-        if not (same and _are_the_same(_held_by(self._children), self._held_children)):
+        now = _held_by(self._modules)
+        if len(now) != len(self._held) or not all(map(is_, now, self._held)):
             self._look_for_strangers()
         for unit, parameters, offsets in self._places:
             if unit.holding.blocks:
@@ -711,20 +706,20 @@ class Membership:
                     self._look_at_memory(unit, addresses)
 
     def _look_for_strangers(self) -> None:
-        """Refuse parameters that have come since `prepare`. Modules may change places, be wrapped, and go."""
-        if _in_functional_call():  # which puts others in their place, for this call
+        """Refuse parameters that came after `prepare`. Modules may be moved, wrapped and removed."""
+        if _in_functional_call():  # which replaces parameters for one call
             return
-        for name, module in self._model.named_modules():
-            for own_name, parameter in module._parameters.items():
-                if isinstance(parameter, nn.Parameter) and parameter not in self._known:
-                    full_name = f"{name}.{own_name}" if name else own_name
-                    raise EngineError(
-                        f"Parameter '{full_name}' {tuple(parameter.shape)} of {type(module).__name__} was put there "
-                        "after prepare(), so nothing would train it. A new one is trained from "
-                        "optimizer.add_param_group({'params': [...]}) on. Where it is to replace a prepared one, give "
-                        "that one its values with optimizer.set_full_param(), or inside "
-                        "optimizer.gathered(modify=True) (load_state_dict() without assign=True)."
-                    )
+        found: Iterable[tuple[str, Tensor]] = self._model.named_parameters(remove_duplicate=False)
+        for name, parameter in found:
+            if isinstance(parameter, nn.Parameter) and parameter not in self._known:
+                module = self._model.get_submodule(name.rpartition(".")[0])
+                raise EngineError(
+                    f"Parameter '{name}' {tuple(parameter.shape)} of {type(module).__name__} was put there after "
+                    "prepare(), so nothing would train it. A new one is trained from "
+                    "optimizer.add_param_group({'params': [...]}) on. Where it is to replace a prepared one, give that "
+                    "one its values with optimizer.set_full_param(), or inside optimizer.gathered(modify=True) "
+                    "(load_state_dict() without assign=True)."
+                )
         self._note()
 
     def _look_at_memory(self, unit: Unit, addresses: Sequence[int]) -> None:
@@ -735,30 +730,24 @@ class Membership:
 
     @torch.no_grad()
     def _take_in(self, unit: Unit, index: int) -> None:
-        """Take over the values of a parameter that was given other memory, where that loses nothing; else refuse."""
+        """Copy the values of a parameter that was given other memory, where that loses nothing; else refuse."""
         parameter = unit.parameters[index]
         given = parameter.memory
         if given.shape != parameter.slot.shape or given.device != unit.full.device or not unit.resident:
             raise _lost(parameter)
         own = parameter.view_in(unit.full)
         values = given.detach().to(own.dtype)
-        if not torch.equal(values, own):  # else a module has converted it for its own forward
+        if not torch.equal(values, own):  # equal: a module has converted it for its own forward
             if not unit.is_whole or given.dtype != own.dtype:
                 raise _lost(parameter)
             own.copy_(values)
         parameter.expose(unit.full)
 
 
-# In no loop of Python's, both: they pass over all parameters and modules twice a step.
-
-
-def _held_by(dicts: Iterable[Mapping[str, object]]) -> list[object]:
-    return list(chain.from_iterable(map(_VALUES, dicts)))
-
-
-def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether these are the same objects, in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
+def _held_by(modules: Sequence[nn.Module]) -> list[object]:
+    """List the parameters and the children of modules."""
+    # Without a Python loop: this passes over all of them twice a step.
+    return list(chain.from_iterable(map(_VALUES, chain(map(_PARAMETERS, modules), map(_CHILDREN, modules)))))
 
 
 def _lost(parameter: UnitParameter) -> EngineError:
@@ -772,7 +761,7 @@ def _lost(parameter: UnitParameter) -> EngineError:
 
 
 def _in_functional_call() -> bool:
-    """Whether `torch.func.functional_call` is running: parameters are the caller's meanwhile."""
+    """Return True inside `torch.func.functional_call`, which replaces parameters by the caller's tensors."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not torch.nn.utils.stateless._functional_call.__code__:
         frame = frame.f_back
