@@ -218,8 +218,8 @@ class UnitTable:
 
     Attributes:
         name: the unit's, for messages.
-        slots: the unit's parameters in its flat buffer. Those that all tensor-parallel ranks have whole are listed by the
-            first one alone.
+        slots: the unit's parameters in its flat buffer. The first tensor-parallel rank alone lists those that all of
+            them have whole.
         shard_start: the shard's first element in the unit's flat buffer.
         shard_numel: elements of the shard.
         tile_numel: elements of a tile; the shard's last one may be shorter.

@@ -16,7 +16,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from penstock.checkpoint import folder as folders
@@ -179,11 +178,9 @@ class StateSaver:
             raise
 
     def _runs_anywhere(self) -> bool:
-        """Return True if a save is under way on any rank. That save uses the control group, so this one does not."""
+        """Return True if a save is under way on any rank. Collective, over the control group of the user's thread."""
         running = self._job is not None and not self._job.done()
-        found = torch.tensor(int(running), dtype=torch.int64, device=self._context.streams.device)
-        self._context.ranks.all_reduce_max(found)
-        return bool(found)
+        return any(self._context.ranks.control_group.collect(running))
 
     def wait_copied(self) -> None:
         """Wait on the host until the save reads no storage any more."""
