@@ -17,10 +17,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from penstock.checkpoint.beside import persistent_buffers, write_buffer
-from penstock.checkpoint.format import Manifest, SavedParameter, named
+from penstock.checkpoint.format import Manifest, named
 from penstock.checkpoint.reader import Checkpoint, stands_for
 from penstock.checkpoint.tiles import TileReader, digest, read_together
 from penstock.engine.forward_backward.gather import Gatherer
@@ -186,21 +184,13 @@ class StateLoader:
             shape = tuple(taken.buffers[name].shape)
             if shape != buffer.shape:
                 logger.warning(
-                    "%s has the buffer '%s' in shape %s, not %s: it takes that shape. If that is not meant, build the "
-                    "model as it was when it was saved.",
-                    checkpoint.folder,
-                    name,
-                    shape,
-                    tuple(buffer.shape),
+                    f"{checkpoint.folder} has the buffer '{name}' in shape {shape}, not {tuple(buffer.shape)}: it "
+                    "takes that shape. If that is not meant, build the model as it was when it was saved."
                 )
         if apart and not self._is_of_as_many_ranks(checkpoint):
             logger.warning(
-                "%s was saved by %d ranks, %d of which had buffers of their own (such as statistics of batches). All "
-                "%d ranks take those of the first one.",
-                checkpoint.folder,
-                len(ranks),
-                apart,
-                self._context.ranks.world_size,
+                f"{checkpoint.folder} was saved by {len(ranks)} ranks, {apart} of which had buffers of their own (such "
+                f"as statistics of batches). All {self._context.ranks.world_size} ranks take those of the first one."
             )
 
     def _warn_of_averages(self, checkpoint: Checkpoint) -> None:
@@ -208,12 +198,11 @@ class StateLoader:
         here = {kind for unit in self._context.units if unit.trained is not None for kind in unit.trained.averages}
         there = checkpoint.averages
         for kind in sorted(here - there):
-            logger.warning("%s has no average '%s': it begins with the parameters.", checkpoint.folder, kind)
+            logger.warning(f"{checkpoint.folder} has no average '{kind}': it begins with the parameters.")
         for kind in sorted(there - here):
             logger.warning(
-                "%s has an average '%s', which is not loaded: nobody has it here. Make the penstock.EMA before load().",
-                checkpoint.folder,
-                kind,
+                f"{checkpoint.folder} has an average '{kind}', which is not loaded: nobody has it here. Make the "
+                "penstock.EMA before load()."
             )
 
     # Changes
@@ -297,14 +286,9 @@ class StateLoader:
             unit.outdate_parts()
             if unit.trained is not None:
                 for parameter in unit.parameters:
-                    self._restore_counts(parameter.tensor, manifest.parameters[parameter.name])
+                    self._access.restore_counts(parameter.tensor, manifest.parameters[parameter.name])
             self._gatherer.outdate(unit)
             if unit.resident:  # on every rank in this order: it may be a collective (ordering rule 4)
                 self._gatherer.acquire(unit)
         self._reducer.zero(self._context.units)  # of the weights before; waits for work that still writes them
         self._context.gradient_scale.renew()
-
-    def _restore_counts(self, parameter: nn.Parameter, saved: SavedParameter) -> None:
-        self._access.restore_counts(
-            parameter, step=saved.step, scalars=saved.scalars, has_state=saved.has_state and saved.step == 0
-        )
