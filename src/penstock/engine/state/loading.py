@@ -176,7 +176,7 @@ class StateLoader:
         return len(checkpoint.manifest.ranks) == self._context.ranks.world_size
 
     def _warn_of_buffers(self, taken: LoadPlan) -> None:
-        """Warn of buffers that get another shape, and of buffers of single ranks that cannot return to them."""
+        """Warn about buffers that get another shape, and buffers of single ranks that cannot return to them."""
         checkpoint = taken.checkpoint
         ranks = checkpoint.manifest.ranks
         apart = sum(files.tensors is not None for files in ranks)
@@ -194,7 +194,7 @@ class StateLoader:
             )
 
     def _warn_of_averages(self, checkpoint: Checkpoint) -> None:
-        """Warn of averages of the parameters that only the engine has, or only the checkpoint."""
+        """Warn about averages of the parameters that only the engine has, or only the checkpoint."""
         here = {kind for unit in self._context.units if unit.trained is not None for kind in unit.trained.averages}
         there = checkpoint.averages
         for kind in sorted(here - there):
