@@ -138,7 +138,7 @@ def write_buffer(buffer: Tensor, value: Tensor) -> None:
 
 
 def _distinct(buffer: Tensor, of: Tensor) -> Tensor:
-    """Narrow a tensor of the buffer's shape to one element for each element of the buffer's memory."""
+    """Select one element of a tensor of the buffer's shape for each element of the buffer's memory."""
     for dim, (stride, size) in enumerate(zip(buffer.stride(), buffer.shape, strict=True)):
         if stride == 0 and size > 1:
             of = of.narrow(dim, 0, 1)

@@ -125,7 +125,7 @@ def remove_file(file: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk: `fsync` of a file does not include its name.
+    """Flush the names in a folder to the disk: `fsync` of a file does not include its name.
 
     Raises:
         CheckpointError: they may not be.
@@ -229,7 +229,7 @@ def _is_being_written(file: Path) -> bool:
 
 
 def settle(folder: Path, hold: FolderLock) -> None:
-    """Sync the name of a new marker to the disk, then remove the files that it replaces.
+    """Flush the name of a new marker to the disk, then remove the files that it replaces.
 
     Arguments:
         folder: the checkpoint's.

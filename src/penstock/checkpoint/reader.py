@@ -332,7 +332,7 @@ _MOST_CHARS = 120
 
 
 def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Summarize a checkpoint as JSON-like values, from its marker and tables.
+    """Return a summary of a checkpoint as JSON-like values, from its marker and tables.
 
     Returns:
         `path`, `created`, `versions`, `world_size`, `model`; `steps`: the least and the greatest count of a trained
@@ -433,7 +433,7 @@ def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _short(value: Any) -> Any:
-    """Shorten a value for display: a tensor to its shape, a long text to its beginning."""
+    """Truncate a value for display: a tensor to its shape, a long text to its beginning."""
     if isinstance(value, Tensor):
         return f"tensor {dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, bytes):

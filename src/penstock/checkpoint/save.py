@@ -242,7 +242,7 @@ class Save:
         return None
 
     def _settle(self, hold: FolderLock | None) -> str | None:
-        """Sync the marker to the disk, and remove checkpoints that are not kept. Return the reason if that fails."""
+        """Flush the marker to the disk, and remove checkpoints that are not kept. Return the reason if that fails."""
         try:
             if hold is not None:
                 settle(self.folder, hold)

@@ -334,7 +334,7 @@ class TensorFile:
             data, offset = data[written:], offset + written
 
     def sync(self) -> None:
-        """Sync the file to the disk.
+        """Flush the file to the disk.
 
         Raises:
             CheckpointError: that has failed.
