@@ -139,9 +139,8 @@ class TileWriter:
         """Copy a tile into the next buffer of the ring, and start to write it. The copy is over at the return."""
         turn, records = len(self._started), source.table.records(number)
         if turn >= len(self._ring):
-            _wait(
-                [self._started[turn - len(self._ring)]]
-            )  # a write into a buffer follows all reads of it (ordering rule 3)
+            # A write into a buffer follows all reads of it (ordering rule 3).
+            _wait([self._started[turn - len(self._ring)]])
         buffer = self._ring[turn % len(self._ring)][: sum(record.nbytes for record in records)]
         transfers: list[Transfer] = []
         self._started.append(transfers)
@@ -244,11 +243,8 @@ class TileReader:
                 yield tile
                 ring.append(buffer)  # a write follows all reads: the caller is done with the tile (ordering rule 3)
         finally:
-            for (
-                _,
-                _,
-                transfers,
-            ) in ahead:  # if the caller stops early: buffers live until their reads end (ordering rule 1)
+            # If the caller stops early: buffers live until the last read into them is over (ordering rule 1).
+            for _, _, transfers in ahead:
                 for _, transfer in transfers:
                     with contextlib.suppress(NvmeError):
                         transfer.wait()  # site checkpoint.reads_abandoned
