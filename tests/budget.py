@@ -144,7 +144,6 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "property/test_sequences.py": (9, 6),
     "unit/checkpoint/test_export.py": (13, 5),
     "unit/checkpoint/test_hostile.py": (4, 0),
-    "unit/checkpoint/test_of_before.py": (5, 0),
     "unit/checkpoint/test_sharing.py": (5, 0),
     "unit/cli/encoding/test_samples.py": (4, 0),
     "unit/cli/page/test_browser.py": (16, 6),

@@ -1,10 +1,10 @@
-"""Tensors of files, read ahead in the order in which they will be asked for, past the page cache.
+"""Reading tensors of files ahead, in the order of their use, past the page cache.
 
     span of a tensor  |     [////////////////////////////]      |  in a file
     requests          |   |-------------|-------------|-------|   whole pages, each in a slot of the ring
 
-Requests are in flight in as many slots as the ring has. What was not foreseen, what is asked for in another order, and
-tensors whose elements lie across pages are read as if nobody read ahead.
+Each slot of the ring has a request in flight. Elements that are asked for in another order, and tensors whose elements
+lie across pages, are read without the ring.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class ReadSpan(NamedTuple):
 
 @dataclass
 class _FilePlace:
-    """Where a tensor lies: its file, and its first byte there."""
+    """The file of a tensor, and its first byte there."""
 
     files: WeightFiles
     path: Path
@@ -62,12 +62,12 @@ class _Request:
 
 
 class ReadAhead:
-    """Reads tensors of files before they are asked for.
+    """Read tensors of files before they are asked for.
 
     Arguments:
-        tensors: what is read, of which some may be in files as they are.
-        spans: what will be asked for, in order.
-        most_bytes: what the ring may take; it takes less where this is plenty.
+        tensors: the tensors. Those that are not stored as they are in files are not read ahead.
+        spans: the elements that will be asked for, in order.
+        most_bytes: the most memory of the ring.
     """
 
     def __init__(self, tensors: StoredTensors, spans: Sequence[ReadSpan], most_bytes: int) -> None:
@@ -89,7 +89,7 @@ class ReadAhead:
     def pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield elements `start` to `stop`, piece by piece: its first element, and the values.
 
-        They are there until the next piece is asked for.
+        A piece is valid until the next one is asked for.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -112,13 +112,13 @@ class ReadAhead:
 
     def close(self) -> None:
         """End the reads that are under way, and close the files."""
-        with contextlib.suppress(NvmeError):  # of what nobody has asked for
+        with contextlib.suppress(NvmeError):  # of reads that were not asked for
             self._queue.close()
         self._close(list(self._opened))
         self._flying.clear()
 
     def _find(self, spans: Sequence[ReadSpan]) -> dict[str, _FilePlace]:
-        """Find where tensors begin in files, of those that lie at whole elements."""
+        """Find the first bytes of tensors in files, of those that are aligned to their elements."""
         headers: dict[Path, dict[str, int]] = {}
         places = {}
         for name in dict.fromkeys(span.name for span in spans):
@@ -135,13 +135,13 @@ class ReadAhead:
         return places
 
     def _cut(self, spans: Sequence[ReadSpan], slot_bytes: int) -> Iterator[tuple[_FilePlace, int, int, int]]:
-        """Cut spans into what fits a slot: its place, its first page, and the bytes that are wanted of it."""
+        """Cut spans into requests that fit a slot: location, first page, and range of bytes."""
         for name, start, stop in spans:
             place, itemsize = self._places.get(name), self._dtypes[name].itemsize
             if place is None:
                 continue
             begin, end = place.offset + start * itemsize, place.offset + stop * itemsize
-            # Direct I/O takes whole pages, and what is behind the last one of a file is read apart.
+            # Direct I/O reads whole pages. The bytes behind a file's last whole page are read by themselves.
             whole = self._open(place.path).size // PAGE_BYTES * PAGE_BYTES
             while begin < end:
                 first = begin // PAGE_BYTES * PAGE_BYTES
@@ -150,7 +150,7 @@ class ReadAhead:
                 begin = stop
 
     def _submit(self, slot: Tensor) -> None:
-        """Start to read what comes next into a slot."""
+        """Start the next read, into a slot."""
         found = next(self._wanted, None)
         if found is not None:
             place, first, begin, end = found
@@ -186,7 +186,7 @@ class ReadAhead:
 
 
 def _offsets(path: Path) -> dict[str, int]:
-    """Read from a header where each tensor begins in the file; nothing where nobody but the library understands it."""
+    """Read the first byte of each tensor from a header; nothing if the header is unusual."""
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -198,7 +198,7 @@ def _offsets(path: Path) -> dict[str, int]:
 
 
 def _read_end(path: Path, first: int, into: Tensor) -> None:
-    """Read the bytes behind the last whole page of a file, at once."""
+    """Read the bytes behind the last whole page of a file, and wait for them."""
     try:
         with path.open("rb") as file:
             data = bytearray(os.pread(file.fileno(), into.nbytes, first))
@@ -214,15 +214,15 @@ def _unread(path: Path, reason: str | None) -> CheckpointError:
 
 
 def _is_cached(path: Path) -> bool:
-    """Whether the page cache seems to have a file: then it is faster than the disk."""
+    """Return True if the page cache seems to have a file, which is faster than the disk then."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # a look brings in one page, and no more
-        # Elsewhere each time, and not where headers are: else a file would seem cached because it was looked at.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # a probe brings in one page, and no more
+        # At random offsets: at fixed ones a file would seem cached because of earlier probes or its header.
         size, places = os.fstat(descriptor).st_size, random.Random()
         page = [bytearray(1)]
         return all(os.preadv(descriptor, page, places.randrange(size), os.RWF_NOWAIT) for _ in range(_PROBES))
-    except (OSError, ValueError):  # it is not there, the file system does not say, or the file is empty
+    except (OSError, ValueError):  # no such file, no support by the file system, or an empty file
         return False
     finally:
         os.close(descriptor)

@@ -1,15 +1,15 @@
-"""State that is in no tile, on its way to a checkpoint and back: a model's buffers, and random number generators.
+"""State beside the tiles of a checkpoint: a model's buffers, and random number generators.
 
-Persistent buffers are kept as tensors:
+Persistent buffers are stored as tensors:
 
     dense, of a dtype of safetensors files     as it is
     complex128, complex32                      its real and imaginary parts, one dimension more
     anything else                              refused when the model is prepared
 
-A buffer is written in place, whatever it is: other modules may hold the same tensor. One whose shape is another in the
-checkpoint, as of a memory that grows, stays the same tensor with other memory.
+A buffer is written in place, as other modules may hold the same tensor. If its shape differs in the checkpoint, as that
+of a memory that grows, it stays the same tensor with new memory.
 
-The generators that a training loop draws from are torch's, Python's and numpy's; their states are kept as JSON.
+Random states are those of torch, Python and numpy, stored as JSON.
 """
 
 import random
@@ -26,7 +26,7 @@ from penstock.checkpoint.tensorfiles import DTYPES, read_tensors, tensors_to_byt
 from penstock.errors import CheckpointError
 from penstock.files import Field
 
-WHOLE, PARTS = "buffer.", "parts."  # what keys of tensors begin with
+WHOLE, PARTS = "buffer.", "parts."  # the beginnings of keys of tensors
 _AnyTensor = TypeVar("_AnyTensor", bound=Tensor)  # tensors, or parameters alone
 _IN_PARTS = (torch.complex128, torch.complex32)
 
@@ -35,7 +35,7 @@ _IN_PARTS = (torch.complex128, torch.complex32)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """List the buffers that belong to the model's state, by name."""
+    """Return the buffers of the model's state dict, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
@@ -45,7 +45,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def batches(tensors: Iterable[_AnyTensor], most_bytes: int) -> Iterator[list[_AnyTensor]]:
-    """Divide tensors into batches of some bytes at most, in order; one that is larger is a batch of its own."""
+    """Divide tensors into batches of at most some bytes, in order. A larger tensor is a batch of its own."""
     batch: list[_AnyTensor] = []
     batch_bytes = 0
     for tensor in tensors:
@@ -60,7 +60,7 @@ def batches(tensors: Iterable[_AnyTensor], most_bytes: int) -> Iterator[list[_An
 
 
 def why_not(buffer: Tensor) -> str | None:
-    """Say what about a buffer no checkpoint can hold; `None` where one can."""
+    """Return the reason if no checkpoint can hold a buffer, else `None`."""
     if type(buffer).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"is a {type(buffer).__name__}, a tensor subclass with bytes of its own inside"
     if buffer.is_nested:
@@ -75,7 +75,7 @@ def why_not(buffer: Tensor) -> str | None:
 
 
 def _in_safetensors(dtype: torch.dtype) -> bool:
-    """Try whether the library that is installed writes a dtype that we have not listed, and reads it again."""
+    """Return True if the installed safetensors writes and reads a dtype that `DTYPES` does not list."""
     try:
         empty = torch.empty(0, dtype=dtype, device="cpu")
         return read_tensors("", tensors_to_bytes({"it": empty}))["it"].dtype == dtype
@@ -84,7 +84,7 @@ def _in_safetensors(dtype: torch.dtype) -> bool:
 
 
 def to_tensors(buffers: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Copy buffers as a checkpoint keeps them; returns keys by name, and tensors by key."""
+    """Copy buffers for a checkpoint. Return keys by name, and tensors by key."""
     keys: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     for name, buffer in buffers.items():
@@ -95,23 +95,23 @@ def to_tensors(buffers: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str,
 
 
 def from_tensor(key: str, tensor: Tensor) -> Tensor:
-    """Make one tensor of a checkpoint the buffer's value again; one that cannot be has a shape that no buffer fits."""
+    """Return the buffer's value of a stored tensor."""
     in_parts = key.startswith(PARTS) and tensor.dtype in (torch.float64, torch.float16) and tensor.shape[-1:] == (2,)
     return torch.view_as_complex(tensor.contiguous()) if in_parts else tensor
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Write a tensor's shape, dtype and checksum: two of the same bytes may have other shapes."""
+    """Return a tensor's shape, dtype and checksum as a text."""
     return f"{tuple(tensor.shape)} {tensor.dtype} {checksum_of(tensor)}"
 
 
 def other_than(ours: Mapping[str, Tensor], fingerprints: Mapping[str, str]) -> dict[str, Tensor]:
-    """Pick the tensors that differ from those with these fingerprints."""
+    """Return the tensors whose fingerprints differ from these."""
     return {key: tensor for key, tensor in ours.items() if fingerprints.get(key) != fingerprint(tensor)}
 
 
 def why_no_fit(buffer: Tensor, value: Tensor) -> str | None:
-    """Say what about a value does not fit the buffer that is to take it; `None` where it fits. Nothing changes."""
+    """Return the reason if a value does not fit a buffer, else `None`. Nothing changes."""
     if _number_kind(value) != _number_kind(buffer):
         return f"is {value.dtype}, and the buffer is {buffer.dtype}"
     if value.shape != buffer.shape:
@@ -125,9 +125,9 @@ def why_no_fit(buffer: Tensor, value: Tensor) -> str | None:
 
 
 def write_buffer(buffer: Tensor, value: Tensor) -> None:
-    """Overwrite a buffer that a value fits, in place: also one that is expanded or of inference mode.
+    """Overwrite a buffer in place by a value that fits, also one that is expanded or an inference tensor.
 
-    A value of another shape is of the buffer's dtype and device. Its memory becomes the buffer's.
+    A value of another shape has the buffer's dtype and device. Its memory becomes the buffer's.
     """
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
         if value.shape != buffer.shape:
@@ -138,7 +138,7 @@ def write_buffer(buffer: Tensor, value: Tensor) -> None:
 
 
 def _distinct(buffer: Tensor, of: Tensor) -> Tensor:
-    """Cut a tensor of the buffer's shape down to the elements that do not share the buffer's memory with one before."""
+    """Select one element of a tensor of the buffer's shape for each element of the buffer's memory."""
     for dim, (stride, size) in enumerate(zip(buffer.stride(), buffer.shape, strict=True)):
         if stride == 0 and size > 1:
             of = of.narrow(dim, 0, 1)
@@ -146,7 +146,7 @@ def _distinct(buffer: Tensor, of: Tensor) -> Tensor:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Compare bits: not every dtype can be compared otherwise."""
+    """Return True if two tensors have the same bits. Not every dtype has a comparison."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
@@ -158,7 +158,7 @@ def _number_kind(tensor: Tensor) -> tuple[bool, bool]:
 
 
 def read_random(device: torch.device) -> object:
-    """Read the states of this process, as JSON. `device` has a generator of its own, unless it is a cpu."""
+    """Return the random states of this process as JSON values. A `device` other than a cpu has its own generator."""
     states: dict[str, object] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "python": random.getstate(),
@@ -172,16 +172,16 @@ def read_random(device: torch.device) -> object:
 
 
 def decode_random(field: Field, device: torch.device) -> Sequence[Callable[[], object]]:
-    """Check the states of a process, and return what sets its generators. None of them has changed yet.
+    """Check random states, and return functions that set the generators of this process. None has changed yet.
 
-    A generator whose state was not saved, or that is not here, goes on with its own.
+    Generators without a saved state keep their own.
 
     Raises:
         CheckpointError: these are no states.
     """
     found: Any = decode(field, {})
     try:
-        # Tried on generators that nobody draws from: what is wrong is found before one of the process has changed.
+        # Tried on new generators first: invalid states are refused before one of the process has changed.
         state = _state(found["torch"])
         torch.Generator().set_state(state)
         random.Random().setstate(found["python"])
@@ -196,7 +196,7 @@ def decode_random(field: Field, device: torch.device) -> Sequence[Callable[[], o
         if "numpy" in sys.modules and found.get("numpy") is not None:
             numpy, state = sys.modules["numpy"].random, found["numpy"]
             numpy.RandomState().set_state(state)
-            if not 0 <= state[2] <= len(state[1]):  # numpy would read there
+            if not 0 <= state[2] <= len(state[1]):  # numpy reads at this position without a check
                 raise ValueError(f"position {state[2]}")
             setters.append(partial(numpy.set_state, state))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -205,6 +205,6 @@ def decode_random(field: Field, device: torch.device) -> Sequence[Callable[[], o
 
 
 def _state(state: object) -> Tensor:
-    if not isinstance(state, bytes):  # of a number, `bytearray` would make as many zeros
+    if not isinstance(state, bytes):  # `bytearray` of a number makes that many zeros
         raise TypeError(f"{type(state).__name__} in place of bytes")
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,19 +1,19 @@
-"""A checkpoint's folder on the disk: how one appears, who is in it meanwhile, and what goes.
+"""A checkpoint's folder on the disk: how a checkpoint appears, locks, and what is removed.
 
 A checkpoint appears with its marker. The order is: data, fsync, every rank agrees, marker by rename. Names of files
 begin with a token of the save's own, so saving into a folder that has a checkpoint leaves that whole until the new
 marker takes the old one's place.
 
-Whoever saves into a folder holds it, and whoever cleans one holds it alone. The lock is the folder's own (`flock`): it
-needs no file, and the kernel lets go of it however a process ends. Some network file systems have no locks of folders.
-There the locks of data files remain (`machine.aio.File.lock`), and that the marker is read again before anything goes.
+A save holds a shared lock of its folder, a cleaning an exclusive one. The lock is the folder's own (`flock`): it needs
+no file, and the kernel releases it however a process ends. Some network file systems have no locks of folders. There
+data files are locked (`runtime.aio.File.lock`), and the marker is read again before anything is removed.
 
-What goes is known to be ours, never what only looks like it:
+Only files of saves are removed:
 
-- A link is nobody's: it is neither followed nor removed.
-- A file goes when its name has a save's token, and a data file or an unfinished marker of that token lies beside it.
-  These go last, so that what is left of a cleaning that was cut short is known, too.
-- A folder that somebody saves into is left to him. What was just written is told by its inode, whatever its path.
+- A link is neither followed nor removed.
+- A file is removed if its name has a save's token, and a data file or an unfinished marker of that token lies beside
+  it. These are removed last, so that the rest of an interrupted cleaning is recognised, too.
+- A folder that another save holds is left alone. The checkpoint that was just written is recognised by its inode.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def file_name(token: str, suffix: str, rank: int | None = None) -> str:
 
 
 def check_free(folder: Path, verb: str) -> None:
-    """Refuse a folder that has something in it.
+    """Refuse a folder that is not empty.
 
     Arguments:
         folder: which need not exist.
@@ -59,13 +59,13 @@ def check_free(folder: Path, verb: str) -> None:
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Make a folder, and those above it, where they are missing, and have its name on the disk.
+    """Make a folder, and missing ones above it, and sync their names to the disk.
 
     Returns:
-        Those that were made, the deepest first: what `remove_folders` takes back.
+        The folders that were made, the deepest first, for `remove_folders`.
 
     Raises:
-        CheckpointError: it cannot be made, and none was.
+        CheckpointError: it cannot be made. None was made.
     """
     made: list[Path] = []
     try:
@@ -82,10 +82,10 @@ def make_folder(folder: Path) -> list[Path]:
         remove_folders(made)
         raise call_failed("Making", folder, error) from error
     try:
-        # Else a power failure can take away a folder, with a checkpoint in it that was said to be whole.
+        # Else a power failure can remove a folder with a whole checkpoint in it.
         for path in made:
             sync_folder(path.parent)
-        if not made and os.access(folder.parent, os.R_OK):  # whoever made it may not have waited for the disk
+        if not made and os.access(folder.parent, os.R_OK):  # its maker may not have synced it
             sync_folder(folder.parent)
     except CheckpointError:
         remove_folders(made)
@@ -94,23 +94,23 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def remove_folders(made: Iterable[Path]) -> None:
-    """Take back folders that were made, the deepest first, as far as nothing is in them."""
+    """Remove folders, the deepest first, until one is not empty."""
     with contextlib.suppress(OSError):
         for path in made:
             path.rmdir()
 
 
 def write_file(file: Path, data: bytes) -> FileEntry:
-    """Write a new file and have it on the disk.
+    """Write a new file, and sync it to the disk.
 
     Raises:
-        CheckpointError: it cannot be written; nothing of it is left.
+        CheckpointError: it cannot be written. Nothing of it is left.
     """
     try:
         with named("Writing", file), open(file, "xb") as opened:
             opened.write(data)
             opened.flush()
-            # The marker will say that this file is whole: without the wait, a power failure can leave it empty.
+            # The marker names this file: without the sync, a power failure can leave it empty.
             os.fsync(opened.fileno())
     except CheckpointError:
         remove_file(file)
@@ -125,7 +125,7 @@ def remove_file(file: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk: `fsync` of a file does not say that its name is.
+    """Flush the names in a folder to the disk: `fsync` of a file does not include its name.
 
     Raises:
         CheckpointError: they may not be.
@@ -139,7 +139,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Put the marker in its place. Everything that it names is on the disk.
+    """Write the marker and rename it into place. Precondition: all files that it names are on the disk.
 
     Raises:
         CheckpointError: what was there before is untouched.
@@ -151,24 +151,24 @@ def commit(folder: Path, manifest: Manifest) -> None:
                 f"{file} of another rank is not visible here. Save into a folder that all ranks share.", file=str(file)
             )
     prepared = folder / f"{MARKER}.{manifest.token}"
-    # Names before the marker: else a power failure can leave a marker that names files which are not there.
+    # Names before the marker: else a power failure can leave a marker that names missing files.
     sync_folder(folder)
-    # The marker's bytes before its name: else one that was there is replaced by one that is cut short.
+    # The marker's bytes before its name: else a power failure can replace the old marker by a part of this one.
     write_file(prepared, manifest.to_bytes())
     try:
         with named("Writing", folder / MARKER):
-            # At once, for everybody who looks: until here the old marker holds, from here on the new one.
+            # An atomic replacement: until here the old marker holds, from here on the new one.
             os.replace(prepared, folder / MARKER)
     except CheckpointError:
         remove_file(prepared)
         raise
 
 
-# Who is in it
+# Locks
 
 
 class FolderLock:
-    """A folder that somebody is in: beside others (`share`), or alone. Until its block ends.
+    """A lock of a folder, shared (`share`) or exclusive (`take_alone`), until its block ends.
 
     Arguments:
         folder: the folder.
@@ -182,15 +182,15 @@ class FolderLock:
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def share(self) -> None:
-        """Hold the folder beside others that save into it."""
-        with contextlib.suppress(OSError):  # there are no locks of folders here
-            # Waits for one who cleans it, which takes a moment: he would remove files that have no marker yet.
+        """Lock the folder beside other saves."""
+        with contextlib.suppress(OSError):  # a file system without locks of folders
+            # Waits for a cleaning, which would remove files that have no marker yet.
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def take_alone(self) -> bool:
-        """Take the folder alone; returns whether nobody else holds it.
+        """Lock the folder exclusively. Return False if another process holds it.
 
-        Then nobody can until this one lets go. Else this one may have lost it: a lock is exchanged, not widened.
+        The shared lock may be lost then: the kernel exchanges a lock, and does not widen it.
         """
         return _lock(self._descriptor)
 
@@ -199,13 +199,13 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
-            # Not by closing alone: a process that was forked meanwhile has the descriptor, too, and would hold it on.
+            # Closing alone is not enough: a process that was forked meanwhile has the descriptor, too.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock what is open, without waiting; returns whether nobody else has it, as far as there are locks here."""
+    """Lock a descriptor without waiting. Return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -214,7 +214,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _is_being_written(file: Path) -> bool:
-    """Whether a save holds a file: data files are locked while they are written."""
+    """Return True if a save has locked a file: data files are locked while they are written."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -225,30 +225,30 @@ def _is_being_written(file: Path) -> bool:
         os.close(descriptor)
 
 
-# What goes
+# What is removed
 
 
 def settle(folder: Path, hold: FolderLock) -> None:
-    """Have the name of a marker that was just put there on the disk, then remove what it replaces.
+    """Flush the name of a new marker to the disk, then remove the files that it replaces.
 
     Arguments:
         folder: the checkpoint's.
-        hold: this save's hold of it; it is not to be counted on afterwards.
+        hold: this save's lock of it, which may be lost afterwards.
 
     Raises:
-        CheckpointError: after a power failure the one before may be there again, so its files stay, as the new ones do.
+        CheckpointError: a power failure may bring the old marker back, so the files of both stay.
     """
-    # Before anything goes: until the rename is on the disk, the files of the old marker may be needed again.
+    # Before any removal: until the rename is on the disk, the files of the old marker may be needed again.
     sync_folder(folder)
-    if hold.take_alone():  # else another save into this folder is under way, and cleans it
+    if hold.take_alone():  # else another save into this folder is under way, and cleans it later
         _clean(folder)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints beside a new one, and what saves that did not end have left."""
+    """Remove all but the newest `keep` checkpoints beside a new one, and files of saves that did not end."""
     own = _inode(folder)
     beside = [pair for pair in checkpoints_in(folder.parent) if not pair[0].is_symlink()]
-    if own not in [_inode(path) for path, _ in beside]:  # it is reached through a link
+    if own not in [_inode(path) for path, _ in beside]:  # the new one is reached through a link
         keep -= 1
     for old, manifest in beside[: max(0, len(beside) - keep)]:
         if _inode(old) != own:
@@ -263,27 +263,27 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove the checkpoint in a folder, and the folder if nothing else is in it; nothing where it has no marker."""
+    """Remove the checkpoint in a folder, and the folder if it is empty then. Without a marker, remove nothing."""
     with contextlib.suppress(CheckpointError):
         _remove(folder, read_marker(folder))
 
 
 def _remove(folder: Path, manifest: Manifest) -> None:
-    """Remove a checkpoint, if it is still the one that was seen: another job may have saved there meanwhile."""
+    """Remove a checkpoint if its token is unchanged: another job may have saved there meanwhile."""
     marker = folder / MARKER
     with contextlib.suppress(OSError, CheckpointError), FolderLock(folder) as hold:
         if hold.take_alone() and not marker.is_symlink() and read_marker(folder).token == manifest.token:
-            marker.unlink()  # from here on it is none
+            marker.unlink()  # from here on the folder has no checkpoint
             with contextlib.suppress(CheckpointError):
-                # Before its files go: else a power failure can bring the marker back without them.
+                # Before its files are removed: else a power failure can bring the marker back without them.
                 sync_folder(folder)
             _clean(folder)
 
 
 def _clean(folder: Path) -> None:
-    """Remove files of saves that have no marker, but for those that are being written; an empty folder goes.
+    """Remove files of saves that have no marker and are not being written, and the folder if it is empty then.
 
-    Nobody else holds the folder.
+    Precondition: the folder is locked exclusively.
     """
     with contextlib.suppress(OSError, CheckpointError):
         marked = os.path.lexists(folder / MARKER)
@@ -299,7 +299,7 @@ def _clean(folder: Path) -> None:
 
 
 def _by_token(folder: Path, kept: set[str]) -> list[list[Path]]:
-    """List the files of each save that can be told, in the order in which they go: what tells them is the last."""
+    """List the files of each save that is recognised. Those that it is recognised by come last."""
     files: dict[str, list[Path]] = {}
     telling: dict[str, list[Path]] = {}
     for file in folder.iterdir():
@@ -312,7 +312,7 @@ def _by_token(folder: Path, kept: set[str]) -> list[list[Path]]:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Tell what a path leads to, by whatever name."""
+    """Return device and inode of a path; `None` if it does not exist."""
     try:
         found = path.stat()
     except OSError:

@@ -49,7 +49,7 @@ MOST_CHECKSUM = 0xFFFFFFFF
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as files do: "bfloat16"."""
+    """Return the name of a dtype in files: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -101,7 +101,7 @@ def parse(file: Path, text: bytes, *, most_bytes: int) -> Field:
 
 
 def memory_bytes(text: bytes) -> int:
-    """Estimate what the values of a JSON text take in memory, about and at most, without reading them."""
+    """Return an upper estimate of the memory that the values of a JSON text take, without parsing it."""
     return (
         2 * len(text)
         + 64 * text.count(b"[")
@@ -113,15 +113,12 @@ def memory_bytes(text: bytes) -> int:
 
 
 def to_bytes(value: object) -> bytes:
-    """Write JSON, with keys in their order: what was read from these bytes gives the same bytes again.
-
-    What `reader` reads is written as it reads it.
-    """
+    """Write JSON with keys in their order. Values that `reader` has read give the same bytes again."""
     return json.dumps(value, separators=(",", ":"), default=_as_json).encode()
 
 
 def _as_json(value: Any) -> object:
-    """Say a dtype or a dataclass by what JSON has; a dataclass may do so itself (`to_json`)."""
+    """Convert a dtype or a dataclass to JSON values. A dataclass may have a `to_json` of its own."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     own = getattr(value, "to_json", None)
@@ -129,7 +126,7 @@ def _as_json(value: Any) -> object:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `checkpoint.json`: what a checkpoint is. A folder without it is none; it appears whole, after everything it names.
+# `checkpoint.json`, the marker. A folder without it is no checkpoint. It is written last, as a whole.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -137,12 +134,12 @@ MARKER = "checkpoint.json"
 FORMAT = "penstock"
 VERSION = 1
 
-#: Looked up now: it takes descriptors, of which a process may have none later.
+#: Looked up at import: it needs descriptors, of which a process may have none later.
 VERSIONS = {name: version(name) for name in ("penstock", "torch")}
 
-#: Far beyond every count of saves: what a save counts up from is never near the end of numbers.
+#: Far beyond any count of saves.
 MOST_SERIAL = 1 << 48
-#: What people hand over as `extra` is there as a whole, so this bounds markers that nobody has written.
+#: `extra` is in the marker, so this is generous. It bounds markers that no save has written.
 MOST_MARKER_BYTES = 1 << 30
 _MOST_VALUE_BYTES = 1 << 32
 
@@ -160,7 +157,7 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def _read_file_name(field: Field) -> str:
-    """Read the name of a file in the checkpoint's own folder: what a marker names is never elsewhere."""
+    """Read the name of a file, which lies in the checkpoint's own folder."""
     name = field.string()
     if Path(name).name != name or name in ("", ".", ".."):
         raise field.fail(f"is {name!r}, not the name of a file beside it")
@@ -178,7 +175,7 @@ class FileEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class RankFiles:
-    """What one rank wrote: tiles, the table of them, and those of its buffers that are not the first rank's."""
+    """The files of one rank: tiles, their table, and its buffers that differ from the first rank's."""
 
     data: FileEntry | None
     table: FileEntry
@@ -187,17 +184,17 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """What is known of a parameter beside its elements.
+    """A parameter in the marker.
 
     Attributes:
         shape: the shape of the whole parameter.
         dtype: the dtype that it has while the model computes.
-        trained: whether there are states of the rule, and the master's other part.
-        step: how often it was updated.
-        scalars: its own scalars, where the rule has some.
-        has_state: whether the optimizer has state of it.
-        left_out: whether its values are not in the checkpoint: it was frozen, and comes from where it first came from.
-        states: names of its states; `None` where every trained parameter has all of those of the rule.
+        trained: True if it has master weights and optimizer states.
+        step: the count of its updates.
+        scalars: its own scalars, if the rule has some.
+        has_state: True if the optimizer has state for it.
+        left_out: True if it was frozen and its values are not in the checkpoint.
+        states: the names of its states; `None` if it has all states of the rule.
     """
 
     shape: Shape
@@ -212,7 +209,7 @@ class SavedParameter:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A param group: its parameters' names, and its options as `checkpoint.values` encodes them."""
+    """A param group: the names of its parameters, and its options as `encode` writes them."""
 
     parameters: tuple[str, ...]
     options: object
@@ -228,7 +225,7 @@ def _read_state(field: Field) -> StateSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint's marker: one attribute for each thing that the file says, so they are more than elsewhere.
+    """A checkpoint's marker, with an attribute for each field of the file.
 
     Attributes:
         serial: a number that is greater than that of every checkpoint that was beside it.
@@ -239,12 +236,12 @@ class Manifest:
         tensors: the file of the tensors of `extra`, buffers and options; `None` where there are none.
         rule: the name of the optimizer's rule.
         states: the states that the rule keeps of each element.
-        parameters: what is known of each parameter, by name.
+        parameters: each parameter, by name.
         groups: the param groups.
         buffers: keys of the model's persistent buffers among the tensors, by name.
-        loss_scale: the loss scale of fp16 as `engine.scale.LossScale` keeps it.
-        model: the model's class, and its configuration where it has one.
-        extra: what the user adds, as `checkpoint.values` encodes it.
+        loss_scale: the state of the fp16 loss scale.
+        model: the model's class, and its configuration files if it has some.
+        extra: the values that the user adds, as `encode` writes them.
     """
 
     serial: Annotated[int, partial(Field.integer, most=MOST_SERIAL)]
@@ -264,7 +261,7 @@ class Manifest:
 
     @classmethod
     def new(cls, **content: Any) -> "Manifest":
-        """Make the marker of a checkpoint of now: of all but its token, time and versions."""
+        """Make a new marker: add token, time and versions to its content."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(token=secrets.token_hex(4), created=created, versions=VERSIONS.copy(), **content)
 
@@ -272,7 +269,7 @@ class Manifest:
         """Write the file: the content, and its checksum.
 
         Raises:
-            CheckpointError: it would be larger than what is read again.
+            CheckpointError: it would be too large to be read again.
         """
         states = [[state.name, dtype_name(state.dtype), state.signed] for state in self.states]
         content = members(self) | {"states": states}
@@ -294,7 +291,7 @@ class Manifest:
 
     @classmethod
     def read(cls, file: Path, text: bytes) -> "Manifest":
-        """Check and take a marker's bytes.
+        """Read and check a marker's bytes.
 
         Arguments:
             file: the marker, for messages.
@@ -313,7 +310,7 @@ class Manifest:
         content = Field(file, "", whole["content"].value)
         manifest = _read_manifest(content)
         names = [entry.name for entry in files_of(manifest)]
-        if len(set(names)) < len(names):  # each would be read once for every time that it is named
+        if len(set(names)) < len(names):  # a file would be read once for every time that it is named
             raise content["ranks"].fail("names a file twice")
         return manifest
 
@@ -322,7 +319,7 @@ _read_manifest: Callable[[Field], Manifest] = reader(Manifest)
 
 
 def _again(content: Field) -> bytes:
-    """Write what was read, as it was written: the checksum is that of these bytes."""
+    """Write parsed content again: the marker's checksum is that of these bytes."""
     try:
         return to_bytes(content.value)
     except (ValueError, RecursionError, TypeError, MemoryError) as error:
@@ -336,10 +333,10 @@ def files_of(manifest: Manifest) -> Sequence[FileEntry]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What users hand over to be kept: JSON-like values and tensors, never code.
+# Values of users: JSON-like values and tensors, never code.
 #
-# Values become JSON; what JSON does not have is an object with the key `!`, which says what it is. Tensors are kept
-# beside it, by key, in a safetensors file.
+# Values become JSON. A type that JSON lacks is an object with the key `!`, which names the type. Tensors are stored by
+# key in a safetensors file.
 #
 #     tuple                       {"!": "tuple", "items": [...]}
 #     dict with other keys        {"!": "dict", "items": [[key, value], ...]}
@@ -350,19 +347,19 @@ def files_of(manifest: Manifest) -> Sequence[FileEntry]:
 
 TAG = "!"
 _MOST_ALIKE = 64
-_MOST_BITS = 8192  # what every reader of JSON takes
+_MOST_BITS = 8192  # accepted by every reader of JSON
 
 
 def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
-    """Make a value JSON.
+    """Convert a value to JSON values.
 
     Arguments:
         value: numbers, strings, booleans, `None`, bytes, tensors, and lists, tuples and dicts of them.
-        tensors: where the tensors that are found go, copied to the cpu.
+        tensors: receives the tensors that are found, copied to the cpu.
         what: the value's name in errors, and in the keys of tensors.
 
     Raises:
-        ConfigError: something in it is none of these; it is named.
+        ConfigError: the value contains another type. The message names it.
     """
     try:
         return _encode(value, what, [], partial(_keep, tensors, what))
@@ -371,13 +368,13 @@ def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
 
 
 def _encode(value: object, what: str, holders: list[object], keep: Callable[[Tensor, str], object]) -> object:
-    """Make a value JSON, and everything that is in it.
+    """Convert a value and everything in it.
 
     Arguments:
         value: the value.
         what: its name in errors.
-        holders: what it is inside of.
-        keep: keeps a tensor, and returns the JSON that stands for it.
+        holders: the containers that it is in.
+        keep: stores a tensor, and returns its JSON.
     """
     if isinstance(value, bool) or value is None:
         return value
@@ -410,7 +407,7 @@ def _encode(value: object, what: str, holders: list[object], keep: Callable[[Ten
 
 
 def _keep(tensors: dict[str, Tensor], name: str, tensor: Tensor, what: str) -> object:
-    """Keep a tensor among others, and say under which key, which begins with `name`."""
+    """Store a tensor under a key that begins with `name`, and return the JSON that names the key."""
     if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized or tensor.is_meta:
         raise ConfigError(f"{what} is a tensor that is sparse, complex, quantised or meta. Save a dense, real one.")
     key = f"{name}.{len(tensors)}"
@@ -419,14 +416,14 @@ def _keep(tensors: dict[str, Tensor], name: str, tensor: Tensor, what: str) -> o
 
 
 def decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
-    """Give back the value that `encode` made JSON of.
+    """Return the value that `encode` has converted.
 
     Arguments:
         field: the JSON.
-        tensors: those that were kept beside it, by key.
+        tensors: the stored tensors, by key.
 
     Raises:
-        CheckpointError: it is not what `encode` makes.
+        CheckpointError: the JSON is not of `encode`.
     """
     try:
         return _decode(field, tensors)
@@ -463,9 +460,9 @@ def _decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _decode_dict(field: Field, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
-    """Decode the items of a dict whose keys are no strings."""
+    """Decode the items of a dict whose keys are not all strings."""
     decoded: dict[Any, Any] = {}
-    alike: Counter[int] = Counter()  # keys of one hash: who chooses them can make a dict take quadratic time
+    alike: Counter[int] = Counter()  # many keys of one hash would make a dict take quadratic time
     for item in field.items():
         key_field, value_field = item.items(2)
         key = _decode(key_field, tensors)

@@ -14,7 +14,7 @@ from penstock.checkpoint.reader import Checkpoint
 from penstock.errors import ConfigError, one_line
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Weights in 8 bits: a code for each, and a scale for each row of them; code * scale is exact but for one rounding.
+# Weights in 8 bits: a code for each, and a scale for each row. code * scale is rounded once.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -23,13 +23,13 @@ SCALE_DTYPE = torch.bfloat16
 
 
 def scales_of(weight: Tensor) -> Tensor:
-    """Choose the scale of each row of a weight (rows, in): its largest magnitude is the largest code.
+    """Return the scale of each row of a weight (rows, in). The largest magnitude of a row has the largest code.
 
     Raises:
         ConfigError: a value is not finite.
     """
     most = weight.abs().amax(1).float()
-    if not bool(most.isfinite().all()):  # NaN is the largest to amax
+    if not bool(most.isfinite().all()):  # amax of NaN is NaN
         raise ConfigError("holds a value that is not finite, which no code stands for")
     scale = (most / MOST_CODE).to(SCALE_DTYPE)
     return torch.where(scale > 0, scale, 1)  # a row of zeros
@@ -37,18 +37,18 @@ def scales_of(weight: Tensor) -> Tensor:
 
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     """Round each value of a weight (rows, in) to its nearest code, int8."""
-    # The scale is rounded: the largest value may be a little beyond the largest code.
+    # The scale is rounded, so the largest value may be slightly beyond the largest code.
     return (weight.float() / scale.float()[:, None]).round_().clamp_(-MOST_CODE, MOST_CODE).to(torch.int8)
 
 
 def decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make the weight (rows, in) of codes and scales, rounded once: a product of 7 bits and 8."""
+    """Return the weight (rows, in) of codes and scales, rounded once."""
     wide = torch.promote_types(dtype, scale.dtype)
     return codes.to(wide).mul_(scale.to(wide)[:, None]).to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# LoRA adapters as peft lays them out in a model, and how they are merged into what they adapt.
+# LoRA adapters as peft names them in a model, and their merge into the weights that they adapt.
 #
 # base_model.model.layers.0.q_proj.base_layer.weight         W (out, in)   becomes  layers.0.q_proj.weight
 # base_model.model.layers.0.q_proj.base_layer.weight_scale   s (out,)      where W is int8 codes
@@ -63,7 +63,7 @@ PEFT_PREFIX = "base_model.model."
 COMPILED = "_orig_mod"  # torch.compile's
 OF_BASE = ("base_layer", "original_module")  # peft's, around what it adapts
 
-#: Settings of peft's with which a layer computes something else than the above.
+#: Settings of peft with which a layer does not compute the above.
 _OTHER_THAN_LORA = (
     "use_dora",
     "lora_bias",
@@ -82,26 +82,26 @@ _OTHER_THAN_LORA = (
 
 
 def without(name: str, components: Iterable[str]) -> str:
-    """Leave components out of a dotted name."""
+    """Return a dotted name without some components."""
     left_out = set(components)
     return ".".join(component for component in name.split(".") if component not in left_out)
 
 
 def base_name(name: str) -> str:
-    """Say what a tensor of the base is called where it has no adapters, by its name in the adapted model."""
+    """Return the name of a tensor in the base without adapters, by its name in the adapted model."""
     return without(without(name, (COMPILED,)).removeprefix(PEFT_PREFIX), OF_BASE)
 
 
 @dataclass(frozen=True)
 class Merge:
-    """What a weight is made of, by the names in the adapted model.
+    """The tensors that a merged weight is made of, by their names in the adapted model.
 
     Attributes:
-        shape: that of the weight: (out, in), or (in, out) where it is transposed.
-        scale: the scales of its rows, where it is codes.
-        adapter: A and B, where it has an adapter.
-        factor: what their product counts.
-        transposed: whether the weight lies the other way round than B A.
+        shape: the weight's: (out, in), or (in, out) if it is transposed.
+        scale: the scales of its rows, if it consists of codes.
+        adapter: A and B, if it has an adapter.
+        factor: the factor of their product.
+        transposed: True if the weight is the transpose of B A.
     """
 
     shape: tuple[int, ...]
@@ -112,16 +112,16 @@ class Merge:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What must be whole in memory to merge a part."""
+        """The tensors that must be whole in memory to merge a part."""
         return (*(self.adapter or ()), *(() if self.scale is None else (self.scale,)))
 
 
-#: What plans look at: the shape and dtype of each tensor of the adapted model, by name.
+#: Objects with the shape and dtype of each tensor of the adapted model, by name.
 Forms = Mapping[str, SavedParameter] | Mapping[str, Tensor]
 
 
 def plan_merges(forms: Forms, settings: Mapping[str, Any], adapter: str) -> dict[str, Merge]:
-    """Find every weight of a base that is not written as it is: those with an adapter, and those of codes.
+    """Plan the weights of a base that are not written as they are: those with an adapter, and those of codes.
 
     Arguments:
         forms: every parameter of the adapted model.
@@ -129,7 +129,7 @@ def plan_merges(forms: Forms, settings: Mapping[str, Any], adapter: str) -> dict
         adapter: the adapter's name.
 
     Raises:
-        ConfigError: the adapters are of another kind, or do not fit what they adapt.
+        ConfigError: the adapters are of another kind, or do not fit the weights.
     """
     if settings.get("peft_type") != "LORA":
         raise ConfigError(f"adapters of type {one_line(str(settings.get('peft_type')), 40)} are not merged, LoRA alone")
@@ -161,7 +161,7 @@ def _is_codes(name: str, forms: Forms) -> bool:
 
 
 def _adapted(base: Merge, layer: str, adapter: tuple[str, str], forms: Forms, settings: Mapping[str, Any]) -> Merge:
-    """Add an adapter to what a weight is made of."""
+    """Return a merge with an adapter added."""
     down, up = (tuple(forms[name].shape) for name in adapter)
     fits = len(down) == len(up) == 2 and down[0] == up[1] > 0
     straight, turned = ((up[0], down[1]), (down[1], up[0])) if fits else ((), ())
@@ -186,8 +186,8 @@ def merged(values: Tensor, start: int, merge: Merge, held: Mapping[str, Tensor])
     Arguments:
         values: elements of the weight from `start` on, counted as if it were flat; or its codes.
         start: the first of them.
-        merge: what the weight is made of.
-        held: what that needs, whole, on the cpu.
+        merge: the tensors that the weight is made of.
+        held: the tensors that the merge needs, whole, on the cpu.
     """
     width = merge.shape[1]
     first, last = start // width, -(-(start + values.numel()) // width)
@@ -204,7 +204,7 @@ def merged(values: Tensor, start: int, merge: Merge, held: Mapping[str, Tensor])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a model is called in the files of transformers and peft: its tensors, and the configuration beside them.
+# Names of tensors in the files of transformers and peft, and the configuration beside them.
 #
 # A model that transformers loads has `model*.safetensors`, `config.json` and `generation_config.json`. Adapters that
 # peft loads have `adapter_model.safetensors` and `adapter_config.json`; in the model, the name of each of its
@@ -224,15 +224,15 @@ CLASS = "class"
 _OF_ADAPTER = "modules_to_save"
 
 
-# What a checkpoint keeps
+# In a checkpoint
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Read what `export` needs of a model beside its values: its class, and its configuration files if it has some.
+    """Read the class of a model and its configuration files, if it has some, for `export`.
 
-    Of a model with adapters (peft): those of the model that they adapt, the adapters' own, and their name.
+    Of a model with adapters (peft), also the configuration and the name of the adapters.
     """
-    model = getattr(model, "_orig_mod", model)  # that torch.compile has wrapped
+    model = getattr(model, "_orig_mod", model)  # unwrapped from torch.compile
     files: dict[str, str] = {}
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, Mapping) and adapters:
@@ -248,7 +248,7 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def _adapter_config(config: Any) -> str:
-    """Write adapters' configuration as peft saves it: its sets are lists."""
+    """Write adapters' configuration as peft saves it, with sets as lists."""
     return json.dumps(
         config.to_dict(),
         indent=2,
@@ -257,7 +257,7 @@ def _adapter_config(config: Any) -> str:
     )
 
 
-# What an export is made of
+# In an export
 
 
 @dataclass(frozen=True)
@@ -266,11 +266,11 @@ class FileSet:
 
     Attributes:
         folder: the folder inside the export; empty for the export itself.
-        stem: what names of tensor files begin with.
-        one_file: whether all tensors must be in one file.
-        names: what the tensors are called, by name in the checkpoint.
+        stem: the beginning of the names of tensor files.
+        one_file: True if all tensors must be in one file.
+        names: the names of the tensors, by name in the checkpoint.
         beside: further files: text by name.
-        merges: which of them are made of several tensors, and how.
+        merges: the tensors that are made of several ones, by name in the checkpoint.
     """
 
     folder: str
@@ -284,16 +284,16 @@ class FileSet:
 def file_sets(
     checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool, merge_adapters: bool = False
 ) -> list[FileSet]:
-    """Decide what an export of a checkpoint consists of.
+    """Plan the files of an export of a checkpoint.
 
     Arguments:
         checkpoint: the checkpoint.
         dtype: the dtype of the weights, which the configuration names.
-        adapters_only: of a model with adapters, write those alone.
-        merge_adapters: write the model with its adapters merged into it, whatever `adapters_only` says.
+        adapters_only: of a model with adapters, write only those.
+        merge_adapters: write the model with its adapters merged into it. `adapters_only` has no effect then.
 
     Raises:
-        CheckpointError: names collide, adapters are of a kind that is not known, or there are none to merge.
+        CheckpointError: names collide, adapters are of an unknown kind, or there are none to merge.
     """
     model = checkpoint.manifest.model
     names = [*checkpoint.manifest.parameters, *checkpoint.manifest.buffers]
@@ -322,12 +322,12 @@ def file_sets(
 
 
 def adapter_name(name: str, adapter: str) -> str:
-    """Say what peft's files call a parameter of an adapter, by its name in the adapted model."""
+    """Return the name of an adapter's parameter in peft's files, by its name in the adapted model."""
     return PEFT_PREFIX + without(name, (COMPILED, adapter, _OF_ADAPTER)).removeprefix(PEFT_PREFIX)
 
 
 def _merges(checkpoint: Checkpoint, adapter: str) -> dict[str, Merge]:
-    """Find out which weights are merged with adapters, or made of codes."""
+    """Plan the weights that are merged with adapters, or made of codes."""
     try:
         return plan_merges(checkpoint.manifest.parameters, _parse(checkpoint, ADAPTER_CONFIG), adapter)
     except ConfigError as error:
@@ -335,7 +335,7 @@ def _merges(checkpoint: Checkpoint, adapter: str) -> dict[str, Merge]:
 
 
 def _distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> Mapping[str, str]:
-    """Refuse names two of which are the same in an export; gives them back."""
+    """Refuse two equal names in an export. Return the names."""
     owners: dict[str, str] = {}
     for own, name in names.items():
         if name in owners:
@@ -347,7 +347,7 @@ def _distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> Mapping[str, 
 
 
 def _check_nothing_else_was_trained(checkpoint: Checkpoint, exported: Mapping[str, str]) -> None:
-    """Refuse a checkpoint in which a parameter was trained that an export of adapters alone would lose."""
+    """Refuse a checkpoint with a trained parameter that an export of adapters alone would lose."""
     for name, saved in checkpoint.manifest.parameters.items():
         if saved.trained and name not in exported:
             raise checkpoint.fail(
@@ -357,18 +357,18 @@ def _check_nothing_else_was_trained(checkpoint: Checkpoint, exported: Mapping[st
 
 
 def _configuration(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
-    """Write the configuration of the model that a checkpoint is of."""
+    """Write the configuration of the model of a checkpoint."""
     model = checkpoint.manifest.model
     if CONFIG in model:
-        _parse(checkpoint, CONFIG)  # whoever wrote the marker
+        _parse(checkpoint, CONFIG)  # refuses a marker with an invalid one
     return configuration(model, dtype)
 
 
 def configuration(model: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
-    """Write `config.json` as `save_pretrained` does, and what else there is; text by name.
+    """Write `config.json` as `save_pretrained` does, and the other configuration files; text by name.
 
     Arguments:
-        model: what `describe` has read.
+        model: the result of `describe`.
         dtype: the dtype of the weights.
     """
     files = {}
@@ -383,7 +383,7 @@ def configuration(model: Mapping[str, str], dtype: torch.dtype) -> dict[str, str
 
 
 def _parse(checkpoint: Checkpoint, name: str) -> dict[str, object]:
-    """Read one of the configuration files that the marker keeps."""
+    """Parse one of the configuration files in the marker."""
     try:
         parsed = json.loads(checkpoint.manifest.model[name])
     except (ValueError, RecursionError) as error:

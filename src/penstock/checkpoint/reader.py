@@ -1,4 +1,4 @@
-"""Reading checkpoints: what is in one, and a summary of it."""
+"""Reading checkpoints, and summaries of them."""
 
 import contextlib
 import logging
@@ -35,7 +35,7 @@ from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.rules.rule import BLOCK_NUMEL
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A checkpoint that is being read: found, and everything but its tiles verified.
+# Finding a checkpoint, and verifying everything but its tiles.
 #
 #     checkpoints/step-200/   checkpoint.json   5e1c09aa-00000.tiles   5e1c09aa-00000.json   5e1c09aa.safetensors
 #
@@ -53,7 +53,7 @@ logger = logging.getLogger("penstock")
 
 
 def resolve(path: str | PathLike[str]) -> Path:
-    """Find the checkpoint that a path stands for: itself, or the newest whole one in the folder or beside its `latest`.
+    """Return the checkpoint that a path stands for: itself, or the newest whole one in it or beside its `latest`.
 
     Raises:
         CheckpointError: there is none.
@@ -63,7 +63,7 @@ def resolve(path: str | PathLike[str]) -> Path:
 
 
 def stands_for(path: Path) -> tuple[Path, list[tuple[str, str]]]:
-    """Find everything that a path stands for.
+    """Find the checkpoints that a path stands for.
 
     Returns:
         A folder, and names and tokens of checkpoints in it, the newest first: the path with an empty name, or all
@@ -87,7 +87,7 @@ def stands_for(path: Path) -> tuple[Path, list[tuple[str, str]]]:
 
 
 def checkpoints_in(parent: Path) -> list[tuple[Path, Manifest]]:
-    """Find the whole checkpoints in a folder, the newest last. Damaged ones are passed over, with a warning."""
+    """List the whole checkpoints in a folder, the newest last. Damaged ones are passed over, with a warning."""
     found = []
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():
@@ -100,7 +100,7 @@ def checkpoints_in(parent: Path) -> list[tuple[Path, Manifest]]:
 
 
 def next_serial(folder: Path) -> int:
-    """Count on: a number greater than that of every checkpoint here and beside it."""
+    """Return a number greater than that of every checkpoint in or beside a folder."""
     beside = checkpoints_in(folder.parent)
     serial = 1 + max((manifest.serial for _, manifest in beside), default=0)
     if serial > MOST_SERIAL:
@@ -116,7 +116,7 @@ def next_serial(folder: Path) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's marker, and see that every file that it names is there, in its size.
+    """Read a checkpoint's marker, and check that every file that it names exists in its size.
 
     Raises:
         CheckpointError: names the file and the field.
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_marker(folder: Path) -> Manifest:
-    """Read a checkpoint's marker, whatever became of the files that it names.
+    """Read a checkpoint's marker without a look at the files that it names.
 
     Raises:
         CheckpointError: names the file and the field.
@@ -144,10 +144,10 @@ def read_marker(folder: Path) -> Manifest:
 
 
 def read_file(folder: Path, entry: FileEntry) -> bytes:
-    """Read a file as a whole, and verify it.
+    """Read a whole file, and verify its checksum.
 
     Raises:
-        CheckpointError: it cannot be read, or is not what was written.
+        CheckpointError: it cannot be read, or is damaged.
     """
     file = folder / entry.name
     with named("Reading", file):
@@ -160,7 +160,7 @@ def read_file(folder: Path, entry: FileEntry) -> bytes:
 
 
 def _read_tensors(folder: Path, entry: FileEntry | None) -> Mapping[str, Tensor]:
-    """Read a file of tensors as a whole; none where there is no such file."""
+    """Read a file of tensors; without a file there are none."""
     return {} if entry is None else read_tensors(folder / entry.name, read_file(folder, entry))
 
 
@@ -169,12 +169,12 @@ def _read_tensors(folder: Path, entry: FileEntry | None) -> Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose marker and tables were read.
+    """A checkpoint whose marker and tables have been read.
 
     Attributes:
         folder: the checkpoint's own folder.
-        manifest: what its marker says.
-        tables: what each rank has written, by rank.
+        manifest: its marker.
+        tables: the table of each rank, by rank.
         tensors: the tensors of `extra`, options and buffers, by key.
     """
 
@@ -185,7 +185,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> "Checkpoint":
-        """Find the checkpoint that a path stands for, and read everything but the tiles.
+        """Read the checkpoint that a path stands for, except its tiles.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -194,7 +194,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
-        """Read everything but the tiles of the checkpoint whose own folder this is.
+        """Read the checkpoint in a folder, except its tiles.
 
         Raises:
             CheckpointError: it is damaged.
@@ -213,7 +213,7 @@ class Checkpoint:
         return cls(folder, manifest, tables, _read_tensors(folder, manifest.tensors))
 
     def own_tensors(self, rank: int) -> Mapping[str, Tensor]:
-        """Read the buffers of a rank that are not the first one's, by key.
+        """Read the buffers of a rank that differ from the first one's, by key.
 
         Raises:
             CheckpointError: they are damaged.
@@ -221,7 +221,7 @@ class Checkpoint:
         return _read_tensors(self.folder, self.manifest.ranks[rank].tensors)
 
     def tiles(self) -> Iterator[TileKey]:
-        """Go through every tile, in the order of the files."""
+        """Yield every tile, in the order of the files."""
         for files, table in zip(self.manifest.ranks, self.tables, strict=True):
             if files.data is not None:
                 for unit in table.units:
@@ -230,12 +230,12 @@ class Checkpoint:
 
     @property
     def averages(self) -> set[str]:
-        """The kinds of the averages of the parameters that it has."""
+        """The kinds of its averages of parameters."""
         homes = (home.name for table in self.tables for unit in table.units for home in unit.homes)
         return {name for name in homes if is_average(name)}
 
     def check_whole(self) -> None:
-        """Refuse a checkpoint that has not every element of each parameter once, in kinds that there are.
+        """Refuse a checkpoint that does not hold every element of each parameter once, in valid kinds.
 
         Raises:
             CheckpointError: names the file and the parameter, or the unit.
@@ -263,15 +263,12 @@ class Checkpoint:
             self._check_parts(name, extents)
 
     def _check_parts(self, name: str, extents: Mapping[BoxExtent, Sequence[tuple[int, int]]]) -> None:
-        """Refuse a parameter whose parts are not all of it, or whose elements have no tile, or several.
-
-        Of one that was left out none is there.
-        """
+        """Refuse a parameter whose elements are not all in one tile each. One that was left out has none."""
         saved = self.manifest.parameters[name]
         if saved.left_out and saved.trained:
             raise self.fail(f"parameters.{name}", "was trained and left out, which no save does. Load another one.")
         extents = extents or {BoxExtent.whole(saved.shape): []}
-        if len(extents) > max(len(self.manifest.ranks), _MANY_PARTS):  # else a look at each pair could take for ever
+        if len(extents) > max(len(self.manifest.ranks), _MANY_PARTS):  # the check of all pairs would take too long
             raise self.fail(f"parameters.{name}", "has more parts than any rank wrote. Load another one.")
         why = why_not_whole(saved.shape, list(extents))
         if why is not None:
@@ -288,17 +285,17 @@ class Checkpoint:
                 )
 
     def value(self, name: str, value: object) -> Any:
-        """Decode a part of the marker that is kept encoded; `name` is where it is in the marker."""
+        """Decode an encoded part of the marker. `name` is its path there, for errors."""
         return decode(Field(self.folder / MARKER, name, value), self.tensors)
 
     def fail(self, field: str, why: str) -> CheckpointError:
-        """Make the error that names the marker and the field; the caller raises it."""
+        """Return an error that names the marker and the field."""
         file = str(self.folder / MARKER)
         return CheckpointError(f"{file}: '{field}' {why}", file=file, field=field)
 
 
 def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
-    """Say what a unit's homes have that cannot be, or lack; `None` where nothing is wrong."""
+    """Return what is wrong with the kinds of a unit; `None` if they are valid."""
     strangers = [slot.name for slot in unit.slots if slot.name not in manifest.parameters]
     if strangers:
         return f"has '{strangers[0]}', which is no parameter"
@@ -316,7 +313,7 @@ def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
         return "has parameters of another dtype"
     needed = {(home, home): (dtype, 1) for home, dtype in ((PARAM, param), (MASTER, master)) if dtype is not None}
     for state in {state.name: state for slot in unit.slots for state in manifest.states_of(slot.name)}.values():
-        # How many elements a value stands for is the shape's, which the rule that reads it knows.
+        # The grain follows from the shape of the state, which only the rule that loads it knows.
         _, grain = kinds.get(OPTIMIZER, {}).get(state.name, (None, 1))
         needed[OPTIMIZER, state.name] = state.dtype, grain
         if state.scale_name is not None:
@@ -327,7 +324,7 @@ def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a checkpoint holds, for people and scripts, and whether it still is what was written.
+# Summaries of checkpoints, and verification.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -335,13 +332,13 @@ _MOST_CHARS = 120
 
 
 def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Sum up a checkpoint, JSON-like; nothing but the marker and the tables is read.
+    """Return a summary of a checkpoint as JSON-like values, from its marker and tables.
 
     Returns:
         `path`, `created`, `versions`, `world_size`, `model`; `steps`: the least and the greatest count of a trained
         parameter; `parameters`: their count and elements, how many elements were left out, and how many parameters
-        are divided, saved in parts; `optimizer`: rule, states, param groups; `kinds`: what there is of them; `tiers`:
-        bytes of each home where it rested when it was saved, over all ranks; `buffers`, `loss_scale`, `extra`,
+        are divided, saved in parts; `optimizer`: rule, states, param groups; `kinds`: bytes of each; `tiers`: bytes of
+        each storage on the tier that it was saved from, over all ranks; `buffers`, `loss_scale`, `extra`,
         shortened; `files`; `bytes`: of them all.
     """
     manifest = checkpoint.manifest
@@ -384,7 +381,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
-    """Read and verify every tile, and buffers of single ranks; for each that is not what was written, its error."""
+    """Verify every tile, and the buffers of single ranks. Yield the error of each that is damaged."""
     for rank in range(len(checkpoint.manifest.ranks)):
         try:
             checkpoint.own_tensors(rank)
@@ -403,15 +400,15 @@ def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
 
 
 def _divided(checkpoint: Checkpoint) -> set[str]:
-    """Find the parameters that ranks have saved parts of."""
+    """Return the names of parameters that ranks have saved parts of."""
     slots = (slot for table in checkpoint.tables for unit in table.units for slot in unit.slots)
     return {slot.name for slot in slots if slot.region is not None}
 
 
 def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Add up bytes by kind and dtype. Padding of parameters counts; that of shards and pages, and copies, do not.
+    """Add up bytes by kind and dtype, with padding of parameters, without that of shards and pages, and without copies.
 
-    Of a parameter that tensor-parallel ranks have whole each has written it, and the first one's table names it.
+    Each tensor-parallel rank writes the parameters that all of them have whole. Only the first one's table names them.
     """
     nbytes: Counter[tuple[str, str]] = Counter()
     for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
@@ -427,7 +424,7 @@ def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Add up the bytes of each home by the tier where they rested."""
+    """Add up the bytes of each storage by the tier that it was saved from."""
     nbytes: Counter[tuple[str, str]] = Counter()
     for home in (home for table in checkpoint.tables for unit in table.units for home in unit.homes):
         for tier, count in home.tiers:
@@ -436,7 +433,7 @@ def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _short(value: Any) -> Any:
-    """Make a value JSON: a tensor by its shape, a long text by its beginning."""
+    """Truncate a value for display: a tensor to its shape, a long text to its beginning."""
     if isinstance(value, Tensor):
         return f"tensor {dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, bytes):

@@ -36,7 +36,7 @@ from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import Streams
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether every rank sees the folder that checkpoints go to: hosts may have one each under the same name.
+# Check that every rank sees the folder of checkpoints: hosts may have different ones under the same name.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -92,10 +92,10 @@ def check_seen(folder: Path, control_group: ControlGroup) -> None:
 
 
 def _leave(folder: Path, undo: contextlib.ExitStack) -> str:
-    """Write an empty file, and return its name; `undo` removes it, and the folders that were made for it."""
+    """Write an empty file, and return its name. `undo` removes it, and the folders that were made for it."""
     if not folder.is_dir():
         undo.callback(remove_folders, make_folder(folder))
-    # While it is held nobody cleans the folder: what is left of a process that was killed here has a name of a save's.
+    # The lock keeps others from cleaning the folder: the file has a name of a save's, for processes killed here.
     undo.enter_context(FolderLock(folder)).share()
     file = folder / f"{MARKER}.{secrets.token_hex(4)}"
     with named("Writing", file):
@@ -119,7 +119,7 @@ def _sees(file: Path) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 # One save: every rank writes its files, all agree that they are on the disk, the first one writes the marker.
 #
-# There is no other way in which a checkpoint becomes complete: what is imported is saved as well.
+# Imports are saved by the same function: there is no other way in which a checkpoint becomes complete.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -128,19 +128,19 @@ _read_files = reader(RankFiles)
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """A save that ranks have agreed on. Runs on any thread.
+    """A save. It runs on any thread.
 
     Attributes:
         control_group: the ranks.
-        folder: the checkpoint's folder; it is there already.
+        folder: the checkpoint's folder, which exists.
         sources: this rank's tiles.
         ring: the buffers that they pass.
-        streams: those that copy what is on the device.
+        streams: copy tiles from the device.
         random: states of this rank's generators.
-        manifest: on the first rank, the marker; its files are filled in.
-        tensors: those beside the marker; on another rank, those of its buffers that are not the first one's.
-        made: the folder and those above it, as far as they were made for this save.
-        token: what file names begin with.
+        manifest: on the first rank, the marker without its files.
+        tensors: those beside the marker; on another rank, its buffers that differ from the first one's.
+        made: the folders that were made for this save.
+        token: the beginning of file names.
         keep: how many checkpoints stay, with this one; `None` for all.
     """
 
@@ -160,30 +160,30 @@ class Save:
         """Write everything. Collective.
 
         1. Every rank writes its files and waits until the disk has them.
-        2. All ranks agree that they are there. From here on nothing is taken back unless the marker cannot be written.
+        2. All ranks agree on that. From here on files are removed only if the marker cannot be written.
         3. The first rank writes the marker.
-        4. It waits until the disk has the marker's name, and removes what is not kept.
+        4. It waits until the disk has the marker's name, and removes checkpoints that are not kept.
 
         Raises:
             CheckpointError: this checkpoint does not exist, and those before it are whole.
         """
         with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
-            undo.callback(remove_folders, self.made)  # by every rank: the last one finds them empty
+            undo.callback(remove_folders, self.made)  # on every rank: the last one finds them empty
             written, failure, hold = None, None, None
             try:
                 with named("Writing", self.folder):
                     if self.manifest is not None:
-                        # Before the first file is there: whoever cleans the folder would take it for a dead save's.
+                        # Before the first file: a cleaning would take it for one of a save that was killed.
                         hold = closing.enter_context(FolderLock(self.folder))
                         hold.share()
                     written = self._write(closing, undo)
-            except BaseException as error:  # an interrupt too: the other ranks wait for this one's word
+            except BaseException as error:  # an interrupt, too: the other ranks wait for this one's answer
                 failure = error
-            # The barrier between data and marker: without it the marker could name what another rank has not written.
+            # The barrier between data and marker: without it the marker could name files that are not written yet.
             self.control_group.agree(failure)
             everyone = self.control_group.collect(json.loads(to_bytes(written)))
             done = undo.pop_all()  # the marker may name the files from now on
-            # The others wait to hear what became of the marker: else they would say that there is a checkpoint.
+            # The others wait for the marker: else they would report a checkpoint that does not exist.
             refused = self.control_group.share(self._commit(everyone))
             if refused is not None:
                 done.close()
@@ -193,10 +193,10 @@ class Save:
                 raise CheckpointError(unsure)
 
     def _write(self, closing: contextlib.ExitStack, undo: contextlib.ExitStack) -> RankFiles:
-        """Write this rank's files; `tensors` of the first rank are those of the whole checkpoint.
+        """Write this rank's files. The first rank writes the tensors of the whole checkpoint.
 
         Arguments:
-            closing: gives up what is held until the marker is there.
+            closing: releases locks after the marker is written.
             undo: removes the files again.
         """
         rank, token = self.control_group.rank, self.token
@@ -205,7 +205,7 @@ class Save:
         if self.sources:
             file = self.folder / file_name(token, ".tiles", rank)
             writer = TileWriter(file, self.sources, self.ring.buffers, self.streams)
-            # Closed after the marker is there: until then the lock of the open file keeps others from cleaning it away.
+            # Closed after the marker is written: until then its lock keeps others from removing the file.
             closing.callback(writer.close)
             undo.callback(remove_file, file)
             data, tables = writer.write()
@@ -215,7 +215,7 @@ class Save:
         if self.tensors:
             name = file_name(token, ".safetensors", None if self.control_group.is_first else rank)
             tensors = self._write_file(name, tensors_to_bytes(self.tensors), undo)
-        sync_folder(self.folder)  # the names; what is in the files is on the disk already
+        sync_folder(self.folder)  # the names: the content is on the disk already
         return RankFiles(data, table, tensors)
 
     def _write_file(self, name: str, content: bytes, undo: contextlib.ExitStack) -> FileEntry:
@@ -224,10 +224,10 @@ class Save:
         return entry
 
     def _commit(self, everyone: Sequence[object]) -> str | None:
-        """Write the marker; returns why that was not possible, for ranks that wait to hear.
+        """Write the marker. Return the reason if that fails, for the ranks that wait.
 
         Arguments:
-            everyone: what each rank has written, as it said.
+            everyone: the files of each rank, as JSON values.
         """
         if self.manifest is None:
             return None
@@ -242,12 +242,12 @@ class Save:
         return None
 
     def _settle(self, hold: FolderLock | None) -> str | None:
-        """Have the marker on the disk and remove what is not kept; returns what is unsure."""
+        """Flush the marker to the disk, and remove checkpoints that are not kept. Return the reason if that fails."""
         try:
             if hold is not None:
                 settle(self.folder, hold)
                 if self.keep is not None:
                     prune(self.folder, self.keep)
-        except Exception as error:  # whatever it is: the other ranks wait to hear of it
+        except Exception as error:  # of any kind: the other ranks wait for the answer
             return f"{error} The checkpoint is whole, but may be gone after a power failure. Save again."
         return None

@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint belong to which shard of which parameter."""
+"""Tables: the elements of parameters that each tile of a checkpoint holds."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +19,10 @@ from penstock.runtime.topology import Grid
 from penstock.tiers.storage import CellPlan, RecordLayout
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Elements of a tensor of which a box is here, counted as if either were flat. Pure arithmetic.
+# Boxes of a tensor, and the elements that two of them have in common. Elements are counted as if the tensor, or the
+# box, were flat.
 #
-# A box that is cut along the first dimension is one run of elements; one that is cut along others is a run for each
+# A box that is cut along the first dimension is one run of elements. One that is cut along others is a run for each
 # row:
 #
 #     a a a b b
@@ -30,12 +31,12 @@ from penstock.tiers.storage import CellPlan, RecordLayout
 
 
 class BoxExtent(NamedTuple):
-    """Where a box lies in a tensor.
+    """A box of a tensor.
 
     Attributes:
-        shape: the whole tensor's.
-        offsets: where in it the box begins.
-        sizes: how far it reaches.
+        shape: the shape of the whole tensor.
+        offsets: the first index of the box along each dimension.
+        sizes: the shape of the box.
     """
 
     shape: tuple[int, ...]
@@ -44,14 +45,14 @@ class BoxExtent(NamedTuple):
 
     @classmethod
     def of(cls, slot: Slot) -> "BoxExtent":
-        """Say where a slot lies in its parameter."""
+        """Return the box of a slot in its parameter."""
         if slot.region is None:
             return cls.whole(slot.shape)
         return cls(slot.region.shape, slot.region.offsets, slot.shape)
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements."""
         return prod(self.sizes)
 
     @classmethod
@@ -59,15 +60,15 @@ class BoxExtent(NamedTuple):
         """Return the box that is all of a tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
-    def element(self, place: Sequence[int]) -> int:
-        """Count the elements of the box before the one that is at a place of the tensor."""
+    def element(self, index: Sequence[int]) -> int:
+        """Return the number of an element in the box, by its index in the tensor."""
         number = 0
-        for at, offset, size in zip(place, self.offsets, self.sizes, strict=True):
+        for at, offset, size in zip(index, self.offsets, self.sizes, strict=True):
             number = number * size + at - offset
         return number
 
     def overlap(self, other: "BoxExtent") -> "BoxExtent | None":
-        """Return the box of the elements that two boxes of a tensor have in common; `None` where there are none."""
+        """Return the intersection of two boxes of a tensor; `None` if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = [
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -77,25 +78,31 @@ class BoxExtent(NamedTuple):
 
 
 def meet(source: BoxExtent, start: int, stop: int, own: BoxExtent) -> Iterator[tuple[int, int, int]]:
-    """Find what elements `start` to `stop` of one box have of another box of the same tensor.
+    """Yield the runs of elements that two boxes of a tensor have in common.
+
+    Arguments:
+        source: the box that is read.
+        start: its first element that is looked at.
+        stop: one past its last.
+        own: the box that is written.
 
     Yields:
-        For each run its first element in `own` and the one after its last, and where it begins in `source`.
+        The first element of each run in `own`, one past its last, and its first element in `source`.
     """
     both = source.overlap(own)
-    if both is None:  # most of what other ranks have: not a look at each of its rows
+    if both is None:  # of most tiles of other ranks: no look at each row
         return
-    # A row goes through all of the dimensions behind the last one along which either box has more.
+    # A row is contiguous in both boxes: it begins at the last dimension along which one of them is wider than both.
     wider = [max(sizes) > size for *sizes, size in zip(source.sizes, own.sizes, both.sizes, strict=True)]
     cut = max((dimension for dimension, is_wider in enumerate(wider) if is_wider), default=0)
     rows, length = prod(both.sizes[:cut]), prod(both.sizes[cut:])
 
     def begin(row: int) -> list[int]:
-        place = [*both.offsets]
+        index = [*both.offsets]
         for dimension in reversed(range(cut)):
             row, inside = divmod(row, both.sizes[dimension])
-            place[dimension] += inside
-        return place
+            index[dimension] += inside
+        return index
 
     row = max(0, bisect_right(range(rows), start, key=lambda row: source.element(begin(row))) - 1)
     while row < rows and (at := source.element(begin(row))) < stop:
@@ -107,8 +114,8 @@ def meet(source: BoxExtent, start: int, stop: int, own: BoxExtent) -> Iterator[t
 
 
 def why_not_whole(shape: tuple[int, ...], extents: Sequence[BoxExtent]) -> str | None:
-    """Say why boxes are not a tensor of this shape, each element once; `None` where they are."""
-    # Along the dimension in which they begin at most places, few boxes are beside each other.
+    """Return the reason if boxes are not a partition of a tensor of this shape, else `None`."""
+    # Sorted along the dimension with the most offsets, a box is compared with few others.
     along = max(range(len(shape)), key=lambda d: len({extent.offsets[d] for extent in extents}), default=0)
     filled = sorted((e for e in extents if e.numel), key=lambda e: e.offsets[along] if shape else 0)
     for number, one in enumerate(filled):
@@ -123,25 +130,25 @@ def why_not_whole(shape: tuple[int, ...], extents: Sequence[BoxExtent]) -> str |
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What one rank's data file holds: for each unit, tile after tile, the bits of every kind as they rested.
+# The data file of one rank: for each unit, tile after tile, the bytes of every kind as they were stored.
 #
 #     data file     | unit 0: tile 0 | tile 1 | ... | unit 1: tile 0 | ...
-#     tile          | param | master | optimizer |        a record for each home, with a checksum
+#     tile          | param | master | optimizer |        a record for each storage, with a checksum
 #     record        as on the nvme tier (`tiers/storage.py`): one kind after the other, whole pages
 #
-# A table says which elements of which parameters a tile has, so that they are found by parameter name and element,
-# whatever unit, shard or tile they are to go to. A **piece** is what one tile has of one parameter.
+# A table lists the elements of parameters that each tile has. They are found by name and index, so units, shards and
+# tiles may be others at a load. A **piece** is the elements of one parameter in one tile.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: A tile of a checkpoint is in memory as a whole when it is read.
+#: A tile is read into memory as a whole.
 MOST_TILE_BYTES = 1 << 30
 _TABLE_BYTES_OF_ANY = 1 << 28
-_SLOT_FIELDS = 3  # a fourth where it is a part of its parameter
+_SLOT_FIELDS = 3  # and a fourth for a part of a parameter
 
 
 def _read_cells(field: Field) -> tuple[CellPlan, ...]:
-    """Read the kinds of a home, `[kind, dtype, grain]` each."""
+    """Read the kinds of a storage, `[kind, dtype, grain]` each."""
     cells = []
     for item in field.items():
         kind, dtype, grain = item.items(3)
@@ -153,12 +160,12 @@ def _read_cells(field: Field) -> tuple[CellPlan, ...]:
 
 @dataclass(frozen=True)
 class HomeTable:
-    """A home of a unit, as it rested when it was saved.
+    """A storage of a unit when it was saved.
 
     Attributes:
-        name: the home's.
-        cells: its kinds; their unit, tier and numel say nothing.
-        tiers: how many of its bytes were on each tier, for people.
+        name: the storage's.
+        cells: its kinds. Their unit, tier and numel are unset.
+        tiers: the bytes that were on each tier, for reports.
     """
 
     name: str
@@ -167,16 +174,16 @@ class HomeTable:
 
     @cached_property
     def layout(self) -> RecordLayout:
-        """How a record of it is divided into kinds."""
+        """The layout of kinds in a record."""
         return RecordLayout(self.cells)
 
     def to_json(self) -> dict[str, object]:
-        """Give what the table file says of it."""
+        """Return its JSON value in the table file."""
         return members(self) | {"cells": [[cell.kind, dtype_name(cell.dtype), cell.grain] for cell in self.cells]}
 
 
 def _read_slots(field: Field) -> tuple[Slot, ...]:
-    """Read the slots of a unit, `[name, shape, start]` each, one after the other."""
+    """Read the slots of a unit, `[name, shape, start]` each, in the order of the flat buffer."""
     slots: list[Slot] = []
     for item in field.items():
         is_part = isinstance(item.value, list) and len(item.value) == _SLOT_FIELDS + 1
@@ -190,7 +197,7 @@ def _read_slots(field: Field) -> tuple[Slot, ...]:
 
 
 def _read_region(field: Field, name: str, sizes: tuple[int, ...]) -> Region:
-    """Read where a slot lies in its parameter, `[shape, offsets]`."""
+    """Read the region of a slot in its parameter, `[shape, offsets]`."""
     shape, offsets = field.items(2)
     region = Region(read_shape(shape), offsets.integers())
     if not len(region.shape) == len(region.offsets) == len(sizes):
@@ -210,15 +217,15 @@ class UnitTable:
     """Some tiles of a shard of a unit.
 
     Attributes:
-        name: the unit's, for people.
-        slots: the unit's parameters in its flat buffer; of those that every tensor-parallel rank has whole, the first
-            one's alone.
-        shard_start: the first element of the unit's flat buffer that the shard has.
-        shard_numel: how many elements it has.
-        tile_numel: elements of a tile; the shard's last may be shorter.
-        first_tile: the number of the first of the shard's tiles that is in the file.
-        homes: the unit's homes, in the order of a tile's records.
-        offset: where the first tile begins in the file, in bytes.
+        name: the unit's, for messages.
+        slots: the unit's parameters in its flat buffer. The first tensor-parallel rank alone lists those that all of
+            them have whole.
+        shard_start: the shard's first element in the unit's flat buffer.
+        shard_numel: elements of the shard.
+        tile_numel: elements of a tile; the shard's last one may be shorter.
+        first_tile: the number of the first tile of the shard in the file.
+        homes: the unit's storages, in the order of a tile's records.
+        offset: the first byte of the first tile in the file.
         checksums: the CRC-32C of every record, by tile; zeros until the tile is written.
     """
 
@@ -238,12 +245,12 @@ class UnitTable:
         return range(self.first_tile, self.first_tile + len(self.checksums))
 
     def tile_range(self, number: int) -> tuple[int, int]:
-        """Give the first element of a tile and one past its last, counted from the start of the shard."""
+        """Return the first element of a tile in the shard, and one past its last."""
         first = number * self.tile_numel
         return first, min(first + self.tile_numel, self.shard_numel)
 
     def records(self, number: int) -> list["TileRecord"]:
-        """List a tile's records, one after the other."""
+        """List a tile's records in their order."""
         start, stop = self.tile_range(number)
         offset = self.offset + (number - self.first_tile) * sum(self._record_bytes(self.tile_numel))
         records = []
@@ -254,30 +261,30 @@ class UnitTable:
         return records
 
     def _record_bytes(self, numel: int) -> list[int]:
-        """Compute the bytes of the records of a tile of so many elements, by home."""
+        """Return the bytes of each record of a tile of some elements."""
         return [home.layout.record_bytes(numel) for home in self.homes]
 
     @property
     def held_range(self) -> tuple[int, int]:
-        """First element of the unit's flat buffer that its tiles hold, and one past the last."""
+        """First element of the unit's flat buffer in its tiles, and one past the last."""
         first, last = self.tiles.start * self.tile_numel, self.tiles.stop * self.tile_numel
         return self.shard_start + first, self.shard_start + min(last, self.shard_numel)
 
     def parts(self, number: int) -> Iterator["SlotPart"]:
-        """Go through what a tile holds of each slot, in order."""
+        """Yield the elements of each slot in a tile, in order."""
         start, stop = self.tile_range(number)
         return self.parts_between(self.shard_start + start, self.shard_start + stop)
 
     def parts_between(self, start: int, stop: int) -> Iterator["SlotPart"]:
-        """Go through what elements `start` to `stop` of the unit's flat buffer are of each slot, in order."""
-        first = bisect_right(self.slots, start, key=lambda slot: slot.stop)  # slots are in order: not a look at each
+        """Yield the elements of each slot in a range of the unit's flat buffer, in order."""
+        first = bisect_right(self.slots, start, key=lambda slot: slot.stop)  # slots are sorted
         for slot in self.slots[first : bisect_left(self.slots, stop, key=lambda slot: slot.start)]:
             first, last = max(slot.start, start), min(slot.stop, stop)
             if first < last:
                 yield SlotPart(slot, first - slot.start, last - slot.start, first - start)
 
     def pieces(self, number: int) -> Iterator["ParameterPiece"]:
-        """Go through what a tile holds of each whole parameter: of one that is cut in columns, a piece for each row."""
+        """Yield the elements of each whole parameter in a tile. Parts cut in columns have a piece for each row."""
         for slot, start, stop, inside in self.parts(number):
             extent = BoxExtent.of(slot)
             for first, last, at in meet(extent, start, stop, BoxExtent.whole(extent.shape)):
@@ -299,23 +306,23 @@ class UnitTable:
         )
 
     def with_checksums(self, checksums: Sequence[Sequence[int]]) -> "UnitTable":
-        """Copy it with the checksums that its tiles have once they are written."""
+        """Return a copy with the checksums of written tiles."""
         return replace(self, checksums=tuple(map(tuple, checksums)))
 
     def to_json(self) -> dict[str, object]:
-        """Give what the table file says of it, for `read`."""
+        """Return its JSON value in the table file, for `read`."""
         return members(self) | {"slots": [_slot_to_json(slot) for slot in self.slots]}
 
     @staticmethod
     def read(field: Field, *, file_bytes: int) -> "UnitTable":
-        """Check and take what a file says.
+        """Read and check a unit.
 
         Arguments:
             field: the unit's object.
-            file_bytes: the size of the data file, which every record lies in.
+            file_bytes: the size of the data file, which holds every record.
 
         Raises:
-            CheckpointError: it cannot be; nothing of that size was allocated.
+            CheckpointError: it is invalid. Nothing of its sizes was allocated.
         """
         table = _read_unit(field)
         if any(len(of_tile) != len(table.homes) for of_tile in table.checksums):
@@ -334,11 +341,11 @@ _read_unit = reader(UnitTable)
 
 @dataclass(frozen=True)
 class RankTable:
-    """What one rank has written.
+    """The table of one rank.
 
     Attributes:
         units: in the order of the file.
-        random: states of its random number generators, as `checkpoint.values` encodes them.
+        random: the states of its random number generators, as `encode` writes them.
     """
 
     units: tuple[UnitTable, ...]
@@ -346,16 +353,16 @@ class RankTable:
 
     @classmethod
     def read(cls, file: Path, text: bytes, *, file_bytes: int, all_bytes: int) -> "RankTable":
-        """Check and take a table file.
+        """Read and check a table file.
 
         Arguments:
             file: the table file, for messages.
             text: its bytes.
             file_bytes: the size of the data file.
-            all_bytes: that of every rank's data file: what a table says of them takes less memory than they do.
+            all_bytes: the size of all data files, which bounds the memory of a table.
 
         Raises:
-            CheckpointError: names the field that cannot be.
+            CheckpointError: names the invalid field.
         """
         field = parse(file, text, most_bytes=_TABLE_BYTES_OF_ANY + all_bytes)
         field.only(["units", "random"])
@@ -364,10 +371,10 @@ class RankTable:
 
 
 def kept_homes(cells: Mapping[str, Sequence[CellPlan]]) -> list[str]:
-    """Choose the homes that a checkpoint keeps of a unit: a full master says all of its parameters.
+    """Return the names of the storages that a checkpoint keeps of a unit. An fp32 master replaces its parameters.
 
     Arguments:
-        cells: the kinds of each home of the unit, by the home's name.
+        cells: the kinds of each storage of the unit, by its name.
     """
     kept = [name for name, kinds in cells.items() if kinds]
     if MASTER in kept and cells[MASTER][0].dtype == torch.float32:
@@ -376,26 +383,26 @@ def kept_homes(cells: Mapping[str, Sequence[CellPlan]]) -> list[str]:
 
 
 def own_slots(slots: Sequence[Slot], grid: Grid) -> tuple[Slot, ...]:
-    """Choose the slots that a rank's table names: of tensor-parallel ranks that have one whole, the first names it."""
+    """Return the slots of a rank's table. The first tensor-parallel rank lists those that all of them have whole."""
     return tuple(slot for slot in slots if slot.region is not None or grid.tp_rank == 0)
 
 
 def draw_table(
     name: str, layout: FlatLayout, homes: Sequence[HomeTable], tile_numel: int, grid: Grid, offset: int
 ) -> UnitTable:
-    """Draw up what a rank saves of a unit. Of the ranks that have a copy of a shard, each saves some of its tiles.
+    """Make the table of the tiles of a unit that a rank saves. Ranks with copies of a shard divide its tiles.
 
     Arguments:
         name: the unit's.
         layout: its flat buffer.
-        homes: what is kept of it.
+        homes: the storages that are kept.
         tile_numel: elements of a tile.
-        grid: where the rank stands.
-        offset: where its tiles begin in the data file.
+        grid: the rank's position in the mesh.
+        offset: the first byte of its tiles in the data file.
     """
     start, stop = layout.shard_range(grid.shard_rank)
     count = -(-(stop - start) // tile_numel)
-    # By numbers alone, which every replica knows: no tile is left out or written twice.
+    # Every replica computes the same division: no tile is left out or written twice.
     first, last = (count * number // grid.replicas for number in (grid.replica_rank, grid.replica_rank + 1))
     return UnitTable(
         name=name,
@@ -411,19 +418,19 @@ def draw_table(
 
 
 class TileKey(NamedTuple):
-    """A tile of a checkpoint: in which data file, in which unit, its number."""
+    """A tile of a checkpoint: data file, unit, number."""
 
     file: Path
     unit: UnitTable
     number: int
 
     def records(self) -> list["TileRecord"]:
-        """List its records, one after the other."""
+        """List its records in their order."""
         return self.unit.records(self.number)
 
 
 class TileRecord(NamedTuple):
-    """A tile's bytes of one home: where they are in the data file."""
+    """A tile's bytes of one storage in the data file."""
 
     home: HomeTable
     offset: int
@@ -432,7 +439,7 @@ class TileRecord(NamedTuple):
 
 
 class SlotPart(NamedTuple):
-    """Elements `start` to `stop` of a slot that one tile holds, the first of them at element `inside` of it."""
+    """Elements `start` to `stop` of a slot in one tile, from its element `inside` on."""
 
     slot: Slot
     start: int
@@ -441,7 +448,7 @@ class SlotPart(NamedTuple):
 
 
 class ParameterPiece(NamedTuple):
-    """Elements `start` to `stop` of a parameter that one tile holds, the first of them at element `inside` of it."""
+    """Elements `start` to `stop` of a parameter in one tile, from its element `inside` on."""
 
     name: str
     start: int

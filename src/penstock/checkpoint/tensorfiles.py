@@ -1,4 +1,4 @@
-"""Safetensors files, read and written in parts: no tensor is larger in memory than what is asked for.
+"""Reading and writing parts of tensors in safetensors files: no whole tensor is in memory.
 
 file    | bytes of the header, 8 | header: JSON, spaces to a multiple of 8 | tensor 0 | tensor 1 | ...
 """
@@ -26,10 +26,10 @@ SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 1 << 28
 _HEADER_GRAIN_BYTES = 8
 
-#: Of every file of a checkpoint, less what umask takes away, as torch.save has it: who may read it is for its owner.
+#: The mode of every file of a checkpoint, before the umask, as of `torch.save`.
 FILE_MODE = 0o666
 
-#: Every dtype that files of tensors hold, by its name in them.
+#: Every dtype of tensors in files, by its name there.
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -57,11 +57,11 @@ Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class StoredTensors(ABC):
-    """Tensors by name that are read in parts, from files or from what is made of them: none is in memory as a whole."""
+    """Tensors by name that are read in parts, from files or made of tensors in files."""
 
     @abstractmethod
     def forms(self) -> Forms:
-        """List what there is."""
+        """Return shape and dtype of each tensor."""
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -69,17 +69,17 @@ class StoredTensors(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close what is open. It is opened again where more is read."""
+        """Close the files. A later read opens them again."""
 
     def origin(self, name: str) -> "tuple[WeightFiles, str] | None":
-        """Say which tensor of which files one is, byte for byte; `None` where it is made of something."""
+        """Return the files and the name of the stored tensor with the same bytes; `None` if there is none."""
         del name
         return None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the files: where it is, and what."""
+    """One tensor of the files."""
 
     file: Path
     shape: tuple[int, ...]
@@ -94,10 +94,10 @@ class WeightFiles(StoredTensors):
             .safetensors files.
 
     Raises:
-        CheckpointError: a file is missing, is not safetensors, or does not hold what the index says.
+        CheckpointError: a file is missing, is not safetensors, or lacks a tensor of the index.
 
     Attributes:
-        read_bytes: how many bytes of tensors were read so far.
+        read_bytes: bytes of tensors that were read so far.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -116,13 +116,13 @@ class WeightFiles(StoredTensors):
             raise CheckpointError(f"{index}: 'weight_map' names {missing[0]!r}, which no file holds.")
 
     def forms(self) -> Forms:
-        """List what the files hold."""
+        """Return shape and dtype of each tensor in the files."""
         return {name: (entry.shape, entry.dtype) for name, entry in self.entries.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Read elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""
         entry = self.entries[name]
-        from safetensors import safe_open  # not with the package: few need it
+        from safetensors import safe_open  # not at import: few users need it
 
         if entry.file not in self._opened:
             self._opened[entry.file] = safe_open(entry.file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ class WeightFiles(StoredTensors):
 
 
 def _files(path: Path) -> Sequence[Path]:
-    """Find the files of a folder that has no index, or take the one that is named."""
+    """Return the files of a folder that has no index, or the named file."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -161,7 +161,7 @@ def _files(path: Path) -> Sequence[Path]:
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    """Read in which file an index says that each tensor is; the files are there, each beside it."""
+    """Read the file of each tensor from an index. The files must exist beside it."""
     try:
         content = parse_object(read_bytes(index, _MOST_INDEX_BYTES), is_strict=False)
         named = {str(name): str(file) for name, file in content["weight_map"].items()}
@@ -176,7 +176,7 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 
 def _headers(file: Path) -> dict[str, Entry]:
-    """Read what a file says of its tensors."""
+    """Read the header of a file."""
     from safetensors import safe_open
 
     entries = {}
@@ -190,7 +190,7 @@ def _headers(file: Path) -> dict[str, Entry]:
                 entries[name] = Entry(file, tuple(found.get_shape()), dtype)
     except CheckpointError:
         raise
-    except Exception as error:  # somebody else's file: whatever it makes of the reader
+    except Exception as error:  # a damaged file may raise anything in the library
         raise CheckpointError(f"{file} is no safetensors file: {one_line(error)}.", file=str(file)) from error
     return entries
 
@@ -209,7 +209,7 @@ def read_tensors(file: Path | str, text: bytes) -> dict[str, Tensor]:
 
     try:
         return dict(safetensors.torch.load(text))
-    except Exception as error:  # whatever the file makes of the library
+    except Exception as error:  # a damaged file may raise anything in the library
         raise CheckpointError(f"{file} is damaged: {one_line(error)}.", file=str(file)) from error
 
 
@@ -217,7 +217,7 @@ def read_tensors(file: Path | str, text: bytes) -> dict[str, Tensor]:
 
 
 def tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Make the bytes of a small file of tensors."""
+    """Return the bytes of a small file of tensors."""
     import safetensors.torch
 
     return bytes(safetensors.torch.save(dict(tensors)))
@@ -240,9 +240,9 @@ def divide(tensors: Sequence[TensorSpec], stem: str, most_bytes: int) -> dict[st
     """Divide tensors among files, in order, named as `save_pretrained` names them.
 
     Arguments:
-        tensors: what there is to write.
-        stem: what the names begin with.
-        most_bytes: the most bytes of a file; a larger tensor has one of its own.
+        tensors: the tensors to write.
+        stem: the beginning of the names.
+        most_bytes: the most bytes of a file. A larger tensor has one of its own.
 
     Example:
         >>> list(divide([TensorSpec("a", (4,), torch.float32), TensorSpec("b", (4,), torch.float32)], "model", 16))
@@ -262,7 +262,7 @@ def divide(tensors: Sequence[TensorSpec], stem: str, most_bytes: int) -> dict[st
 
 
 def index_of(files: Mapping[str, Sequence[TensorSpec]], about: Mapping[str, object] | None = None) -> str:
-    """Write the index of several files, by their names, with what else it says of them all."""
+    """Write the index of several files, by their names. `about` is added to its metadata."""
     index: Mapping[str, object] = {
         "metadata": {
             **(about or {}),
@@ -277,8 +277,8 @@ class TensorFile:
     """A new safetensors file, allocated in full.
 
     Arguments:
-        path: where it will be; it must not exist.
-        tensors: what it will hold.
+        path: its path, which must not exist.
+        tensors: the tensors that it will hold.
 
     Raises:
         CheckpointError: it cannot be made, or there is no room for it.
@@ -305,7 +305,7 @@ class TensorFile:
         with _writing(path), contextlib.ExitStack() as undo:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
             undo.callback(os.close, self._descriptor)
-            os.posix_fallocate(self._descriptor, 0, self._start + cursor)  # no room is known before the work
+            os.posix_fallocate(self._descriptor, 0, self._start + cursor)  # a full disk is found before any work
             self._write(0, memoryview(len(text).to_bytes(8, "little") + text))
             undo.pop_all()
 
@@ -334,17 +334,17 @@ class TensorFile:
             data, offset = data[written:], offset + written
 
     def sync(self) -> None:
-        """Have everything that was written on the disk.
+        """Flush the file to the disk.
 
         Raises:
-            CheckpointError: some of it is not.
+            CheckpointError: that has failed.
         """
         with _writing(self._path):
-            os.fsync(self._descriptor)  # an export has its name once all of its files are on the disk
+            os.fsync(self._descriptor)  # an export is renamed into place once all of its files are on the disk
 
     def close(self) -> None:
         """Close the file. It stays."""
-        with contextlib.suppress(OSError):  # `sync` has said it
+        with contextlib.suppress(OSError):  # `sync` has raised it
             os.close(self._descriptor)
 
 
@@ -358,7 +358,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def failed(path: Path, error: OSError) -> CheckpointError:
-    """Make the error of an export's write, which names the file; the caller raises it."""
+    """Return the error of an export's failed write, which names the file."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "Free space there, or export elsewhere." if full else "Export elsewhere."
     return CheckpointError(f"Writing {path} failed: {error.strerror or error}. {advice}", file=str(path))

@@ -1,4 +1,4 @@
-"""Tiles of one rank on their way to a data file and back, through a ring of buffers, past the page cache."""
+"""Writing and reading the tiles of one rank, through a ring of buffers, past the page cache."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ from penstock.tiers.storage import Storage
 from penstock.tiers.transfer import take_tile
 from penstock.trace import Label
 
-#: Tiles in memory at once: one is being used while the others are being written or read.
+#: Tiles in memory at once: one is used while the others are written or read.
 RING_TILES = 3
 
 
@@ -34,14 +34,14 @@ RING_TILES = 3
 
 @dataclass(frozen=True)
 class UnitSource:
-    """Some tiles of a unit, where they rest.
+    """Tiles of a unit to save, and their storage.
 
     Attributes:
-        table: what they are and where in the file they go; its checksums are yet to come.
-        homes: where they rest, in the order of the table's homes.
-        ready: their values are there, in files too. What is written later waits for `copied`, never the reverse.
-        copied: is settled once nothing reads them any more; updates wait for it. Settled by the writer after the last
-            copy, and by the owner of the save when that is over, however it ends.
+        table: the tiles and their offsets in the file, without checksums.
+        homes: their storages, in the order of the table's.
+        ready: their values are written, in files, too. Later writes wait for `copied`, never the reverse.
+        copied: nothing reads them any more. Updates wait for it. The writer settles it after the last copy, and the
+            owner of the save when that is over, however it ends.
     """
 
     table: UnitTable
@@ -51,12 +51,12 @@ class UnitSource:
 
 
 class RingMemory:
-    """The buffers through which one save's tiles pass, pinned where a device copies to them.
+    """The buffers that one save's tiles pass, pinned if a device copies to them.
 
-    Not to be taken or given back beside training: a device is asked for both, and may have to finish its work first.
+    They are allocated and freed on the user's thread: pinning may wait for device work (ordering rule 5).
 
     Arguments:
-        sources: what will be written; none takes nothing.
+        sources: the tiles that will be written. Without any, nothing is allocated.
         device: the device that copies to them.
     """
 
@@ -67,7 +67,7 @@ class RingMemory:
         self.buffers: Sequence[Tensor] = [self._arena.lease(largest, torch.uint8) for _ in range(count)]
 
     def close(self) -> None:
-        """Give them back."""
+        """Free them."""
         self.buffers = ()
         self._arena.close()
 
@@ -82,7 +82,7 @@ class TileWriter:
         streams: those that copy what is on the device.
 
     Raises:
-        CheckpointError: the file cannot be made, or there is no room for it; nothing is left behind.
+        CheckpointError: the file cannot be made, or there is no room for it. Nothing of it is left.
     """
 
     def __init__(self, path: Path, sources: Sequence[UnitSource], ring: Sequence[Tensor], streams: Streams) -> None:
@@ -96,29 +96,29 @@ class TileWriter:
         except NvmeError as error:
             self._queue.close()
             raise _write_failed(path, error) from error
-        self._file.lock()  # whoever cleans the folder on a file system without locks of folders leaves it alone
+        self._file.lock()  # a cleaning of the folder skips it, also on file systems without locks of folders
         self._ring = ring
         self._started: list[list[Transfer]] = []  # of each tile
 
     def write(self) -> tuple[FileEntry, list[UnitTable]]:
-        """Write every tile, and have them on the disk.
+        """Write every tile, and sync the file to the disk.
 
         Returns:
             The file, and the tables with their checksums.
 
         Raises:
             CheckpointError: a tile could not be written, or its record in a swap file is damaged.
-            Exception: what was to give a tile its values has failed.
+            Exception: the work that writes a tile's values has failed.
         """
         try:
             for source in self._sources:
                 # site checkpoint.unit_updated
-                source.ready.synchronize()  # else a tile is copied while its update still writes it
+                source.ready.synchronize()  # a read follows the last write: the update of the tile (ordering rule 3)
                 for number in source.table.tiles:
                     self._write_tile(source, number)
-                source.copied.settle()  # after the last copy: the unit's next update begins now
+                source.copied.settle()  # after the last copy: the unit's next update follows it (ordering rule 3)
             _wait(self._started[-len(self._ring) :])
-            self._file.sync()  # after the last write; whoever hears that this rank has written may write the marker
+            self._file.sync()  # after the last write: once all ranks report this, the marker is written
         except OSError as error:
             raise _write_failed(self._path, error) from error
         checksums = ([transfer.checksum for transfer in transfers] for transfers in self._started)
@@ -128,18 +128,19 @@ class TileWriter:
         return FileEntry(self._path.name, self._nbytes, 0), tables
 
     def close(self) -> None:
-        """Close the file, which others may remove from then on."""
-        with contextlib.suppress(NvmeError):  # it was said, or the save is given up
+        """Close the file. Others may remove it from then on."""
+        with contextlib.suppress(NvmeError):  # `write` has raised it
             self._queue.close()
         with contextlib.suppress(NvmeError):
             self._file.close()
         self._ring = ()
 
     def _write_tile(self, source: UnitSource, number: int) -> None:
-        """Copy a tile into the next buffer of the ring and start to write it: nothing reads it afterwards."""
+        """Copy a tile into the next buffer of the ring, and start to write it. The copy is over at the return."""
         turn, records = len(self._started), source.table.records(number)
         if turn >= len(self._ring):
-            _wait([self._started[turn - len(self._ring)]])  # else its buffer is filled while it is still being written
+            # A write into a buffer follows all reads of it (ordering rule 3).
+            _wait([self._started[turn - len(self._ring)]])
         buffer = self._ring[turn % len(self._ring)][: sum(record.nbytes for record in records)]
         transfers: list[Transfer] = []
         self._started.append(transfers)
@@ -156,9 +157,9 @@ def _wait(tiles: Sequence[Sequence[Transfer]]) -> None:
 
 
 def _write_failed(path: Path, error: OSError) -> CheckpointError:
-    """Make the error of a write, without a file's advice that is about the nvme tier; the caller raises it.
+    """Return the error of a failed write, with advice about checkpoints in place of that about the nvme tier.
 
-    Unless the file that failed is one of the nvme tier, which was read: it keeps its own advice.
+    If reading a file of the nvme tier has failed, its own advice stays.
     """
     if isinstance(error, NvmeError) and error.file not in (None, os.fspath(path)):
         return CheckpointError(f"{path} was not written. {error}", file=error.file)
@@ -178,12 +179,12 @@ def _write_failed(path: Path, error: OSError) -> CheckpointError:
 
 
 class Tile(NamedTuple):
-    """A tile that was read, until the next one is asked for.
+    """A tile that was read. It is valid until the next one is asked for.
 
     Attributes:
         key: which tile.
-        data: its records, one after the other, as bytes.
-        homes: the values of its kinds, by home: views of `data`.
+        data: its records in their order, uint8.
+        homes: the values of its kinds, by storage: views of `data`.
     """
 
     key: TileKey
@@ -192,7 +193,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def of(cls, key: TileKey, data: Tensor, records: Sequence[TileRecord]) -> "Tile":
-        """View records that lie one after the other."""
+        """Make a tile of its records in `data`."""
         start, stop = key.unit.tile_range(key.number)
         homes = {}
         for record, part in zip(records, _parts(data, records), strict=True):
@@ -201,26 +202,26 @@ class Tile(NamedTuple):
         return cls(key, data, homes)
 
     def values(self, kind: str) -> Tensor | None:
-        """Return the values of a home that has one kind, which is called as it is; `None` where the tile has none."""
+        """Return the values of a storage with one kind of the same name; `None` if the tile lacks it."""
         return self.homes.get(kind, {}).get(kind)
 
 
 class TileReader:
-    """Open data files of a checkpoint, from which tiles are read."""
+    """Read tiles from data files of a checkpoint."""
 
     def __init__(self) -> None:
         self._queue = Queue()
         self._files: dict[Path, File] = {}
 
     def read(self, keys: Iterable[TileKey], *, homes: Container[str] | None = None) -> Iterator[Tile]:
-        """Read tiles, a few ahead of what is used, each verified.
+        """Read and verify tiles, a few ahead of their use.
 
         Arguments:
-            keys: which tiles, best in the order of the files.
-            homes: the homes that are read of each; `None` for everything.
+            keys: the tiles, best in the order of the files.
+            homes: the names of the storages that are read; `None` for all.
 
         Raises:
-            CheckpointError: a file cannot be read, or a tile is not what was written.
+            CheckpointError: a file cannot be read, or a tile is damaged.
         """
         ring: deque[Tensor] = deque(page_aligned(0) for _ in range(RING_TILES))
         ahead: deque[tuple[Tile, Tensor, list[tuple[TileRecord, Transfer]]]] = deque()
@@ -230,7 +231,7 @@ class TileReader:
                 while ring and (key := next(waiting, None)) is not None:
                     buffer = ring.popleft()
                     nbytes = sum(record.nbytes for record in key.records())
-                    if buffer.numel() < nbytes:  # not what the table says of other tiles: these are in the file
+                    if buffer.numel() < nbytes:  # sized by tiles that are in the file, not by the table alone
                         buffer = page_aligned(nbytes)
                     tile, transfers = self._start(key, buffer, homes)
                     ahead.append((tile, buffer, transfers))
@@ -240,9 +241,10 @@ class TileReader:
                 for record, transfer in transfers:
                     _finish(tile.key, record, transfer)
                 yield tile
-                ring.append(buffer)  # after the caller is done with the tile: it is filled with another one next
+                ring.append(buffer)  # a write follows all reads: the caller is done with the tile (ordering rule 3)
         finally:
-            for _, _, transfers in ahead:  # of a caller who stopped early: they write into buffers that go now
+            # If the caller stops early: buffers live until the last read into them is over (ordering rule 1).
+            for _, _, transfers in ahead:
                 for _, transfer in transfers:
                     with contextlib.suppress(NvmeError):
                         transfer.wait()  # site checkpoint.reads_abandoned
@@ -250,7 +252,7 @@ class TileReader:
     def _start(
         self, key: TileKey, buffer: Tensor, homes: Container[str] | None
     ) -> tuple[Tile, list[tuple[TileRecord, Transfer]]]:
-        """Begin to read a tile into a buffer; what the tile says is there once the transfers are over."""
+        """Begin to read a tile into a buffer. Its values are valid once the transfers are over."""
         file = self._open(key.file)
         records = [record for record in key.records() if homes is None or record.home.name in homes]
         data = buffer[: sum(record.nbytes for record in records)]
@@ -268,7 +270,7 @@ class TileReader:
 
     def close(self) -> None:
         """Close the files."""
-        with contextlib.suppress(NvmeError):  # of what nobody waited for
+        with contextlib.suppress(NvmeError):  # of transfers that were not waited for
             self._queue.close()
         for file in self._files.values():
             with contextlib.suppress(NvmeError):
@@ -283,13 +285,13 @@ class TileReader:
 
 
 def _parts(data: Tensor, records: Sequence[TileRecord]) -> Sequence[Tensor]:
-    """View each of some records that lie one after the other."""
+    """Return a view of each record."""
     parts: Sequence[Tensor] = data.split([record.nbytes for record in records])  # type: ignore[no-untyped-call]
     return parts
 
 
 def _finish(key: TileKey, record: TileRecord, transfer: Transfer) -> None:
-    """Wait until a record was read and verified; name what is damaged."""
+    """Wait until a record is read and verified. Name it if it is damaged."""
     try:
         transfer.wait()  # site checkpoint.tile_read
     except NvmeError as error:
@@ -303,11 +305,11 @@ def _finish(key: TileKey, record: TileRecord, transfer: Transfer) -> None:
         ) from error
 
 
-# Read by several ranks of a host
+# Read by the ranks of a host together
 
 
 def digest(keys: Sequence[TileKey]) -> str:
-    """Tell apart what is read: ranks that read the same tiles have the same digest; of none it is empty."""
+    """Return a digest of tiles: ranks that read the same ones have the same. It is empty for none."""
     said = "|".join(f"{key.file.name} {key.unit.name} {key.number}" for key in keys)
     return f"{crc32(said.encode()):08x} of {len(keys)}" if keys else ""
 
@@ -315,15 +317,15 @@ def digest(keys: Sequence[TileKey]) -> str:
 def read_together(reader: TileReader, keys: Sequence[TileKey], ranks: LocalRanks | None) -> Generator[Tile]:
     """Read tiles, each on one of the ranks, and yield all of them in order. Collective over these ranks.
 
-    A caller who stops early closes the generator: the others are told in the next round.
+    If the caller closes the generator early, the other ranks fail in the next round.
 
     Arguments:
         reader: reads and verifies this rank's part of them.
-        keys: which tiles, the same on all of these ranks.
-        ranks: of this host; `None` for this one alone.
+        keys: the tiles, the same on all of these ranks.
+        ranks: the ranks, all of this host; `None` for this one alone.
 
     Raises:
-        CheckpointError: a tile of any of them cannot be read, or is not what was written.
+        CheckpointError: on all of them, if a tile cannot be read, or is damaged.
     """
     if ranks is None:
         yield from reader.read(keys)
@@ -339,7 +341,7 @@ def read_together(reader: TileReader, keys: Sequence[TileKey], ranks: LocalRanks
             if tile is not None:
                 packed[: tile.data.numel()] = tile.data
         except Exception as error:
-            failure = error  # told first: the others wait for this rank
+            failure = error  # exchanged first: the others wait for this rank (ordering rule 4)
         if ranks.any(failure is not None):
             raise failure or CheckpointError("Another rank of this host could not read its part of the tiles.")
         parts = ranks.exchange(packed).cpu().view(-1, max(sizes))

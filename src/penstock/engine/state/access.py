@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoint.format import SavedParameter
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
@@ -422,14 +423,14 @@ class StateAccess:
         self._steps[parameter] = 0
         self._given_state.discard(parameter)
 
-    def restore_counts(self, parameter: nn.Parameter, *, step: int, scalars: Scalars, has_state: bool) -> None:
+    def restore_counts(self, parameter: nn.Parameter, saved: SavedParameter) -> None:
         """Restore the step count and the scalars of a parameter. The elements of its states are written elsewhere."""
-        self._steps[parameter] = step
+        self._steps[parameter] = saved.step
         self._scalars.pop(parameter, None)
-        if scalars:
-            self._scalars[parameter] = dict(scalars)
+        if saved.scalars:
+            self._scalars[parameter] = dict(saved.scalars)
         self._given_state.discard(parameter)
-        if has_state:
+        if saved.has_state:
             self._given_state.add(parameter)
 
     def scalars(self, parameter: nn.Parameter) -> Scalars:

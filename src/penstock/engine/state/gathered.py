@@ -1,4 +1,4 @@
-"""`gathered` blocks: whole parameters for people to read, and to write with `modify`."""
+"""`gathered` blocks: whole parameters to read, and to write with `modify`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,15 +16,15 @@ from penstock.runtime.collectives import as_bytes
 
 
 class GatheredBlocks:
-    """Gathers units for `with` blocks, and takes over what was written inside.
+    """Gather units for `with` blocks, and store the values that were written inside.
 
     Arguments:
-        gatherer: makes parameters usable.
-        access: knows parameters, and when updates have reached their homes.
-        watch_saved: sees what autograd saves of the parameters inside.
+        gatherer: gathers and releases units.
+        access: finds the unit of a parameter, and waits for pending updates.
+        watch_saved: handles what autograd saves of the parameters inside.
 
     Attributes:
-        modifying: how many blocks are open that may write parameters.
+        modifying: the number of open blocks that may write parameters.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class GatheredBlocks:
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
-        """Gather whole parameters for the time of a `with` block, and take over what was written. Collective."""
-        self._access.finish()  # updates are over then: what `modify` writes to homes by hand follows no event
+        """Gather whole parameters for a `with` block, and store the values that were written inside. Collective."""
+        self._access.finish()  # `modify` writes storage from the host, which waits for no event (ordering rule 3)
         wanted = [self._access.unit_of(p) for p in parameters] if parameters is not None else self._context.units
         units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
         outer = {unit: unit.holding.blocks for unit in units}
@@ -57,12 +57,12 @@ class GatheredBlocks:
             raise
         self.modifying += modify
         try:
-            with self._watch_saved():  # else a backward would read what autograd saved inside after its release
+            with self._watch_saved():  # else a backward would read parameters that were released since
                 yield
             if self._closed:
-                return  # inside: the parameters have their values
+                return  # `close` in the block has given the parameters their values
             if modify:
-                self._access.finish()  # homes may have moved inside, and are written here
+                self._access.finish()  # storage that is written below may have moved in the block
             for unit in units:
                 if modify:
                     for parameter in unit.parameters:
@@ -89,7 +89,7 @@ class GatheredBlocks:
                 raise
 
     def _let_go(self, blocks: Mapping[Unit, int]) -> None:
-        """Set how many blocks hold each unit from now on, and release those that none holds."""
+        """Set the number of blocks that hold each unit, and release units that no block holds."""
         for unit, count in blocks.items():
             unit.holding.leave_blocks(count)
             if not self._closed:
@@ -100,9 +100,9 @@ class GatheredBlocks:
         return any(unit.is_dropped for unit in self._context.units)
 
     def _take_over(self, unit: Unit, before: Tensor) -> None:
-        """Take over a modified full buffer, the first rank's on every rank; masters keep what did not change."""
-        self._context.ranks.broadcast(unit.full)  # else each rank would go on with what was written on it
-        alike = [slot for slot in unit.layout.slots if slot.region is None]  # on all ranks that divide others
+        """Store the first rank's gathered buffer on every rank. Master weights of unchanged elements stay."""
+        self._context.ranks.broadcast(unit.full)  # else each rank would store the values that were written on it
+        alike = [slot for slot in unit.layout.slots if slot.region is None]  # whole on all tensor-parallel ranks
         broadcast_alike([unit.full[slot.start : slot.stop] for slot in alike], self._context.ranks)
         start, stop = unit.own_range
         now, before = unit.full[start:stop], before[start:stop]
@@ -120,24 +120,24 @@ class GatheredBlocks:
 
 
 def _changed(unit: Unit, before: Tensor) -> list[int]:
-    """Find the slots whose values in the full buffer are others than before, bit for bit."""
+    """List the slots whose bits in the gathered buffer have changed."""
     pairs = [(unit.full[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots]
     return [index for index, (new, old) in enumerate(pairs) if not torch.equal(as_bytes(new), as_bytes(old))]
 
 
 def _restore(unit: Unit, values: Tensor) -> None:
-    """Undo what was written into the parameters: into their home, too, if they rested where compute reads them."""
+    """Restore the values of before, in the gathered buffer and in the storage that a block may have written."""
     unit.full.copy_(values)
     _write_replica(unit)
     start, stop = unit.own_range
     for first, last, weights in unit.visit(0, stop - start, modify=True):
         weights.param.copy_(values[start + first : start + last])
-        if weights.shadow is not None:  # a move inside has made it of what was written
+        if weights.shadow is not None:  # a move in the block may have copied written values
             weights.shadow.copy_(values[start + first : start + last])
 
 
 def _write_replica(unit: Unit) -> None:
-    """Write the full buffer into the home of all parameters, where the unit has one apart from it."""
+    """Copy the gathered buffer into the replica of a unit that has one apart from it."""
     if unit.replica is not None and not unit.resident:
         for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
             values.copy_(unit.full[first:last])

@@ -1,12 +1,12 @@
-"""Loading: the tiles of a checkpoint find their way by parameter name and element, whatever the layout is now.
+"""Loading: elements are found by parameter name and index, so the layout may be another than at the save.
 
-1. The first rank says which checkpoints the path stands for; every rank goes by their tokens.
-2. Of the newest, read the marker and the tables; everything that can be wrong is found here, and nothing has changed.
-   Where the state in memory is worth it, read and verify every tile, too. One that is damaged gives way to the next.
-3. For each tile that holds anything of this rank's: read it, verify it, and write what it has into the homes.
-4. Step counts, options, buffers, loss scale, random states.
+1. The first rank lists the checkpoints that the path stands for. Every rank follows it, by their tokens.
+2. Read the marker and the tables of the newest one, and check everything but the tiles. Nothing has changed so far. If
+   the state in memory has been trained, read and verify every tile, too. A damaged checkpoint is passed over.
+3. Read, verify and write each tile that holds elements of this rank's shards.
+4. Restore step counts, options, buffers, loss scale, random states.
 
-What fails in the last two steps leaves the state in parts (`engine/state/access.py`). Training is refused then, until a
+A failure in the last two steps leaves failed state (`engine/state/access.py`). Training is refused then, until a
 checkpoint has been loaded.
 """
 
@@ -17,10 +17,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from penstock.checkpoint.beside import persistent_buffers, write_buffer
-from penstock.checkpoint.format import Manifest, SavedParameter, named
+from penstock.checkpoint.format import Manifest, named
 from penstock.checkpoint.reader import Checkpoint, stands_for
 from penstock.checkpoint.tiles import TileReader, digest, read_together
 from penstock.engine.forward_backward.gather import Gatherer
@@ -43,7 +41,7 @@ logger = logging.getLogger("penstock")
 
 
 class _DamagedError(Exception):
-    """A rank has found the checkpoint damaged. It is raised on every rank, each of which tries the one before."""
+    """Raised on every rank if one has found the checkpoint damaged. All of them try the one before."""
 
     def __init__(self, flaw: CheckpointError) -> None:
         super().__init__(str(flaw))
@@ -51,13 +49,13 @@ class _DamagedError(Exception):
 
 
 class StateLoader:
-    """Puts checkpoints into one engine.
+    """Load checkpoints into one engine.
 
     Arguments:
-        access: sets step counts, and waits for what is under way.
-        gatherer: hears that parameters have other values.
-        reducer: drops the gradients of before.
-        updater: says which options of a param group the rule has.
+        access: sets step counts, and waits for pending updates.
+        gatherer: is told that parameters have other values.
+        reducer: drops the gradients of the state before.
+        updater: checks the options of param groups.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class StateLoader:
         """Load a checkpoint, and return its `extra`. Collective.
 
         Arguments:
-            path: a checkpoint, or what stands for the newest one.
-            verify: whether to read everything before the first write; `None`: where the state in memory is worth it.
+            path: a checkpoint, a folder of some, or `latest` in it.
+            verify: read everything before the first write. `None`: if the state in memory has been trained.
 
         Raises:
             CheckpointError: there is none, it is damaged or does not fit.
@@ -83,10 +81,10 @@ class StateLoader:
         with control_group.together("load()"):
             check_loadable(self._context.units)
             if not state_has_failed(self._context.units):
-                self._access.finish()  # an update that is under way would write over what is loaded
+                self._access.finish()  # a pending update would write over loaded values (ordering rule 3)
             parent, found = stands_for(path) if control_group.is_first else (path, [])
-        # Each rank for itself could see another newest one: a save is over at another time for each of them, and file
-        # systems show new files late.
+        # Ranks could see different newest ones: a save ends at another time on each, and file systems show new files
+        # late.
         beside, found = control_group.share([parent != path, found])
         verify = self._was_trained() if verify is None else verify
         for number, (name, token) in enumerate(found, 1):
@@ -101,11 +99,11 @@ class StateLoader:
         raise AssertionError("there is at least one checkpoint")
 
     def _was_trained(self) -> bool:
-        """Return True if the state in memory is worth more than one read of a checkpoint."""
+        """Return True if the state in memory is whole and has been trained."""
         return not state_has_failed(self._context.units) and any(map(self._access.has_state, self._access.steps()))
 
     def _load(self, folder: Path, token: str, *, verify: bool) -> dict[str, Any]:
-        """Load a checkpoint that has this token on the first rank. No rank writes before all have found it good."""
+        """Load the checkpoint that has this token on the first rank. No rank writes before all have checked it."""
         with self._finding_damage(), named("Reading", folder):
             checkpoint = Checkpoint.read(folder)
             if checkpoint.manifest.token != token:
@@ -149,7 +147,7 @@ class StateLoader:
             raise _DamagedError(error if isinstance(error, CheckpointError) else CheckpointError(str(error))) from error
 
     def _check_left_out(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint that has not the values of a unit which are in parts: those that it leaves out stay."""
+        """Refuse a checkpoint that leaves out the values of a unit whose state has failed."""
         saved = checkpoint.manifest.parameters
         kept = [u for u in self._context.units if any(n in saved and saved[n].left_out for n in u.spec.names)]
         if state_has_failed(kept):
@@ -160,7 +158,7 @@ class StateLoader:
             )
 
     def _find_readers(self, taken: LoadPlan, closing: contextlib.ExitStack) -> LocalRanks | None:
-        """Find the ranks of this host that read the same tiles: copies of the same shard. Collective."""
+        """Find the ranks of this host that read the same tiles, as they have copies of one shard. Collective."""
         if self._context.ranks.replicas == 1:
             return None
         device = self._context.streams.device
@@ -178,7 +176,7 @@ class StateLoader:
         return len(checkpoint.manifest.ranks) == self._context.ranks.world_size
 
     def _warn_of_buffers(self, taken: LoadPlan) -> None:
-        """Say which buffers get another shape, and where those of single ranks cannot go back to them."""
+        """Warn about buffers that get another shape, and buffers of single ranks that cannot return to them."""
         checkpoint = taken.checkpoint
         ranks = checkpoint.manifest.ranks
         apart = sum(files.tensors is not None for files in ranks)
@@ -186,34 +184,25 @@ class StateLoader:
             shape = tuple(taken.buffers[name].shape)
             if shape != buffer.shape:
                 logger.warning(
-                    "%s has the buffer '%s' in shape %s, not %s: it takes that shape. If that is not meant, build the "
-                    "model as it was when it was saved.",
-                    checkpoint.folder,
-                    name,
-                    shape,
-                    tuple(buffer.shape),
+                    f"{checkpoint.folder} has the buffer '{name}' in shape {shape}, not {tuple(buffer.shape)}: it "
+                    "takes that shape. If that is not meant, build the model as it was when it was saved."
                 )
         if apart and not self._is_of_as_many_ranks(checkpoint):
             logger.warning(
-                "%s was saved by %d ranks, %d of which had buffers of their own (such as statistics of batches). All "
-                "%d ranks take those of the first one.",
-                checkpoint.folder,
-                len(ranks),
-                apart,
-                self._context.ranks.world_size,
+                f"{checkpoint.folder} was saved by {len(ranks)} ranks, {apart} of which had buffers of their own (such "
+                f"as statistics of batches). All {self._context.ranks.world_size} ranks take those of the first one."
             )
 
     def _warn_of_averages(self, checkpoint: Checkpoint) -> None:
-        """Say which averages of the parameters are here and not there, or there and not here."""
+        """Warn about averages of the parameters that only the engine has, or only the checkpoint."""
         here = {kind for unit in self._context.units if unit.trained is not None for kind in unit.trained.averages}
         there = checkpoint.averages
         for kind in sorted(here - there):
-            logger.warning("%s has no average '%s': it begins with the parameters.", checkpoint.folder, kind)
+            logger.warning(f"{checkpoint.folder} has no average '{kind}': it begins with the parameters.")
         for kind in sorted(there - here):
             logger.warning(
-                "%s has an average '%s', which is not loaded: nobody has it here. Make the penstock.EMA before load().",
-                checkpoint.folder,
-                kind,
+                f"{checkpoint.folder} has an average '{kind}', which is not loaded: nobody has it here. Make the "
+                "penstock.EMA before load()."
             )
 
     # Changes
@@ -222,7 +211,7 @@ class StateLoader:
         """Write everything.
 
         Raises:
-            _DamagedError: the checkpoint is damaged after all. The state has failed then.
+            _DamagedError: a tile is damaged. The state has failed then.
             Exception: something else failed. The state has failed then, too.
         """
         interrupt: BaseException | None = None
@@ -232,10 +221,10 @@ class StateLoader:
                     self._read_tiles(taken, readers)
                 except Exception:
                     raise
-                except BaseException as error:  # the other ranks are to hear of it
+                except BaseException as error:  # an interrupt, which the other ranks are told of
                     interrupt = error
                     raise EngineError(f"Loading was interrupted ({type(error).__name__}).") from error
-            # After all ranks have read: one whose tiles failed would train on beside ranks that have theirs.
+            # After all ranks have read theirs: otherwise some would train on with the state of before.
             self._count_as_written(taken.checkpoint.manifest)
             self._replace(taken)
         except BaseException as error:
@@ -248,7 +237,7 @@ class StateLoader:
             raise torn from error
 
     def _tear(self, error: BaseException, checkpoint: Checkpoint) -> BaseException:
-        """Have whoever needs a unit get an error: writing has failed in the middle. Returns that error."""
+        """Mark the state as failed, because writing has stopped in the middle. Return the error of its later uses."""
         if not isinstance(error, CheckpointError):
             torn = CheckpointError(
                 f"The state is in parts: loading {checkpoint.folder} failed in the middle. Load a checkpoint, or close "
@@ -257,7 +246,7 @@ class StateLoader:
             )
             torn.__cause__ = error
             error = torn
-        # What the checkpoint leaves out nothing has written: another one that leaves it out too can still be loaded.
+        # Units that the checkpoint leaves out were not written: one that leaves them out too can still be loaded.
         saved = checkpoint.manifest.parameters
         tear((u for u in self._context.units if not all(saved[name].left_out for name in u.spec.names)), error)
         return error
@@ -273,7 +262,7 @@ class StateLoader:
                         write_averages(tile, run)
 
     def _replace(self, taken: LoadPlan) -> None:
-        """Replace what is no tile: options, buffers, loss scale, random states."""
+        """Replace the state that is in no tile: options, buffers, loss scale, random states."""
         for group, options in zip(self._context.param_groups, taken.groups, strict=True):
             parameters = group["params"]
             group.clear()
@@ -287,24 +276,19 @@ class StateLoader:
             set_generator()
 
     def _count_as_written(self, manifest: Manifest) -> None:
-        """Let what is in the homes count: the rest of the engine takes note of it."""
+        """Tell the rest of the engine that all storages have new values."""
         for unit in self._context.units:
             averages = unit.trained.averages.values() if unit.trained is not None else ()
             for home in (*unit.updated_homes, *averages):
-                home.note_write(DONE)  # in place of the error of a torn state, which everybody would meet
-            unit.count_writes()  # a graph from before reads other weights: its backward is refused
-            # Each rank has written its own part of a replica: those of the others are old until they are gathered.
+                home.note_write(DONE)  # in place of the error of failed state, which every use would raise
+            unit.count_writes()  # refuses the backward of a graph that has read other weights
+            # Each rank has written its own shard of a replica: the others are outdated until they are gathered.
             unit.outdate_parts()
             if unit.trained is not None:
                 for parameter in unit.parameters:
-                    self._restore_counts(parameter.tensor, manifest.parameters[parameter.name])
+                    self._access.restore_counts(parameter.tensor, manifest.parameters[parameter.name])
             self._gatherer.outdate(unit)
-            if unit.resident:  # on every rank in this order: it may be a collective
+            if unit.resident:  # on every rank in this order: it may be a collective (ordering rule 4)
                 self._gatherer.acquire(unit)
-        self._reducer.zero()  # gradients of other weights; waits for work that still writes them
+        self._reducer.zero()  # of the weights before; waits for work that still writes them
         self._context.gradient_scale.renew()
-
-    def _restore_counts(self, parameter: nn.Parameter, saved: SavedParameter) -> None:
-        self._access.restore_counts(
-            parameter, step=saved.step, scalars=saved.scalars, has_state=saved.has_state and saved.step == 0
-        )

@@ -1,9 +1,10 @@
-"""Saving: what a checkpoint is made of, and the thread that writes it while training goes on.
+"""Saving: the content of a checkpoint, and the thread that writes it while training goes on.
 
-1. Ranks agree on the request. The first one makes the folder.
-2. The table of tiles is drawn up, and everything small is copied: step counts, options, buffers, random states.
-3. Tiles are written, unit by unit, in forward order; an update of a unit waits until its tiles have been copied.
-4. Every rank has its files on the disk: the first one puts the marker in its place.
+1. Draw up the table of tiles, and copy everything small: step counts, options, buffers, random states. The first rank
+   makes the folder.
+2. Ranks agree, and take the first one's token.
+3. Write tiles, unit by unit, in forward order. An update of a unit waits until its tiles have been copied.
+4. Once every rank has its files on the disk, the first one writes the marker.
 
 Steps 3 and 4 run on a thread of their own unless the caller waits for them.
 """
@@ -15,7 +16,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from penstock.checkpoint import folder as folders
@@ -35,14 +35,14 @@ from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.streams import HostEvent, HostWorker, Work, all_of
 from penstock.tiers.storage import Storage
 
-#: What becomes of a save while another one is running.
+#: What a save does while another one is running.
 IfBusy = Literal["wait", "raise"]
 
 
 class _RunningSave(HostEvent):
-    """A save beside training, and its completion.
+    """The completion of a save that runs on a thread beside training.
 
-    However the save ends, and also if it never begins, training no longer waits for its copies afterwards.
+    However the save ends, also if it never begins, updates no longer wait for its copies afterwards.
     """
 
     def __init__(self, save: Save, worker: HostWorker) -> None:
@@ -65,11 +65,11 @@ class _RunningSave(HostEvent):
 
 
 class StateSaver:
-    """Saves one engine's state. One save at a time.
+    """Save one engine's state. One save runs at a time.
 
     Arguments:
-        access: knows step counts and which parameters have state.
-        control_group: one of saves alone: they go on beside what the user's thread does.
+        access: has the step counts, and the set of parameters with state.
+        control_group: one for saves alone, as they run beside the user's thread.
     """
 
     def __init__(self, context: EngineContext, access: StateAccess, control_group: ControlGroup) -> None:
@@ -88,11 +88,11 @@ class StateSaver:
         if_busy: IfBusy,
         frozen: bool,
     ) -> None:
-        """Save a checkpoint; return once it is written, or once everything small is copied. Collective.
+        """Save a checkpoint. Return once it is written, or once everything small is copied. Collective.
 
         Raises:
-            ConfigError: the request cannot be met; nothing was written.
-            CheckpointError: something could not be written. What was there before is whole.
+            ConfigError: the request cannot be met. Nothing was written.
+            CheckpointError: a file could not be written. Checkpoints that were whole still are.
             EngineError: another save is running, and `if_busy="raise"`.
         """
         _check_request(path, keep, if_busy)
@@ -100,33 +100,33 @@ class StateSaver:
             raise ConfigError("save(frozen=False): nothing of this model is trained, so nothing would be saved.")
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
-        self.finish()  # two saves at once would answer each other on the control group
+        self.finish()  # messages of two saves would meet on the control group (ordering rule 4)
         folder, worker = Path(path), None
         with contextlib.ExitStack() as undo:
-            # A rank that went on alone would wait for the others for ever.
+            # A rank that failed here alone would leave the others waiting for it.
             with self._control_group.together("save()"), named("Writing", folder):
                 save = self._take(folder, extra or {}, keep, undo, frozen=frozen)
                 if not blocking:
-                    # A thread of its own: one that also served a stream would hold training up behind a disk. Started
-                    # before ranks agree: the others would write, and wait for one that has no thread.
+                    # A thread of its own: work of a stream would wait behind the disk. Started before ranks agree:
+                    # otherwise the others would write, and wait for one that has no thread.
                     alone = self._context.streams.computes_on_host
                     worker = HostWorker("save", promised=f"Saving {folder}", alone=alone)
                     undo.callback(worker.close)
             save = self._agree(save)
             if worker is None:
-                save.run()  # nothing is noted in the homes: the caller writes none of them before it returns
+                save.run()  # no read is noted: the caller writes no storage before it returns
             else:
                 self._run_beside_training(save, worker, undo)
 
     def _take(
         self, folder: Path, extra: Mapping[str, Any], keep: int | None, undo: contextlib.ExitStack, *, frozen: bool
     ) -> Save:
-        """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
-        # Copies: the user's thread goes on to change what they are of while tiles are written.
+        """Copy everything small, draw up the table of tiles, and make the folder on the first rank."""
+        # Copies: training changes the originals while tiles are written.
         random = read_random(self._context.streams.device)
         buffers, tensors = to_tensors(persistent_buffers(self._context.model))
         sources = self._sources(frozen=frozen)
-        # Here, before training goes on: to pin memory may have the device finish its work first.
+        # On the user's thread: pinning memory may wait for the device (ordering rule 5).
         ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._context.streams.device)))
         manifest: Manifest | None = None
         made: Sequence[Path] = ()
@@ -149,83 +149,81 @@ class StateSaver:
         )
 
     def _agree(self, save: Save) -> Save:
-        """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
+        """Take the token and the fingerprints of buffers from the first rank. Collective."""
         prints = {}
         if save.manifest is not None and self._control_group.size > 1:
             prints = {key: fingerprint(save.tensors[key]) for key in save.manifest.buffers.values()}
-        # One token on every rank: names of this save's files begin with it, beside files that the folder has already.
+        # The names of a save's files begin with its token, so they never meet files that the folder has already.
         token, made, prints = self._control_group.share((save.token, [*map(str, save.made)], prints))
         check_seen(save.folder, self._control_group)
         tensors = other_than(save.tensors, prints) if save.manifest is None else save.tensors
         return replace(save, token=token, made=[*map(Path, made)], tensors=tensors)
 
     def _run_beside_training(self, save: Save, worker: HostWorker, undo: contextlib.ExitStack) -> None:
-        """Write on a thread of its own, and have what comes next wait for what has to be copied first."""
+        """Write on a thread of its own. Later writes of a storage wait until it has been copied."""
         job = _RunningSave(save, worker)
         try:
-            # Inside: noted and then interrupted, it would be waited for without a thread that ever ends it.
+            # Inside: after an interrupt here, updates would wait for a save that no thread ever ends.
             self._job = job
             for source in save.sources:
                 for home in source.homes:
-                    # Else an update would write what is still being copied, and the tile would be of two steps.
+                    # A write follows all reads: else a tile would have values of two steps (ordering rule 3).
                     home.note_read(source.copied)  # site save.read
             worker.submit(save.run, job)
-            undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
+            undo.pop_all()  # the save owns the folder and the ring from here on
         except BaseException:
             self._job = None
-            worker.close()  # an interrupt may come when the save is queued: it is finished then
+            worker.close()  # finishes a save that was queued before the interrupt
             job.settle()
             raise
 
     def _runs_anywhere(self) -> bool:
-        """Whether a save is under way on any rank. Not over the control group, which that one uses on its thread."""
+        """Return True if a save is under way on any rank. Collective, over the control group of the user's thread."""
         running = self._job is not None and not self._job.done()
-        found = torch.tensor(int(running), dtype=torch.int64, device=self._context.streams.device)
-        self._context.ranks.all_reduce_max(found)
-        return bool(found)
+        return any(self._context.ranks.control_group.collect(running))
 
     def wait_copied(self) -> None:
-        """Wait on the host until nothing reads the homes any more."""
+        """Wait on the host until the save reads no storage any more."""
         if self._job is not None:
             for source in self._job.save.sources:
                 # site save.copied
-                source.copied.synchronize()  # else some values would be from before a change, and some from after it
+                source.copied.synchronize()  # a write follows all reads (ordering rule 3)
 
     def finish(self) -> None:
-        """Wait until the save that is under way is over; raise its error. Collective where there is one."""
+        """Wait for the save that is under way, and raise its error. Collective if there is one."""
         job = self._job
         if job is None:
             return
         try:
             # site save.over
-            job.synchronize()  # before the ring goes: a tile may still be on its way through it to the disk
+            job.synchronize()  # the ring lives until the last write from it is over (ordering rule 1)
         finally:
             job.worker.close()
             job.save.ring.close()
-            self._job = None  # last: after an interrupt the next call goes on, and no two saves are under way
+            self._job = None  # last: after an interrupt the next call waits again
 
     def close(self) -> None:
-        """Finish what is under way and end the thread.
+        """Finish the save that is under way, and close the control group.
 
         Raises:
             CheckpointError: of the save that was under way.
         """
         try:
-            self.finish()  # the save speaks on the control group until then
+            self.finish()  # the save uses the control group until then
         finally:
             self._control_group.close()
 
     # What is saved
 
     def _sources(self, *, frozen: bool) -> list[UnitSource]:
-        """Draw up the tiles of this rank. Copies of a shard are divided among the ranks that have them.
+        """List the tiles that this rank saves. Ranks that have copies of a shard divide its tiles.
 
         Arguments:
-            frozen: whether those of units that nothing trains are among them.
+            frozen: include units that are frozen.
         """
         sources: list[UnitSource] = []
         offset = 0
-        begun = self._context.streams.now()  # here, where compute is: it writes homes on the device too
+        begun = self._context.streams.now()  # compute writes storage on the device, too
         for unit in self._context.units:
             if unit.trained is None and not frozen:
                 continue
@@ -236,7 +234,7 @@ class StateSaver:
             if not table.checksums or not table.slots:
                 continue
             offset += table.nbytes
-            # Else a tile would be saved before the update of this step has written it, or in the middle of that.
+            # A read follows the last write: the update of this step (ordering rule 3).
             ready = all_of([begun, *(home.written for home in homes.values())])  # site save.compute, save.written
             sources.append(UnitSource(table, tuple(homes.values()), ready, HostEvent()))
         return sources
@@ -250,14 +248,14 @@ class StateSaver:
         *,
         frozen: bool,
     ) -> Manifest:
-        """Describe everything but the files, as it is now.
+        """Describe everything but the files.
 
         Arguments:
             folder: the checkpoint's own.
             buffers: the keys of buffers among the tensors, by name.
             tensors: takes the tensors that `extra` and options hold.
-            extra: what the user adds.
-            frozen: whether parameters that nothing trains are saved.
+            extra: the values that the user adds.
+            frozen: True if frozen parameters are saved.
         """
         loss = self._context.gradient_scale.loss
         return Manifest.new(
@@ -304,7 +302,7 @@ class StateSaver:
 
 
 def _check_request(path: str | PathLike[str], keep: int | None, if_busy: str) -> None:
-    """Refuse what cannot be, before any rank does anything."""
+    """Refuse arguments that are invalid, before any rank has done anything."""
     if keep is not None and keep < 1:
         raise ConfigError(f"save(keep={keep!r}): use a whole number of checkpoints, 1 or more, or None for all.")
     if if_busy not in ("wait", "raise"):
@@ -314,7 +312,7 @@ def _check_request(path: str | PathLike[str], keep: int | None, if_busy: str) ->
 
 
 def _homes(unit: Unit) -> dict[str, Storage]:
-    """Choose the homes that a checkpoint keeps of a unit."""
+    """Choose the storages of a unit that a checkpoint keeps."""
     homes = {PARAM: unit.params}
     if unit.trained is None:
         return homes
