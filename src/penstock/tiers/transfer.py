@@ -272,10 +272,8 @@ class Transfers:
                 nbytes=here.record_bytes(number),
                 label=label.of_tile(number),
             )
-            values = here.views_of(number, buffer)
-            slot.free = all_of(
-                self._copy_all(route, _at(there, first, last), values, loaded, label)
-            )  # site load.arrived
+            values, target = here.views_of(number, buffer), _at(there, first, last)
+            slot.free = all_of(self._copy_all(route, target, values, loaded, label))  # site load.arrived
             copied.append(slot.free)
         return copied
 
