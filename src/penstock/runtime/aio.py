@@ -146,7 +146,7 @@ class File:
     ) -> None:
         if size <= 0 or size % PAGE_BYTES:
             raise ValueError(f"a file of {size:,} bytes is not whole pages of {PAGE_BYTES}; round it up")
-        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode, named=named), writable=True)
+        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode, named=named))
 
     @classmethod
     def existing(cls, queue: Queue, path: str | PathLike[str], *, direct: bool = True) -> File:
@@ -162,19 +162,15 @@ class File:
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         file = cls.__new__(cls)
-        file._adopt(queue, os.fspath(path), os.fstat(descriptor).st_size, descriptor, writable=False, direct=direct)
+        file._adopt(queue, os.fspath(path), os.fstat(descriptor).st_size, descriptor, direct=direct)
         return file
 
-    def _adopt(
-        self, queue: Queue, path: str, size: int, descriptor: int, *, writable: bool, direct: bool = True
-    ) -> None:
+    def _adopt(self, queue: Queue, path: str, size: int, descriptor: int, *, direct: bool = True) -> None:
         """Initialize the object for an open file, and own the descriptor."""
         self.path = path
         self.size = size
         self._queue = queue
-        self._writable = writable
         self._descriptor = descriptor
-        self._plain: int | None = None
         self._native: _native.File | None = _native.File(descriptor)
         self.direct = direct and _set_direct(descriptor)
         if direct and not self.direct and not queue._said_buffered:
@@ -234,25 +230,24 @@ class File:
         Raises:
             OSError: the copy has failed, as on a full disk.
         """
+        assert self._native is not None
+        assert source._native is not None
         try:
-            while nbytes:
-                descriptors = source._plain_descriptor(), self._plain_descriptor()
-                moved = os.copy_file_range(*descriptors, nbytes, source_offset, offset)
-                if moved == 0:
-                    return False
-                source_offset, offset, nbytes = source_offset + moved, offset + moved, nbytes - moved
+            # Opened again without direct I/O, which would refuse the copy. By descriptor: the files may have no names.
+            with (
+                open(f"/proc/self/fd/{source._descriptor}", "rb", buffering=0) as read,
+                open(f"/proc/self/fd/{self._descriptor}", "r+b", buffering=0) as written,
+            ):
+                while nbytes:
+                    moved = os.copy_file_range(read.fileno(), written.fileno(), nbytes, source_offset, offset)
+                    if moved == 0:
+                        return False
+                    source_offset, offset, nbytes = source_offset + moved, offset + moved, nbytes - moved
         except OSError as error:
             if error.errno in _NO_COPY:
                 return False
             raise
         return True
-
-    def _plain_descriptor(self) -> int:
-        """Return a descriptor of the file without direct I/O, which would refuse a copy inside the kernel."""
-        if self._plain is None:
-            flags = (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC
-            self._plain = os.open(f"/proc/self/fd/{self._descriptor}", flags)  # the file may have no name
-        return self._plain
 
     def is_on_disk_of(self, path: str | PathLike[str]) -> bool:
         """Return True if the file is on the same file system as `path`."""
@@ -289,9 +284,6 @@ class File:
             self._queue._wait_for([transfer for transfer in list(self._queue._pending) if transfer.file is self])
         finally:
             self._native = None
-            if self._plain is not None:
-                os.close(self._plain)
-                self._plain = None
 
     def __enter__(self) -> File:
         return self

@@ -11,7 +11,7 @@ from penstock.errors import MemoryBudgetError
 from penstock.runtime import host_memory
 from penstock.runtime.host_memory import Arena, ask_for_huge_pages
 from penstock.runtime.streams import FETCH, READ
-from penstock.tiers.storage import PASSING, MemorySegment, Ring, RingPlan, Segment, SegmentPlan
+from penstock.tiers.storage import PASSING, MemorySegment, Ring, RingPlan, SegmentPlan
 from penstock.tiers.tier import Slab, TierMemory
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class HostTier(TierMemory):
         self._arena = arena
         self._budget = pinned_bytes
         self._tile_bytes = tile_bytes
-        self._bounce: tuple[Segment, Slab, Mapping[str, Ring]] | None = None
+        self._bounce: Mapping[str, Ring] | None = None
         self._warned = False
         self.pinned_bytes = 0
 
@@ -111,7 +111,7 @@ class HostTier(TierMemory):
         with contextlib.ExitStack() as undo:
             if pin and not self._fits(sum(sizes[home] for home in copied)):
                 self.bounce()  # before the rest takes the budget
-            for home in sorted(sizes, key=_rank):
+            for home in sorted(sizes, key=lambda home: (*PINNED_FIRST, home).index(home)):
                 wanted_pinned = home == STAGING or (pin and home in copied)  # others pass the rings
                 pinned = wanted_pinned and self._fits(sizes[home])
                 arena = self._arena(sizes[home], self._device, pin=pinned, ring=home == STAGING)
@@ -138,13 +138,8 @@ class HostTier(TierMemory):
             rings = {reader: Ring() for reader in BOUNCE_READERS}
             for number, ring in enumerate(rings.values()):
                 ring.fill(slots[number * BOUNCE_SLOTS :][:BOUNCE_SLOTS])
-            self._bounce = section, slab, rings
-        return self._bounce[2]
-
-    @property
-    def own(self) -> Sequence[tuple[Segment, Slab]]:
-        """The bounce buffers."""
-        return [] if self._bounce is None else [self._bounce[:2]]
+            self.own, self._bounce = [(section, slab)], rings
+        return self._bounce
 
     def pinnable(self, nbytes: int) -> int:
         """Return how many of some bytes the budget allows. If not all, the bounce buffers are pinned first."""
@@ -157,9 +152,8 @@ class HostTier(TierMemory):
 
     def close(self) -> None:
         """Free the bounce buffers."""
-        if self._bounce is not None:
-            section, slab, _ = self._bounce
-            self._bounce = None
+        own, self.own, self._bounce = self.own, (), None
+        for section, slab in own:
             section.drop()
             slab.close()
 
@@ -180,8 +174,7 @@ class HostTier(TierMemory):
         if self._warned:
             return
         self._warned = True
-        assert self._bounce is not None
-        _, ring, _ = self._bounce
+        ((_, ring),) = self.own
         homes = ", ".join(f"{home} {nbytes:,}" for home, nbytes in pageable.items())
         over_budget = any(not self._fits(nbytes) for nbytes in pageable.values())
         advice = (
@@ -229,7 +222,3 @@ class _HostSlab(Slab):
     def close(self) -> None:
         self._tier.pinned_bytes -= self._arena.capacity if self.pinned else 0
         self._arena.close()
-
-
-def _rank(home: str) -> int:
-    return PINNED_FIRST.index(home) if home in PINNED_FIRST else len(PINNED_FIRST)

@@ -67,9 +67,15 @@ class Slab(ABC):
 
 
 class TierMemory(ABC):
-    """One tier."""
+    """One tier.
+
+    Attributes:
+        name: which tier it is.
+        own: buffers of the tier's own, which the table lists too.
+    """
 
     name: Tier
+    own: Sequence[tuple[Segment, Slab]] = ()
 
     @abstractmethod
     def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
@@ -83,11 +89,6 @@ class TierMemory(ABC):
             MemoryBudgetError: there is not enough memory.
             NvmeError: there is not enough space, or no folder for it.
         """
-
-    @property
-    def own(self) -> Sequence[tuple[Segment, Slab]]:
-        """Buffers of the tier's own, which the table lists too."""
-        return ()
 
     def pinnable(self, nbytes: int) -> int:
         """Return how many of some bytes can still be pinned, as far as the tier knows."""
@@ -173,34 +174,33 @@ class Store:
         Raises:
             MemoryBudgetError, NvmeError: there is not enough. Nothing is allocated.
         """
-        wanted: dict[Tier, dict[str, list[SegmentPlan]]] = {}
+        wanted: dict[Place, list[SegmentPlan]] = {}
         for plan in plans:
             if plan.cells:
-                wanted.setdefault(plan.tier, {}).setdefault(_slab_name(plan, apart), []).append(plan)
+                wanted.setdefault((plan.tier, _slab_name(plan, apart)), []).append(plan)
         try:
             slabs = self._take(wanted, pin)
         except (MemoryBudgetError, NvmeError):
             if not self.give_back_kept():
                 raise
             slabs = self._take(wanted, pin)  # there may be enough without the kept slabs
-        for (tier, name), slab in slabs.items():
-            slab.plans, slab.pin = tuple(wanted[tier][name]), pin
-            slab.keep = keep and (slab.plans[0] in apart or name == STAGING)
+        for place, slab in slabs.items():
+            slab.plans, slab.pin = tuple(wanted[place]), pin
+            slab.keep = keep and (slab.plans[0] in apart or slab.plans[0].home == STAGING)
         self._left |= {slab: len(slab.plans) for slab in slabs.values()}
         return Reservation(self, slabs, apart)
 
-    def _take(self, wanted: Mapping[Tier, Mapping[str, Sequence[SegmentPlan]]], pin: bool) -> dict[Place, Slab]:
+    def _take(self, wanted: Mapping[Place, Sequence[SegmentPlan]], pin: bool) -> dict[Place, Slab]:
         """Return slabs: kept ones of the same segments, and new ones."""
         slabs: dict[Place, Slab] = {}
         try:
             with self._lock:
-                for tier, names in wanted.items():
-                    for name, plans in names.items():
-                        kept = self._kept.get((tier, plans[0].home))
-                        if kept is not None and (kept.plans, kept.pin) == (tuple(plans), pin):
-                            slabs[tier, name] = self._kept.pop((tier, plans[0].home))
-            for tier in sorted(wanted, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
-                rest = {name: plans for name, plans in wanted[tier].items() if (tier, name) not in slabs}
+                for place, plans in wanted.items():
+                    kept = self._kept.get((place[0], plans[0].home))
+                    if kept is not None and (kept.plans, kept.pin) == (tuple(plans), pin):
+                        slabs[place] = self._kept.pop((place[0], plans[0].home))
+            for tier in sorted(self.tiers, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
+                rest = {name: plans for (of, name), plans in wanted.items() if of is tier and (of, name) not in slabs}
                 taken = self.tiers[tier].reserve(rest, pin=pin) if rest else {}
                 slabs |= {(tier, name): slab for name, slab in taken.items()}
         except BaseException:

@@ -433,8 +433,7 @@ class TileStreamer:
                 assert count == 1, "a record is one tile"
                 self._bring_record(tile, name, section, local, back=name in written, sums=sums)
             else:
-                extent = section.tile_range(local, count)
-                self._bring_memory(tile, name, section, extent, back=name in written)
+                self._bring_memory(tile, name, section, section.tile_range(local, count), back=name in written)
         return tile
 
     def _reaches(self, section: Segment) -> bool:
@@ -528,9 +527,6 @@ def _at(section: Segment, start: int, stop: int) -> Views:
 
 def _views_like(sources: Views, buffer: Tensor) -> Views:
     """Return views of a buffer of bytes with the shapes and dtypes of `sources`, one after the other."""
-    views, offset = [], 0
-    for source in sources:
-        nbytes = source.numel() * source.element_size()
-        views.append(buffer[offset : offset + nbytes].view(source.dtype))
-        offset += nbytes
-    return tuple(views)
+    sizes = [source.nbytes for source in sources]
+    parts = buffer[: sum(sizes)].split(sizes)
+    return tuple(part.view(source.dtype) for part, source in zip(parts, sources, strict=True))
