@@ -528,5 +528,5 @@ def _at(section: Segment, start: int, stop: int) -> Views:
 def _views_like(sources: Views, buffer: Tensor) -> Views:
     """Return views of a buffer of bytes with the shapes and dtypes of `sources`, one after the other."""
     sizes = [source.nbytes for source in sources]
-    parts = buffer[: sum(sizes)].split(sizes)
+    parts = buffer[: sum(sizes)].split_with_sizes(sizes)
     return tuple(part.view(source.dtype) for part, source in zip(parts, sources, strict=True))
