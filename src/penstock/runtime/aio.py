@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Iterable
 from os import PathLike
+from pathlib import Path
 
 from torch import Tensor
 
@@ -49,6 +50,7 @@ ADVICE = {
 # /proc is not mounted.
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM, errno.ENOENT)
 
+ELSEWHERE = "choose another folder with Placement(nvme_path=...)"
 DISK_FAILED = "The disk or its driver failed: see the kernel's log (dmesg), and give an nvme_path on another disk."
 CHANGED = "Another program wrote to the file, or the disk does not keep what it is given: give another nvme_path."
 FILE_ENDED = "Another program truncated the file: nothing else may write to nvme_path."
@@ -464,3 +466,45 @@ def _set_direct(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def existing_folder(parent: str | PathLike[str]) -> Path:
+    """Return the path of a folder without symlinks.
+
+    Raises:
+        NvmeError: there is no such folder.
+    """
+    try:
+        folder = Path(os.path.realpath(parent, strict=True))
+    except OSError as error:
+        text = f"The nvme path {os.fspath(parent)!r} cannot be found ({error.strerror}). Create it, or {ELSEWHERE}."
+        raise NvmeError(text, file=os.fspath(parent), errno=error.errno) from error
+    if not folder.is_dir():
+        text = f"The nvme path {str(folder)!r} is no folder. Remove that file and create a folder, or {ELSEWHERE}."
+        raise NvmeError(text, file=str(folder), errno=errno.ENOTDIR)
+    return folder
+
+
+def free_disk_bytes(folder: str | PathLike[str]) -> int:
+    """Return the bytes that this user can still write on a folder's file system.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be looked at.
+    """
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Check that a file system has room for files of some bytes together.
+
+    Raises:
+        NvmeError: it has too little free space (`errno.ENOSPC`).
+    """
+    free_bytes = free_disk_bytes(folder)
+    if nbytes > free_bytes:
+        text = (
+            f"The nvme tier needs {nbytes:,} bytes, and {str(folder)!r} has {free_bytes:,} bytes free. Free "
+            f"{nbytes - free_bytes:,} bytes, keep less on the nvme tier, or {ELSEWHERE}."
+        )
+        raise NvmeError(text, file=str(folder), errno=errno.ENOSPC)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from penstock.config import Tier
 from penstock.errors import ConfigError
-from penstock.runtime.aio import File, Queue, Transfer
-from penstock.runtime.swap import check_space, existing_folder
+from penstock.runtime.aio import File, Queue, Transfer, check_space, existing_folder
 from penstock.tiers.storage import RecordPlace, Records, Segment, SegmentPlan, StoredRecord, SummedRecord, record_sizes
 from penstock.tiers.tier import Slab, TierMemory, close_all
 
