@@ -24,10 +24,10 @@ from penstock.errors import ConfigError
 from penstock.memory_budget import MemoryBudget, Need, Room, budget_of, disks, memories
 from penstock.planned import asks_for_plan, check_asked, planned, taken
 from penstock.runtime.accelerator import reach_for
+from penstock.runtime.aio import free_disk_bytes
 from penstock.runtime.hardware import device_for, visible_devices
 from penstock.runtime.host_memory import needs_pinning
 from penstock.runtime.modes import engine_entry
-from penstock.runtime.swap import free_disk_bytes
 from penstock.runtime.system import ranks_of_host
 from penstock.runtime.topology import Grid, grid_of, node_size, peers_of
 from penstock.tiers.tier import Location, LocationReport

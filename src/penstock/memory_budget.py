@@ -20,11 +20,11 @@ from penstock.engine.unit.dtensor import own_elements, own_shape
 from penstock.engine.unit.first_values import FirstValues, open_source
 from penstock.engine.unit.plan import UnitPlan
 from penstock.errors import MemoryBudgetError, NvmeError
+from penstock.runtime.aio import ELSEWHERE, existing_folder, free_disk_bytes
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.hardware import free_device_memory, shares_host_memory
 from penstock.runtime.host_memory import HostMemory, available_host_memory
-from penstock.runtime.swap import ELSEWHERE, existing_folder, free_disk_bytes
 from penstock.runtime.system import Host, ranks_of_host, this_host
 from penstock.runtime.topology import Grid
 from penstock.tiers.host import DeviceTier, HostTier

@@ -18,7 +18,6 @@ import penstock
 from penstock.runtime import collectives
 from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
-from penstock.tiers.storage import SummedRecord
 from tests.parity.rows import Movement
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated, thorough
 
@@ -78,6 +77,9 @@ class Late:
         time.sleep(max(0.0, self._until - time.monotonic()))
         self._transfer.wait()
 
+    def check(self, found: int) -> None:
+        self._transfer.check(found)
+
     def done(self) -> bool:
         return time.monotonic() >= self._until and bool(self._transfer.done())
 
@@ -89,18 +91,15 @@ class Late:
 @contextmanager
 def late_reads(seed: int) -> Iterator[None]:
     """Files are read at a pace of this rank's own."""
-    delays, read, read_for_update = random.Random(seed), FileRecords.load, SummedRecord.load
+    delays, read = random.Random(seed), FileRecords.load
 
-    def late(records: FileRecords, number: int, buffer: Tensor) -> Any:
-        return delayed(read(records, number, buffer))
-
-    def delayed(transfer: Any) -> Any:
+    def late(records: FileRecords, number: int, buffer: Tensor, **how: Any) -> Any:
+        transfer = read(records, number, buffer, **how)
         return None if transfer is None else Late(transfer, delays.uniform(0, MOST_SECONDS))
 
     with pytest.MonkeyPatch.context() as patch:
         shorten_rings(patch)
         patch.setattr(FileRecords, "load", late)
-        patch.setattr(SummedRecord, "load", lambda record: delayed(read_for_update(record)))
         yield
 
 

@@ -98,7 +98,7 @@ def test_a_full_disk_is_refused_before_anything_is_made(tmp_path: Path, monkeypa
         asked.append(path)
         return SimpleNamespace(f_bavail=0 if path.name == "b" else 10**6, f_frsize=4096)
 
-    monkeypatch.setattr("penstock.runtime.swap.os.statvfs", statvfs)
+    monkeypatch.setattr("penstock.runtime.aio.os.statvfs", statvfs)
     model = make_model()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(penstock.NvmeError, match="needs") as caught:

@@ -74,7 +74,7 @@ def test_a_flipped_byte_is_refused_by_the_update(
     written = section._transfers[number]
     assert written is not None
     file, begin, nbytes = section._places[number]
-    flip(Path(file.path), begin + offset)
+    flip(Path(f"/proc/self/fd/{file._descriptor}"), begin + offset)
     flipped, what = bytes_at(file, begin, nbytes), section.name(number)
     with pytest.raises(penstock.NvmeError) as by_the_threads:
         file.read(begin, page_aligned(nbytes), checksum=written.checksum, what=what).wait()

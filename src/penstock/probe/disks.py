@@ -19,9 +19,8 @@ import torch
 from penstock.config import Options
 from penstock.errors import ConfigError, one_line
 from penstock.probe.sampling import Deadline, Measurement, Turns, quartiles, seconds_of, take_turns
-from penstock.runtime.aio import File, Queue, Transfer
+from penstock.runtime.aio import File, Queue, Transfer, check_space, existing_folder, free_disk_bytes
 from penstock.runtime.host_memory import PAGE_BYTES, page_aligned
-from penstock.runtime.swap import check_space, existing_folder, free_disk_bytes
 from penstock.runtime.system import core_quota
 
 MOUNTS = Path("/proc/self/mountinfo")

@@ -1,11 +1,11 @@
 """Files of the nvme tier: preallocated, read and written past the page cache, asynchronously.
 
 A `Queue` is the threads of one disk, a `File` a file on it, a `Transfer` one read or write in flight. Transfers run in
-no particular order: of two that overlap, in a file or in memory, the caller waits for the first before he starts the
+no particular order: of two that overlap, in a file or in memory, the caller waits for the first before it starts the
 second.
 
-A process that forks while a read is in flight needs memory that is kept from the child (open(2), O_DIRECT), as the
-memory of `machine.arena` is. Else what the disk writes may end up in the child's copy of a page.
+Memory that a read fills must be kept from the children of a fork (open(2), O_DIRECT), as that of `Arena` is. Otherwise
+the disk may write to the child's copy of a page.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Iterable
 from os import PathLike
+from pathlib import Path
 
 from torch import Tensor
 
@@ -26,10 +27,10 @@ from penstock.runtime.finalizers import at_end
 from penstock.runtime.host_memory import PAGE_BYTES
 
 # Transfers are cut into requests of this size. With 1 MiB the system takes twice as much processor time, and a disk
-# that reads and writes at once is slower (docs/benchmarks.md).
+# that reads and writes at the same time is slower (docs/benchmarks.md).
 CHUNK_BYTES = 4 << 20
 
-# How long a wait stays in native code at a time: in between the interpreter handles signals, such as Ctrl-C.
+# How long a wait stays in native code at a time. In between, the interpreter handles signals such as Ctrl-C.
 SLICE_MS = 100
 
 ADVICE = {
@@ -46,6 +47,7 @@ ADVICE = {
     errno.EEXIST: "Give another nvme_path; remove the file if no other run uses it.",
 }
 
+ELSEWHERE = "choose another folder with Placement(nvme_path=...)"
 DISK_FAILED = "The disk or its driver failed: see the kernel's log (dmesg), and give an nvme_path on another disk."
 CHANGED = "Another program wrote to the file, or the disk does not keep what it is given: give another nvme_path."
 FILE_ENDED = "Another program truncated the file: nothing else may write to nvme_path."
@@ -56,11 +58,11 @@ logger = logging.getLogger("penstock")
 class Queue:
     """The threads that serve the files of one disk.
 
-    What was submitted is finished before the interpreter exits. In the child of a fork nothing can be submitted and
+    Submitted transfers are finished before the interpreter exits. In the child of a fork nothing can be submitted, and
     nothing is waited for.
 
     Arguments:
-        depth: how many requests may be in flight at once, 1 or more.
+        depth: the most requests in flight, 1 or more.
         chunk_bytes: the largest request, in bytes: a multiple of 4096.
 
     Raises:
@@ -73,9 +75,9 @@ class Queue:
         self._native = _native.Queue(depth, chunk_bytes)
         self._owner = os.getpid()
         self._said_buffered = False
-        # Transfers stay here, and with them their tensors, from before native code has an address of them until they
-        # are seen done, whatever is raised meanwhile: memory that went earlier would be handed out again while a thread
-        # still reads a file into it. The threads end before this set does, also when the interpreter exits.
+        # Transfers keep their tensors, and are kept here from before native code has the address until they are seen
+        # done, whatever is raised meanwhile: memory that is freed is handed out again at once (ordering rule 1). The
+        # threads end before this set is dropped, also when the interpreter exits.
         self._pending: set[Transfer] = set()
         self._end_threads = at_end(self, self._native.close)
 
@@ -83,13 +85,13 @@ class Queue:
         """Finish all transfers and end the threads. May be called again.
 
         Raises:
-            NvmeError: a transfer that nobody waited for has failed; the first one. The threads have ended all the same.
+            NvmeError: the first failure of a transfer that was not waited for. The threads have ended all the same.
         """
         try:
-            self._wait_for(list(self._pending))  # before the threads end, so that each failure is somebody's
+            self._wait_for(list(self._pending))  # before the threads end, so that failures are raised
         finally:
             self._end_threads()
-            if os.getpid() == self._owner:  # from here on nothing moves, also of what an interrupt has cut off
+            if os.getpid() == self._owner:  # no transfer is running now, not even one that an interrupt has cut off
                 self._pending = {transfer for transfer in self._pending if transfer._native is not None}
 
     def __enter__(self) -> Queue:
@@ -99,7 +101,7 @@ class Queue:
         self.close()
 
     def _hold(self, transfer: Transfer) -> None:
-        """Keep a transfer until it is seen done; drop those that are. Failed ones stay, for `close` to raise."""
+        """Keep a transfer until it is seen done, and drop those that are. Failed ones stay, for `close` to raise."""
         for ended in [other for other in list(self._pending) if other.done() and other._failure() is None]:
             self._pending.discard(ended)
         self._pending.add(transfer)
@@ -120,10 +122,10 @@ class Queue:
 
 
 class File:
-    """A new file, allocated in full, that only this user may read unless `mode` says more.
+    """A new file, allocated in full.
 
-    It is read and written by direct I/O where the file system takes it. Where it does not, the page cache is used, and
-    the log says so once per queue.
+    It is read and written by direct I/O where the file system supports it. Otherwise the page cache is used, and the
+    log has one warning per queue.
 
     Arguments:
         queue: the queue of the disk that the file is on.
@@ -147,12 +149,12 @@ class File:
 
     @classmethod
     def existing(cls, queue: Queue, path: str | PathLike[str], *, direct: bool = True) -> File:
-        """Open a file that is there already, to be read.
+        """Open an existing file to read it.
 
         Arguments:
             queue: the queue of the disk that the file is on.
             path: the path of the file.
-            direct: whether to read past the page cache, where the file system can.
+            direct: read past the page cache, where the file system supports it.
 
         Raises:
             OSError: it cannot be opened.
@@ -163,7 +165,7 @@ class File:
         return file
 
     def _adopt(self, queue: Queue, path: str, size: int, descriptor: int, *, direct: bool = True) -> None:
-        """Set up the object for an open file; the descriptor is its own from here on."""
+        """Initialize the object for an open file, and own the descriptor."""
         self.path = path
         self.size = size
         self._queue = queue
@@ -177,33 +179,33 @@ class File:
     def read(
         self, offset: int, into: Tensor, *, checksum: int | None = None, sums: bool = True, what: str = ""
     ) -> Transfer:
-        """Start to read `into.nbytes` bytes at `offset`. They are in `into` once the transfer was waited for.
+        """Start to read `into.nbytes` bytes at `offset`. They are in `into` after `Transfer.wait`.
 
         Arguments:
             offset: where they begin in the file, in bytes: a multiple of 4096.
             into: the tensor to fill: contiguous, on the cpu, page-aligned, of whole pages, of any dtype.
-            checksum: the checksum that the write of these bytes gave; `None` checks nothing.
-            sums: whether the queue's threads compute what is there; else whoever passes the bytes anyway does, and
-                tells `Transfer.check`.
+            checksum: the checksum that the write of these bytes returned; `None` verifies nothing.
+            sums: have the queue's threads compute the checksum of the bytes. Otherwise the caller computes it, and
+                passes it to `Transfer.check`.
             what: the name of the bytes in messages: "exp_avg of unit 'layers.3', tile 4".
 
         Raises:
             ValueError: offset or tensor are not as above, or reach past the end of the file.
-            RuntimeError: file or queue are closed (as the interpreter's exit does), or belong to the process that this
-                one was forked from.
+            RuntimeError: file or queue are closed, as at the exit of the interpreter, or belong to the process that
+                this one was forked from.
         """
         return self._start(offset, into, what, write=False, sums=sums and checksum is not None, known=checksum)
 
     def write(
         self, offset: int, source: Tensor, *, checksum: bool = True, known: int | None = None, what: str = ""
     ) -> Transfer:
-        """Start to write `source` at `offset`. It must not change until the transfer was waited for.
+        """Start to write `source` at `offset`. It must not change before `Transfer.wait` returns.
 
         Arguments:
             offset: where they go in the file, in bytes: a multiple of 4096.
             source: the tensor to write: contiguous, on the cpu, page-aligned, of whole pages, of any dtype.
-            checksum: whether to compute one, which `Transfer.checksum` then returns.
-            known: the checksum, where the caller has computed it: none is computed then.
+            checksum: compute the checksum that `Transfer.checksum` returns.
+            known: the checksum, where the caller has computed it. None is computed then.
             what: the name of the bytes in messages.
 
         Raises:
@@ -215,18 +217,18 @@ class File:
         """Block until everything that was written is on the disk.
 
         Raises:
-            OSError: some of it could not be written.
+            OSError: a part of it could not be written.
         """
         assert self._native is not None
         os.fsync(self._descriptor)
 
     @property
     def closed(self) -> bool:
-        """Whether the file was closed."""
+        """True if the file was closed."""
         return self._native is None
 
     def lock(self) -> None:
-        """Lock the file against others that ask for its lock, as long as it is open. Go on where there are no locks."""
+        """Hold the lock of the file as long as it is open. Do nothing on a file system without locks."""
         with contextlib.suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -234,10 +236,10 @@ class File:
         """Finish the file's transfers and close its descriptor. The file stays. May be called again.
 
         Raises:
-            NvmeError: a transfer that nobody waited for has failed; the first one. The file is closed all the same.
+            NvmeError: a transfer that was not waited for has failed; the first one. The file is closed all the same.
         """
         try:
-            # Transfers keep the descriptor open by themselves. But without this wait nobody would get their errors.
+            # Transfers keep the descriptor open by themselves. This wait raises their errors.
             self._queue._wait_for([transfer for transfer in list(self._queue._pending) if transfer.file is self])
         finally:
             self._native = None
@@ -249,7 +251,7 @@ class File:
         self.close()
 
     def _start(self, offset: int, memory: Tensor, what: str, *, write: bool, sums: bool, known: int | None) -> Transfer:
-        """Check a transfer, since native code trusts the address and the length it is given, and start it."""
+        """Validate a transfer, because native code trusts address and length, and start it."""
         if self._native is None:
             raise RuntimeError(f"{self.path} is closed")
         if memory.device.type != "cpu" or not memory.is_contiguous():
@@ -279,16 +281,16 @@ class File:
 class Transfer:
     """A read or a write in flight. It keeps its tensor alive until it is done.
 
-    A transfer that nobody waits for is finished all the same. If it has failed, closing its file or queue raises that.
+    A transfer that is not waited for is finished all the same. If it has failed, closing its file or queue raises that.
 
     Arguments:
         file: the file that it reads or writes.
-        offset: where in the file, in bytes.
+        offset: the offset in the file, in bytes.
         memory: the tensor that it fills or writes.
         what: the name of the bytes in messages.
-        write: whether it writes.
-        sums: whether native code computes the checksum of the bytes.
-        known: the checksum that they have: that a read must find, or that whoever writes them has computed.
+        write: True for a write.
+        sums: True if native code computes the checksum of the bytes.
+        known: the checksum that a read must find, or that the caller has computed for a write.
     """
 
     def __init__(
@@ -305,12 +307,12 @@ class Transfer:
         self.file, self.offset, self.nbytes, self.what = file, offset, memory.nbytes, what
         self._write, self._sums, self._known = write, sums, known
         self._memory: Tensor | None = memory
-        # That of native code. `None` until it is submitted, and for good where an interrupt has come right after that:
-        # then nobody else has the transfer, and its memory is kept until the queue is closed.
+        # The transfer of native code. `None` until it is submitted, and for good where an interrupt came right after
+        # that: its memory is then kept until the queue is closed.
         self._native: _native.Transfer | None = None
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not: then `wait` returns or raises at once."""
+        """Return True if the transfer has ended, with an error or without: `wait` does not block then."""
         return self._native is not None and self._native.done
 
     def wait(self) -> None:
@@ -323,7 +325,7 @@ class Transfer:
         assert self._native is not None
         while not self._native.wait(SLICE_MS):
             pass
-        # Not before: a thread of the queue reads or writes this memory until here.
+        # A thread of the queue reads or writes this memory until here (ordering rule 1).
         self._memory = None
         self.file._queue._pending.discard(self)
         failure = self._failure()
@@ -331,28 +333,28 @@ class Transfer:
             raise failure
 
     def check(self, found: int) -> None:
-        """Take the checksum of the bytes that were read from who has computed it, once waited for.
+        """Verify the bytes that were read by a checksum that the caller has computed, after `wait`.
 
         Raises:
-            NvmeError: they are not those that were written: what `wait` raises where the queue's threads compute it.
+            NvmeError: the bytes are not those that were written.
         """
         if self._known is not None and found != self._known:
             raise self._mismatch(found, self._known)
 
     @property
     def checksum(self) -> int:
-        """The CRC-32C of all bytes, once waited for; 0 where none was asked for."""
+        """The CRC-32C of all bytes, after `wait`; 0 where none was asked for."""
         assert self._native is not None
         return self._known if self._write and self._known is not None else self._native.checksum
 
     @property
     def ended(self) -> float:
-        """When the transfer ended, in seconds of `time.monotonic`, once done."""
+        """The time at which the transfer ended, in seconds of `time.monotonic`, once done."""
         assert self._native is not None
         return self._native.ended
 
     def _failure(self) -> NvmeError | None:
-        """Make the error of a transfer that is done; `None` where it went well."""
+        """Return the error of a transfer that is done; `None` if it has none."""
         assert self._native is not None
         error, offset = self._native.error, self._native.error_offset
         if error == _native.END_OF_FILE:
@@ -364,12 +366,12 @@ class Transfer:
         return None
 
     def _mismatch(self, found: int, known: int) -> NvmeError:
-        """Make the error of bytes that are not those that were written."""
+        """Return the error of bytes that are not those that were written."""
         reason = f"the checksum is {found:#010x}, not {known:#010x}"
         return self._failed(errno.EBADMSG, self.offset, reason, CHANGED)
 
     def _failed(self, error: int | None, offset: int, reason: str, advice: str) -> NvmeError:
-        """Make an error that names what was moved, where it failed, why, and what to do."""
+        """Return an error with the bytes, the offset that failed, the reason, and the next action."""
         verb = "Writing" if self._write else "Reading"
         what = f"{self.what}, " if self.what else ""
         return NvmeError(
@@ -382,23 +384,23 @@ class Transfer:
 
 
 def checksum(memory: Tensor) -> int:
-    """Return the CRC-32C of the bytes of a tensor on the cpu, contiguous, of any dtype: as a write of it does."""
+    """Return the CRC-32C of the bytes of a contiguous tensor on the cpu, of any dtype, as a write computes it."""
     assert memory.device.type == "cpu"
     assert memory.is_contiguous()
     return _native.crc32c(memory.data_ptr(), memory.nbytes)
 
 
 def _create(path: str, size: int, mode: int, *, named: bool) -> int:
-    """Make a file with all its blocks allocated, and return its descriptor. Leave nothing behind where that fails."""
+    """Make a file with all its blocks allocated, and return its descriptor. A failure leaves nothing behind."""
     descriptor = None
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         if not named:
             os.unlink(path)  # before it has blocks: a process that is killed here leaves none behind
-        # All blocks now: a disk that is full is found here, and not by a write in the middle of a step.
+        # All blocks now: a full disk is found here, and not by a write in the middle of a step.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        if descriptor is not None:  # made, but without room: it must not be found by the next run
+        if descriptor is not None:  # made, but without room
             os.close(descriptor)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -412,12 +414,54 @@ def _create(path: str, size: int, mode: int, *, named: bool) -> int:
 
 
 def _set_direct(descriptor: int) -> bool:
-    """Switch an open file to direct I/O. Return whether the file system takes it.
+    """Switch an open file to direct I/O. Return True if the file system supports it.
 
-    Where direct I/O is asked for when a file is made, a file system that refuses it leaves the file behind.
+    A file system that refuses direct I/O when a file is made leaves the file behind.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
     except OSError:
         return False
     return True
+
+
+def existing_folder(parent: str | PathLike[str]) -> Path:
+    """Return the path of a folder without symlinks.
+
+    Raises:
+        NvmeError: there is no such folder.
+    """
+    try:
+        folder = Path(os.path.realpath(parent, strict=True))
+    except OSError as error:
+        text = f"The nvme path {os.fspath(parent)!r} cannot be found ({error.strerror}). Create it, or {ELSEWHERE}."
+        raise NvmeError(text, file=os.fspath(parent), errno=error.errno) from error
+    if not folder.is_dir():
+        text = f"The nvme path {str(folder)!r} is no folder. Remove that file and create a folder, or {ELSEWHERE}."
+        raise NvmeError(text, file=str(folder), errno=errno.ENOTDIR)
+    return folder
+
+
+def free_disk_bytes(folder: str | PathLike[str]) -> int:
+    """Return the bytes that this user can still write on a folder's file system.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be looked at.
+    """
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Check that a file system has room for files of some bytes together.
+
+    Raises:
+        NvmeError: it has too little free space (`errno.ENOSPC`).
+    """
+    free_bytes = free_disk_bytes(folder)
+    if nbytes > free_bytes:
+        text = (
+            f"The nvme tier needs {nbytes:,} bytes, and {str(folder)!r} has {free_bytes:,} bytes free. Free "
+            f"{nbytes - free_bytes:,} bytes, keep less on the nvme tier, or {ELSEWHERE}."
+        )
+        raise NvmeError(text, file=str(folder), errno=errno.ENOSPC)

@@ -18,29 +18,29 @@ from penstock.runtime.finalizers import Phase, exiting
 from penstock.runtime.system import CGROUPS, OWN, device_node, memory_left, prefer_node, update_cores
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Host memory that a device can copy while nobody waits: page-locked, in the ways that devices have for it.
+# Page-locked (pinned) host memory, which a device copies while the host goes on.
 #
-#     register        memory that is there, in exact size and on the device's node: by cuda's runtime (ROCm's in its
-#                     place), or by `host_register(address, nbytes)` and `host_unregister(address)` of another
-#                     accelerator's module of torch
-#     pinned_buffer   torch's own, which most accelerators have, rounded up as it likes: for a few buffers
+#     register        locks mapped memory of exact size on the device's node: by cuda's runtime (or ROCm's), or by
+#                     `host_register(address, nbytes)` and `host_unregister(address)` of another accelerator's module
+#                     of torch
+#     pinned_buffer   torch's own pinned memory, which most accelerators have, rounded up by torch: for a few buffers
 #
-# No other module knows which device has what.
+# No other module knows which device has which of them.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def needs_pinning(device: torch.device) -> bool:
-    """Whether a device copies from host memory: what is not page-locked it copies only while the host waits."""
+    """Return True if a device copies from host memory. It copies pageable memory only while the host waits."""
     return device.type != "cpu"
 
 
 def can_register(device: torch.device) -> bool:
-    """Whether memory that is there can be page-locked for a device."""
+    """Return True if mapped memory can be page-locked for a device."""
     return device.type == "cuda" or _module(device) is not None
 
 
 def register(slab: Tensor, device: torch.device) -> bool:
-    """Page-lock a slab for a device. Return whether that was possible."""
+    """Page-lock a slab for a device. Return True if that was possible."""
     if device.type == "cuda":
         return _register_for_cuda(slab, device)
     module = _module(device)
@@ -60,7 +60,7 @@ def unregister(address: int, device: torch.device) -> None:
         device: the device that it was registered for.
     """
     module: Any = torch.get_device_module(device)
-    # A copy that is still under way would go on with pages that the system may move or give to others.
+    # A copy that is under way would use pages that the system may move or hand out (ordering rule 1).
     module.synchronize(device)
     if device.type == "cuda":
         module.cudart().cudaHostUnregister(address)
@@ -72,7 +72,7 @@ def pinned_buffer(nbytes: int, device: torch.device, alignment: int) -> Tensor |
     """Allocate zero bytes of torch's own pinned memory.
 
     Arguments:
-        nbytes: how many.
+        nbytes: the number of bytes.
         device: the device that copies from it.
         alignment: the address is a multiple of it.
 
@@ -81,7 +81,7 @@ def pinned_buffer(nbytes: int, device: torch.device, alignment: int) -> Tensor |
     """
     if not needs_pinning(device):
         return None
-    for spare in (0, alignment):  # mostly it begins on a page, and nothing has to be spared to align it
+    for spare in (0, alignment):  # mostly it begins on a page already
         try:
             buffer = torch.zeros(nbytes + spare, dtype=torch.uint8, device="cpu", pin_memory=True)
         except (RuntimeError, NotImplementedError):
@@ -93,12 +93,12 @@ def pinned_buffer(nbytes: int, device: torch.device, alignment: int) -> Tensor |
 
 
 def _register_for_cuda(slab: Tensor, device: torch.device) -> bool:
-    """Page-lock a slab with cuda's runtime. Return whether that was possible."""
+    """Page-lock a slab with cuda's runtime. Return True if that was possible."""
     with torch.cuda.device(device):
         if int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)) == 0:  # type: ignore[no-untyped-call]
             return True
-        # The runtime keeps its last error, and torch raises it at the next launch. Have a launch of our own find it:
-        # else it would be raised in the middle of the user's forward.
+        # The runtime keeps its last error, and torch raises it at the next launch. This launch takes it, so that it is
+        # not raised in the user's forward.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, dtype=torch.uint8, device=device)
     return False
@@ -113,15 +113,15 @@ def _module(device: torch.device) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Host memory in exact sizes, allocated once and handed out in leases.
+# Arenas: host memory in exact sizes, mapped once, from which tensors are cut.
 #
 # `tensor.pin_memory()` rounds up to a power of two and needs a second copy while it pins. An arena maps its slab
 # anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where there is an
-# accelerator, the slab lies on the device's NUMA node; what the device copies from is faulted in by several threads,
-# and page-locked once. Leases are cut from the slab. Pages that are never touched cost nothing.
+# accelerator, the slab lies on the device's NUMA node. If the device copies from it, it is faulted in by several
+# threads, and page-locked once. Pages that are never touched cost nothing.
 #
-# The child of a fork finds zeros in a slab. Parent and child do not see what the other writes there, and no page is
-# copied when the parent writes to it while children live.
+# The child of a fork finds zeros in a slab. Parent and child do not see each other's writes, and no page is copied when
+# the parent writes to it while children live.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -133,20 +133,19 @@ TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
 
 
 class Arena:
-    """A slab of host memory, and the leases that are cut from it.
+    """A slab of host memory, from which tensors are cut.
 
     Arguments:
         capacity: the size of the slab, in bytes.
         device: the device that computes.
-        pin: whether to page-lock the slab for `device`, unless that is a cpu. A slab that cannot be page-locked stays
-            pageable.
-        ring: whether the slab is for a few buffers. Then torch's own pinned memory, which may be larger than asked for,
-            will do where mapped memory cannot be page-locked.
+        pin: page-lock the slab for `device`, unless that is a cpu. A slab that cannot be page-locked stays pageable.
+        ring: the slab is for a few buffers. Where mapped memory cannot be page-locked, it is torch's own pinned memory,
+            which may be larger.
 
     Attributes:
         capacity: the size of the slab, in bytes.
-        used: how much of it is leased, in bytes.
-        pinned: whether the slab is page-locked.
+        used: the bytes that tensors were cut from.
+        pinned: True if the slab is page-locked.
 
     Raises:
         MemoryBudgetError: the slab cannot be mapped.
@@ -170,27 +169,27 @@ class Arena:
         self._memory = memory
         self._slab = torch.frombuffer(memory, dtype=torch.uint8)
         if needs_pinning(device):
-            # Before the first touch, which decides where a page lies. Not for page-locked slabs alone: the threads of
-            # the updates are on that node too.
+            # Before the first touch, which decides the node of a page. Also for pageable slabs: the threads of the
+            # updates run on that node too.
             node = device_node(device)
             if node is not None:
                 prefer_node(self._slab.data_ptr(), capacity, node)
             self.pinned = pin and (self._register() or (ring and self._take_torchs()))
 
     def _register(self) -> bool:
-        """Page-lock the slab for the device. Return whether that was possible."""
+        """Page-lock the slab for the device. Return True if that was possible."""
         assert self._slab is not None
         if not can_register(self._device):
             return False
         self.fault_in()  # first: the driver would fault the pages in on one thread, one by one
         if not register(self._slab, self._device):
             return False
-        # The lock belongs to the memory, which outlives the arena as long as a lease is in use.
+        # The lock belongs to the memory, which outlives the arena as long as a tensor in it does.
         self._memory.give_up_lock = partial(unregister, self._slab.data_ptr(), self._device)
         return True
 
     def _take_torchs(self) -> bool:
-        """Take torch's own pinned memory for the slab. Return whether torch has some."""
+        """Use torch's own pinned memory for the slab. Return True if torch has some."""
         buffer = pinned_buffer(self.capacity, self._device, PAGE_BYTES)
         if buffer is None:
             return False
@@ -198,23 +197,23 @@ class Arena:
         return True
 
     def fault_in(self) -> None:
-        """Have the system give every page of the slab its memory now, by several threads."""
+        """Fault in every page of the slab, by several threads."""
         if self._slab is not None:
             touch(self._slab, update_cores(self._device).count)
 
     @staticmethod
     def available() -> "HostMemory | None":
-        """Say how much host memory there is for slabs; `None` where nothing says it."""
+        """Return how much host memory is left for slabs; `None` if that is unknown."""
         return available_host_memory()
 
     @property
     def pageable(self) -> bool:
-        """Whether the device copies from the slab and it is not page-locked."""
+        """True if the device copies from the slab and it is not page-locked."""
         return needs_pinning(self._device) and not self.pinned
 
     @staticmethod
     def lease_bytes(numel: int, dtype: torch.dtype) -> int:
-        """Return how many bytes a lease takes from an arena: its own, rounded up to whole pages."""
+        """Return how many bytes a tensor takes from an arena: its own, rounded up to whole pages."""
         return -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
 
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -225,7 +224,7 @@ class Arena:
             dtype: its dtype.
 
         Returns:
-            Zeros, [numel], at the start of a page. The tensor may be used until the arena is closed.
+            Zeros, [numel], at the start of a page. It may be used until the arena is closed.
         """
         nbytes = self.lease_bytes(numel, dtype)
         assert self._slab is not None, "the arena is closed, or was planned empty"
@@ -235,13 +234,13 @@ class Arena:
         return lease
 
     def rewind(self) -> None:
-        """Cut leases from the start again. What is in the memory stays there: those are no zeros."""
+        """Cut tensors from the start again. They have the values of before, and are no zeros."""
         self.used = 0
 
     def close(self) -> None:
-        """End the page lock and drop the slab: its memory goes once no lease is referenced any more."""
+        """End the page lock and drop the slab. Its memory is freed with the last tensor in it."""
         if self._slab is not None:
-            self._memory.unregister()  # waits for the device, which may still copy from the slab
+            self._memory.unregister()  # waits for copies of the device (ordering rule 1)
             del self._memory
         self._slab = None
         self.pinned = False
@@ -249,10 +248,10 @@ class Arena:
 
 
 class Words:
-    """Single fp32 values that a device tells the host, each in a place of its own that is page-locked if possible.
+    """Host memory for single fp32 values that a device writes, page-locked if possible.
 
     Arguments:
-        device: the device that tells them.
+        device: the device that writes them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -260,7 +259,7 @@ class Words:
         self._pages: list[tuple[Arena, Tensor]] = []
 
     def place(self, number: int) -> Tensor:
-        """Return the place of one value, fp32, [1]. Pages are allocated when they are first asked for, and kept."""
+        """Return the memory of one value, fp32, [1]. Pages are allocated when they are first asked for, and kept."""
         page, offset = divmod(number, PAGE_BYTES // torch.float32.itemsize)
         while len(self._pages) <= page:
             arena = Arena(PAGE_BYTES, self._device, ring=True)
@@ -268,7 +267,7 @@ class Words:
         return self._pages[page][1][offset : offset + 1]
 
     def close(self) -> None:
-        """Give the pages back. No value may be on its way to them any more."""
+        """Free the pages. No write to them may be under way."""
         for arena, _ in self._pages:
             arena.close()
         self._pages.clear()
@@ -280,28 +279,28 @@ def page_aligned(nbytes: int) -> Tensor:
 
 
 def ask_for_huge_pages(memory: Tensor) -> None:
-    """Have the kernel give huge pages to what of some host memory has no pages yet, where it has some.
+    """Ask the kernel for huge pages in memory that is not faulted in yet.
 
     Faulting them in takes a third of the time of small ones, and giving them back next to none.
 
     Arguments:
-        memory: of torch's allocator, contiguous, on the cpu.
+        memory: a contiguous tensor of torch's allocator on the cpu.
     """
     start = -(-memory.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     nbytes = (memory.data_ptr() + memory.nbytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if nbytes > 0:  # what the kernel says does not matter: slower, not wrong
+    if nbytes > 0:  # its result is ignored: without huge pages it is slower, not wrong
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
 
 
 def view_apart(values: Tensor, buffer: Tensor) -> Tensor:
-    """View host memory, of any dtype, through a storage of its own: who counts the users of theirs does not see it.
+    """View host memory, of any dtype, through a torch storage of its own, which has a reference count of its own.
 
-    For a process group, whose thread lets go of what it was given some time after the collective is over: it needs the
-    interpreter for that. Meanwhile the buffer would seem to have a user, and its memory not be given back.
+    For a process group, whose thread drops its tensors some time after the collective is over, because it needs the
+    interpreter for that. Meanwhile the buffer would seem to be in use, and its memory would not be freed.
 
     Arguments:
-        values: what is viewed.
-        buffer: the tensor that it is a part of, which the view keeps.
+        values: the values to view.
+        buffer: the tensor that they are a part of, which the view keeps alive.
     """
     memory = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
     memory.buffer = buffer  # type: ignore[attr-defined]
@@ -309,7 +308,7 @@ def view_apart(values: Tensor, buffer: Tensor) -> Tensor:
 
 
 class HostMemory(NamedTuple):
-    """What is left of host memory, in bytes, and who limits it: the beginning of a sentence, for messages."""
+    """Bytes of host memory that are left, and what limits them: the beginning of a sentence, for messages."""
 
     nbytes: int
     whose: str
@@ -318,7 +317,7 @@ class HostMemory(NamedTuple):
 def available_host_memory(
     meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own_cgroups: Path = OWN
 ) -> HostMemory | None:
-    """Return how much memory the host, and the container or job of this process, can still give it.
+    """Return how much memory this process can still get from the host, and from its container or job.
 
     Arguments:
         meminfo: the kernel's account of the host's memory.
@@ -326,7 +325,7 @@ def available_host_memory(
         own_cgroups: the file in which the kernel lists the groups of the process.
 
     Returns:
-        The least of them; `None` where nothing says how much there is.
+        The smaller one; `None` if both are unknown.
     """
     left = []
     with contextlib.suppress(OSError, ValueError):  # another kernel
@@ -339,18 +338,18 @@ def available_host_memory(
 
 
 def return_free_memory() -> None:
-    """Ask the C library to give freed memory back to the system. glibc keeps it otherwise; others need not be asked."""
+    """Have the C library give freed memory back to the system. glibc keeps it otherwise; others do not."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class _Memory(mmap.mmap):
-    """Anonymous memory of this process alone, in huge pages where the kernel has some. Few have them for shared memory.
+    """Private anonymous memory, in huge pages where the kernel has some. Few kernels have them for shared memory.
 
     Attributes:
-        give_up_lock: ends the page lock, if there is one. Called at the latest when the last tensor in the memory is
-            gone: the driver would keep the pages beyond that.
+        give_up_lock: ends the page lock, if there is one. Called when the last tensor in the memory is dropped at the
+            latest: the driver would keep the pages.
     """
 
     give_up_lock: Callable[[], None] | None = None
@@ -360,9 +359,8 @@ class _Memory(mmap.mmap):
         memory = super().__new__(cls, -1, capacity, flags=mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE)
         with contextlib.suppress(OSError, AttributeError):  # of another kernel: slower, not wrong
             memory.madvise(mmap.MADV_HUGEPAGE)
-        # A child gets zeros, or where the kernel cannot do that, nothing. Otherwise, after a fork, the parent's next
-        # write to a page would go to a copy of it, while the device goes on with the page that was registered: host and
-        # device would no longer see the same values.
+        # A child gets zeros; where the kernel cannot do that, no mapping. Otherwise the parent's next write to a page
+        # after a fork would go to a copy of the page, while the device uses the registered one.
         try:
             memory.madvise(MADV_WIPEONFORK)
         except OSError:
@@ -380,16 +378,16 @@ class _Memory(mmap.mmap):
             give_up()
 
     def __del__(self) -> None:
-        # At the exit the device's context may be gone already, with all that was registered; a child has none.
+        # At the exit the device's context, with all registrations, may be gone; a child has none.
         if not exiting(Phase.PROMISED) and os.getpid() == self._process:
             self.unregister()
 
 
 def touch(slab: Tensor, threads: int) -> None:
-    """Write zeros to every page of a slab, by several threads. To page-lock untouched pages would do it by one."""
+    """Write zeros to every page of a slab, by several threads. Page-locking untouched pages would use one."""
 
     def clear(start: int) -> None:
-        # Through ctypes, which lets go of Python's lock, so that the threads do run at once.
+        # Through ctypes, which releases the GIL, so that the threads run in parallel.
         ctypes.memset(slab.data_ptr() + start, 0, min(TOUCH_BYTES, slab.numel() - start))
 
     with ThreadPoolExecutor(threads) as pool:

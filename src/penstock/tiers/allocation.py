@@ -1,21 +1,21 @@
-"""Homes of changing sizes, cut from a few large slabs: what forward saves is of other sizes with every length of text.
+"""Storage of changing sizes, cut from a few large slabs. Saved activations have other sizes with every batch.
 
     slab 0    | extent | hole | extent | extent | hole |
     slab 1    | extent |                hole           |
 
-To map and pin memory takes long, and stands in the way of collectives that are under way, so it is asked for in steps
-that grow with what is there, and not for each tensor or each size. A home is one extent in the smallest hole that holds
-it; where none does, it is put together from the largest ones, in several sections. What is free between two extents is
-one hole, however it came to be. So there is room whenever as many bytes are free, and the slabs hold no more than
+Mapping and pinning memory is slow, and delays collectives that are under way. So slabs grow in steps, and are not
+allocated for each tensor or each size. A storage is one extent in the smallest hole that holds it. Where no hole does,
+it is several segments in the largest holes. Neighbouring holes are joined. So there is room whenever as many bytes are
+free, and the slabs hold no more than
 
-    what was wanted at once, each home rounded up to whole pages, + the last step
+    the most bytes that were wanted at once, each storage rounded up to whole pages, + the last step
 
-with steps as `step_bytes` says, in whatever order sizes come and go. In files each tile goes to the folder with most
-room.
+with steps as `step_bytes` says, in whatever order sizes come and go. In files each tile goes to the folder with the
+most free bytes.
 
-A home is given back by whoever drops it last, in the middle of a garbage collection on any thread: it is put down
-there, and swept up when the next one is wanted. Copies from it and to it may be under way then: its bytes are free once
-those are over, and who finds no room waits for that before more is taken.
+A storage is dropped by its last user, possibly in a garbage collection on any thread. It is queued there, and freed by
+the next `take`. Copies from it and to it may be under way: its bytes are free once those are over, and `take` waits for
+that before it allocates more.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ LEAST_PINNED = 1 << 20  # less room in the budget of pinned memory is not worth 
 
 
 def step_bytes(present: int, missing: int) -> int:
-    """Decide how many bytes the next slab has.
+    """Return the bytes of the next slab.
 
     Arguments:
-        present: how many all slabs have together.
-        missing: how many are wanted beyond those that are free.
+        present: bytes of all slabs.
+        missing: bytes that are wanted beyond those that are free.
     """
     return max(missing, min(max(present, FIRST_BYTES), STEP_BYTES), present // 8)
 
 
 class SlabExtent(NamedTuple):
-    """Whole pages of a block: taken, or a hole."""
+    """Whole pages of a block: allocated, or a hole."""
 
     block: int
     start: int
@@ -58,24 +58,25 @@ class SlabExtent(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """Number of bytes."""
         return self.stop - self.start
 
 
 class ActivationStorage(NamedTuple):
-    """A home, and the bytes that it was cut from."""
+    """A storage, and the extents that it was cut from."""
 
     home: Storage
     extents: list[SlabExtent]
 
 
 class _Block(NamedTuple):
-    """A slab of memory, or what one of files has in one folder.
+    """A slab of memory, or one folder's part of a slab of files.
 
     Attributes:
-        section: all of the slab, as one section.
+        section: the whole slab, as one segment.
         record: the number of the folder's record in files.
-        space: blocks are taken from one space at a time: of files a folder's; of memory the pinned ones, then others.
+        space: the number of the folder; in memory 0 for pinned and 1 for pageable slabs. Extents are taken from one
+            space at a time.
     """
 
     section: Segment
@@ -84,13 +85,15 @@ class _Block(NamedTuple):
 
 
 class ActivationPool:
-    """Hands them out.
+    """Allocates storages of any size.
 
     Arguments:
-        unit: what the table calls whom they belong to.
-        kind: what the table calls their values, which are bytes.
-        tile_bytes: how large a tile in files is.
-        folders: how many the nvme tier has, if it is that.
+        store: the table that slabs are entered in.
+        tier: the tier of the storages.
+        unit: the name of the storages' unit in the table.
+        kind: the name of their kind in the table. Values are bytes.
+        tile_bytes: bytes of a tile in files.
+        folders: the number of folders of the nvme tier.
     """
 
     def __init__(self, store: Store, tier: Tier, *, unit: str, kind: str, tile_bytes: int, folders: int) -> None:
@@ -117,7 +120,7 @@ class ActivationPool:
         return _bytes_of(self._holes)
 
     def take(self, nbytes: int) -> ActivationStorage:
-        """Cut a home of some bytes.
+        """Allocate a storage of some bytes.
 
         Raises:
             MemoryBudgetError, NvmeError: there is no room for it.
@@ -138,11 +141,11 @@ class ActivationPool:
         return ActivationStorage(Storage(sections), extents)
 
     def drop(self, cut: ActivationStorage) -> None:
-        """Give a home back. On any thread, at any time: no lock is taken."""
+        """Queue a storage to be freed. Any thread may call this at any time: it takes no lock."""
         self._dropped.append(cut)
 
     def rest(self) -> None:
-        """Give slabs back of which no home is left, once what is under way on them is over."""
+        """Free the storages that were dropped, and the slabs without storages, once work on them is over."""
         self._sweep(math.inf)
         for section in {block.section for block in self._blocks.values()}:
             whole = [
@@ -156,34 +159,34 @@ class ActivationPool:
                 self._store.free(section)
 
     def close(self) -> None:
-        """Let go of the slabs, which go with their store: homes that are left keep theirs."""
+        """Forget the slabs, which are freed with the store. Storages that are left keep their memory."""
         self._blocks.clear()
         self._holes.clear()
         self._dropped.clear()
 
     def _sweep(self, wanted: float) -> None:
-        """Free what was dropped and is not copied any more; wait for the copies while fewer bytes are free."""
+        """Free dropped storages whose copies are over. Wait for copies while fewer bytes than `wanted` are free."""
         while self._dropped:
             home, extents = self._dropped[0]
             over = all_of([home.written, home.read])  # site pool.returned_write, pool.returned_reads
             if not over.done() and self.free >= wanted:
-                return  # in turn: those that were dropped later are mostly over later
-            with contextlib.suppress(Exception):  # of what nobody wants any more
+                return  # in order: copies of those dropped later are mostly over later
+            with contextlib.suppress(Exception):  # errors of copies of a dropped storage concern no user
                 # site pool.memory_unused
-                over.synchronize()  # else a copy would write what is another one's, or memory that is unmapped
+                over.synchronize()  # the bytes are handed out again, or unmapped (ordering rule 1)
             self._dropped.popleft()
             for section in home.sections:
                 section.drop()
             self._holes = _joined([*self._holes, *extents])
 
     def _take_extent(self, wanted: int) -> SlabExtent:
-        """Take bytes that are free: of memory whole if possible, of files a tile at most."""
+        """Take free bytes: in memory all of them in one hole if possible, in files a tile at most."""
         wanted = min(wanted, self.tile_bytes) if self._in_files else wanted
         spaces: dict[int, list[SlabExtent]] = {}
         for hole in self._holes:
             spaces.setdefault(self._blocks[hole.block].space, []).append(hole)
         holes = max(spaces.values(), key=_bytes_of)
-        if not self._in_files:  # the first that has as many, if one has
+        if not self._in_files:  # the first space with so many free bytes, if there is one
             holes = next((spaces[space] for space in sorted(spaces) if _bytes_of(spaces[space]) >= wanted), holes)
         fitting = min((hole for hole in holes if hole.nbytes >= wanted), key=attrgetter("nbytes"), default=None)
         hole = max(holes, key=attrgetter("nbytes")) if fitting is None else fitting
@@ -194,17 +197,17 @@ class ActivationPool:
         return hole._replace(stop=cut)
 
     def _grow(self, missing: int) -> None:
-        """Take another slab."""
+        """Allocate another slab."""
         nbytes = step_bytes(self.capacity, missing)
         pinnable = self._store.tiers[self._tier].pinnable(nbytes) // PAGE_BYTES * PAGE_BYTES
-        if pinnable >= LEAST_PINNED:  # what is left of the budget, then pageable ones
+        if pinnable >= LEAST_PINNED:  # the rest of the budget first, then pageable slabs
             nbytes = min(nbytes, pinnable)
         try:
             self._add(nbytes)
         except (MemoryBudgetError, NvmeError):
             if nbytes <= missing:
                 raise
-            self._add(missing)  # nearly full: no more than is needed
+            self._add(missing)  # no more than is needed: memory or disk is nearly full
 
     def _add(self, nbytes: int) -> None:
         each = round_up(-(-nbytes // self._folders), PAGE_BYTES)  # of files one record in each folder

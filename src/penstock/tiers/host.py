@@ -1,4 +1,4 @@
-"""The tiers in memory: the device and the host."""
+"""The device tier and the cpu tier."""
 
 import contextlib
 import warnings
@@ -11,16 +11,16 @@ from penstock.errors import MemoryBudgetError
 from penstock.runtime import host_memory
 from penstock.runtime.host_memory import Arena, ask_for_huge_pages
 from penstock.runtime.streams import FETCH, READ
-from penstock.tiers.storage import PASSING, MemorySegment, Ring, RingPlan, Segment, SegmentPlan
+from penstock.tiers.storage import PASSING, MemorySegment, Ring, RingPlan, SegmentPlan
 from penstock.tiers.tier import Slab, TierMemory
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The device tier: memory of the accelerator (or of the cpu that stands for it).
+# The device tier: memory of the accelerator, or of a cpu that is the device.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class DeviceTier(TierMemory):
-    """Sections in device memory, through torch's allocator, which is asked for each when it is made."""
+    """Segments in device memory, each allocated by torch's allocator when it is made."""
 
     name = Tier.DEVICE
 
@@ -28,7 +28,7 @@ class DeviceTier(TierMemory):
         self._device = device
 
     def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        """Take nothing yet: `prepare` moves a model that is on the device unit by unit, and frees what it moved."""
+        """Allocate nothing yet: `prepare` moves a model that is on the device unit by unit, and frees each in turn."""
         del pin
         return {home: _DeviceSlab(self._device) for home in wanted}
 
@@ -53,12 +53,12 @@ class _DeviceSlab(Slab):
 # ----------------------------------------------------------------------------------------------------------------------
 # The cpu tier: host memory in slabs of exact size, pinned where a device copies from it or to it.
 #
-# What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable. A device copies
-# from pageable memory only while the host waits for it, so copies between the two pass a few pinned bounce buffers.
+# Slabs that the budget or the system does not let pin are pageable. A device copies from pageable memory only while the
+# host waits, so copies between the two pass a few pinned bounce buffers.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-# What is pinned first where not everything can be: what a device copies in every step, the rings first of all.
+# Storages that are pinned first: those that a device copies in every step, the rings before all others.
 PINNED_FIRST = (STAGING, GRAD, PARAM, SHADOW)
 
 BOUNCE_READERS = (READ, FETCH)  # a ring for each: gathers do not wait for updates, which are submitted all at once
@@ -66,21 +66,21 @@ BOUNCE_SLOTS = 4  # of each ring: for either direction, one buffer is filled whi
 
 
 def bounce_bytes(tile_bytes: int) -> int:
-    """Count the bytes of all bounce buffers for tiles of a size."""
+    """Return the bytes of all bounce buffers for tiles of a size."""
     return len(BOUNCE_READERS) * BOUNCE_SLOTS * Arena.lease_bytes(tile_bytes, torch.uint8)
 
 
 class HostTier(TierMemory):
-    """Sections in arenas, one for each home.
+    """Segments in arenas, one for each storage.
 
     Arguments:
-        device: the device that copies from it.
-        pinned_bytes: how much memory may be page-locked; `None` sets no limit.
-        tile_bytes: how much pageable memory and the device exchange at a time.
-        arena: what slabs are made of.
+        device: the device that copies from the host.
+        pinned_bytes: the most bytes that may be page-locked; `None` sets no limit.
+        tile_bytes: bytes of a bounce buffer.
+        arena: the class of slabs' memory.
 
     Attributes:
-        pinned_bytes: how much memory is page-locked now.
+        pinned_bytes: bytes that are page-locked now.
     """
 
     name = Tier.CPU
@@ -97,12 +97,12 @@ class HostTier(TierMemory):
         self._arena = arena
         self._budget = pinned_bytes
         self._tile_bytes = tile_bytes
-        self._bounce: tuple[Segment, Slab, Mapping[str, Ring]] | None = None
+        self._bounce: Mapping[str, Ring] | None = None
         self._warned = False
         self.pinned_bytes = 0
 
     def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        """Map an arena for each home; pin of what a device copies as much as the budget and the system allow."""
+        """Map an arena for each storage. Pin those that a device copies, as far as budget and system allow."""
         sizes = {home: sum(c.taken_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
         copied = [home for home, plans in wanted.items() if any(plan.copied for plan in plans)]
         self._check(sum(sizes.values()))
@@ -111,24 +111,24 @@ class HostTier(TierMemory):
         with contextlib.ExitStack() as undo:
             if pin and not self._fits(sum(sizes[home] for home in copied)):
                 self.bounce()  # before the rest takes the budget
-            for home in sorted(sizes, key=_rank):
-                wanted_pinned = home == STAGING or (pin and home in copied)  # rings are what all others would pass
+            for home in sorted(sizes, key=lambda home: (*PINNED_FIRST, home).index(home)):
+                wanted_pinned = home == STAGING or (pin and home in copied)  # others pass the rings
                 pinned = wanted_pinned and self._fits(sizes[home])
                 arena = self._arena(sizes[home], self._device, pin=pinned, ring=home == STAGING)
                 slabs[home] = slab = _HostSlab(self, arena)
                 undo.callback(slab.close)
                 if slab.pageable and home in copied:
                     pageable[home] = sizes[home]
-                    self.bounce()  # at once: a limit of the system that has no room for this slab may have some for it
+                    self.bounce()  # now: the system's limit may have room for them
                 elif slab.pageable:
-                    arena.fault_in()  # what the system does not have is found out here, and not in the first step
+                    arena.fault_in()  # missing memory is found here, and not in the first step
             undo.pop_all()
         if pin and pageable:
             self._warn(pageable)
         return slabs
 
     def bounce(self) -> Mapping[str, Ring]:
-        """Give the bounce buffers, a ring for each stream that reads. The first call makes them, for good."""
+        """Return the rings of bounce buffers, by the stream that reads. The first call allocates them."""
         if self._bounce is None:
             nbytes = bounce_bytes(self._tile_bytes)
             slab = _HostSlab(self, self._arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
@@ -138,16 +138,11 @@ class HostTier(TierMemory):
             rings = {reader: Ring() for reader in BOUNCE_READERS}
             for number, ring in enumerate(rings.values()):
                 ring.fill(slots[number * BOUNCE_SLOTS :][:BOUNCE_SLOTS])
-            self._bounce = section, slab, rings
-        return self._bounce[2]
-
-    @property
-    def own(self) -> Sequence[tuple[Segment, Slab]]:
-        """The bounce buffers."""
-        return [] if self._bounce is None else [self._bounce[:2]]
+            self.own, self._bounce = [(section, slab)], rings
+        return self._bounce
 
     def pinnable(self, nbytes: int) -> int:
-        """Say how many of some bytes the budget has room for. If not all, the bounce buffers are pinned before."""
+        """Return how many of some bytes the budget allows. If not all, the bounce buffers are pinned first."""
         if self._budget is None:
             return nbytes
         rings = bounce_bytes(self._tile_bytes) if self._bounce is None else 0
@@ -156,10 +151,9 @@ class HostTier(TierMemory):
         return max(0, min(nbytes, self._budget - self.pinned_bytes))
 
     def close(self) -> None:
-        """Give the bounce buffers back."""
-        if self._bounce is not None:
-            section, slab, _ = self._bounce
-            self._bounce = None
+        """Free the bounce buffers."""
+        own, self.own, self._bounce = self.own, (), None
+        for section, slab in own:
             section.drop()
             slab.close()
 
@@ -167,7 +161,7 @@ class HostTier(TierMemory):
         return self._budget is None or self.pinned_bytes + nbytes <= self._budget
 
     def _check(self, nbytes: int) -> None:
-        """Refuse what the host does not have."""
+        """Raise `MemoryBudgetError` if the host has not so many bytes."""
         available = self._arena.available()
         if available is not None and nbytes > available.nbytes:
             raise MemoryBudgetError(
@@ -176,12 +170,11 @@ class HostTier(TierMemory):
             )
 
     def _warn(self, pageable: Mapping[str, int]) -> None:
-        """Say once what is not pinned and why, and what to do."""
+        """Warn once about memory that is not pinned: how much, why, and what to do."""
         if self._warned:
             return
         self._warned = True
-        assert self._bounce is not None
-        _, ring, _ = self._bounce
+        ((_, ring),) = self.own
         homes = ", ".join(f"{home} {nbytes:,}" for home, nbytes in pageable.items())
         over_budget = any(not self._fits(nbytes) for nbytes in pageable.values())
         advice = (
@@ -229,7 +222,3 @@ class _HostSlab(Slab):
     def close(self) -> None:
         self._tier.pinned_bytes -= self._arena.capacity if self.pinned else 0
         self._arena.close()
-
-
-def _rank(home: str) -> int:
-    return PINNED_FIRST.index(home) if home in PINNED_FIRST else len(PINNED_FIRST)

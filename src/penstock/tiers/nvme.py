@@ -1,4 +1,4 @@
-"""The nvme tier: preallocated files, in which sections keep their tiles as records."""
+"""The nvme tier: segments of records in preallocated files."""
 
 import contextlib
 import os
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from penstock.config import Tier
 from penstock.errors import ConfigError
-from penstock.runtime.aio import File, Queue, Transfer
-from penstock.runtime.swap import check_space, existing_folder
+from penstock.runtime.aio import File, Queue, Transfer, check_space, existing_folder
 from penstock.tiers.storage import RecordPlace, Records, Segment, SegmentPlan, SummedRecord, record_sizes
 from penstock.tiers.tier import Slab, TierMemory, close_all
 
@@ -20,18 +19,18 @@ class FileRecords(Records):
     """Records in files.
 
     Arguments:
-        places: where each tile's record lies.
-        checksums: verify what is read.
+        places: the location of each tile's record.
+        checksums: verify records that are loaded.
     """
 
     def __init__(self, plan: SegmentPlan, places: Sequence[RecordPlace], *, checksums: bool) -> None:
         super().__init__(plan, [place.nbytes for place in places])
         self._places = places
         self._checksums = checksums
-        self._transfers: list[Transfer | None] = [None] * len(places)  # the last write of each
+        self._transfers: list[Transfer | None] = [None] * len(places)  # the last store of each
 
     def load(self, number: int, into: Tensor, *, sums: bool = True) -> Transfer | None:
-        """Start to read a tile's record. One that was never written is zeros, at once."""
+        """Start to load a tile's record. One that was never stored is zeros."""
         place, last = self._places[number], self._transfers[number]
         if last is None:
             into[: place.nbytes].zero_()
@@ -40,7 +39,7 @@ class FileRecords(Records):
         return place.file.read(place.offset, into[: place.nbytes], checksum=expected, sums=sums, what=self.name(number))
 
     def store(self, number: int, source: Tensor, known: int | None = None) -> Transfer:
-        """Start to write a tile's record, of which the checksum may be known."""
+        """Start to store a tile's record. `known` is its checksum, if the caller has computed it."""
         place = self._places[number]
         transfer = place.file.write(
             place.offset, source[: place.nbytes], checksum=self._checksums, known=known, what=self.name(number)
@@ -49,13 +48,13 @@ class FileRecords(Records):
         return transfer
 
     def summed(self, number: int, buffer: Tensor) -> SummedRecord | None:
-        """Have an update sum a tile's record; see `Records.summed`."""
+        """Return a tile's record with checksums by the update. See `Records.summed`."""
         if not self._checksums:
             return None
         return SummedRecord(buffer, partial(self.load, number, sums=False), partial(self.store, number))
 
     def cut(self, tile: int, start: int, plan: SegmentPlan) -> "FileRecords":
-        """Make a section with records of its own from a byte of a tile's record on; this one keeps nothing there."""
+        """Make a segment with records of its own, from a byte of a tile's record on."""
         places, place = [], self._places[tile]
         for nbytes in record_sizes(plan):
             places.append(RecordPlace(place.file, place.offset + start, nbytes))
@@ -64,20 +63,20 @@ class FileRecords(Records):
 
 
 class Striping:
-    """Lays records out over the files: each goes to the one that is filled least.
+    """Lays records out over files: each record goes to the file with the fewest bytes.
 
     Arguments:
-        files: how many.
+        files: the number of files.
 
     Attributes:
-        used: bytes laid out in each.
+        used: bytes laid out in each file.
     """
 
     def __init__(self, files: int) -> None:
         self.used = [0] * files
 
     def place(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Lay records of these bytes out; returns the file, offset and bytes of each."""
+        """Lay out records of these bytes. Return the file, offset and bytes of each."""
         places = []
         for nbytes in sizes:
             file = min(range(len(self.used)), key=self.used.__getitem__)
@@ -87,7 +86,7 @@ class Striping:
 
 
 def stripe(wanted: Mapping[str, Sequence[SegmentPlan]], folders: int) -> dict[str, Striping]:
-    """Lay the records of sections out over folders, home by home."""
+    """Lay the records of segments out over folders, storage by storage."""
     planned = {home: Striping(folders) for home in wanted}
     for home, plans in wanted.items():
         for plan in plans:
@@ -96,17 +95,17 @@ def stripe(wanted: Mapping[str, Sequence[SegmentPlan]], folders: int) -> dict[st
 
 
 def bytes_by_folder(planned: Mapping[str, Striping], folders: int) -> list[int]:
-    """Count the bytes that go to each folder, of all homes."""
+    """Return the bytes that go to each folder, of all storages."""
     return [sum(striping.used[number] for striping in planned.values()) for number in range(folders)]
 
 
 class NvmeTier(TierMemory):
-    """Files on one disk or several: one in each folder for each home, without a name.
+    """Files on one disk or several: one without a name for each storage in each folder.
 
     Arguments:
         parents: existing folders, one for each disk.
         queue_depth: requests in flight per folder.
-        checksums: verify what is read.
+        checksums: verify records that are loaded.
     """
 
     name = Tier.NVME
@@ -115,10 +114,10 @@ class NvmeTier(TierMemory):
         self._parents = tuple(parents)
         self._queue_depth = queue_depth
         self._checksums = checksums
-        self._queues: list[Queue] = []  # of those folders that have had a file
+        self._queues: list[Queue] = []  # of the folders that files were made in
 
     def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        """Make a file for each home in each folder, allocated in full."""
+        """Make a file for each storage in each folder, allocated in full."""
         del pin
         if not self._parents:
             raise ConfigError(
@@ -127,7 +126,7 @@ class NvmeTier(TierMemory):
         planned = stripe(wanted, len(self._parents))
         folders = []
         for parent, nbytes in zip(self._parents, bytes_by_folder(planned, len(self._parents)), strict=True):
-            if nbytes:  # with more folders than records the first ones are filled
+            if nbytes:  # with fewer records than folders the last ones get none
                 folders.append(existing_folder(parent))
                 check_space(folders[-1], nbytes)
         self._queues += [Queue(self._queue_depth) for _ in folders[len(self._queues) :]]
@@ -145,17 +144,17 @@ class NvmeTier(TierMemory):
         return slabs
 
     def close(self) -> None:
-        """Finish what is under way, and end the threads.
+        """Finish all transfers, and end the threads.
 
         Raises:
-            NvmeError: the failure of a transfer that nobody waited for. All threads have ended all the same.
+            NvmeError: a transfer that was not waited for has failed. All threads have ended all the same.
         """
         queues, self._queues = self._queues, []
         close_all(queues)
 
 
 class FileSlab(Slab):
-    """One preallocated file in each folder, for the sections of one home of every unit."""
+    """One preallocated file in each folder, for the segments of one storage of every unit."""
 
     def __init__(self, files: Sequence[File], *, checksums: bool) -> None:
         self._files = files
@@ -163,20 +162,20 @@ class FileSlab(Slab):
         self._checksums = checksums
 
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
-        """Make the next of the planned sections."""
+        """Make the next of the planned segments."""
         del unset
         places = [RecordPlace(self._files[file], *place) for file, *place in self._striping.place(record_sizes(plan))]
         return FileRecords(plan, places, checksums=self._checksums)
 
     def rewind(self) -> bool:
-        """Hand out the same places again, as if nothing had been written there."""
+        """Hand out the same locations again, as if nothing had been stored there."""
         self._striping = Striping(len(self._files))
         return not any(file.closed for file in self._files)
 
     def close(self) -> None:
-        """Finish what is under way, and close the files, which are gone then. Once is enough.
+        """Finish all transfers, and close the files, whose space is free then. May be called again.
 
         Raises:
-            NvmeError: the failure of a transfer that nobody waited for. Everything is closed all the same.
+            NvmeError: a transfer that was not waited for has failed. All files are closed all the same.
         """
         close_all(self._files)

@@ -1,12 +1,11 @@
-"""Buffers through which tiles pass: planned from where the homes are, none larger than a tile, or a stretch of some.
+"""Staging buffers, through which tiles pass. None is larger than a tile, or than a tile range.
 
-landing        tiles of gradients that come down in the reduce dtype, to be added to their home on the host, or cast
-update         the rings of the updates on the host and on the device: what each cannot reach where it rests, a buffer
-               for each such home
-transit        the ring of gathers and gradients that come from files or go there
+landing        tiles of gradients that are copied from the device in the reduce dtype, and added or cast on the host
+update         the rings of the updates on the host and on the device: a buffer for each storage out of reach
+transit        the ring of gathers and gradients that are loaded from files or stored in them
 
-They are planned and taken with the homes. When homes move, they are given back and planned again, and taken when
-they are needed.
+They are planned and allocated with the storages. When storages move, they are freed and planned again, and allocated
+when they are needed.
 """
 
 import contextlib
@@ -30,31 +29,31 @@ from penstock.tiers.storage import (
 from penstock.tiers.tier import Reservation, Store
 from penstock.tiers.transfer import in_reach
 
-# Of two slots, one is filled while the other is used; of three, one goes back as well. Files come and go at a pace of
-# their own and want more in flight: as many tiles as these bytes hold, within limits.
+# Of two slots, one is filled while the other is used; of three, one is written back as well. Files need more in flight:
+# as many tiles as these bytes hold, within limits.
 MEMORY_SLOTS, STREAMED_SLOTS = 2, 3
 LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
 
-# Neighbouring tiles in memory are worked on in a stretch: a copy, or a call of the rule, costs the host as much for few
-# values as for many, and a thread that waits for it wakes up late, among others that want the interpreter. What a slot
-# holds is to last longer than all of that. It is bounded as values, as memory of the ring, and so that there are enough
-# of them to fill and empty the ring behind each other, and to divide between the device and the host.
+# Neighbouring tiles in memory are updated as a tile range: a copy, or a call of the rule, costs the host as much for
+# few values as for many, and a thread that waits for it wakes up late. The work on a tile range takes longer than that.
+# Its size is bounded by elements, by the memory of the ring, and so that there are enough tile ranges to overlap, and
+# to divide between the device and the host.
 STRETCH_RING_BYTES, LEAST_STRETCHES = 768 << 20, 32
 
 #: The tiers beside which updates run.
 SIDES = (Tier.DEVICE, Tier.CPU)
 
-#: The sections of one unit on this rank, by home.
+#: The segments of one unit on this rank, by storage.
 Sections = Mapping[str, Sequence[SegmentPlan]]
 
 
 class StagingPlan:
-    """Which buffers there will be.
+    """Plan of the staging buffers.
 
     Arguments:
-        units: where the homes are.
-        reduce_dtype: what gradients on their way have.
-        reach: what compute reads where it rests.
+        units: the segments of all storages.
+        reduce_dtype: the dtype of reduced gradients.
+        reach: what compute reads in place.
 
     Attributes:
         rings: the rings of `Staging`, in its order.
@@ -71,11 +70,11 @@ class StagingPlan:
         ]
 
     def sections(self) -> list[SegmentPlan]:
-        """Plan every buffer."""
+        """Return the plans of all buffers."""
         return [section for ring in self.rings for section in ring.sections()]
 
     def _landing(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> RingPlan:
-        """Plan two slots of a stretch: one is filled while the other is added or cast."""
+        """Plan two slots of a tile range each: one is filled while the other is added or cast."""
         if in_reach(Tier.CPU, Tier.DEVICE, self._reach):
             return RingPlan()
         away = [p for unit in units for p in unit.get(GRAD, ()) if p.cells and p.tier is not Tier.DEVICE]
@@ -101,17 +100,17 @@ def plan_ring(
     reach: Reach,
     in_memory: int = MEMORY_SLOTS,
 ) -> RingPlan:
-    """Plan the ring through which tiles pass that are worked on beside one tier.
+    """Plan the ring of the tiles that are used beside one tier.
 
     Arguments:
-        name: what the work is, for reports.
-        beside: where it is done.
-        sections: those that it needs, by home.
-        reach: what compute reads where it rests.
-        in_memory: how many slots there are where no file is read.
+        name: the name of the work, for reports.
+        beside: the tier that it runs beside.
+        sections: the segments that it needs, by storage.
+        reach: what compute reads in place.
+        in_memory: the number of slots where no file is read.
 
     Returns:
-        A ring without slots where all is in reach.
+        A ring without slots where all segments are in reach.
     """
     passing: dict[str, list[SegmentPlan]] = {}
     for home, plan in sections:
@@ -120,38 +119,38 @@ def plan_ring(
     if not passing:
         return RingPlan()
     files = {home for home, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
-    near = Tier.CPU if reach.aliases_host else beside  # files want pages, which that tier hands out
+    near = Tier.CPU if reach.aliases_host else beside  # records need page-aligned buffers, which that tier has
     tile = max(min(plan.numel, plan.tile_numel) for plans in passing.values() for plan in plans)
     sizes, stretch = _sizes(passing, tile), 1
     count = _slots(sum(sizes.values())) if files else in_memory
     if not files:  # a record holds one tile
         stretch = _stretch(tile, max(map(_tiles, passing.values())), count * sum(sizes.values()))
         sizes = _sizes(passing, tile * stretch)
-    # What is taken from files to a device passes the host.
+    # Records for a device pass a buffer on the host.
     through_host = [home for home in sizes if home in files] if near is Tier.DEVICE else []
     return RingPlan(name, count, stretch, near, sizes, through_host)
 
 
 def _tiles(plans: Iterable[SegmentPlan]) -> int:
-    """Count the tiles of sections."""
+    """Return the number of tiles of segments."""
     return sum(-(-plan.numel // plan.tile_numel) for plan in plans)
 
 
 def _stretch(tile: int, tiles: int, ring_bytes: int) -> int:
-    """Say how many tiles a slot of a ring holds.
+    """Return how many tiles a slot of a ring holds.
 
     Arguments:
         tile: elements of a tile.
         tiles: how many tiles pass the ring in a step.
-        ring_bytes: of all slots, if each held one tile.
+        ring_bytes: bytes of all slots, if each held one tile.
     """
-    if not tile:  # a rank that has no element of what passes
+    if not tile:  # this rank has no element of these storages
         return 1
     return max(1, min(STRETCH_NUMEL // tile, STRETCH_RING_BYTES // ring_bytes, tiles // LEAST_STRETCHES))
 
 
 def _sizes(passing: Mapping[str, Sequence[SegmentPlan]], numel: int) -> dict[str, int]:
-    """Count the bytes of a slot's buffer for each home, for so many elements."""
+    """Return the bytes of a slot's buffer for each storage, for so many elements."""
     return {
         home: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans) for home, plans in passing.items()
     }
@@ -164,14 +163,14 @@ def transit_ring(plans: Iterable[SegmentPlan]) -> RingPlan:
 
 
 class Buffers:
-    """Buffers that are taken and given back together."""
+    """Buffers that are allocated and freed together."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._sections: list[Segment] = []
 
     def make_slots(self, ring: RingPlan, reserved: Reservation | None = None) -> list[RingSlot]:
-        """Make the slots of a ring, in memory that was reserved with others or now."""
+        """Make the slots of a ring, in memory that was reserved before, or is reserved now."""
         plans = ring.sections()
         reserved = reserved or self._store.reserve(plans)
         made = [reserved.make(plan) for plan in plans]
@@ -179,17 +178,17 @@ class Buffers:
         return ring.slots(made)
 
     def free(self) -> None:
-        """Give all buffers back, or keep them for the next time, if they were reserved for that. None is in use."""
-        while self._sections:  # one by one: after an interrupt the next call goes on
+        """Free all buffers, or keep them for the next time, if they were reserved for that. None is in use."""
+        while self._sections:  # one by one: after an interrupt the next call continues
             self._store.leave(self._sections[-1])
             self._store.free(self._sections.pop(), keep=True)
 
 
 class Staging:
-    """The buffers, and the rings that hold them.
+    """The staging buffers, and the rings that hold them.
 
     Arguments:
-        store: where their memory comes from.
+        store: allocates their memory.
 
     Attributes:
         landing: the ring of gradients that come down to be added or cast.
@@ -210,20 +209,20 @@ class Staging:
         self.rings = [self.landing, *self.update.values(), self.transit]
 
     def give_back(self, make_plan: Callable[[], StagingPlan]) -> None:
-        """Give back all buffers, before homes move or units change.
+        """Free all buffers, before storages move or units change.
 
         Arguments:
-            make_plan: plans the buffers of the homes as they are when it is called: at the latest when a buffer is
-                needed, also where an interrupt has kept the caller from `replan`.
+            make_plan: plans the buffers for the storages as they are when it is called. It is called when a buffer is
+                needed at the latest, also where an interrupt came before `replan`.
         """
         self._make_plan, self._plan = make_plan, None
         for ring in self.rings:
-            ring.drop()  # waits for what is under way: its memory goes below
+            ring.drop()  # waits for work on the buffers, which are freed below
         self._slots = None
         self._buffers.free()
 
     def replan(self) -> StagingPlan:
-        """Plan the buffers of the homes as they are. They are taken when one is needed."""
+        """Plan the buffers for the storages as they are. They are allocated when one is needed."""
         if self._plan is None:
             assert self._make_plan is not None
             self._plan = self._make_plan()
@@ -232,12 +231,12 @@ class Staging:
         return self._plan
 
     def take(self, reserved: Reservation | None = None) -> None:
-        """Make the buffers, in memory that was reserved with others or now."""
+        """Allocate the buffers, in memory that was reserved before, or is reserved now."""
         if self._make_plan is None:
             return
         if self._slots is None:
             plan = self.replan()
-            self._buffers.free()  # those that an interrupt has left
+            self._buffers.free()  # those of a call that was interrupted
             with contextlib.ExitStack() as undo:
                 if reserved is None:
                     reserved = self._store.reserve(plan.sections())
@@ -252,14 +251,14 @@ class Staging:
 def worked_on(
     beside: Tier, unit: Sections, at: str, homes: Sequence[str], *, streams: bool = False
 ) -> Iterator[tuple[str, SegmentPlan]]:
-    """Find the sections of a unit that work beside one tier needs, by home.
+    """Yield the segments of a unit that the work beside one tier needs, with the names of their storages.
 
     Arguments:
         beside: the tier.
-        unit: where its homes are.
-        at: the home whose tiles are worked on where they rest: beside the device, or else beside the host.
-        homes: what the work needs of each tile; of the parameters nothing where there is a shadow of them.
-        streams: whether the device also works on tiles that rest elsewhere, as their sections say.
+        unit: the segments of its storages.
+        at: the storage that decides where a tile is used: beside the device if it is there, otherwise beside the host.
+        homes: the storages that the work needs; of the parameters nothing where parameter staging covers them.
+        streams: True if the device also works on tiles of other tiers, as `SegmentPlan.streamed` says.
     """
     for section in unit.get(at, ()):
         if section.tier is Tier.DEVICE or not streams:
@@ -281,7 +280,7 @@ def _overlap(one: SegmentPlan, other: SegmentPlan) -> bool:
 
 
 def _covers(shadow: SegmentPlan, plan: SegmentPlan, update: SegmentPlan) -> bool:
-    """Whether the update of a part of a section needs its shadow alone."""
+    """Return True if the update of a part of a segment needs its parameter staging alone."""
     return shadow.start <= max(plan.start, update.start) and min(plan.stop, update.stop) <= shadow.stop
 
 

@@ -231,6 +231,10 @@ class SegmentPlan:
         kinds = " and ".join(dict.fromkeys(cell.kind for cell in self.cells))
         return f"{kinds} of unit '{self.cells[0].unit}'"
 
+    def part(self, values: Views, start: int, stop: int) -> Views:
+        """Return the values of elements `start` to `stop` of some that begin with a grain."""
+        return tuple(value[cell.part(start, stop)] for cell, value in zip(self.cells, values, strict=True))
+
     def on(self, tier: Tier) -> "SegmentPlan":
         """Return the plan of the same segment on another tier."""
         return replace(self, tier=tier, copied=True, cells=tuple(replace(cell, tier=tier) for cell in self.cells))
@@ -314,7 +318,7 @@ class MemorySegment(Segment):
         """Return views of elements `start` to `stop`."""
         if start == 0 and stop == self.numel:
             return self.tensors
-        return tuple(tensor[cell.part(start, stop)] for cell, tensor in zip(self.plan.cells, self.tensors, strict=True))
+        return self.plan.part(self.tensors, start, stop)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
         """Visit one piece, in place."""
@@ -468,10 +472,9 @@ def visit_together(
         return
     home, *others = homes
     for first, last, views in home.visit(start, stop, modify=modify):
-        cells = home.section_at(first).plan.cells
+        plan = home.section_at(first).plan
         for begin, end, rest in visit_together(others, first, last, modify=modify):
-            own = tuple(v[c.part(begin - first, end - first)] for c, v in zip(cells, views, strict=True))
-            yield begin, end, [own, *rest]
+            yield begin, end, [plan.part(views, begin - first, end - first), *rest]
 
 
 @dataclass(frozen=True)
@@ -667,14 +670,7 @@ class Records(Segment):
                 loading.wait()  # a transfer has started, and the buffer holds another tile until it is over
             first, last = self.tile_range(number)
             inside = max(start, first), min(stop, last)
-            views = self.views_of(number, buffer)
-            yield (
-                *inside,
-                tuple(
-                    view[cell.part(inside[0] - first, inside[1] - first)]
-                    for cell, view in zip(self.plan.cells, views, strict=True)
-                ),
-            )
+            yield *inside, self.plan.part(self.views_of(number, buffer), inside[0] - first, inside[1] - first)
             if modify:
                 self.kept.pop(number, None)  # it says what was before
                 storing = self.store(number, buffer)

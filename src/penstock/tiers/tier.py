@@ -1,4 +1,4 @@
-"""Tiers: what each does, the table of state that they hold, and its report."""
+"""Tiers: what each provides, the table of the state that they hold, and its report."""
 
 import contextlib
 import threading
@@ -28,18 +28,18 @@ from penstock.runtime.aio import File, Queue
 from penstock.tiers.storage import MemorySegment, Segment, SegmentPlan
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a tier does: set memory or files aside for some sections, and make them there.
+# A tier: it reserves memory or files for planned segments, and makes the segments there.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Slab(ABC):
-    """Memory or a file for some sections, taken at once and given back at once.
+    """An allocation of memory or files for some segments, made at once and given back at once.
 
     Attributes:
-        pinned: whether its memory is page-locked.
-        plans: the sections that it was taken for, in the order in which they are made.
-        pin: whether its memory was to be page-locked.
-        keep: whether it is kept once its sections are gone, for the next one who wants the same.
+        pinned: True if its memory is page-locked.
+        plans: the segments that it is for, in the order in which they are made.
+        pin: True if its memory was to be page-locked.
+        keep: True if it is kept when its segments are freed, for the next request of the same segments.
     """
 
     pinned = False
@@ -49,34 +49,40 @@ class Slab(ABC):
 
     @abstractmethod
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
-        """Make the next of the sections that the slab was sized for.
+        """Make the next of the segments that the slab is for.
 
         Arguments:
-            plan: the section.
-            unset: make it with any values in it: all of them will be written before anybody reads one. Else they are
+            plan: the segment.
+            unset: leave its values undefined, because all of them are written before one is read. Otherwise they are
                 zeros (in files: never written).
         """
 
     def rewind(self) -> bool:
-        """Begin anew: make the same sections again, from the first one on. Return whether the slab can do that."""
+        """Prepare to make the same segments again, from the first one on. Return True if the slab can do that."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Give the slab back. Its sections have been dropped, or hold nothing of use any more."""
+        """Give the slab back. Its segments were dropped, or are not used any more."""
 
 
 class TierMemory(ABC):
-    """One tier."""
+    """One tier.
+
+    Attributes:
+        name: which tier it is.
+        own: buffers of the tier's own, which the table lists too.
+    """
 
     name: Tier
+    own: Sequence[tuple[Segment, Slab]] = ()
 
     @abstractmethod
     def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        """Take a slab for each home's sections, by the home's name.
+        """Allocate a slab for each storage's segments.
 
         Arguments:
-            wanted: the sections that will be made, in order.
+            wanted: the segments that will be made, in order, by the storage's name.
             pin: page-lock host memory that a device copies from.
 
         Raises:
@@ -84,36 +90,30 @@ class TierMemory(ABC):
             NvmeError: there is not enough space, or no folder for it.
         """
 
-    @property
-    def own(self) -> Sequence[tuple[Segment, Slab]]:
-        """Buffers that the tier keeps for itself, for the table to count."""
-        return ()
-
     def pinnable(self, nbytes: int) -> int:
-        """Say how many of some bytes can still be pinned, as far as the tier knows."""
+        """Return how many of some bytes can still be pinned, as far as the tier knows."""
         return nbytes
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing beside their slabs
-        """Give back what is not a slab."""
+        """Give back everything that is no slab."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The table of training state: unit, kind -> cells, and the memory and files that they take.
-#
-# It needs no engine: reports and checkpoints read it by name.
+# The table of training state: segments, and the slabs that they are made of. It depends on no engine.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What a slab is told by: its tier, and its name there or the home that it is for.
+#: Key of a slab: its tier, and its name there or the name of its storage.
 Place = tuple[Tier, str]
 
 
 class Reservation:
-    """Memory and files that were taken for some sections, until they are made.
+    """Slabs for planned segments, until these are made.
 
     Arguments:
-        store: enters what is made in the table.
-        slabs: what was taken, by tier and home; sections that are `apart` have slabs of their own.
+        store: the table that segments are entered in.
+        slabs: the slabs by tier and storage. Segments in `apart` have slabs of their own.
+        apart: see `Store.reserve`.
     """
 
     def __init__(self, store: "Store", slabs: Mapping[Place, Slab], apart: Collection[SegmentPlan]) -> None:
@@ -122,11 +122,11 @@ class Reservation:
         self._apart = apart
 
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
-        """Make one of the sections; those of one tier and home in the order in which they were reserved.
+        """Make one of the segments; those of one tier and storage in the order in which they were reserved.
 
         Arguments:
-            plan: the section.
-            unset: all of it will be written before anybody reads it. Else it is zeros.
+            plan: the segment.
+            unset: leave its values undefined, because all of them are written before one is read. Otherwise zeros.
         """
         if not plan.cells:
             return MemorySegment(plan, ())
@@ -136,24 +136,24 @@ class Reservation:
         return section
 
     def cancel(self) -> None:
-        """Give everything back, with the sections that were made. Nothing works on them."""
+        """Give everything back, with the segments that were made. No work is under way on them."""
         self._store.take_back(self._slabs.values())
 
 
 class Store:
-    """All sections of one engine on this rank. A unit and a kind may have several cells: in parts, or with a shadow.
+    """The table: all segments of one engine on this rank.
 
     Attributes:
-        tiers: what memory and files are taken from.
+        tiers: the tiers that slabs come from.
     """
 
     def __init__(self, tiers: Collection[TierMemory]) -> None:
         self.tiers = {tier.name: tier for tier in tiers}
         self._sections: dict[Segment, Slab | None] = {}
-        self._leaving: dict[Segment, Slab | None] = {}  # their values are on the way to others
+        self._leaving: dict[Segment, Slab | None] = {}  # their values are being copied to others
         self._lock = threading.Lock()  # state that is in flight is freed by the thread that sees it arrive
-        self._left: dict[Slab, int] = {}  # sections that it still holds, or will
-        self._kept: dict[Place, Slab] = {}  # without values; one a home, so no more than one move takes
+        self._left: dict[Slab, int] = {}  # number of segments that are not freed yet
+        self._kept: dict[Place, Slab] = {}  # without values; one for a storage, so that at most one offload's is kept
 
     def reserve(
         self,
@@ -163,45 +163,44 @@ class Store:
         apart: Collection[SegmentPlan] = frozenset(),
         keep: bool = False,
     ) -> Reservation:
-        """Take the memory and files for some sections. What one home has on one tier is given back together.
+        """Allocate slabs for segments. The segments of one storage on one tier share a slab.
 
         Arguments:
-            plans: sections, in the order in which those of a home will be made.
-            apart: those of them that are given back while others of their home stay.
+            plans: segments, in the order in which those of a storage are made.
+            apart: those that are freed while others of their storage stay. They have slabs of their own.
             pin: page-lock host memory that a device copies from.
-            keep: keep what `apart` and the buffers take, once they are freed, for the next one who wants the same.
+            keep: keep the slabs of `apart` and of the buffers when they are freed, for the next request of the same.
 
         Raises:
-            MemoryBudgetError, NvmeError: there is not enough; nothing was taken.
+            MemoryBudgetError, NvmeError: there is not enough. Nothing is allocated.
         """
-        wanted: dict[Tier, dict[str, list[SegmentPlan]]] = {}
+        wanted: dict[Place, list[SegmentPlan]] = {}
         for plan in plans:
             if plan.cells:
-                wanted.setdefault(plan.tier, {}).setdefault(_slab_name(plan, apart), []).append(plan)
+                wanted.setdefault((plan.tier, _slab_name(plan, apart)), []).append(plan)
         try:
             slabs = self._take(wanted, pin)
         except (MemoryBudgetError, NvmeError):
             if not self.give_back_kept():
                 raise
-            slabs = self._take(wanted, pin)  # what was kept may be the room that was missing
-        for (tier, name), slab in slabs.items():
-            slab.plans, slab.pin = tuple(wanted[tier][name]), pin
-            slab.keep = keep and (slab.plans[0] in apart or name == STAGING)
+            slabs = self._take(wanted, pin)  # there may be enough without the kept slabs
+        for place, slab in slabs.items():
+            slab.plans, slab.pin = tuple(wanted[place]), pin
+            slab.keep = keep and (slab.plans[0] in apart or slab.plans[0].home == STAGING)
         self._left |= {slab: len(slab.plans) for slab in slabs.values()}
         return Reservation(self, slabs, apart)
 
-    def _take(self, wanted: Mapping[Tier, Mapping[str, Sequence[SegmentPlan]]], pin: bool) -> dict[Place, Slab]:
-        """Take slabs, those that were kept for the same sections first."""
+    def _take(self, wanted: Mapping[Place, Sequence[SegmentPlan]], pin: bool) -> dict[Place, Slab]:
+        """Return slabs: kept ones of the same segments, and new ones."""
         slabs: dict[Place, Slab] = {}
         try:
             with self._lock:
-                for tier, names in wanted.items():
-                    for name, plans in names.items():
-                        kept = self._kept.get((tier, plans[0].home))
-                        if kept is not None and (kept.plans, kept.pin) == (tuple(plans), pin):
-                            slabs[tier, name] = self._kept.pop((tier, plans[0].home))
-            for tier in sorted(wanted, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
-                rest = {name: plans for name, plans in wanted[tier].items() if (tier, name) not in slabs}
+                for place, plans in wanted.items():
+                    kept = self._kept.get((place[0], plans[0].home))
+                    if kept is not None and (kept.plans, kept.pin) == (tuple(plans), pin):
+                        slabs[place] = self._kept.pop((place[0], plans[0].home))
+            for tier in sorted(self.tiers, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
+                rest = {name: plans for (of, name), plans in wanted.items() if of is tier and (of, name) not in slabs}
                 taken = self.tiers[tier].reserve(rest, pin=pin) if rest else {}
                 slabs |= {(tier, name): slab for name, slab in taken.items()}
         except BaseException:
@@ -211,30 +210,30 @@ class Store:
         return slabs
 
     def give_back_kept(self) -> bool:
-        """Give back what was kept for the next time. Return whether there was anything."""
+        """Give back all kept slabs. Return True if there were some."""
         with self._lock:
             slabs, self._kept = [*self._kept.values()], {}
         close_all(slabs)
         return bool(slabs)
 
     def enter(self, section: Segment, slab: Slab | None) -> None:
-        """Put a section in the table. `slab`: what it is made of; `None` for memory that somebody else owns."""
+        """Enter a segment. `slab` is what it is made of, `None` for memory that has another owner."""
         with self._lock:
             self._sections[section] = slab
 
     def leave(self, section: Segment) -> None:
-        """Take a section out of the table, whose values go elsewhere. `free` gives its memory back."""
+        """Mark a segment as leaving: its values are copied to another one. `free` gives its memory back."""
         with self._lock:
             if section in self._sections:  # one step: a report in between would miss its bytes, or count them twice
                 self._leaving[section] = self._sections.pop(section)
 
     def free(self, section: Segment, *, keep: bool = False) -> None:
-        """Give back the memory of a section that has left, or its part of a slab that goes with the last one.
+        """Free a segment that is leaving. Its slab is given back with the last of its segments.
 
-        Nothing works on it.
+        No work is under way on the segment.
 
         Arguments:
-            section: one that has left.
+            section: the segment.
             keep: keep the slab, if it was reserved for that.
         """
         section.drop()
@@ -247,7 +246,7 @@ class Store:
                     self._put(slab, keep=keep)
 
     def _put(self, slab: Slab, *, keep: bool) -> None:
-        """Keep a slab whose sections are gone, in place of the one before, if that is wanted; else close it."""
+        """Keep a slab whose segments are freed in place of the one kept before, or close it."""
         left: Slab | None = slab
         if keep and slab.keep and slab.rewind():
             place = slab.plans[0].tier, slab.plans[0].home
@@ -256,7 +255,7 @@ class Store:
             left.close()
 
     def take_back(self, slabs: Collection[Slab]) -> None:
-        """Give slabs back, with every section that was made of them. Nothing works on them."""
+        """Give slabs back, with every segment that was made of them. No work is under way on them."""
         with self._lock:
             for section in [section for section, slab in self._sections.items() if slab in slabs]:
                 del self._sections[section]
@@ -266,11 +265,10 @@ class Store:
             close_all(slabs)
 
     def table(self) -> list[tuple[SegmentPlan, Slab | None, str | None]]:
-        """List all that takes memory or space, in the order of allocation, and what the tiers keep for themselves.
+        """List everything that takes memory or space, in the order of allocation, and the tiers' own buffers.
 
         Returns:
-            The sections, what each is made of, and what it is called whose values are on the way to others, or which
-            holds none: "leaving", "kept". `None` where it is called what its kinds are.
+            For each segment its plan, its slab, and its state: "leaving", "kept" (without values), or `None`.
         """
         with self._lock:
             here, leaving, kept = [*self._sections.items()], [*self._leaving.items()], [*self._kept.values()]
@@ -282,10 +280,10 @@ class Store:
         ]
 
     def close(self) -> None:
-        """Drop every section and give everything back.
+        """Drop every segment and give everything back.
 
         Raises:
-            NvmeError: the failure of a transfer that nobody waited for. Everything is given back all the same.
+            NvmeError: a transfer that was not waited for has failed. Everything is given back all the same.
         """
         self._sections.clear()
         self._leaving.clear()
@@ -305,12 +303,12 @@ def _slab_name(plan: SegmentPlan, apart: Collection[SegmentPlan]) -> str:
 
 
 def bytes_on(plans: Sequence[SegmentPlan], tier: Tier) -> int:
-    """Count the bytes that planned sections take on a tier."""
+    """Return the bytes that planned segments take on a tier."""
     return sum(cell.taken_bytes for plan in plans if plan.tier is tier for cell in plan.cells)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The table as a person or a program reads it.
+# The report of the table.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +320,7 @@ class Location:
     """One cell of the table: `numel` values of a kind of a unit on this rank, in `nbytes` bytes.
 
     Attributes:
-        in_flight: an update or a movement of it is under way.
+        in_flight: True if an update or a transfer of it is under way.
     """
 
     unit: str
@@ -366,7 +364,7 @@ class LocationReport:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Make it JSON-like: `{"rows": [...], "bytes": {kind: {tier: bytes}}, "totals": {tier: bytes}}`."""
+        """Return it as JSON-like values: `{"rows": [...], "bytes": {kind: {tier: bytes}}, "totals": {tier: bytes}}`."""
         by_kind: dict[str, dict[str, int]] = {}
         for row in self.rows:
             by_tier = by_kind.setdefault(row.kind, {})
@@ -375,7 +373,7 @@ class LocationReport:
         return {"rows": rows, "bytes": by_kind, "totals": self._totals()}
 
     def __str__(self) -> str:
-        """A table: one line for each kind and tier, the units summed up, and one for each tier."""
+        """Return a table: a line for each kind and tier, summed over units, and one for each tier."""
         lines = [
             f"{'kind':<12} {'tier':<7} {'dtype':<9} {'pinned':<7} {'units':>6} {'values':>16} {'bytes':>18} "
             f"{'in flight':>18}"
@@ -393,7 +391,7 @@ class LocationReport:
         return "\n".join(lines)
 
     def _totals(self) -> dict[str, int]:
-        """Sum bytes by tier, the fastest first."""
+        """Return the bytes by tier, the fastest tier first."""
         tiers = {tier.value: self.bytes(tier=tier) for tier in Tier}
         return {tier: nbytes for tier, nbytes in tiers.items() if nbytes}
 

@@ -1,4 +1,4 @@
-"""Copies between tiers: how each is made, and the streams that carry it."""
+"""Copies between tiers: the route of each, and the streams that it runs on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,28 +44,27 @@ from penstock.trace import Label
 # ----------------------------------------------------------------------------------------------------------------------
 # Copies of flat values within memory: the device's, the host's, and between the two.
 #
-# Where the host's memory is pageable a device copies only while the host waits for it. So such values pass pinned
-# bounce
-# buffers: a thread of the host fills one while the device empties another, or the other way round.
+# A device copies from or to pageable host memory only while the host waits. So values in pageable memory pass pinned
+# bounce buffers: a thread of the host fills one while the device empties another, or the other way round.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What is done with the values of a buffer: the number of the first one among all that pass, and the values.
+#: Uses the values in a buffer. Arguments: the index of the first one among all values that pass, and the values.
 Use = Callable[[int, Tensor], None]
 
 
 def in_reach(tier: Tier, of: Tier, reach: Reach) -> bool:
-    """Whether arithmetic beside one tier reads and writes the other directly."""
+    """Return True if arithmetic beside the tier `of` reads and writes `tier` directly."""
     return tier.is_memory and (tier is of or reach.aliases_host)
 
 
 class CopyRoute(NamedTuple):
-    """Where values in memory go.
+    """Route of a copy within memory.
 
     Attributes:
-        to: the tier.
-        crosses: whether they go between the device and the host.
-        bounce: the rings of bounce buffers that they pass, by the stream that reads; `None` for a copy.
+        to: the tier of the target.
+        crosses: True if source and target are on the device and the host, or the reverse.
+        bounce: the rings of bounce buffers that the values pass, by the stream that reads; `None` for a direct copy.
     """
 
     to: Tier
@@ -74,10 +73,10 @@ class CopyRoute(NamedTuple):
 
 
 class CopyRoutes:
-    """Copies of flat values within memory.
+    """Submits copies of flat values within memory.
 
     Arguments:
-        streams: where copies run beside compute.
+        streams: the streams that copies run on.
         landing: host buffers in which values from the device land in their own dtype, where they are cast or added on
             the host: a device that casts would take a temporary, and send what is wider over the bus.
         reader: the stream on which the host reads its own memory, where values pass bounce buffers.
@@ -88,31 +87,31 @@ class CopyRoutes:
         self._landing = landing
         self._reader = reader
 
-    def copy(self, way: CopyRoute, target: Tensor, source: Tensor, after: Event, label: Label) -> Event:
-        """Copy values; those that go between the device and the host are cast on the host."""
-        up = way.to is Tier.DEVICE
+    def copy(self, route: CopyRoute, target: Tensor, source: Tensor, after: Event, label: Label) -> Event:
+        """Submit a copy. Values that cross between the device and the host are cast on the host."""
+        up = route.to is Tier.DEVICE
         put = partial(_put, target)
-        if way.bounce is not None:
-            ring = way.bounce[self._reader]
+        if route.bounce is not None:
+            ring = route.bounce[self._reader]
             # Two streams: the device fills or empties one buffer while a thread of the host is at another.
             fill, drain = (self._reader, UPLOAD) if up else (DOWNLOAD, WRITE)
             dtype = (target if up else source).dtype
             return self.through(ring, source, put, after, label, fill=fill, drain=drain, dtype=dtype, over=target)
-        crosses = way.crosses and not self._streams.aliases_host
+        crosses = route.crosses and not self._streams.aliases_host
         # Cast where it lands: a device would need memory for the cast, and may send more bytes.
         if crosses and not up and target.dtype != source.dtype:
             return self.land(source, put, after, label, over=target)
         return self._streams.submit(
             UPLOAD if up else DOWNLOAD,
             across(target, source) if crosses else partial(copy, target, source),
-            after=(after,),  # site copy.source_ready: the source is complete, and nobody reads the target any more
+            after=(after,),  # site copy.source_ready: the source is complete, and reads of the target are over
             writes=(target,),
             nbytes=source.numel() * source.element_size(),
             label=label,
         )
 
     def land(self, source: Tensor, use: Use, after: Event, label: Label, over: Tensor | None = None) -> Event:
-        """Bring values of the device down as they are, and use them on the host: the first ones first."""
+        """Copy values from the device in their own dtype, and use them on the host, in order."""
         return self.through(
             self._landing, source, use, after, label, fill=DOWNLOAD, drain=UPDATE, dtype=source.dtype, over=over
         )
@@ -130,7 +129,7 @@ class CopyRoutes:
         dtype: torch.dtype,
         over: Tensor | None,
     ) -> Event:
-        """Pass flat values through the buffers of a ring: one is filled while the one before it is used.
+        """Pass flat values through the buffers of a ring. One buffer is filled while the one before it is used.
 
             fill     | 0 | 1 | 2 |
             drain        | 0 | 1 | 2 |
@@ -138,18 +137,18 @@ class CopyRoutes:
         Arguments:
             ring: one whose slots have one buffer each.
             source: the values.
-            use: what is done with those of a buffer.
+            use: uses the values of a buffer.
             after: the event after which the source is complete, and what `use` writes may be overwritten.
-            label: what it is for, in traces.
+            label: the purpose of the work, in traces.
             fill: the stream that copies to the buffers.
-            drain: the stream on which they are used.
-            dtype: what the values in the buffers have.
-            over: what `use` overwrites as a whole; `None` where it adds.
+            drain: the stream that `use` runs on.
+            dtype: the dtype of the values in the buffers.
+            over: the tensor that `use` overwrites as a whole; `None` where it adds.
         """
         drained: list[Event] = []
         start = 0
-        # Autograd's thread takes slots as well: one that came round to a slot before its new event is noted would not
-        # wait for this use of it.
+        # Autograd's thread takes slots too. If it took a slot before the event of this use is recorded, it would not
+        # wait for this use.
         with ring.lock:
             while start < source.numel():
                 slot = ring.take()
@@ -157,7 +156,7 @@ class CopyRoutes:
                 here = source[start : start + buffer.numel() // dtype.itemsize]
                 nbytes = here.numel() * dtype.itemsize
                 held = buffer[:nbytes].view(dtype)
-                # Not before the values that the slot had last were used: they would be overwritten in the buffer.
+                # The values that the slot held before are used until `slot.free` (ordering rule 3).
                 filled = self._streams.submit(
                     fill,
                     partial(copy, held, here),
@@ -171,49 +170,48 @@ class CopyRoutes:
                     drain,
                     partial(use, start, held),
                     # site staged_copy.filled
-                    after=(filled,),  # on another stream: it would use what the buffer held before
+                    after=(filled,),  # another stream does not follow the copy by itself (ordering rule 2)
                     writes=overwritten,
                     nbytes=nbytes,
                     label=label,
                 )
                 drained.append(slot.free)
                 start += here.numel()
-        return all_of(drained)  # site staged_copy.over: any of them may fail, and whoever waits is to hear of it
+        return all_of(drained)  # site staged_copy.over: all, because each of them may fail
 
 
 def _put(target: Tensor, start: int, values: Tensor) -> None:
-    """Copy the values of a buffer to their place."""
+    """Copy the values of a buffer to their range of the target."""
     copy(target[start : start + values.numel()], values)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Movement: values on their way between any two tiers, as whole homes (`Transfers`) or tile by tile (`TileStreamer`).
+# Transfers between any two tiers: of whole storages (`Transfers`), or tile by tile (`TileStreamer`).
 #
 #     memory to memory     a copy, on the stream of its direction; where the host's memory is pageable, through pinned
 #                          bounce buffers
 #     from and to records  loads into a buffer of a ring, stores from one
 #
-# Everything is submitted ahead and follows the events of the homes that it reads and writes. What bounds how far it
-# runs are the slots of rings: one is used again once the work that used it last is over, so no buffer is ever larger
-# than a tile, or than the range of tiles that a device takes at once. Until then a read of the record that the slot
-# still holds takes it from there instead of loading it.
+# All work is submitted ahead, and follows the events of the storages that it reads and writes. The slots of rings bound
+# how far it runs ahead: a slot is used again once its last use is over. So no buffer is larger than a tile, or than a
+# tile range. Until a slot is used again, a read of the record that it holds needs no load.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: Puts values back after an event, and says when they are there.
+#: Writes values back after an event. Returns the event after which they are written.
 Back = Callable[[Event], Event]
 
 
 class Transfers:
-    """Copies homes as a whole, through memory where one of them is records.
+    """Copies whole storages, through a ring of buffers where one of them is records.
 
-    A copy follows the last write of what it reads, and the last write and the reads of what it overwrites: the homes
-    know them. They know of the copy from then on.
+    A copy follows the last write of its source, and the last write and the reads of its target. It is recorded in both
+    storages.
 
     Arguments:
-        streams: where copies run beside compute.
-        ring: host buffers of one record, into which records are loaded and from which they are stored.
-        landing: host buffers of a tile, for values that are cast or added on the host; none where no home needs one.
+        streams: the streams that copies run on.
+        ring: host buffers of one record each, into which records are loaded and from which they are stored.
+        landing: host buffers of a tile, for values that are cast or added on the host; none where no storage needs one.
     """
 
     def __init__(self, streams: Streams, ring: Ring, landing: Ring | None = None) -> None:
@@ -222,12 +220,12 @@ class Transfers:
         self._copies = CopyRoutes(streams, landing or Ring(), READ)
 
     def copy(self, source: Storage, target: Storage, label: Label) -> Event:
-        """Copy all values of a home to another one of the same extent, kinds and tiles.
+        """Copy all values of a storage to another one of the same extent, kinds and tiles.
 
-        What one of them does not keep, and what they share, stays as it is. Returns the event after which the source is
-        free, and the memory of the target holds the values.
+        Segments that both share, and elements that one of them does not keep, are left out. Returns the event after
+        which the source may be written again, and the memory of the target holds the values.
         """
-        # Not before the source is complete, nor while anybody still writes the target or reads what is in it.
+        # The copy reads the source and writes the target (ordering rule 3).
         # site transfer.source_written, transfer.target_free
         after = all_of([source.memory.written, target.memory.free])
         copied: list[Event] = []
@@ -242,23 +240,23 @@ class Transfers:
             else:
                 crosses = here.tier is not there.tier
                 bounce = (here.bounce or there.bounce) if crosses else None
-                way = CopyRoute(there.tier, crosses, None if bounce is None else bounce())
-                copied += self._copy_all(way, _at(there, start, stop), _at(here, start, stop), after, label)
-        # What was copied came after it. Named beside that it would keep the events of all copies of a run: a target
-        # that nothing but copies writes would wait for each of them.
+                route = CopyRoute(there.tier, crosses, None if bounce is None else bounce())
+                copied += self._copy_all(route, _at(there, start, stop), _at(here, start, stop), after, label)
+        # The copies follow `after`. An event of both would keep the events of all earlier copies, where only copies
+        # write the target.
         event = all_of(copied) if copied else after  # site transfer.over
-        # Both hear of it: else an update would write the source under the copy, or a gather read the target before it.
+        # The next write of the source and the next read of the target follow the copy (ordering rule 3).
         source.note_read(event)  # site transfer.source_read
         target.note_write(event)  # site transfer.target_written
         return event
 
     def land(self, source: Tensor, use: Use, *, after: Event, label: Label) -> Event:
-        """Bring flat values of the device down, tile by tile and in order, and use them on the host."""
+        """Copy flat values from the device tile by tile, and use them on the host, in order."""
         return self._copies.land(source, use, after, label)
 
     def _load(self, here: Records, there: Segment, tiles: range, after: Event, label: Label) -> list[Event]:
-        """Bring records to memory."""
-        way = CopyRoute(there.tier, there.tier is Tier.DEVICE)
+        """Load records and copy them to memory."""
+        route = CopyRoute(there.tier, there.tier is Tier.DEVICE)
         copied = []
         for number in tiles:
             first, last = (element + here.plan.start for element in here.tile_range(number))
@@ -267,9 +265,9 @@ class Transfers:
             if kept is not None:
                 buffer, ready = kept.buffer, kept.ready
             else:
-                slot.forget()  # before it is filled anew: whoever looked for the old record would be given this one
+                slot.forget()  # before it is filled again: a read of its old record would get this one
                 buffer = slot.near[PASSING]
-                # The record may still be on its way to where it rests, and the slot in use for another one.
+                # The record's last store and the last use of the slot may be under way (ordering rule 3).
                 ready = self._streams.submit(
                     READ,
                     partial(here.load, number, buffer),
@@ -281,27 +279,27 @@ class Transfers:
                 )
                 slot.free = ready
                 slot.keep(here, number, buffer, ready)
-            values = here.views_of(number, buffer)
+            values, target = here.views_of(number, buffer), _at(there, first, last)
             # site load.arrived, load.copy_target_free, load.copy_read
-            arrived = all_of(self._copy_all(way, _at(there, first, last), values, all_of([after, ready]), label))
-            slot.add_use(arrived)  # filled anew before, the buffer would give these copies another tile
+            arrived = all_of(self._copy_all(route, target, values, all_of([after, ready]), label))
+            slot.add_use(arrived)  # filled before that, the buffer would give these copies another tile
             copied.append(arrived)
         return copied
 
     def _store(self, here: Segment, there: Records, tiles: range, after: Event, label: Label) -> list[Event]:
-        """Put values in memory into records."""
-        way = CopyRoute(Tier.CPU, here.tier is Tier.DEVICE)
+        """Copy values in memory to records, and store these."""
+        route = CopyRoute(Tier.CPU, here.tier is Tier.DEVICE)
         taken = []
         for number in tiles:
             slot = self._ring.take()
             slot.forget()
             buffer = slot.near[PASSING]
             first, last = (element + there.plan.start for element in there.tile_range(number))
-            # The slot may still be read by the store of the tile that it had last.
+            # The store of the tile that the slot held before may still read it (ordering rule 3).
             # site store.source_ready, store.slot_free
             values, free = there.views_of(number, buffer), all_of([after, slot.free])
-            landed = all_of(self._copy_all(way, values, _at(here, first, last), free, label))  # site store.landed
-            # Two stores of one record may overtake each other on the disk.
+            landed = all_of(self._copy_all(route, values, _at(here, first, last), free, label))  # site store.landed
+            # Stores of one record follow each other: a disk may finish the later one first (ordering rule 3).
             slot.free = there.last_stores[number] = self._streams.submit(
                 WRITE,
                 partial(there.store, number, buffer),
@@ -315,25 +313,25 @@ class Transfers:
         return taken
 
     def _copy_all(
-        self, way: CopyRoute, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
+        self, route: CopyRoute, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
     ) -> list[Event]:
         """Copy the values of each kind."""
-        return [self._copies.copy(way, t, s, after, label) for t, s in zip(targets, sources, strict=True)]
+        return [self._copies.copy(route, t, s, after, label) for t, s in zip(targets, sources, strict=True)]
 
 
 @dataclass
 class StagedTile:
-    """A tile, or a stretch, that is brought to where it is used, and put back.
+    """A tile or tile range that is copied to where it is used, and written back.
 
     Attributes:
-        after: the event after which what is in the homes' memory is complete, and may be overwritten.
-        slot: the buffers that it passes; `None` where all of it is used where it rests.
-        label: what it is for, in traces.
-        views: its values, by home, once `ready`.
-        arrivals: the events of what has to be brought.
-        to_memory: what puts values back to memory.
-        to_records: what stores values in records.
-        summed: the records that the use has to sum, and to check, before anything is stored.
+        after: the event after which the storages' memory is complete, and may be overwritten.
+        slot: the buffers that it passes; `None` where it is used in place.
+        label: its purpose, in traces.
+        views: its values, by storage, complete after `ready`.
+        arrivals: the events of its copies and loads.
+        to_memory: write values back to memory.
+        to_records: store values in records.
+        summed: the records whose checksums the use computes and verifies before they are stored.
     """
 
     after: Event
@@ -347,29 +345,29 @@ class StagedTile:
 
     @property
     def ready(self) -> Event:
-        """Everything of it is there."""
+        """The event after which all its values are complete."""
         return all_of([self.after, *self.arrivals])  # site tile.complete, tile.arrived
 
     def put_back(self, used: Event) -> Event:
-        """Put what was written where it rests, after its use.
+        """Write values back after the use.
 
-        Returns the event after which it is in the homes that are memory; records know of theirs.
+        Returns the event after which they are in those storages that are memory. Records keep their own events.
         """
-        # The way back follows the use: else it would take values that the use has not written yet.
+        # The copies back read what the use writes (ordering rule 3).
         home_again = all_of([used, *(back(used) for back in self.to_memory)])  # site tile.used, tile.copied_back
         if self.slot is not None:
-            # The next tile of the slot overwrites what copies and stores still take from its buffers.
+            # The next tile of the slot overwrites the buffers that copies and stores read (ordering rule 3).
             # site tile.slot_copied_from, tile.slot_stored_from
             self.slot.free = all_of([home_again, *(back(used) for back in self.to_records)])
         return home_again
 
 
 class TileRange(NamedTuple):
-    """Neighbouring tiles, each home's in one piece.
+    """Neighbouring tiles, contiguous in each storage.
 
     Attributes:
-        tiles: how many tiles it has.
-        in_place: whether nothing of them has to be brought.
+        tiles: the number of tiles.
+        in_place: True if all of them are used in place.
     """
 
     tiles: int
@@ -377,15 +375,15 @@ class TileRange(NamedTuple):
 
 
 class TileStreamer:
-    """Brings tiles to where they are updated, and puts them back: one is used while others come and go.
+    """Copies tiles to where they are updated, and writes them back. One tile is used while others are moved.
 
         FETCH    | 0 | 1 | 2 | ...
         UPDATE       | 0 | 1 | 2 | ...
         WRITE            | 0 | 1 | ...
 
     Arguments:
-        streams: where copies run beside compute.
-        ring: slots with a buffer for each home that may be out of reach.
+        streams: the streams that copies run on.
+        ring: slots with a buffer for each storage that may be out of reach.
         beside: the tier whose memory the update works in.
     """
 
@@ -397,7 +395,7 @@ class TileStreamer:
         self._copies = CopyRoutes(streams, Ring(), FETCH)
 
     def stretch(self, number: int, homes: Mapping[str, Storage]) -> TileRange:
-        """Find out how many tiles from this one on are brought, or used where they rest, at once."""
+        """Return how many tiles from this one on are moved, or used in place, at once."""
         counts, in_place = [], True
         for home in homes.values():
             section, local = home.tile(number)
@@ -428,12 +426,12 @@ class TileStreamer:
 
         Arguments:
             number: the tile's number in the shard.
-            homes: the homes that it has values in, by name.
-            after: the event after which what is in the homes' memory is complete, and may be overwritten.
-            label: what it is for, in traces.
-            written: names of the homes that the use writes, and that have to be put back.
-            count: how many tiles are brought at once: no more than `stretch` says.
-            sums: whether the use sums the records that it is told to.
+            homes: the storages of its values, by name.
+            after: the event after which the storages' memory is complete, and may be overwritten.
+            label: its purpose, in traces.
+            written: names of the storages that the use writes, and that are written back.
+            count: the number of tiles, at most what `stretch` returns.
+            sums: True if the use computes the checksums of `StagedTile.summed`.
         """
         places = {name: home.tile(number) for name, home in homes.items()}
         tile = StagedTile(after, None, label)
@@ -446,8 +444,7 @@ class TileStreamer:
                 assert count == 1, "a record is one tile"
                 self._bring_record(tile, name, section, local, back=name in written, sums=sums)
             else:
-                extent = section.tile_range(local, count)
-                self._bring_memory(tile, name, section, extent, back=name in written)
+                self._bring_memory(tile, name, section, section.tile_range(local, count), back=name in written)
         return tile
 
     def _slot_for(self, places: Mapping[str, tuple[Segment, int]]) -> RingSlot:
@@ -465,14 +462,14 @@ class TileStreamer:
     def _bring_memory(
         self, tile: StagedTile, name: str, section: Segment, extent: tuple[int, int], *, back: bool
     ) -> None:
-        """Copy values between host and device memory, each way."""
+        """Copy values between host and device memory, and back after the use if asked for."""
         assert tile.slot is not None
         bounce = None if section.bounce is None else section.bounce()
         there, back_again = CopyRoute(self._beside, True, bounce), CopyRoute(section.tier, True, bounce)
         sources = section.views(*extent)
         tile.views[name] = _views_like(sources, tile.slot.near[name])
         # site tile.copy_complete, tile.copy_slot_free
-        free = all_of([tile.after, tile.slot.free])  # the tile that the slot had last may still be on its way back
+        free = all_of([tile.after, tile.slot.free])  # the slot's last tile may still be copied back
         for source, target in zip(sources, tile.views[name], strict=True):
             tile.arrivals.append(self._copies.copy(there, target, source, free, tile.label))
             if back:
@@ -481,7 +478,7 @@ class TileStreamer:
     def _bring_record(
         self, tile: StagedTile, name: str, section: Records, number: int, *, back: bool, sums: bool
     ) -> None:
-        """Load a record, by way of the host where the tile is used on a device."""
+        """Load a record, through a buffer on the host where the tile is used on a device."""
         slot = tile.slot
         assert slot is not None
         nbytes, kept = section.record_bytes(number), section.kept.get(number)
@@ -509,18 +506,18 @@ class TileStreamer:
             slot.keep(section, number, host, landed)  # who wants the record next need not wait for the file
             # site tile.store_landed
             written = self._streams.submit(WRITE, put, after=(landed,), nbytes=nbytes, label=tile.label)
-            section.last_stores[number] = written  # a load from the file before would bring the old values
+            section.last_stores[number] = written  # the next load follows it (ordering rule 3)
             return written
 
         if back:
             tile.to_records.append(store)
 
     def _fetch(self, section: Records, number: int, buffer: Tensor, tile: StagedTile, load: Work) -> Event:
-        """Bring a record to a buffer: from the slot that still holds it, or from where it rests."""
+        """Copy a record to a buffer from the slot that still holds it, or load it."""
         assert tile.slot is not None
         kept = section.kept.get(number)
         if kept is None:
-            # The record may still be on its way to where it rests, and the slot in use for another one.
+            # The record's last store and the last use of the slot may be under way (ordering rule 3).
             return self._streams.submit(
                 FETCH,
                 load,
@@ -530,7 +527,7 @@ class TileStreamer:
                 nbytes=buffer.numel(),
                 label=tile.label,
             )
-        # Once it is there, and nobody needs what this slot had last.
+        # After the record is complete there, and the last use of this slot is over (ordering rule 3).
         event = self._streams.submit(
             FETCH,
             partial(copy, buffer, kept.buffer[: buffer.numel()]),
@@ -540,43 +537,40 @@ class TileStreamer:
             nbytes=buffer.numel(),
             label=tile.label,
         )
-        kept.slot.add_use(event)  # that slot's next tile would be copied in place of this record
+        kept.slot.add_use(event)  # before that slot is filled again
         return event
 
 
 def take_tile(section: Segment, number: int, buffer: Tensor, streams: Streams, label: Label) -> None:
-    """Copy a tile to a page-aligned buffer, as the record that it is or would be; returns when it is there."""
+    """Copy a tile to a page-aligned buffer in the layout of a record. Return when the copy is complete."""
     if isinstance(section, Records):
         loading = section.load(number, buffer)
         if loading is not None:
             loading.wait()  # site checkpoint.record_loaded
         return
     start, stop = section.tile_range(number)
-    buffer[-PAGE_BYTES:].zero_()  # what no kind fills
+    buffer[-PAGE_BYTES:].zero_()  # the padding
     for target, values in zip(
         RecordLayout(section.plan.cells).views(buffer, stop - start), section.views(start, stop), strict=True
     ):
         nbytes = target.numel() * target.element_size()
-        # On the host, at once: the caller writes the buffer to a file next.
+        # Waited for on the host: the caller writes the buffer to a file next (ordering rule 5).
         streams.submit(SAVE, across(target, values), writes=(target,), nbytes=nbytes, label=label).synchronize()
 
 
 def _range_of(section: Segment, start: int, stop: int) -> range:
-    """Number a section's tiles in a range of its home."""
+    """Return the numbers of a segment's tiles in a range of its storage."""
     first, last = start - section.plan.start, stop - section.plan.start
     return range(first // section.tile_numel, -(-last // section.tile_numel))
 
 
 def _at(section: Segment, start: int, stop: int) -> Views:
-    """View the values of a range of a section's home."""
+    """Return views of the values in a range of a segment's storage."""
     return section.views(start - section.plan.start, stop - section.plan.start)
 
 
 def _views_like(sources: Views, buffer: Tensor) -> Views:
-    """View a buffer of bytes as tensors of the shapes and dtypes of `sources`, one after the other."""
-    views, offset = [], 0
-    for source in sources:
-        nbytes = source.numel() * source.element_size()
-        views.append(buffer[offset : offset + nbytes].view(source.dtype))
-        offset += nbytes
-    return tuple(views)
+    """Return views of a buffer of bytes with the shapes and dtypes of `sources`, one after the other."""
+    sizes = [source.nbytes for source in sources]
+    parts = buffer[: sum(sizes)].split_with_sizes(sizes)
+    return tuple(part.view(source.dtype) for part, source in zip(parts, sources, strict=True))

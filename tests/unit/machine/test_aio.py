@@ -5,7 +5,10 @@ import errno
 import gc
 import logging
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import NvmeError
-from penstock.runtime.aio import File, Queue, Transfer, checksum
+from penstock.runtime.aio import File, Queue, Transfer, check_space, checksum, existing_folder
 from penstock.runtime.host_memory import PAGE_BYTES
 from tests.support import interrupt, memory
 
@@ -382,3 +385,73 @@ def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path: Path, kind:
         gc.collect()
         assert held() is None, happened.where
     assert not happened.where, "all lines were met"
+
+
+def test_a_folder_is_found_through_links_and_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    monkeypatch.chdir(tmp_path)
+    assert existing_folder("link") == tmp_path / "disk"
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "number"),
+    [
+        ("missing", "cannot be found (No such file or directory). Create it, or choose another", errno.ENOENT),
+        ("file", "is no folder. Remove that file and create a folder, or choose another", errno.ENOTDIR),
+        ("file/below", "cannot be found (Not a directory). Create it, or choose another", errno.ENOTDIR),
+        ("circle", "cannot be found (Too many levels of symbolic links). Create it, or choose", errno.ELOOP),
+    ],
+)
+def test_what_is_no_folder(tmp_path: Path, name: str, says: str, number: int) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(NvmeError) as caught:
+        existing_folder(tmp_path / name)
+    assert f"The nvme path '{tmp_path / name}' {says}" in str(caught.value)
+    assert "Placement(nvme_path=...)" in str(caught.value)
+    assert caught.value.errno == number
+
+
+def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = list(os.statvfs(tmp_path))
+    fields[1], fields[3], fields[4] = 512, 9, 4  # fragments of 512 bytes: 9 free, 4 of them for users
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
+    check_space(tmp_path, 2048)
+    with pytest.raises(NvmeError, match=r"needs 2,049 bytes, and .* 2,048 bytes free\. Free 1 bytes, keep") as caught:
+        check_space(tmp_path, 2049)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(tmp_path) in str(caught.value)
+
+
+KILLED = """
+import os, signal, sys
+from penstock.runtime.aio import File, Queue
+from penstock.runtime.host_memory import page_aligned
+
+queue = Queue(2)
+files = [File(queue, sys.argv[1], 64 << 20, named=False) for _ in range(2)]  # of one name, which each has lost
+transfers = [file.write(0, page_aligned(64 << 20)) for file in files]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_of_files_without_names_when_their_process_is_killed(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "file"], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_without_a_name_is_copied_in_the_kernel(tmp_path: Path, queue: Queue) -> None:
+    source = memory(4 * PAGE_BYTES, seed=1)
+    with (
+        File(queue, tmp_path / "nameless", source.nbytes, named=False) as one,
+        File(queue, tmp_path / "named", source.nbytes) as other,
+    ):
+        one.write(0, source).wait()
+        assert [path.name for path in tmp_path.iterdir()] == ["named"]
+        if not other.copy_from(one, 0, 0, source.nbytes):
+            pytest.skip("the kernel copies nothing on this file system")
+        into = memory(source.nbytes)
+        other.read(0, into).wait()
+    assert torch.equal(source, into)

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, NvmeError
 from penstock.probe import disks
 from penstock.probe.disks import _Disk, check_folders, file_system, free_space, measure_disks, record_bytes
 from penstock.probe.sampling import Deadline
-from penstock.runtime import swap
+from penstock.runtime import aio
 from penstock.runtime.aio import File, Queue
 from tests.support import disks as folders_of_tests
 
@@ -37,7 +37,7 @@ def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_full_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "free_disk_bytes", lambda folder: 4096)
+    monkeypatch.setattr(aio, "free_disk_bytes", lambda folder: 4096)
     assert "No space left on device. Free 8,388,608 bytes there" in refused(tmp_path)
 
 

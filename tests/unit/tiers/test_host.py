@@ -52,7 +52,7 @@ def test_everything_is_pinned_where_nothing_forbids_it(monkeypatch: pytest.Monke
     assert sorted(pinned.values()) == [pages * PAGE for pages in (10, 100, 100, 100, 400)], "in exact size"
     assert tier.pinned_bytes == 710 * PAGE
     assert [section.bounce for section in made.values()] == [None] * 5
-    assert tier.own == []
+    assert tier.own == ()
 
 
 def test_a_budget_goes_first_to_what_a_device_copies_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_what_the_system_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch) ->
     assert slab.pinned
     assert sum(tensor.numel() for tensor in section.tensors) == RING
     tier.close()
-    assert (tier.own, tier.pinned_bytes) == ([], 0)
+    assert (tier.own, tier.pinned_bytes) == ((), 0)
 
 
 def test_where_nothing_can_be_pinned_the_host_waits_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch: pyte
         made = take(tier, *(replace(plan, copied=plan.home != "optimizer") for plan in PLANS))
     assert sorted(pinned.values()) == [pages * PAGE for pages in (10, 100, 100, 100)]
     assert sorted(near) == sorted(touched) == [pages * PAGE for pages in (10, 100, 100, 100, 400)]
-    assert tier.own == [], "nothing passes buffers"
+    assert tier.own == (), "nothing passes buffers"
     assert made["optimizer"].bounce is not None
     made["optimizer"].bounce()
     assert len(tier.own) == 1, "but could"
