@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.beside import persistent_buffers, why_not
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement, Precision, Tier, UnsaidPrecision, parse_home
-from penstock.engine.forward_backward.forward import ModuleHooks
 from penstock.engine.forward_backward.guards import is_owned
 from penstock.engine.unit.dtensor import check_aliases, is_divided
 from penstock.engine.unit.partition import UnitSpec
@@ -260,10 +259,9 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
     owned = next((name for name, parameter in model.named_parameters() if is_owned(parameter)), None)
     if owned is not None:  # two engines would both gather and release it
         raise ConfigError(
-            f"This {type(model).__name__} is prepared already ({_prepared_part(model, owned)} has Penstock's hooks): "
-            f"parameter '{owned}' {tuple(model.get_parameter(owned).shape)} has an optimizer. Parts of a model may "
-            "have their own: prepare each part with its own, prepare(model.part, ...). Call close() on its "
-            "optimizer before preparing it again."
+            f"This {type(model).__name__} is prepared already: parameter '{owned}' "
+            f"{tuple(model.get_parameter(owned).shape)} has an optimizer. Parts of a model may have their own: prepare "
+            "each part with its own, prepare(model.part, ...). Call close() on its optimizer before preparing it again."
         )
     check_aliases(model)
 
@@ -296,14 +294,6 @@ def check_newcomers(newcomers: Mapping[str, nn.Parameter]) -> None:
             raise ConfigError(f"Parameter '{name}' {shape} has an optimizer of its own: another prepared model's.")
         if parameter.grad is not None:
             raise ConfigError(f"Parameter '{name}' {shape} has a gradient already, which no step would see. Drop it.")
-
-
-def _prepared_part(model: nn.Module, owned: str) -> str:
-    """Name the part of a model that has an optimizer already, for a message."""
-    for name, module in model.named_modules():
-        if any(isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in module._forward_pre_hooks.values()):
-            return f"its module '{name}'" if name else "it"
-    return f"its parameter '{owned}'"  # which another model holds as well
 
 
 def check_ranks(mesh: DeviceMesh | None) -> None:

@@ -132,39 +132,27 @@ class MemoryBudget:
         """All bytes of the host's memory; of a device that shares it those that the model does not have already."""
         return self.host.nbytes + (self.device.nbytes - self.device.there if self.is_shared else 0)
 
-    def lack_of_host(self, whose: str, missing: int) -> str:
-        """Say that the host has too little memory, and what to do.
+    def lack(self, of: str, whose: str, missing: int) -> str:
+        """Say that a memory is too small, and what to do.
 
         Arguments:
-            whose: what the host has.
-            missing: how many bytes are missing, for each rank.
+            of: `"device"` or `"host"`.
+            whose: what it has, and how much is missing.
+            missing: how many bytes are missing, for this rank.
         """
-        on_cpu, updating = self.host.at_rest, self.host.parts[UPDATE]
-        if not self.is_shared:
-            beside = f" and {updating:,} for an update" if updating else ""
-            return (
-                f"The cpu tier needs {on_cpu:,} bytes{beside} on this rank; {whose}. Use more ranks, a higher "
-                "stage, or keep less on the cpu tier."
+        device, host = self.device, self.host
+        if of == DEVICE:
+            text, needs, to = f"The device needs {device.nbytes:,} bytes on this rank", [device], "cpu"
+        elif self.is_shared:
+            text = (
+                f"The device and the cpu tier share the host's memory, and need {self.host_bytes:,} bytes on this rank"
             )
-        what = f"{self.device}, cpu tier {on_cpu:,}" if on_cpu else str(self.device)
-        advice = self._advice(missing, (self.device, self.host), "nvme")
-        beside = f", beside {self.device.there:,} that the model takes already" if self.device.there else ""
-        return (
-            f"The device and the cpu tier share the host's memory, and need {self.host_bytes:,} bytes of it on this "
-            f"rank{beside}, activations apart ({what}); {whose}. {advice}"
-        )
-
-    def lack_of_device(self, whose: str, missing: int) -> str:
-        """Say that the device has too little memory, and what to do.
-
-        Arguments:
-            whose: what the device has.
-            missing: how many bytes are missing.
-        """
-        return (
-            f"The device needs {self.device.nbytes:,} bytes on this rank, activations apart ({self.device}); {whose}, "
-            f"{missing:,} too few. {self._advice(missing, (self.device,), 'cpu')}"
-        )
+            text += f", beside {device.there:,} that the model takes already" if device.there else ""
+            needs, to = [device, host], "nvme"
+        else:
+            text, needs, to = f"The cpu tier needs {host.nbytes:,} bytes on this rank", [host], "nvme"
+        what = ", cpu tier: ".join(str(need) for need in needs if need.nbytes)
+        return f"{text}, activations apart ({what}); {whose}. {self._advice(missing, needs, to)}"
 
     def _advice(self, missing: int, needs: Sequence[Need], to: str) -> str:
         """Say which kinds to move from some memories to a tier, what is used least first, until it is enough."""
@@ -177,7 +165,7 @@ class MemoryBudget:
         ways = [f"Move state with Placement({', '.join(moved)})"] if moved else []
         # With more ranks a shard is smaller, of what is sharded.
         ways.append("use more ranks" if self.stage == 3 else "use more ranks and a higher stage")
-        if self.is_ahead:
+        if self.is_ahead and self.device in needs:
             ways.append("lower Options(prefetch_bytes=...)")
         text = f"{', '.join(ways[:-1])}, or {ways[-1]}." if len(ways) > 1 else f"{ways[0]}."
         return text[0].upper() + text[1:]
@@ -248,7 +236,8 @@ def _planned(blueprint: Blueprint, tier: Tier) -> dict[str, int]:
 def _device_need(blueprint: Blueprint, model: nn.Module, device: torch.device) -> Need:
     """Count what a rank takes of its device at once."""
     given = blueprint.request.weights is not None
-    own = [_own_bytes(plan, device) for plan in blueprint.units]
+    # What parameters have on the device before `prepare`, by unit.
+    own = [sum(p.nbytes for p in plan.spec.parameters if p.device == device) for plan in blueprint.units]
     buffers, buffers_there = _buffer_bytes(model, device)
     planned = _planned(blueprint, Tier.DEVICE)
     tiles = planned.pop(TILES)
@@ -344,11 +333,6 @@ def _filling_bytes(plan: UnitPlan, grid: Grid, *, given: bool) -> int:
     return arrived + max(passing, 0 if plan.resident else plan.full_bytes)
 
 
-def _own_bytes(plan: UnitPlan, device: torch.device) -> int:
-    """Count what a unit's parameters have on the device before `prepare`."""
-    return sum(parameter.nbytes for parameter in plan.spec.parameters if parameter.device == device)
-
-
 def _buffer_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
     """Count the bytes of a model's buffers, which go to the device, and of those that are there."""
     plain = [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
@@ -382,7 +366,8 @@ def _device_room(budget: MemoryBudget, device: torch.device) -> Room:
         if need.there:
             whose += f", and {need.there:,} that the model takes there now"
     missing = need.nbytes - available
-    return Room(DEVICE, need.nbytes, available, budget.lack_of_device(whose, missing) if missing > 0 else None)
+    lack = budget.lack(DEVICE, f"{whose}, {missing:,} too few", missing) if missing > 0 else None
+    return Room(DEVICE, need.nbytes, available, lack)
 
 
 def _host_room(budget: MemoryBudget, ranks_here: int) -> Room:
@@ -582,7 +567,7 @@ def _lack(pool: _Pool, budget: MemoryBudget | None, rank: int) -> str:
     if pool.kind == _MEMORY:
         assert budget is not None
         own = -(-pool.missing * pool.needed[rank] // sum(pool.needed.values()))
-        return budget.lack_of_host(str(pool), own)
+        return budget.lack(HOST, str(pool), own)
     return (
         f"The nvme tier needs {pool.needed[rank]:,} bytes on this rank; {pool}. Keep less on the nvme tier, or "
         f"{ELSEWHERE}."
