@@ -247,16 +247,14 @@ def _what_stays(spec: UnitSpec, rules: Mapping[nn.Parameter, Rule], compute_dtyp
         return replace(spec, rule=rules[spec.parameters[0]])
     if not left:
         return spec
-    rule = rules[left[0]]
+    rule, name = rules[left[0]], spec.names[spec.parameters.index(left[0])]
     if rule.whole or any(rules[p] is not rule for p in left):
-        name = spec.names[spec.parameters.index(left[0])]
         raise ConfigError(
             f"add_param_group: parameter '{name}' {tuple(left[0].shape)} rests in parts, as it was frozen, and "
             f"{rule.name} looks at whole parameters. Have it trained when the model is prepared, or give it to an "
             "element-wise rule."
         )
     if spec.dtype not in (compute_dtype, torch.float32):
-        name = spec.names[spec.parameters.index(left[0])]
         raise ConfigError(
             f"add_param_group: parameter '{name}' is {spec.dtype}, as what quantised weights beside it mean: it stays "
             "frozen until the model is prepared again."
