@@ -48,8 +48,8 @@ class Adoption:
     Draws the blueprint of the changed engine, and reserves the memory of its new state.
 
     Arguments:
+        before: the blueprint of the engine.
         engine: between two steps, with all state where the placement wants it.
-        before: its blueprint.
         given: the user's optimizer, whose last group is the new one.
         facts: the facts that ranks compare before anything changes. Those of the new blueprint are added.
 
@@ -59,7 +59,7 @@ class Adoption:
         MemoryBudgetError, NvmeError: there is no room; nothing was taken.
     """
 
-    def __init__(self, engine: Engine, before: Blueprint, given: torch.optim.Optimizer, facts: Facts) -> None:
+    def __init__(self, before: Blueprint, engine: Engine, given: torch.optim.Optimizer, facts: Facts) -> None:
         context = engine.context
         _check_at_home(engine)
         self._engine = engine
@@ -143,7 +143,7 @@ class Adoption:
         for unit in context.units:
             unit.count_writes()  # autograd graphs from before refer to replaced components
         context.staging.take()  # not inside backward: to pin memory may block its work (ordering rule 5)
-        engine.adopt = partial(Adoption, engine, blueprint)
+        engine.adopt = partial(Adoption, blueprint)
 
     def _let_go(self) -> None:
         """Finish pending work, and remove the engine's hooks from the model."""
@@ -247,7 +247,7 @@ def _what_stays(spec: UnitSpec, rules: Mapping[nn.Parameter, Rule], compute_dtyp
         return replace(spec, rule=rules[spec.parameters[0]])
     if not left:
         return spec
-    rule, name = rules[left[0]], spec.names[spec.parameters.index(left[0])]
+    rule, name = rules[left[0]], dict(zip(spec.parameters, spec.names, strict=True))[left[0]]
     if rule.whole or any(rules[p] is not rule for p in left):
         raise ConfigError(
             f"add_param_group: parameter '{name}' {tuple(left[0].shape)} rests in parts, as it was frozen, and "
@@ -337,7 +337,7 @@ def build(
         error=CheckpointError, advice="Checkpoints that were whole before still are. "
     )
     prepared, engine = construct(blueprint, model, optimizer, ranks, streams, of_saves, supply)
-    engine.adopt = partial(Adoption, engine, blueprint)
+    engine.adopt = partial(Adoption, blueprint)
     return prepared
 
 

@@ -108,8 +108,7 @@ class MemoryBudget:
         folders: the bytes of `files` in each folder.
         is_shared: True if the device's memory is the host's.
         is_ahead: True if units are gathered ahead of their use.
-        stage: the ZeRO stage.
-        options: the options, with the limits of device and host.
+        request: the arguments of `prepare`, with the limits of device and host.
     """
 
     device: Need
@@ -119,8 +118,7 @@ class MemoryBudget:
     folders: Sequence[tuple[str | os.PathLike[str], int]]
     is_shared: bool
     is_ahead: bool
-    stage: int
-    options: Options
+    request: PrepareRequest
 
     def on(self, tier: Tier) -> Need:
         """Return the bytes of a tier."""
@@ -154,7 +152,7 @@ class MemoryBudget:
         return f"{text}, activations apart ({what}); {whose}. {self._advice(missing, needs, to)}"
 
     def _advice(self, missing: int, needs: Sequence[Need], to: str) -> str:
-        """Advise which kinds to move from some memories to a tier: the least used ones first, until it is enough."""
+        """Choose which kinds to move from some memories to a tier: the least used ones first, until it is enough."""
         moved: list[str] = []
         for what in ("optimizer", "grads", "params"):
             resting = sum(need.parts[what] for need in needs)
@@ -163,7 +161,7 @@ class MemoryBudget:
                 missing -= resting
         ways = [f"Move state with Placement({', '.join(moved)})"] if moved else []
         # With more ranks a shard is smaller, of state that is sharded.
-        ways.append("use more ranks" if self.stage == 3 else "use more ranks and a higher stage")
+        ways.append("use more ranks" if self.request.stage == 3 else "use more ranks and a higher stage")
         if self.is_ahead and self.device in needs:
             ways.append("lower Options(prefetch_bytes=...)")
         text = f"{', '.join(ways[:-1])}, or {ways[-1]}." if len(ways) > 1 else f"{ways[0]}."
@@ -197,7 +195,7 @@ def check_device(blueprint: Blueprint, model: nn.Module, device: torch.device) -
         MemoryBudgetError: the message has the parts, the missing bytes, and what to do.
     """
     budget = budget_of(blueprint, model, device)
-    checks.check_pinned_memory(budget.pinned_bytes, budget.host.parts[TILES], device, budget.options)
+    checks.check_pinned_memory(budget.pinned_bytes, budget.host.parts[TILES], device, budget.request.options)
     rooms = memories(budget, device, ranks_of_host())
     if any(room.lack for room in rooms if room.name == DEVICE):
         raise MemoryBudgetError(" ".join(room.lack for room in rooms if room.lack))
@@ -220,8 +218,7 @@ def budget_of(blueprint: Blueprint, model: nn.Module, device: torch.device) -> M
         folders=nvme_bytes(blueprint),
         is_shared=shares_host_memory(device),
         is_ahead=blueprint.gathered_bytes > blueprint.least_gathered_bytes,
-        stage=blueprint.request.stage,
-        options=blueprint.request.options,
+        request=blueprint.request,
     )
 
 
@@ -349,12 +346,12 @@ def memories(budget: MemoryBudget, device: torch.device, ranks_here: int) -> lis
     Returns:
         The device, where it has memory of its own or a budget, and the host.
     """
-    rooms = [] if budget.is_shared and budget.options.device_bytes is None else [_device_room(budget, device)]
+    rooms = [] if budget.is_shared and budget.request.options.device_bytes is None else [_device_room(budget, device)]
     return [*rooms, _host_room(budget, ranks_here)]
 
 
 def _device_room(budget: MemoryBudget, device: torch.device) -> Room:
-    need, limit = budget.device, budget.options.device_bytes
+    need, limit = budget.device, budget.request.options.device_bytes
     if limit is not None:
         available, whose = limit, f"Options(device_bytes={limit:,}) gives it {limit:,}"
     else:
@@ -528,7 +525,7 @@ def _told(budget: MemoryBudget | None, *, with_disks: bool) -> list[_Claim]:
     if budget is None:
         return []
     found = []
-    host = host_memory(budget.options)
+    host = host_memory(budget.request.options)
     if host is not None:
         found.append(_Claim(_MEMORY, host.whose, budget.host_bytes, host.nbytes, host.whose))
     for parent, nbytes in budget.folders if with_disks else ():

@@ -240,7 +240,7 @@ class Optimizer(torch.optim.Optimizer):
                 undo.callback(_put_back, [(group, group["params"]) for group in self.param_groups])
                 undo.callback(_truncate, (self.param_groups, self._given.param_groups), len(self.param_groups))
                 self._extend_groups(engine, dict(param_group))
-                change = engine.adopt(self._given, facts)
+                change = engine.adopt(engine, self._given, facts)
                 undo.callback(change.cancel)
             undo.pop_all()
         try:
