@@ -1,4 +1,4 @@
-"""What `prepare` will allocate, and what ranks compare before it."""
+"""The plan of everything that `prepare` will allocate, and the facts that ranks compare before."""
 
 import dataclasses
 import os
@@ -26,11 +26,11 @@ from penstock.tiers.staging import Sections, StagingPlan
 from penstock.tiers.storage import SegmentPlan
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What ranks compare before `prepare` moves a byte: one with another model or other settings would wait for ever.
+# The facts that ranks compare before `prepare` moves a byte. Ranks that differ would wait for each other for ever.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: Options that say how a rank does its own part, and change nothing that ranks do together.
+#: Options that change only local work of a rank, and no collective.
 _OWN = {
     "device_bytes",
     "host_bytes",
@@ -61,7 +61,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Turn a setting into what JSON has. Mappings are sorted: the order in which tiers are named says nothing."""
+    """Convert a setting to JSON types. Mappings are sorted, since the order of tiers has no meaning."""
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key]) for key in sorted(value, key=str)}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
@@ -70,9 +70,9 @@ def _plain(value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # What `prepare` will allocate, and where: a value, drawn before any memory is taken.
 #
-# 1. Look at the optimizer, the model and what was asked for; refuse what cannot be.
-# 2. Find units and lay them out; plan the homes of each, and the buffers between them.
-# 3. Hold that against the budgets, and against the memory there is.
+# 1. Check the optimizer, the model and the request.
+# 2. Find units and lay them out; plan the storages of each, and the buffers between them.
+# 3. Compare that with the budgets, and with the available memory.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +83,7 @@ MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareRequest:
-    """What `prepare` was asked for: the arguments that have the same name there, with the same defaults."""
+    """The arguments of `prepare`, by the names and with the defaults that they have there."""
 
     stage: Literal[0, 1, 2, 3] = 3
     placement: Placement = Placement()  # noqa: RUF009 - a frozen value
@@ -114,15 +114,15 @@ class PrepareRequest:
 
     @property
     def debug_release(self) -> bool:
-        """Whether every unit is released after each use: asked for here, or in the environment for all."""
+        """True if every unit is released after each use, by the options or by the environment variable."""
         return self.options.debug_release or bool(os.environ.get(DEBUG_RELEASE))
 
     def homes(self, rule: Rule, reach: Reach) -> StoragePlan:
-        """Say where each kind of every unit rests, and in what dtype.
+        """Return the tiers and the dtype of each kind of state.
 
         Arguments:
-            rule: the arithmetic of the optimizer, which says what states there are.
-            reach: what compute reads where it rests, which says whether it shares the host's memory.
+            rule: the arithmetic of the optimizer, with its states.
+            reach: which tiers compute reads in place.
         """
         low_precision = self.compute_dtype != torch.float32
         master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
@@ -136,17 +136,17 @@ class PrepareRequest:
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
             streamed=self.options.streamed_updates != 0 and not reach.aliases_host,
             streams_whole=self.options.whole_updates == "device" and not reach.aliases_host,
-            # Without an optimizer there is no backward of its own, for which anything were kept.
+            # Without an optimizer no backward gathers units again.
             secondary=self.options.secondary_shard if rule is not NO_RULE else None,
         )
 
 
 def request_for(model: nn.Module, **arguments: Any) -> PrepareRequest:
-    """Check the arguments of `prepare` by themselves, and put them together.
+    """Check the arguments of `prepare` by themselves, and return them as a request.
 
     Arguments:
         model: the one to prepare.
-        arguments: those that `PrepareRequest` has; `None` is the default.
+        arguments: fields of `PrepareRequest`; `None` is the default.
 
     Raises:
         ConfigError: a value does not exist, or does not go with another one.
@@ -164,19 +164,19 @@ def request_for(model: nn.Module, **arguments: Any) -> PrepareRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blueprint:
-    """What an engine has on this rank: which sections on which tiers, of units and of the buffers between them.
+    """The segments of an engine on this rank: those of units, and those of the buffers between them.
 
     Nothing of it is taken yet. It knows the model's parameters, and not their values.
 
     Attributes:
-        request: what was asked for.
+        request: the arguments of `prepare`.
         rule: the arithmetic of the optimizer.
         groups: the number of each parameter's param group.
-        homes: where each kind is to be, of every unit.
+        homes: the tiers and the dtype of each kind of state.
         units: the plan of each unit, in order.
-        live_bytes: bytes of full buffers of gathered units at once, at most, where the order of use allows that.
-        grid: how many shards there are, and which one is this rank's.
-        reach: what compute reads where it rests.
+        live_bytes: the most bytes of gathered units at once, as far as the order of use allows that.
+        grid: the number of shards, and this rank's.
+        reach: which tiers compute reads in place.
     """
 
     request: PrepareRequest
@@ -189,12 +189,12 @@ class Blueprint:
     reach: Reach
 
     def plan_staging(self, units: Sequence[Sections]) -> StagingPlan:
-        """Plan the buffers that units need whose homes are given; homes may move later."""
+        """Plan the buffers that units with the given storages need. Storages may move later."""
         return StagingPlan(units, reduce_dtype=self.request.sum_dtype, reach=self.reach)
 
     @cached_property
     def staging(self) -> StagingPlan:
-        """The buffers that the homes of this blueprint need."""
+        """The buffers that the storages of this blueprint need."""
         return self.plan_staging([plan.shard_sections for plan in self.units])
 
     @property
@@ -204,12 +204,12 @@ class Blueprint:
 
     @property
     def sections(self) -> list[SegmentPlan]:
-        """Every section, in the order in which they are made."""
+        """Every segment, in the order in which they are made."""
         return [*(section for plan in self.units for section in plan.all_sections()), *self.staging.sections()]
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Device bytes of gathered units at once, at most: beside what rests there.
+        """The most device bytes of gathered units at once, beside resident ones.
 
         Those in use, and those ahead of their use within the budgets.
         """
@@ -219,15 +219,15 @@ class Blueprint:
 
     @cached_property
     def least_gathered_bytes(self) -> int:
-        """Device bytes of gathered units at once, where none is gathered ahead of its use."""
+        """The most device bytes of gathered units at once, if none is gathered ahead of its use."""
         gathered = [(plan.spec, 0 if plan.resident else plan.full_bytes) for plan in self.units]
         kept = sum(nbytes for spec, nbytes in gathered if spec.persistent)
         return kept + checks.most_needed([(s, 0 if s.persistent else nbytes) for s, nbytes in gathered])[0]
 
     def facts(self, model: nn.Module) -> Facts:
-        """List what has to be the same on every rank, for ranks to compare before any of them takes memory.
+        """List the settings that must be the same on every rank, for a comparison before any rank takes memory.
 
-        Folders are each rank's own, and so are options that change only what a rank does by itself.
+        Folders, and options that change only local work, may differ.
 
         Returns:
             The settings first, then the parameters and buffers in the model's order, then the units: each by a name
@@ -243,7 +243,7 @@ class Blueprint:
             "master": request.master,
             "max_grad_norm": request.max_grad_norm,
             "overlap": request.overlap,
-            # What is given may differ, such as a path; that something is given decides which collectives are issued.
+            # Paths may differ. Collectives depend on whether weights are given.
             "weights": request.weights if request.weights is None or request.weights == INIT else "given",
             "optimizer": self.rule.name,
         }
@@ -273,14 +273,14 @@ def rules_of(
 def draw_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, request: PrepareRequest, grid: Grid, reach: Reach
 ) -> Blueprint:
-    """Plan everything that an engine has on this rank. Takes no memory, and issues no collective.
+    """Plan everything that an engine has on this rank. Takes no memory and issues no collective.
 
     Arguments:
-        model: the one whose parameters are placed; they may be on the meta device.
-        optimizer: the one whose rule updates them, and whose states come with them; `None` where nothing does.
-        request: what was asked for, checked by itself.
-        grid: how many shards there are, and which one is this rank's.
-        reach: what compute reads where it rests.
+        model: the model; its parameters may be on the meta device.
+        optimizer: the optimizer of its parameters; `None` for inference.
+        request: the arguments of `prepare`, checked by themselves.
+        grid: the number of shards, and this rank's.
+        reach: which tiers compute reads in place.
 
     Raises:
         ConfigError: model, optimizer and request do not go together.

@@ -1,4 +1,4 @@
-"""Building an engine from a request, and building it again when parameters are added."""
+"""Build an engine from a request, and change its units when parameters are added."""
 
 import logging
 import warnings
@@ -34,36 +34,36 @@ if TYPE_CHECKING:
     from penstock.ext.ema import Averages
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters that are trained from now on: units change, and everything that knows them is made anew.
+# Parameters that are trained from now on: units change, and the components that know units are made again.
 #
-# 1. Find out what changes, and take the memory for it. Nothing has happened so far.
-# 2. Take the hooks off the model. A unit whose parameters are all unfrozen is trained where it rests; some of a unit's
-#    leave it for a new one; what new modules brought gets units too.
-# 3. Make the parts of the engine that know its units, and hook the model.
+# 1. Plan the change, and reserve its memory. Nothing else has happened so far.
+# 2. Remove the hooks from the model. A unit whose parameters are all unfrozen is trained where it rests. If only some
+#    are unfrozen, those move to a new unit. Parameters of new modules get new units.
+# 3. Make the components of the engine that know its units, and hook the model.
 #
-# Homes, states, step counts and gradients of all other units stay where they are, and so do the parts that move, gather
-# and reduce units, whichever they are.
+# Storages, states, step counts and gradients of all other units stay where they are. So do the components that
+# transfer, gather and reduce units.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Adoption:
-    """Units that are about to change, since the param groups of the user's optimizer have more parameters now.
+    """A planned change of units, since the param groups of the user's optimizer have more parameters now.
 
-    Makes the blueprint of the engine as it will be, and takes the memory of what is new in it.
+    Draws the blueprint of the changed engine, and reserves the memory of its new state.
 
     Arguments:
+        before: the blueprint of the engine.
         engine: between two steps, with all state where the placement wants it.
-        before: its blueprint.
         given: the user's optimizer, whose last group is the new one.
-        facts: what ranks compare before anything changes; gets that blueprint's.
+        facts: the facts that ranks compare before anything changes. Those of the new blueprint are added.
 
     Raises:
-        ConfigError: what the groups ask for cannot be.
-        EngineError: units are in use, or away.
+        ConfigError: the groups cannot be trained as they are.
+        EngineError: units are in use, or their state is offloaded.
         MemoryBudgetError, NvmeError: there is no room; nothing was taken.
     """
 
-    def __init__(self, engine: Engine, before: Blueprint, given: torch.optim.Optimizer, facts: Facts) -> None:
+    def __init__(self, before: Blueprint, engine: Engine, given: torch.optim.Optimizer, facts: Facts) -> None:
         context = engine.context
         _check_at_home(engine)
         self._engine = engine
@@ -87,7 +87,7 @@ class Adoption:
         self._reserved = context.store.reserve([*(section for home in homes for section in home), *self._averages])
 
     def _draw(self, before: Blueprint, given: torch.optim.Optimizer) -> list[UnitPlan]:
-        """Draw the blueprint of the engine as it will be; return the plans of units that are new or trained anew."""
+        """Draw the blueprint of the changed engine; return the plans of units that are new or newly trained."""
         context, request = self._engine.context, before.request
         rule, groups, rules = rules_of(given, request.options)
         _check_states(before.rule, rule)
@@ -122,7 +122,7 @@ class Adoption:
         self._reserved.cancel()
 
     def make(self) -> None:
-        """Let the units change, and the engine know them. Collective."""
+        """Change the units, and connect the engine to them. Collective."""
         engine, blueprint = self._engine, self._blueprint
         context, access, gradients = engine.context, engine.access, engine.gradients
         has_failed = engine.hooks.backward.has_failed
@@ -134,7 +134,7 @@ class Adoption:
             raise
         context.rule = blueprint.rule
         averages = [self._reserved.make(plan) for plan in self._averages]
-        # Modules that have new parameters alone came with those, and so did their buffers.
+        # A module whose parameters are all new is new itself, and so are its buffers.
         new = [m for m in context.model.modules() if (own := set(m.parameters())) and own <= self._newcomers]
         align_buffers(nn.ModuleList(new), context.ranks, context.streams.device)
         engine.gatherer.live_budget = blueprint.live_bytes
@@ -146,12 +146,12 @@ class Adoption:
         if averages:
             engine.averages.join({plan.spec.name for plan in self._joining}, averages)
         for unit in context.units:
-            unit.count_writes()  # graphs from before are of parts that nobody asks any more
-        context.staging.take()  # not later, within a backward: to pin memory there may block what it waits for
-        engine.adopt = partial(Adoption, engine, blueprint)
+            unit.count_writes()  # autograd graphs from before refer to replaced components
+        context.staging.take()  # not inside backward: to pin memory may block its work (ordering rule 5)
+        engine.adopt = partial(Adoption, blueprint)
 
     def _let_go(self) -> None:
-        """Finish what is under way, and take the engine's hooks off the model."""
+        """Finish pending work, and remove the engine's hooks from the model."""
         engine = self._engine
         engine.saver.finish()
         if engine.averages is not None:
@@ -166,7 +166,7 @@ class Adoption:
             unit.reads = []  # of the hooks that are off
 
     def _units(self) -> list[Unit]:
-        """Let those change that stay, and make the others."""
+        """Change the units that stay, and make the new ones."""
         for plan in self._blueprint.units:
             if plan.spec.name in self._stays:
                 place(self._stays[plan.spec.name], plan)
@@ -182,7 +182,7 @@ class Adoption:
         return units
 
     def _made(self, plan: UnitPlan, index: int) -> Unit:
-        """Make a unit of parameters that leave others, and of those that came with new modules: the first rank's."""
+        """Make a unit of parameters that leave other units, and of new ones with the values of the first rank."""
         engine, spec = self._engine, plan.spec
         ranks, streams, gatherer = engine.context.ranks, engine.context.streams, engine.gatherer
         left = {p: self._left[p] for p in spec.parameters if p in self._left}
@@ -195,22 +195,22 @@ class Adoption:
         flats |= {p: in_memory(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
         parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()}, ranks)
         made = make_unit(plan, index, parameters, ranks.shard_rank, streams, self._reserved)
-        self._new.append(made)  # from here on its parameters give up what they had
+        self._new.append(made)  # from here on its parameters have no memory of their own
         fill_unit(made, [flats[p] for p in spec.parameters])
-        flats.clear()  # views of buffers that are given back next
+        flats.clear()  # views of buffers that are released next
         for unit in sources:
             gatherer.release(unit)
         return made
 
     def _empty(self) -> None:
-        """Leave parameters empty that are between two units: of a change that has failed in the middle."""
+        """Set parameters to empty tensors after a change that failed between two units."""
         empty_parameters(self._new)
         for _, parameter in self._left.values():
-            parameter.leave(None)  # also of units that stay, which the engine gives up next
+            parameter.leave(None)  # also those of units that stay: the engine is abandoned next
 
 
 def _check_at_home(engine: Engine) -> None:
-    """Refuse to change units that somebody uses, or whose state is somewhere else for a while."""
+    """Refuse to change units that a pending backward uses, or whose state is offloaded."""
     for unit in engine.context.units:
         if unit.holding.is_held:
             raise EngineError(
@@ -219,7 +219,7 @@ def _check_at_home(engine: Engine) -> None:
             )
     if engine.mover.is_away:
         raise EngineError("add_param_group() was called while state is offloaded. Call reload_states() first.")
-    engine.mover.finish()  # what a reload has left is given back before more is taken
+    engine.mover.finish()  # memory that a reload left behind is freed before more is reserved
 
 
 def _check_states(before: Rule, rule: Rule) -> None:
@@ -233,7 +233,7 @@ def _check_states(before: Rule, rule: Rule) -> None:
 
 
 def _check_group(parameters: Sequence[nn.Parameter], of_model: Set[nn.Parameter]) -> None:
-    """Refuse a group with parameters of others, or with none that is to be trained."""
+    """Refuse a group with parameters that are not the model's, or without any that requires a gradient."""
     for parameter in parameters:
         if parameter not in of_model:
             raise ConfigError(
@@ -248,22 +248,20 @@ def _check_group(parameters: Sequence[nn.Parameter], of_model: Set[nn.Parameter]
 
 
 def _what_stays(spec: UnitSpec, rules: Mapping[nn.Parameter, Rule], compute_dtype: torch.dtype) -> UnitSpec:
-    """Say what a unit consists of once its parameters that are owned and unfrozen are trained."""
+    """Return the spec of a unit without the parameters that leave it, or as a trained unit if all of them are."""
     left = [p for p in spec.parameters if p.requires_grad and p in rules]
     if spec.trainable:
         return replace(spec, rule=rules[spec.parameters[0]])
     if not left:
         return spec
-    rule = rules[left[0]]
+    rule, name = rules[left[0]], dict(zip(spec.parameters, spec.names, strict=True))[left[0]]
     if rule.whole or any(rules[p] is not rule for p in left):
-        name = spec.names[spec.parameters.index(left[0])]
         raise ConfigError(
             f"add_param_group: parameter '{name}' {tuple(left[0].shape)} rests in parts, as it was frozen, and "
             f"{rule.name} looks at whole parameters. Have it trained when the model is prepared, or give it to an "
             "element-wise rule."
         )
     if spec.dtype not in (compute_dtype, torch.float32):
-        name = spec.names[spec.parameters.index(left[0])]
         raise ConfigError(
             f"add_param_group: parameter '{name}' is {spec.dtype}, as what quantised weights beside it mean: it stays "
             "frozen until the model is prepared again."
@@ -277,7 +275,7 @@ def _what_stays(spec: UnitSpec, rules: Mapping[nn.Parameter, Rule], compute_dtyp
 
 
 def _check_names(specs: Sequence[UnitSpec]) -> None:
-    """Refuse a new parameter that has the name of one that is gone: no checkpoint could tell the two apart."""
+    """Refuse a new parameter with the name of a removed one: a checkpoint could not tell the two apart."""
     names = [name for spec in specs for name in spec.names]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -288,7 +286,7 @@ def _check_names(specs: Sequence[UnitSpec]) -> None:
 
 
 def _named_apart(specs: Sequence[UnitSpec], units: Sequence[Unit]) -> list[UnitSpec]:
-    """Give units that are new, or trained from now on, names that no other has; the others keep theirs."""
+    """Give units that are new, or newly trained, unique names; other units keep theirs."""
     names = {parameter: unit.name for unit in units for parameter in unit.spec.parameters}
     taken = set(names.values())
     named = []
@@ -304,10 +302,10 @@ def _named_apart(specs: Sequence[UnitSpec], units: Sequence[Unit]) -> list[UnitS
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `build`: draws the blueprint of a request, and has it built on given ranks and streams.
+# `build`: from a request to an engine, on given ranks and streams.
 #
-# 1. Draw the blueprint (`blueprint.py`), hold it against the memory there is, and have all ranks compare theirs: those
-# of    a host together as well (`memory_budget.py`).
+# 1. Draw the blueprint (`blueprint.py`), and compare it with the available memory of the rank, then of all ranks of a
+#    host together (`memory_budget.py`). Ranks compare their blueprints.
 # 2. Build it (`construct.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -326,13 +324,13 @@ def build(
 ) -> Optimizer:
     """Draw the blueprint and build it, for given ranks and streams. Collective.
 
-    Memory, files and first values are those of this machine, unless there is another supply.
+    Without a `supply`, memory, files and first values are those of this machine.
     """
     supply = supply or Supply()
     with ranks.control_group.together("prepare()", ConfigError) as facts:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
         casts = checks.check_casts(blueprint.specs, request.precision)
-        # When all of it is known: memory that is too small is found before anything is taken, not halfway.
+        # The whole plan is known here: too little memory is found before anything is allocated.
         budget = supply.check(blueprint, model, streams.device)
         if ranks.world_size > 1:
             facts.update(blueprint.facts(model))
@@ -341,17 +339,17 @@ def build(
         _logger.warning("%s", casts)
     if optimizer is not None:
         warn_of_unowned(model, blueprint.groups)
-    # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.
+    # All ranks are here and nothing has moved: a rank that dies later leaves none waiting for a group.
     of_saves = ranks.control_group.another(
         error=CheckpointError, advice="Checkpoints that were whole before still are. "
     )
     prepared, engine = construct(blueprint, model, optimizer, ranks, streams, of_saves, supply)
-    engine.adopt = partial(Adoption, engine, blueprint)
+    engine.adopt = partial(Adoption, blueprint)
     return prepared
 
 
 def warn_of_unowned(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None:
-    """Warn once, and name the trainable parameters which the optimizer does not own."""
+    """Warn once, with the names of the trainable parameters that the optimizer does not own."""
     names = checks.unowned(model, owned)
     if names:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""What `prepare` refuses, before anything is allocated. Each message says what, which, and what to do next."""
+"""Refusals of `prepare`, before anything is allocated. A message says what, which, and what to do next."""
 
 import math
 import os
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.beside import persistent_buffers, why_not
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement, Precision, Tier, UnsaidPrecision, parse_home
-from penstock.engine.forward_backward.forward import ModuleHooks
 from penstock.engine.forward_backward.guards import is_owned
 from penstock.engine.unit.dtensor import check_aliases, is_divided
 from penstock.engine.unit.partition import UnitSpec
@@ -35,10 +34,10 @@ def check_features(
     master: object,
     options: object,
 ) -> None:
-    """Refuse values that do not exist, and those that this version does not have.
+    """Refuse values that do not exist, or do not go with each other.
 
     Raises:
-        ConfigError: it names the argument and the values that may be used.
+        ConfigError: the message has the argument and its possible values.
     """
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ConfigError(f"stage={stage!r}: use 0 (nothing sharded), 1, 2 or 3.")
@@ -77,11 +76,11 @@ def check_features(
 
 
 def check_nodes(options: Options, shards: int, *, gathers: bool) -> None:
-    """Refuse nodes into which the shard ranks cannot be divided, and those of ranks that gather nothing.
+    """Refuse a `secondary_shard` that does not divide the shard ranks, or is of no use.
 
     Arguments:
-        options: what was asked for.
-        shards: how many ranks share a copy of the state.
+        options: the options.
+        shards: the number of ranks that share a copy of the state.
         gathers: whether any unit is gathered for each use.
     """
     size = options.secondary_shard
@@ -102,13 +101,13 @@ def check_nodes(options: Options, shards: int, *, gathers: bool) -> None:
 def check_whole(
     model: nn.Module, rules: Mapping[nn.Parameter, Rule], specs: Sequence[UnitSpec], options: Options, grid: Grid
 ) -> None:
-    """Refuse what does not go with rules that look at whole parameters.
+    """Refuse settings that do not go with rules that look at whole parameters.
 
     Arguments:
-        model: the one that is trained.
-        rules: what updates each of its parameters.
+        model: the model that is trained.
+        rules: the rule of each of its parameters.
         specs: its units.
-        options: what was asked for.
+        options: the options.
         grid: the ranks that share its state.
     """
     whole = [spec for spec in specs if spec.whole_numel]
@@ -148,17 +147,17 @@ def check_dtypes(reduce_dtype: object, grad_accumulation_dtype: object) -> None:
 
 
 def check_casts(specs: Sequence[UnitSpec], precision: Precision) -> str | None:
-    """Refuse to choose one dtype for parameters that are trained in several; tell of casts that nobody asked for.
+    """Refuse to choose one compute dtype for parameters that are trained in several; report implicit casts.
 
     Arguments:
-        specs: the units, of parameters in the dtypes that they came in.
-        precision: the one of floating-point parameters while computing.
+        specs: the units, with parameters in their original dtypes.
+        precision: the compute dtype of floating-point parameters, by name.
 
     Returns:
-        A line for the log, where there is something to tell.
+        A line for the log; `None` if there is nothing to report.
 
     Raises:
-        ConfigError: it lists the dtypes, with a parameter of each.
+        ConfigError: the message lists the dtypes, with a parameter of each.
     """
     compute_dtype, is_said = COMPUTE_DTYPES[precision], not isinstance(precision, UnsaidPrecision)
     of_trained, kept, cast = (dict[torch.dtype, list[str]]() for _ in range(3))
@@ -187,13 +186,13 @@ def check_casts(specs: Sequence[UnitSpec], precision: Precision) -> str | None:
 
 
 def _listed(found: Mapping[torch.dtype, Sequence[str]]) -> str:
-    """Count parameters by dtype, and name the first of each."""
+    """Describe parameters by dtype: their number, and the name of the first."""
     counted = ((len(names), str(dtype).removeprefix("torch."), names[0]) for dtype, names in found.items())
     return ", ".join(f"{count} of {dtype} (such as '{name}')" for count, dtype, name in counted)
 
 
 def check_clip(max_grad_norm: object, overlap: str) -> None:
-    """Refuse a norm that clips everything or nothing by accident, and one that updates in backward cannot wait for."""
+    """Refuse a norm that clips everything or nothing, and a norm with updates in backward, which cannot wait for it."""
     if max_grad_norm is None:
         return
     if (
@@ -218,14 +217,14 @@ def check_loss_scale(precision: str, overlap: str, options: Options) -> None:
         )
 
 
-#: What trains a module by itself, by name: most of them are not loaded where they are not used.
+#: Class names of wrappers that train a module themselves. By name, since most of them are not imported.
 WRAPPERS = frozenset(
     ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 )
 
 
 def check_model(model: nn.Module, *, has_values: bool) -> None:
-    """Refuse what is no model, has no values where it should have, or is prepared already."""
+    """Refuse an object that is no model, a model without values, and one that is prepared already."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__}: give a torch.nn.Module.")
     for name, module in model.named_modules():
@@ -258,18 +257,17 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
     owned = next((name for name, parameter in model.named_parameters() if is_owned(parameter)), None)
-    if owned is not None:  # two engines would both gather and release it
+    if owned is not None:  # two engines would gather and release it
         raise ConfigError(
-            f"This {type(model).__name__} is prepared already ({_prepared_part(model, owned)} has Penstock's hooks): "
-            f"parameter '{owned}' {tuple(model.get_parameter(owned).shape)} has an optimizer. Parts of a model may "
-            "have their own: prepare each part with its own, prepare(model.part, ...). Call close() on its "
-            "optimizer before preparing it again."
+            f"This {type(model).__name__} is prepared already: parameter '{owned}' "
+            f"{tuple(model.get_parameter(owned).shape)} has an optimizer. Parts of a model may have their own: prepare "
+            "each part with its own, prepare(model.part, ...). Call close() on its optimizer before preparing it again."
         )
     check_aliases(model)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a parameter whose memory is not its own, or nobody's to change."""
+    """Refuse a parameter whose memory is not its own, or cannot be changed."""
     if not is_divided(parameter) and type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ConfigError(
             f"Parameter '{name}' is a {type(parameter).__name__}, a tensor subclass with bytes of its own inside. "
@@ -284,7 +282,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def check_newcomers(newcomers: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that came into a prepared model and cannot be laid out; by name."""
+    """Refuse new parameters of a prepared model that cannot be laid out. They are given by name."""
     for name, parameter in newcomers.items():
         _check_parameter(name, parameter)
         tensor: torch.Tensor = parameter
@@ -298,16 +296,8 @@ def check_newcomers(newcomers: Mapping[str, nn.Parameter]) -> None:
             raise ConfigError(f"Parameter '{name}' {shape} has a gradient already, which no step would see. Drop it.")
 
 
-def _prepared_part(model: nn.Module, owned: str) -> str:
-    """Name the part of a model that has an optimizer already, for a message."""
-    for name, module in model.named_modules():
-        if any(isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in module._forward_pre_hooks.values()):
-            return f"its module '{name}'" if name else "it"
-    return f"its parameter '{owned}'"  # which another model holds as well
-
-
 def check_ranks(mesh: DeviceMesh | None) -> None:
-    """Refuse a process group that the launcher or the mesh contradicts."""
+    """Refuse a process group that contradicts the launcher or the mesh."""
     initialised = dist.is_available() and dist.is_initialized()
     if mesh is not None:
         roles_of(mesh)
@@ -332,7 +322,7 @@ def check_ownership(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None
         owned: the parameters of the optimizer, each with the number of its group.
 
     Raises:
-        ConfigError: it says how many there are, and shows the first.
+        ConfigError: the message has their number, and the shape of the first.
     """
     of_model = set(model.parameters())
     strangers = [p for p in owned if p not in of_model]
@@ -351,7 +341,7 @@ def unowned(model: nn.Module, owned: Iterable[nn.Parameter]) -> list[str]:
 
 
 def check_no_gradients(model: nn.Module) -> None:
-    """Refuse a model with gradients from before: no step would take them into account."""
+    """Refuse a model with gradients: no step would use them."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ConfigError(
@@ -360,7 +350,7 @@ def check_no_gradients(model: nn.Module) -> None:
 
 
 def check_live_bytes(units: Sequence[UnitPlan], options: Options) -> int:
-    """Refuse a budget of gathered parameters that is smaller than what the largest unit needs.
+    """Refuse a budget of gathered parameters that is too small for the largest unit.
 
     A unit is gathered together with those whose forward it is part of, and with those of the same forward.
 
@@ -372,13 +362,13 @@ def check_live_bytes(units: Sequence[UnitPlan], options: Options) -> int:
         The budget in bytes: the default one grows to what is needed.
 
     Raises:
-        MemoryBudgetError: it names the unit, and says how much is missing.
+        MemoryBudgetError: the message has the unit, and the missing bytes.
     """
-    # A unit that is needed is gathered whatever the budget: one that is too small would be exceeded in silence.
+    # A unit in use is gathered at any budget: one that is too small would be exceeded silently.
     need, name = most_needed([(plan.spec, plan.full_bytes) for plan in units])
     if options.live_bytes >= need:
         return options.live_bytes
-    if options.live_bytes == DEFAULT_LIVE_BYTES:  # nobody asked for less
+    if options.live_bytes == DEFAULT_LIVE_BYTES:  # the default grows
         return need
     raise MemoryBudgetError(
         f"Options(live_bytes={options.live_bytes:,}) is {need - options.live_bytes:,} bytes too small: unit '{name}' "
@@ -387,7 +377,7 @@ def check_live_bytes(units: Sequence[UnitPlan], options: Options) -> int:
 
 
 def most_needed(units: Sequence[tuple[UnitSpec, int]]) -> tuple[int, str]:
-    """Find the unit that takes most when it is gathered, with those around it.
+    """Find the unit that takes the most bytes when it is gathered, with the units around it.
 
     Arguments:
         units: the units, each with the bytes that it takes when gathered.
@@ -410,16 +400,16 @@ def most_needed(units: Sequence[tuple[UnitSpec, int]]) -> tuple[int, str]:
 
 
 def check_pinned_memory(copied: int, rings: int, device: torch.device, options: Options) -> None:
-    """Refuse a budget of pinned memory below the buffers through which cells of the cpu tier pass.
+    """Refuse a budget of pinned memory that is smaller than the rings of buffers of the cpu tier.
 
     Arguments:
-        copied: the bytes of the cpu tier that a device copies, so that they had better be pinned.
-        rings: the bytes of the buffers through which cells pass.
+        copied: the bytes of the cpu tier that a device copies, which are pinned if the budget allows it.
+        rings: the bytes of the rings.
         device: the device that copies.
         options: the options, with the budget of pinned memory.
 
     Raises:
-        MemoryBudgetError: it says how much is missing.
+        MemoryBudgetError: the message has the missing bytes.
     """
     least, budget = rings + bounce_bytes(options.tile_bytes), options.pinned_bytes
     if device.type != "cpu" and budget is not None and budget < min(copied, least):
@@ -431,6 +421,6 @@ def check_pinned_memory(copied: int, rings: int, device: torch.device, options: 
 
 
 def _one_of(what: str, value: object, choices: tuple[Any, ...]) -> None:
-    """Refuse a value that is none of the choices; `what` names the argument."""
+    """Refuse a value that is none of the choices. `what` is the name of the argument."""
     if value not in choices:
         raise ConfigError(f"{what}={value!r}: use one of {', '.join(map(repr, choices))}.")

@@ -1,4 +1,4 @@
-"""What a user asks for: tiers and kinds of state, placements and options. Nothing here imports torch."""
+"""Settings: tiers and kinds of state, placements and options. Nothing here imports torch."""
 
 import math
 import os
@@ -11,9 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from penstock.errors import ConfigError, shown
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The columns and the tiers of the table of training state.
-#
-# The command line reads them for its options, and does not wait for torch: nothing here imports it.
+# Kinds and tiers of training state. The command line reads them, and must start without torch.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -25,40 +23,42 @@ Overlap = Literal["none", "forward", "backward", "auto"]
 
 
 class UnsaidPrecision(str):
-    """The precision of a call that names none: what it casts is logged, or refused."""
+    """The precision of a call without `precision=`: its casts are logged, or refused."""
 
     __slots__ = ()
 
 
-#: What `precision` is by default.
+#: The default of `precision`.
 UNSAID: Precision = UnsaidPrecision("bf16")  # type: ignore[assignment]
 
 PARAM = "param"
 GRAD = "grad"
 MASTER = "master"
 OPTIMIZER = "optimizer"  # every state of the rule, when asking
-SECONDARY = "secondary"  # this rank's part, among those of its node, of what was gathered
-SHADOW = "shadow"  # a home: parameters beside the update, where it cannot reach them; its kind is the master
-STAGING = "staging"  # buffers that cells pass through
+SECONDARY = "secondary"  # this rank's part, within its node, of a gathered unit
+SHADOW = (
+    "shadow"  # a storage: parameter staging beside an update that cannot reach the parameters; its kind is the master
+)
+STAGING = "staging"  # buffers that tiles pass through
 EMA = "ema"  # an average of the parameters; one with a name is `ema.<name>`
-ACTIVATION = "activation"  # what forward saves for backward
-LEAVING = "leaving"  # memory of cells whose values are on the way to another tier
-KEPT = "kept"  # memory and files without values that the next move of state takes again
-GATHERED = "gathered"  # device memory of gathered parameters: a use of cells, not a cell
+ACTIVATION = "activation"  # tensors that forward saves for backward
+LEAVING = "leaving"  # memory of values that are on the way to another tier
+KEPT = "kept"  # memory and files without values, kept for the next offload
+GATHERED = "gathered"  # device memory of gathered parameters
 
 
 def average_kind(name: str) -> str:
-    """Name the kind of an average of the parameters; the average without a name is `ema`."""
+    """Return the kind of an average of the parameters; that of the average without a name is `ema`."""
     return f"{EMA}.{name}" if name else EMA
 
 
 def is_average(kind: str) -> bool:
-    """Whether a kind, or the home that has it alone, is an average of the parameters."""
+    """Return True if a kind, or the storage that has it alone, is an average of the parameters."""
     return kind == EMA or kind.startswith(f"{EMA}.")
 
 
 class Tier(StrEnum):
-    """Where bytes can be."""
+    """A place for bytes: device memory, host memory, or files."""
 
     DEVICE = "device"
     CPU = "cpu"
@@ -66,7 +66,7 @@ class Tier(StrEnum):
 
     @property
     def is_memory(self) -> bool:
-        """Whether arithmetic can reach values there. Elsewhere a tile is a record, which passes a buffer."""
+        """True if arithmetic can reach values there. Elsewhere a tile is a record, which passes a buffer."""
         return self is not Tier.NVME
 
 
@@ -84,7 +84,7 @@ def parse_tier(name: object, *, what: str) -> Tier:
     """Read the name of a tier. `gpu` and `cuda` stand for device too, and `disk` for nvme.
 
     Arguments:
-        name: what the user gave.
+        name: the user's value.
         what: the name of the setting, for the message.
 
     Raises:
@@ -97,10 +97,10 @@ def parse_tier(name: object, *, what: str) -> Tier:
 
 
 def parse_home(home: object, *, what: str) -> dict[Tier, float]:
-    """Read a home: a tier's name, or a mapping of tiers to fractions that sum to 1.
+    """Read a placement of one kind: a tier's name, or a mapping of tiers to fractions that sum to 1.
 
     Arguments:
-        home: what the user gave.
+        home: the user's value.
         what: the name of the setting, for the message.
 
     Returns:
@@ -127,13 +127,13 @@ def parse_home(home: object, *, what: str) -> dict[Tier, float]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a user asks for, as values: where each kind of state lives, and the sizes that bound the work.
+# Settings as values: the tier of each kind of state, and the sizes that bound the work.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What gathers of parameters carry: their values, or codes of a wire format (`rules/wire.py`).
+#: The form of parameters in all-gathers: values, or codes of a wire format (`rules/wire.py`).
 GatherFormat = Literal["exact", "int8", "fp8"]
-#: What reductions of gradients over shards carry.
+#: The form of gradients in reductions over shards.
 ReduceFormat = Literal["exact", "int8", "int4"]
 
 MIB = 1 << 20
@@ -144,14 +144,14 @@ MIN_TILE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The home tier of each kind of training state.
+    """The tier of each kind of training state.
 
     Arguments:
-        params: home of the compute-dtype parameters: `"device"`, `"cpu"` or `"nvme"` (`"gpu"`, `"cuda"` and `"disk"`
+        params: tier of the compute-dtype parameters: `"device"`, `"cpu"` or `"nvme"` (`"gpu"`, `"cuda"` and `"disk"`
             are read too), or fractions of their bytes such as `{"device": 0.5, "cpu": 0.5}`.
-        grads: home of the reduced gradients.
-        optimizer: home of the master weights and of every optimizer state.
-        activations: tier of what forward saves for backward; `None` leaves it to the model and torch.
+        grads: tier of the reduced gradients.
+        optimizer: tier of the master weights and of every optimizer state.
+        activations: tier of the tensors that forward saves for backward; `None` leaves them to the model and torch.
         nvme_path: the folder or folders in which the nvme tier keeps its files.
 
     Raises:
@@ -201,14 +201,14 @@ class Placement:
         return cls(optimizer={"cpu": ratio, "device": 1 - ratio}, **kwargs)
 
     def nvme_folders(self) -> list[Path]:
-        """Return the folders of the nvme tier; empty where none was named."""
+        """Return the folders of the nvme tier; an empty list if none was named."""
         given = self.nvme_path
         if given is None:
             return []
         return [Path(path) for path in ([given] if isinstance(given, str | os.PathLike) else given)]
 
     def home(self, what: str) -> dict[Tier, float]:
-        """Return the parsed home of a kind of state: its tiers, each with its fraction.
+        """Return the tiers of a kind of state, each with its fraction.
 
         Arguments:
             what: "params", "grads" or "optimizer".
@@ -217,7 +217,7 @@ class Placement:
 
 
 def _whole(default: int | None, *, least: int) -> Any:
-    """Declare an option that is a whole number, its least value, and `None` where its type says so."""
+    """Declare an option that is a whole number with a least value, or `None` if its type allows that."""
     return field(default=default, metadata={"least": least})
 
 
@@ -348,5 +348,5 @@ class Options:
 
     @property
     def nodes(self) -> int | Literal["host"] | None:
-        """Of what the nodes of the shard ranks consist: of so many ranks, of a host's; `None` where nothing asks."""
+        """The nodes of the shard ranks: of so many ranks, or hosts; `None` if no option needs nodes."""
         return self.secondary_shard or (None if self.reduce_format == "exact" else "host")

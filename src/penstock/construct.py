@@ -1,8 +1,8 @@
-"""A blueprint becomes an engine: memory is taken and filled, parts are made and connected, the model is hooked.
+"""From a blueprint to an engine.
 
-1. Take the memory and files of every section, and move the model's parameters into them, unit by unit.
-2. Make the parts of the engine, and connect them.
-3. Hook the model, and hand over what the training loop holds.
+1. Allocate the memory and files of every segment, and move the model's parameters into them, unit by unit.
+2. Make the components of the engine, and connect them.
+3. Hook the model, and return the optimizer for the training loop.
 """
 
 import contextlib
@@ -60,28 +60,28 @@ def construct(
     control_group: ControlGroup,
     supply: Supply,
 ) -> tuple[Optimizer, Engine]:
-    """Build what a blueprint says: the optimizer that trains the model, and its engine. Collective.
+    """Build a blueprint; return the optimizer that trains the model, and its engine. Collective.
 
     Arguments:
         blueprint: drawn for this model and optimizer, on these ranks and streams.
-        model: gives its parameters up to the engine.
-        optimizer: gives its options and its state; `None` where nothing trains the model.
-        ranks: all that train the model together. What fails leaves them to the caller, as it does the streams.
+        model: the model. Its parameters move into the engine's storages.
+        optimizer: the source of options and state; `None` for inference.
+        ranks: all ranks that train the model. After a failure the caller closes them, and the streams.
         streams: where work runs beside compute.
-        control_group: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
+        control_group: a group for agreements on saves alone, which a thread of its own uses.
         supply: memory, files and first values.
     """
     context = _take_memory(blueprint, model, optimizer, ranks, streams, supply)
-    # Collective, as what follows: ranks have met over what may fail on one of them alone, such as taking memory.
+    # Collective, as all that follows: ranks have agreed that no rank failed to allocate.
     align_buffers(model, ranks, streams.device)
-    return_free_memory()  # the parameters' own memory, which the cells have replaced
+    return_free_memory()  # the parameters' own memory, which segments have replaced
     engine = _make_engine(blueprint, context, control_group)
     connect(blueprint, engine)
     in_child(engine, leave_to_parent)
     prepared = Inference(engine) if optimizer is None else Optimizer(optimizer, engine)
-    # Loops that clear gradients through the model mean ours, and do it at once.
+    # `model.zero_grad()` clears the gradients of the engine, at once.
     engine.planted.plant(model, "zero_grad", ModelZeroGrad(prepared, engine))
-    # The parameters are in their homes, so what fails now cannot leave the model as it was: it is left empty.
+    # The parameters are in their storages: a failure from here on leaves the model empty.
     try:
         if optimizer is not None:
             take_over_state(optimizer, engine.access)
@@ -107,42 +107,42 @@ def _take_memory(
     streams: Streams,
     supply: Supply,
 ) -> EngineContext:
-    """Take the memory and files of every section, and move the parameters there. What fails gives all of it back."""
+    """Allocate the memory and files of every segment, and move the parameters there. A failure frees all of it."""
     request, trains = blueprint.request, optimizer is not None
     with (
         contextlib.ExitStack() as undo,
         contextlib.closing(supply.source(model, request, ranks, streams.device, undo)) as source,
     ):
         store = Store(supply.tiers(request, streams.device))
-        undo.callback(store.close)  # what is noted later is undone first: parameters let go of its memory before
-        with ranks.control_group.together("prepare()"):  # the other ranks would wait for this one's parameters
+        undo.callback(store.close)  # undone last: parameters drop views of its memory before
+        with ranks.control_group.together("prepare()"):  # else the other ranks would wait for this one's parameters
             reserved = store.reserve(blueprint.sections)
         pool = _make_pool(blueprint, streams, trains=trains)
         undo.callback(pool.close)
         with agreeing(request.weights, ranks):
             undo.callback(replace_meta(model))
         specs, plans = blueprint.specs, blueprint.units
-        # Noted before the first of them gives up its memory: what dtype and device each of them had.
+        # They remember dtype and device, so they are made before the first one loses its memory.
         parameters = [make_parameters(plan.spec.parameters, plan.layout, ranks.divided, ranks.rank) for plan in plans]
         units: list[Unit] = []
-        filled: list[Unit] = []  # whose parameters have given up their own memory
+        filled: list[Unit] = []  # units whose parameters have no memory of their own any more
         undo.callback(empty_parameters, filled)
         rank = ranks.shard_rank
-        # Closed before ranks meet: one that fails tells others who wait for it in the next unit.
+        # Closed before ranks meet: a rank that fails tells those that wait for it in the next unit.
         with agreeing(request.weights, ranks), contextlib.closing(source.units(specs)) as coming:
             source.expect(specs, [reads_of(plan.layout, rank, replicated=plan.replicated) for plan in plans])
             for number, flats in coming:
-                # Units come as their values do, and are made in their own order: slabs hand out their memory in it.
+                # Values may come in any order. Units are made in their own, in which allocations hand out memory.
                 while len(units) <= number:
                     index = len(units)
                     units.append(make_unit(plans[index], index, parameters[index], rank, streams, reserved))
                 fill_unit(units[number], flats)
-                filled.append(units[number])  # from here on what fails leaves its parameters empty
-                del flats  # before the next unit's come
+                filled.append(units[number])  # from here on a failure leaves its parameters empty
+                del flats  # before the values of the next unit come
         staging = Staging(store)
         staging.give_back(lambda: blueprint.staging)
         staging.take(reserved)
-        undo.pop_all()  # all of it is there, and stays
+        undo.pop_all()  # nothing can fail any more
     return EngineContext(
         model=model,
         units=units,
@@ -161,14 +161,14 @@ def _take_memory(
 def _make_gradient_scale(blueprint: Blueprint, ranks: Collectives, *, trains: bool) -> GradientScale:
     """Make the scale of gradients, with a loss scale in fp16."""
     options = blueprint.request.options
-    # Without an optimizer a graph has the scale of the one that trains in it.
+    # Without an optimizer the graph has the loss scale of the model that is trained.
     scales_loss = blueprint.request.compute_dtype == torch.float16 and trains
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     return GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
 
 
 def _make_engine(blueprint: Blueprint, context: EngineContext, save_group: ControlGroup) -> Engine:
-    """Make the components of an engine that do not know which units there are."""
+    """Make the components of an engine that do not depend on its units."""
     request, options = blueprint.request, blueprint.request.options
     packing = QuantizedGather(context, options.gather_format)
     return Engine(
@@ -192,16 +192,16 @@ def _make_engine(blueprint: Blueprint, context: EngineContext, save_group: Contr
 
 
 def connect(blueprint: Blueprint, engine: Engine) -> None:
-    """Make the components of an engine that know its units, and hook the model. Collective."""
+    """Make the components of an engine that depend on its units, and hook the model. Collective."""
     request, options, context = blueprint.request, blueprint.request.options, engine.context
     gatherer, reducer, activations = engine.gatherer, engine.reducer, engine.activations
     for unit in context.units:
         if unit.resident:
-            gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
+            gatherer.acquire(unit)  # may be collective: on every rank in one order (ordering rule 4)
     engine.updater, engine.stepper = updater, stepper = _make_updates(blueprint, context)
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, context.streams.device)
-    # Before the hooks, some of which are of trained parameters.
+    # Before the hooks: which of them are registered depends on `requires_grad`.
     frozen = [] if context.trains else [FrozenParameters(context.units)]
     early = stepper if request.overlap == "backward" else None
     engine.hooks = hooks = Hooks(context, gatherer, reducer, casts, early, activations)
@@ -220,7 +220,7 @@ def connect(blueprint: Blueprint, engine: Engine) -> None:
 
 
 def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater, Stepper]:
-    """Make what updates tiles, and what decides on steps."""
+    """Make the updater of tiles, and the stepper, which decides on steps."""
     request, options, streams = blueprint.request, blueprint.request.options, context.streams
     trained = {p: blueprint.groups[p] for unit in context.units if unit.trained for p in unit.spec.parameters}
     updater = Updater(
@@ -239,7 +239,7 @@ def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater
 
 
 def _make_activations(blueprint: Blueprint, context: EngineContext) -> ActivationOffload | None:
-    """Make what takes saved tensors off the device, where the request asks for it."""
+    """Make the component that offloads saved tensors; `None` where the request asks for none."""
     request = blueprint.request
     if request.placement.activations is None:
         return None
@@ -251,20 +251,20 @@ def _make_activations(blueprint: Blueprint, context: EngineContext) -> Activatio
 
 
 def restore(attached: Iterable[ModelGuards | AttributePatches | FrozenParameters]) -> None:
-    """Undo what was set on the model beside its parameters and hooks, and on the optimizer that was given."""
+    """Undo changes of the model beside parameters and hooks."""
     for part in attached:
         part.remove()
 
 
 def empty_parameters(units: Iterable[Unit]) -> None:
-    """Leave parameters empty whose values were in cells that are given up: placeholders would read as NaN for ever."""
+    """Set parameters to empty tensors where their storages are freed. Released placeholders would read as NaN."""
     for unit in units:
         for parameter in unit.parameters:
             parameter.leave(None)
 
 
 def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
-    """Number each parameter's first element among all of them, whatever unit, shard or tile it is in."""
+    """Number each parameter's first element among all parameters, independent of units, shards and tiles."""
     firsts, cursor = {}, 0
     for parameter in parameters:
         firsts[parameter] = cursor
@@ -273,7 +273,7 @@ def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, in
 
 
 def take_over_state(optimizer: torch.optim.Optimizer, access: StateAccess) -> None:
-    """Continue where an optimizer that has made steps left off; its own copy of the state is dropped."""
+    """Move the state of an optimizer that has made steps into the engine. Its own copy is dropped."""
     initial = {
         parameter: group["initial_accumulator_value"]
         for group in optimizer.param_groups
@@ -281,9 +281,9 @@ def take_over_state(optimizer: torch.optim.Optimizer, access: StateAccess) -> No
         for parameter in group["params"]
     }
     for parameter in access.steps():
-        for name, value in optimizer.state.pop(parameter, {}).items():  # one at a time: no second copy of all of it
+        for name, value in optimizer.state.pop(parameter, {}).items():  # one at a time: never two copies of all state
             if isinstance(value, Tensor) and value.is_meta and parameter in initial:
-                # Adagrad makes its state when it is made: of a model on the meta device, without a value.
+                # Adagrad makes its state in its constructor: on the meta device without a value.
                 access.set_state(parameter, name, torch.full(value.shape, initial[parameter], device="cpu"))
             elif value is not None:  # SGD's momentum before the first update
                 access.set_state(parameter, name, as_state(value))

@@ -85,7 +85,7 @@ _MOST_CHARS = 300
 
 
 def one_line(error: BaseException | str, most_chars: int = _MOST_CHARS) -> str:
-    """Put an exception of another library, or a text from somebody's file, into one line that steers no terminal.
+    """Put an exception of another library, or a text of a file, into one line without terminal control codes.
 
     Line breaks of an exception become spaces. In a text they are escaped, like all other characters that a terminal
     would not print.
@@ -116,7 +116,7 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 200, 200
 
 
 def shown(value: object) -> str:
-    """Show a value in a message: on one line, and a little of what is large, whoever made it.
+    """Show a value in a message: on one line, and shortened if it is large.
 
     Example:
         >>> shown(["text", 10**5000]), shown(10**5000)
@@ -126,5 +126,5 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     try:
         return one_line(_SHORT.repr(value), _MOST_SHOWN)
-    except Exception:  # a repr of somebody's own
+    except Exception:  # from a `__repr__` of the user's
         return f"a {type(value).__name__}"

@@ -1,7 +1,7 @@
-"""What `prepare` would take of each memory and each disk, and whether it fits: told without taking any of it.
+"""The bytes that `prepare` would take of each memory and each disk, counted without taking any.
 
-It is the same blueprint that `prepare` builds, of the same arguments. The model may be on the meta device, and there
-need be no process group: `world_size` says how many ranks there will be.
+They are those of the blueprint that `prepare` builds with the same arguments. The model may be on the meta device, and
+no process group is needed: `world_size` is the number of future ranks.
 """
 
 import os
@@ -32,23 +32,23 @@ from penstock.runtime.system import ranks_of_host
 from penstock.runtime.topology import Grid, grid_of, node_size, peers_of
 from penstock.tiers.tier import Location, LocationReport
 
-# What a checkpoint has beside tiles and buffers, at most, on any rank: states of random numbers, the model's
-# configuration, groups; for each parameter its line of the marker, and of a table; for each record its checksum.
+# The most bytes of a checkpoint beside tiles and buffers, on any rank: states of random numbers, the model's
+# configuration, groups; for each parameter a line of the marker, and of a table; for each record a checksum.
 _SMALL_BYTES, _LINE_BYTES, _CHECKSUM_BYTES = 1 << 16, 256, 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one rank will take. Print it for a table.
+    """The bytes that one rank will take. Print it for a table.
 
     Attributes:
         at_rest: the table of training state as it will be, as `Optimizer.locations()` reports it between two steps; of
-            parameters gathered ahead of their use it says nothing.
-        budget: what the rank takes of each memory at once: what rests there, and what is there for a while.
+            parameters gathered ahead of their use it has nothing.
+        budget: the bytes that the rank takes of each memory at once: state, and temporaries.
         rooms: the device (where it has memory of its own, or a budget), the host, and each folder of the nvme tier:
-            how many bytes are needed there, and how many there are for this rank.
-        checkpoint_bytes: what `Optimizer.save` will write on this rank, to within a small part; with `extra` beside it.
-        world_size: how many ranks there will be.
+            the bytes that this rank needs there, and those that are available for it.
+        checkpoint_bytes: an estimate of the bytes that `Optimizer.save` will write on this rank, without `extra`.
+        world_size: the number of ranks.
     """
 
     at_rest: LocationReport
@@ -59,28 +59,28 @@ class Footprint:
 
     @property
     def device(self) -> Need:
-        """What the rank takes of its device at once."""
+        """The bytes that the rank takes of its device at once."""
         return self.budget.device
 
     @property
     def lacks(self) -> list[str]:
-        """Say what does not fit: for each room that is too small what is missing, and what to do."""
+        """For each room that is too small, a message of what is missing, and what to do."""
         return [room.lack for room in self.rooms if room.lack is not None]
 
     @property
     def fits(self) -> bool:
-        """Whether all of it has room, as far as that is known."""
+        """True if all of it fits, as far as that is known."""
         return not self.lacks
 
     def lack_of_checkpoints(self, folder: str | os.PathLike[str], count: int) -> str | None:
-        """Say what is missing for some checkpoints of all ranks in a folder.
+        """Check the space for some checkpoints of all ranks in a folder.
 
         Arguments:
-            folder: where they will be; it need not be there yet.
-            count: how many there are at once: those that are kept, and the one that is being written.
+            folder: the folder, which need not exist yet.
+            count: the number of checkpoints at once: those that are kept, and the one that is being written.
 
         Returns:
-            A message; `None` where they fit.
+            A message of what is missing; `None` if they fit.
         """
         place = Path(os.path.abspath(folder))
         while not place.exists() and place != place.parent:
@@ -115,16 +115,16 @@ def footprint(
     world_size: int | None = None,
     **arguments: Any,
 ) -> Footprint:
-    """Say what `prepare` with these arguments would take on this rank. Takes nothing, and is not collective.
+    """Count the bytes that `prepare` with these arguments would take on this rank. Not collective; takes nothing.
 
     Arguments:
         model: what `prepare` would be given, on any device; with `weights` it may be on the meta device.
         optimizer: what `prepare` would be given; `None` for inference.
-        mesh: as for `prepare`; or, of ranks that there will be, how many there are along each dimension, by its name:
+        mesh: as for `prepare`; or, for future ranks, their number along each dimension, by its name:
             `{"dp_replicate": 2, "dp_shard": 8}`.
-        world_size: how many ranks there will be, seen by the first of them; on an accelerator as many of them on a host
-            as it has devices. `None` for those of the mesh, or of the default process group, or one.
-        arguments: all other arguments of `prepare`; `placement="auto"` with a `plan`, since nothing is rehearsed here.
+        world_size: the number of future ranks, of which this is the first; on an accelerator a host has as many as it
+            has devices. `None` for the ranks of the mesh, of the default process group, or one.
+        arguments: all other arguments of `prepare`; `placement="auto"` with a `plan`, since nothing is simulated here.
 
     Raises:
         ConfigError: `prepare` would refuse the arguments; or it is `"auto"` without a `plan`.
@@ -177,7 +177,7 @@ def footprint(
 
 
 def _check_world_size(world_size: object, mesh: object) -> None:
-    """Refuse a number of ranks that cannot be, or that contradicts a mesh."""
+    """Refuse a number of ranks that is no positive integer, or that contradicts a mesh."""
     if world_size is None:
         return
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -187,7 +187,7 @@ def _check_world_size(world_size: object, mesh: object) -> None:
 
 
 def _at_rest(blueprint: Blueprint, device: torch.device) -> LocationReport:
-    """List the cells that there will be."""
+    """List the cells of all segments."""
     pins = needs_pinning(device)
     return LocationReport(
         [
@@ -216,7 +216,7 @@ def _checkpoint_bytes(blueprint: Blueprint, model: nn.Module) -> int:
             checksums = len(table.checksums) * len(table.homes)
             nbytes += table.nbytes + len(to_bytes(table)) + _CHECKSUM_BYTES * checksums
         lines += sum(_LINE_BYTES + len(name) for name in plan.spec.names)
-    if grid.shard_rank == 0 and grid.replica_rank == 0:  # the others leave out what the first one has
+    if grid.shard_rank == 0 and grid.replica_rank == 0:  # this rank writes buffers and the marker
         nbytes += lines + sum(buffer.nbytes for buffer in persistent_buffers(model).values())
     return nbytes + _SMALL_BYTES
 

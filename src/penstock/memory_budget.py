@@ -1,4 +1,4 @@
-"""The memory that a plan takes, of a device, of a rank and of all ranks of a host."""
+"""The memory that a blueprint takes: of a device, of a rank, and of all ranks of a host."""
 
 import contextlib
 import errno
@@ -34,20 +34,20 @@ from penstock.tiers.tier import TierMemory, bytes_on
 from penstock.tiers.transfer import in_reach
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a blueprint takes of each memory at once, held against what there is, before anything is taken.
+# The bytes of each memory that a blueprint takes at once, compared with the available ones before any is taken.
 #
-# A device's memory holds what rests there, and beside it what is there for a while: gathered units, flat gradients on
-# their way home, buffers of tiles, and at the start the values of one unit on their way to their homes. What the model
-# computes (activations, and what kernels take for themselves) is not known here, and not counted.
+# A device has resident state, and temporaries beside it: gathered units, flat gradients before they are reduced to
+# their storage, buffers of tiles, and at the start the first values of one unit. Activations and workspaces of kernels
+# are not known here, and not counted.
 #
-# Where device and host share memory, as on a cpu, both together are held against the host's. A host's memory and disks
-# are those of all its ranks: what they take together, they compare (`memory_budget.py`).
+# If device and host share memory, as on a cpu, both together are compared with the host's. A host's memory and disks
+# belong to all of its ranks, which compare what they take together (below).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 GATHERED, PACKED, ON_THEIR_WAY = "gathered", "packed", "gradients on their way"
 TILES, UPDATE, BUFFERS, FIRST = "tiles", "an update", "buffers", "first values"
-#: What is planned of each memory: kinds as `Placement` calls them, and buffers; and the homes that they are made of.
+#: Planned segments of a memory: kinds by the names of `Placement`, and buffers, each with its storages.
 _AT_REST = {
     "params": (PARAM, SECONDARY),
     "grads": (GRAD,),
@@ -56,22 +56,22 @@ _AT_REST = {
 }
 DEVICE, HOST = "device", "host"  # names of rooms
 
-# Bytes per element that values take on their way to their homes: in fp32; and while they are split into bf16 and a
+# Bytes per element of first values on their way to their storages: in fp32; and, while they are split into bf16 and a
 # remainder, as integers beside that.
 _FP32_BYTES, _SPLIT_BYTES, _SPLIT_OF_COPY_BYTES = 4, 12, 16
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one memory that a rank takes at once, by what they are for.
+    """Bytes of one memory that a rank takes at once, by purpose.
 
     Attributes:
         parts: the bytes by name. At rest: `"params"`, `"grads"`, `"optimizer"`, and `"tiles"`, the buffers that these
             pass. For a while: `"gathered"` parameters, `"packed"` ones between ranks, `"gradients on their way"`,
             temporaries of `"an update"` of a whole parameter, and `"first values"`: what the start takes beyond all of
             these. And the model's `"buffers"`.
-        there: how many of them the model has there already: in buffers, and in parameters, whose own memory goes while
-            their homes are filled.
+        there: how many of them the model has there already: in buffers, and in parameters, whose own memory is freed
+            while their storages are filled.
     """
 
     parts: Mapping[str, int]
@@ -79,17 +79,17 @@ class Need:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
     @property
     def at_rest(self) -> int:
-        """The bytes of planned sections: state, and the buffers that it passes."""
+        """The bytes of planned segments: state, and the buffers that it passes."""
         return self.nbytes - sum(self.beside.values())
 
     @property
     def beside(self) -> dict[str, int]:
-        """What there is beside planned sections, by name."""
+        """The bytes beside planned segments, by name."""
         return {what: nbytes for what, nbytes in self.parts.items() if what not in _AT_REST}
 
     def __str__(self) -> str:
@@ -101,16 +101,14 @@ class MemoryBudget:
     """Bytes that a rank takes of each memory at once, beside what its model computes. `budget_of` counts them.
 
     Attributes:
-        device: of the device that computes.
-        host: of the cpu tier, and for updates on it.
-        files: of the nvme tier, activations apart.
-        pinned_bytes: how many bytes of the cpu tier a device copies from or to. They are pinned first; others are
-            pageable.
-        folders: what of `files` goes to each folder.
-        is_shared: whether the device's memory is the host's.
-        is_ahead: whether units are gathered ahead of their use.
-        stage: the ZeRO stage.
-        options: what limits the device and the host.
+        device: bytes of the device that computes.
+        host: bytes of the cpu tier, and for updates on it.
+        files: bytes of the nvme tier, activations apart.
+        pinned_bytes: bytes of the cpu tier that a device copies from or to. They are pinned first; others are pageable.
+        folders: the bytes of `files` in each folder.
+        is_shared: True if the device's memory is the host's.
+        is_ahead: True if units are gathered ahead of their use.
+        request: the arguments of `prepare`, with the limits of device and host.
     """
 
     device: Need
@@ -120,54 +118,41 @@ class MemoryBudget:
     folders: Sequence[tuple[str | os.PathLike[str], int]]
     is_shared: bool
     is_ahead: bool
-    stage: int
-    options: Options
+    request: PrepareRequest
 
     def on(self, tier: Tier) -> Need:
-        """Return what is taken of a tier."""
+        """Return the bytes of a tier."""
         return {Tier.DEVICE: self.device, Tier.CPU: self.host, Tier.NVME: self.files}[tier]
 
     @property
     def host_bytes(self) -> int:
-        """All bytes of the host's memory; of a device that shares it those that the model does not have already."""
+        """All bytes of the host's memory, with those of a device that shares it, less what its model has already."""
         return self.host.nbytes + (self.device.nbytes - self.device.there if self.is_shared else 0)
 
-    def lack_of_host(self, whose: str, missing: int) -> str:
-        """Say that the host has too little memory, and what to do.
+    def lack(self, of: str, whose: str, missing: int) -> str:
+        """Make the message that a memory is too small.
 
         Arguments:
-            whose: what the host has.
-            missing: how many bytes are missing, for each rank.
+            of: `"device"` or `"host"`.
+            whose: the available bytes, and the missing ones, as a clause.
+            missing: how many bytes are missing, for this rank.
         """
-        on_cpu, updating = self.host.at_rest, self.host.parts[UPDATE]
-        if not self.is_shared:
-            beside = f" and {updating:,} for an update" if updating else ""
-            return (
-                f"The cpu tier needs {on_cpu:,} bytes{beside} on this rank; {whose}. Use more ranks, a higher "
-                "stage, or keep less on the cpu tier."
+        device, host = self.device, self.host
+        if of == DEVICE:
+            text, needs, to = f"The device needs {device.nbytes:,} bytes on this rank", [device], "cpu"
+        elif self.is_shared:
+            text = (
+                f"The device and the cpu tier share the host's memory, and need {self.host_bytes:,} bytes on this rank"
             )
-        what = f"{self.device}, cpu tier {on_cpu:,}" if on_cpu else str(self.device)
-        advice = self._advice(missing, (self.device, self.host), "nvme")
-        beside = f", beside {self.device.there:,} that the model takes already" if self.device.there else ""
-        return (
-            f"The device and the cpu tier share the host's memory, and need {self.host_bytes:,} bytes of it on this "
-            f"rank{beside}, activations apart ({what}); {whose}. {advice}"
-        )
-
-    def lack_of_device(self, whose: str, missing: int) -> str:
-        """Say that the device has too little memory, and what to do.
-
-        Arguments:
-            whose: what the device has.
-            missing: how many bytes are missing.
-        """
-        return (
-            f"The device needs {self.device.nbytes:,} bytes on this rank, activations apart ({self.device}); {whose}, "
-            f"{missing:,} too few. {self._advice(missing, (self.device,), 'cpu')}"
-        )
+            text += f", beside {device.there:,} that the model takes already" if device.there else ""
+            needs, to = [device, host], "nvme"
+        else:
+            text, needs, to = f"The cpu tier needs {host.nbytes:,} bytes on this rank", [host], "nvme"
+        what = ", cpu tier: ".join(str(need) for need in needs if need.nbytes)
+        return f"{text}, activations apart ({what}); {whose}. {self._advice(missing, needs, to)}"
 
     def _advice(self, missing: int, needs: Sequence[Need], to: str) -> str:
-        """Say which kinds to move from some memories to a tier, what is used least first, until it is enough."""
+        """Choose which kinds to move from some memories to a tier: the least used ones first, until it is enough."""
         moved: list[str] = []
         for what in ("optimizer", "grads", "params"):
             resting = sum(need.parts[what] for need in needs)
@@ -175,9 +160,9 @@ class MemoryBudget:
                 moved.append(f"{what}='{to}'")
                 missing -= resting
         ways = [f"Move state with Placement({', '.join(moved)})"] if moved else []
-        # With more ranks a shard is smaller, of what is sharded.
-        ways.append("use more ranks" if self.stage == 3 else "use more ranks and a higher stage")
-        if self.is_ahead:
+        # With more ranks a shard is smaller, of state that is sharded.
+        ways.append("use more ranks" if self.request.stage == 3 else "use more ranks and a higher stage")
+        if self.is_ahead and self.device in needs:
             ways.append("lower Options(prefetch_bytes=...)")
         text = f"{', '.join(ways[:-1])}, or {ways[-1]}." if len(ways) > 1 else f"{ways[0]}."
         return text[0].upper() + text[1:]
@@ -185,13 +170,13 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Room:
-    """A memory, or a file system, and what is to go there.
+    """A memory or a file system, and the bytes that this rank needs there.
 
     Attributes:
-        name: what it is: `"device"`, `"host"`, or a folder.
+        name: `"device"`, `"host"`, or a folder.
         needed: the bytes that this rank needs there.
-        available: the bytes that it can have there; `None` where nothing says how many.
-        lack: a message that says what is missing, and what to do; `None` where it fits.
+        available: the bytes that it can have there; `None` if that is unknown.
+        lack: a message of what is missing, and what to do; `None` if it fits.
     """
 
     name: str
@@ -201,16 +186,16 @@ class Room:
 
 
 def check_device(blueprint: Blueprint, model: nn.Module, device: torch.device) -> MemoryBudget:
-    """Refuse a blueprint that takes more of its device than there is. Nothing was taken.
+    """Refuse a blueprint that takes more of its device than is available. Nothing was taken.
 
     Returns:
-        What it takes of every memory.
+        The bytes that it takes of every memory.
 
     Raises:
-        MemoryBudgetError: it says of what, how much is missing, and what to do.
+        MemoryBudgetError: the message has the parts, the missing bytes, and what to do.
     """
     budget = budget_of(blueprint, model, device)
-    checks.check_pinned_memory(budget.pinned_bytes, budget.host.parts[TILES], device, budget.options)
+    checks.check_pinned_memory(budget.pinned_bytes, budget.host.parts[TILES], device, budget.request.options)
     rooms = memories(budget, device, ranks_of_host())
     if any(room.lack for room in rooms if room.name == DEVICE):
         raise MemoryBudgetError(" ".join(room.lack for room in rooms if room.lack))
@@ -218,12 +203,12 @@ def check_device(blueprint: Blueprint, model: nn.Module, device: torch.device) -
 
 
 def budget_of(blueprint: Blueprint, model: nn.Module, device: torch.device) -> MemoryBudget:
-    """Count what a rank takes of each memory at once.
+    """Count the bytes that a rank takes of each memory at once.
 
     Arguments:
-        blueprint: what it will have.
-        model: the one that the blueprint was drawn of, as it is before `prepare`.
-        device: the one that computes.
+        blueprint: the plan of its segments.
+        model: the model of the blueprint, as it is before `prepare`.
+        device: the device that computes.
     """
     return MemoryBudget(
         device=_device_need(blueprint, model, device),
@@ -233,22 +218,22 @@ def budget_of(blueprint: Blueprint, model: nn.Module, device: torch.device) -> M
         folders=nvme_bytes(blueprint),
         is_shared=shares_host_memory(device),
         is_ahead=blueprint.gathered_bytes > blueprint.least_gathered_bytes,
-        stage=blueprint.request.stage,
-        options=blueprint.request.options,
+        request=blueprint.request,
     )
 
 
 def _planned(blueprint: Blueprint, tier: Tier) -> dict[str, int]:
-    """Count what is planned of a tier, by name."""
+    """Count the planned bytes of a tier, by name."""
     return {
         what: bytes_on([s for s in blueprint.sections if s.home in homes], tier) for what, homes in _AT_REST.items()
     }
 
 
 def _device_need(blueprint: Blueprint, model: nn.Module, device: torch.device) -> Need:
-    """Count what a rank takes of its device at once."""
+    """Count the bytes that a rank takes of its device at once."""
     given = blueprint.request.weights is not None
-    own = [_own_bytes(plan, device) for plan in blueprint.units]
+    # Bytes of parameters on the device before `prepare`, by unit.
+    own = [sum(p.nbytes for p in plan.spec.parameters if p.device == device) for plan in blueprint.units]
     buffers, buffers_there = _buffer_bytes(model, device)
     planned = _planned(blueprint, Tier.DEVICE)
     tiles = planned.pop(TILES)
@@ -262,8 +247,8 @@ def _device_need(blueprint: Blueprint, model: nn.Module, device: torch.device) -
         BUFFERS: buffers,
     }
     training = sum(parts.values())
-    # While first values come, units are filled one after the other. Each one's own memory goes once it is filled, or
-    # with the last one where other values take its place.
+    # Units are filled with first values one after the other. A unit's own memory is freed once it is filled, or, with
+    # `weights`, after the last unit.
     resting, loading, loading_beside_own = 0, 0, 0
     for number, plan in enumerate(blueprint.units):
         resting += bytes_on(list(plan.all_sections()), Tier.DEVICE)
@@ -276,7 +261,7 @@ def _device_need(blueprint: Blueprint, model: nn.Module, device: torch.device) -
 
 
 def _updating_bytes(blueprint: Blueprint, tier: Tier) -> int:
-    """Count the most bytes of temporaries that an update of a whole parameter holds, on the device or on the cpu tier.
+    """Count the most bytes of temporaries of an update of a whole parameter, on the device or on the cpu tier.
 
     One is updated after the other. Temporaries of element-wise updates are of pieces, and not counted.
     """
@@ -294,7 +279,7 @@ def _updating_bytes(blueprint: Blueprint, tier: Tier) -> int:
 
 
 def gradient_bytes(blueprint: Blueprint) -> int:
-    """Count the device bytes of gradients between autograd and their homes, at most.
+    """Count the most device bytes of gradients between autograd and their storages.
 
     That is what backward collects of a unit, whole, what is reduced of it, the codes that go between ranks, and the
     gradient of one parameter that autograd hands over. Buffers are kept for reuse, a few of each size. Whole gradients
@@ -319,19 +304,19 @@ def _gradient_buffers(plan: UnitPlan, blueprint: Blueprint) -> Iterator[tuple[in
     in_place = len(sections) == 1 and in_reach(sections[0].tier, Tier.DEVICE, blueprint.reach)
     exact = request.sum_dtype in (plan.spec.dtype, torch.float32)
     if grid.data_size == 1 and in_place and exact:
-        return  # straight from autograd to its home
+        return  # straight from autograd to its storage
     yield plan.layout.numel, request.sum_dtype
     if grid.shards > 1:
         yield plan.shard_numel, request.sum_dtype
     if len(sections) > 1 or not all(section.tier.is_memory for section in sections):
-        yield plan.shard_numel, request.accumulation_dtype  # what the home holds comes up to be added to
+        yield plan.shard_numel, request.accumulation_dtype  # the stored gradient comes up to be added to
 
 
 def _filling_bytes(plan: UnitPlan, grid: Grid, *, given: bool) -> int:
-    """Count the device bytes that it takes, beside its homes, to fill those of a unit."""
+    """Count the device bytes, beside its storages, that filling a unit takes."""
     sent = not given and grid.world_size > 1  # a copy of the first rank's values, in the model's own dtype
     arrived = sum(own_elements(parameter).nbytes for parameter in plan.spec.parameters) if sent else 0
-    # A parameter at a time goes through the update's shadow of it where there is one, and its master is split there.
+    # One parameter at a time passes its parameter staging, if it has one, and its master is split there.
     numel = min(max(slot.numel for slot in plan.layout.slots), max(s.numel for s in plan.sections[PARAM]))
     splits = any(kind.dtype == torch.int16 for kind in plan.homes.master_kinds(plan.spec))
     written = [*(s for s in plan.sections.get(SHADOW, ()) if s.cells)] or plan.sections[PARAM]
@@ -340,38 +325,33 @@ def _filling_bytes(plan: UnitPlan, grid: Grid, *, given: bool) -> int:
         passing += _SPLIT_BYTES * numel
     if splits and sent and plan.replicated:
         passing = max(passing, (_FP32_BYTES + _SPLIT_OF_COPY_BYTES) * numel)
-    # The buffer of the gathered unit is made with memory, which it gives back before it is filled.
+    # The buffer of the gathered unit is made with memory, which is freed before the unit is filled.
     return arrived + max(passing, 0 if plan.resident else plan.full_bytes)
 
 
-def _own_bytes(plan: UnitPlan, device: torch.device) -> int:
-    """Count what a unit's parameters have on the device before `prepare`."""
-    return sum(parameter.nbytes for parameter in plan.spec.parameters if parameter.device == device)
-
-
 def _buffer_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
-    """Count the bytes of a model's buffers, which go to the device, and of those that are there."""
+    """Count the bytes of a model's buffers, which move to the device, and of those that are there already."""
     plain = [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
     return sum(buffer.nbytes for buffer in plain), sum(buffer.nbytes for buffer in plain if buffer.device == device)
 
 
 def memories(budget: MemoryBudget, device: torch.device, ranks_here: int) -> list[Room]:
-    """Hold what a rank needs of its device and of the host against what there is.
+    """Compare the bytes that a rank needs of its device and of the host with the available ones.
 
     Arguments:
-        budget: what it needs.
-        device: the one that computes.
+        budget: the bytes that it needs.
+        device: the device that computes.
         ranks_here: how many ranks share the host's memory.
 
     Returns:
         The device, where it has memory of its own or a budget, and the host.
     """
-    rooms = [] if budget.is_shared and budget.options.device_bytes is None else [_device_room(budget, device)]
+    rooms = [] if budget.is_shared and budget.request.options.device_bytes is None else [_device_room(budget, device)]
     return [*rooms, _host_room(budget, ranks_here)]
 
 
 def _device_room(budget: MemoryBudget, device: torch.device) -> Room:
-    need, limit = budget.device, budget.options.device_bytes
+    need, limit = budget.device, budget.request.options.device_bytes
     if limit is not None:
         available, whose = limit, f"Options(device_bytes={limit:,}) gives it {limit:,}"
     else:
@@ -382,11 +362,12 @@ def _device_room(budget: MemoryBudget, device: torch.device) -> Room:
         if need.there:
             whose += f", and {need.there:,} that the model takes there now"
     missing = need.nbytes - available
-    return Room(DEVICE, need.nbytes, available, budget.lack_of_device(whose, missing) if missing > 0 else None)
+    lack = budget.lack(DEVICE, f"{whose}, {missing:,} too few", missing) if missing > 0 else None
+    return Room(DEVICE, need.nbytes, available, lack)
 
 
 def _host_room(budget: MemoryBudget, ranks_here: int) -> Room:
-    """Hold the cpu tier, and the device's state where that shares its memory, against this rank's part of the host."""
+    """Compare the cpu tier, and a device that shares its memory, with this rank's part of the host."""
     claims = _told(budget, with_disks=False)
     for pool in _pools({0: (this_host(), ranks_here, claims)}):
         return Room(HOST, budget.host_bytes, pool.share, _lack(pool, budget, 0) if pool.lacks else None)
@@ -394,7 +375,7 @@ def _host_room(budget: MemoryBudget, ranks_here: int) -> Room:
 
 
 def disks(budget: MemoryBudget, ranks_here: int) -> Iterator[Room]:
-    """Hold what goes to each folder of the nvme tier against what is free there, as `memories` does.
+    """Compare the bytes of each folder of the nvme tier with the free ones, as `memories` does.
 
     Ranks of a host have the same folders.
     """
@@ -412,7 +393,7 @@ def disks(budget: MemoryBudget, ranks_here: int) -> Iterator[Room]:
 
 
 def host_memory(options: Options) -> HostMemory | None:
-    """Look up what the host has for all of its ranks; `None` where nothing says it."""
+    """Return the memory that the host has for all of its ranks; `None` if that is unknown."""
     if options.host_bytes is not None:
         return HostMemory(options.host_bytes, f"Options(host_bytes={options.host_bytes:,}) leaves")
     return available_host_memory()
@@ -430,10 +411,10 @@ def nvme_bytes(blueprint: Blueprint) -> Sequence[tuple[str | os.PathLike[str], i
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the ranks of a host take of its memory and of its disks together, held against what it has.
+# The memory and the disks of a host, compared with the bytes that its ranks take together.
 #
-# Each rank counts what it takes itself (`memory_budget.py`). A host's memory and a file system are for all ranks on
-# it, so they tell each other, before anything is taken, and all refuse what does not fit on one of the hosts.
+# Each rank counts its own bytes. Ranks exchange the counts before anything is taken, and all of them refuse what does
+# not fit on one of the hosts.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -441,14 +422,14 @@ _MEMORY, _DISK = "memory", "disk"
 
 
 class _Claim(NamedTuple):
-    """One claim, as ranks tell it to each other.
+    """One claim of a rank, as ranks exchange it.
 
     Attributes:
         kind: `"memory"` or `"disk"`.
-        which: what tells it from others of that kind on one host: who limits the memory, the number of a file system.
-        needed: how many bytes this rank needs there.
-        available: how many there are, for all ranks of the host.
-        whose: who has them, for messages.
+        which: its identity among claims of that kind on one host: the limit of the memory, the number of a file system.
+        needed: the bytes that this rank needs there.
+        available: the bytes for all ranks of the host.
+        whose: the owner of the bytes, for messages.
     """
 
     kind: str
@@ -460,12 +441,12 @@ class _Claim(NamedTuple):
 
 @dataclass
 class _Pool:
-    """A memory or a file system of one host, and what ranks need of it.
+    """A memory or a file system of one host, and the bytes that ranks need of it.
 
     Attributes:
-        host: which host it is of.
-        kind, whose: as the claims say.
-        available: how many bytes there are, by the least that a rank has seen.
+        host: the host.
+        kind, whose: as in the claims.
+        available: the bytes there, by the smallest claim.
         started: how many ranks the launcher has started on the host.
         needed: bytes by rank.
     """
@@ -479,19 +460,19 @@ class _Pool:
 
     @property
     def share(self) -> int:
-        """How many bytes there are for these ranks: of memory others that were started here, alone, have their part."""
+        """The bytes for these ranks. Of memory, other ranks of the launcher on this host have their part."""
         if self.kind == _DISK:
             return self.available
         return self.available * len(self.needed) // max(len(self.needed), self.started)
 
     @property
     def missing(self) -> int:
-        """By how many bytes it is too small."""
+        """The bytes by which it is too small."""
         return sum(self.needed.values()) - self.share
 
     @property
     def lacks(self) -> bool:
-        """Whether it is too small. A file system that one rank has for itself is looked at when its files are made."""
+        """True if it is too small. A file system of one rank alone is checked when its files are made."""
         return self.missing > 0 and (self.kind == _MEMORY or len(self.needed) > 1)
 
     def __str__(self) -> str:
@@ -507,11 +488,11 @@ class _Pool:
 
 
 def check_hosts(control_group: ControlGroup, budget: MemoryBudget | None) -> None:
-    """Refuse, on all ranks, what takes more than there is on one of the hosts. Collective; nothing was taken.
+    """Refuse, on all ranks, budgets that one of the hosts has no room for. Collective; nothing was taken.
 
     Arguments:
         control_group: the ranks.
-        budget: what this rank takes; `None` takes nothing, and finds nothing too small.
+        budget: the bytes that this rank takes; `None` for none.
 
     Raises:
         MemoryBudgetError: the memory of a host is too small; it names the host, and says what to do.
@@ -522,7 +503,7 @@ def check_hosts(control_group: ControlGroup, budget: MemoryBudget | None) -> Non
     lacking = [pool for pool in _pools(dict(zip(control_group.members, told, strict=True))) if pool.lacks]
     if not lacking:
         return
-    # The first rank of each knows what to do there, and all say it.
+    # The first rank of each pool makes the message, and all ranks raise it.
     said = control_group.collect([_lack(pool, budget, rank) for pool in lacking if rank == min(pool.needed)])
     texts = [
         f"Host {Host(*host).name}, rank {member}: {text}" if control_group.size > 1 else text
@@ -535,16 +516,16 @@ def check_hosts(control_group: ControlGroup, budget: MemoryBudget | None) -> Non
 
 
 def _told(budget: MemoryBudget | None, *, with_disks: bool) -> list[_Claim]:
-    """Look up what there is of what a rank takes. What cannot be looked up is no claim: to take it will tell.
+    """List the claims of a rank. What cannot be looked up is no claim: the allocation itself will fail.
 
     Arguments:
-        budget: what it takes.
-        with_disks: whether disks count. Those of a rank alone are looked at when its files are made.
+        budget: the bytes that it takes.
+        with_disks: whether to list disks. Those of a rank alone are checked when its files are made.
     """
     if budget is None:
         return []
     found = []
-    host = host_memory(budget.options)
+    host = host_memory(budget.request.options)
     if host is not None:
         found.append(_Claim(_MEMORY, host.whose, budget.host_bytes, host.nbytes, host.whose))
     for parent, nbytes in budget.folders if with_disks else ():
@@ -561,10 +542,10 @@ def _disk_claim(parent: str | os.PathLike[str], nbytes: int) -> _Claim:
 
 
 def _pools(told: Mapping[int, Any]) -> Iterable[_Pool]:
-    """Add up what ranks need of each memory and each file system of each host.
+    """Add up the claims on each memory and each file system of each host.
 
     Arguments:
-        told: what each rank has said: its host, how many ranks a launcher has started there, and its claims.
+        told: by rank its host, the number of ranks that a launcher has started there, and its claims.
     """
     pools: dict[tuple[Host, str, str], _Pool] = {}
     for rank, (host, started, claims) in told.items():
@@ -578,11 +559,11 @@ def _pools(told: Mapping[int, Any]) -> Iterable[_Pool]:
 
 
 def _lack(pool: _Pool, budget: MemoryBudget | None, rank: int) -> str:
-    """Say that a memory or a file system is too small, and what to do, on one of the ranks that need it."""
+    """Make the message that a memory or a file system is too small, on one of the ranks that need it."""
     if pool.kind == _MEMORY:
         assert budget is not None
         own = -(-pool.missing * pool.needed[rank] // sum(pool.needed.values()))
-        return budget.lack_of_host(str(pool), own)
+        return budget.lack(HOST, str(pool), own)
     return (
         f"The nvme tier needs {pool.needed[rank]:,} bytes on this rank; {pool}. Keep less on the nvme tier, or "
         f"{ELSEWHERE}."
@@ -590,9 +571,8 @@ def _lack(pool: _Pool, budget: MemoryBudget | None, rank: int) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an engine is built of and does not make itself: memory and files of the tiers, and first values.
-#
-# A rehearsal of a run that need not take place has others, of which nothing is taken.
+# The resources of an engine: memory and files of the tiers, and first values. A simulation has its own, which take
+# nothing.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -600,18 +580,18 @@ class Supply:
     """The memory of this machine, the folders that the placement names, and the values that `prepare` was given."""
 
     def check(self, blueprint: Blueprint, model: nn.Module, device: torch.device) -> MemoryBudget | None:
-        """Refuse a blueprint that takes more of this rank's device than there is, before anything is taken.
+        """Refuse a blueprint that takes more of this rank's device than is available, before anything is taken.
 
         Returns:
-            What it takes. Ranks of a host hold what they share against what there is next (`check_hosts`).
+            The bytes that it takes. Next, ranks compare what they share of a host (`check_hosts`).
 
         Raises:
-            MemoryBudgetError: it says of what, how much is missing, and what to do.
+            MemoryBudgetError: the message has the parts, the missing bytes, and what to do.
         """
         return check_device(blueprint, model, device)
 
     def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:
-        """Make the tiers that state may rest on. Nothing is taken yet."""
+        """Make the tiers. Nothing is taken yet."""
         options = request.options
         folders = request.placement.nvme_folders()
         return [
@@ -628,5 +608,5 @@ class Supply:
         device: torch.device,
         undo: contextlib.ExitStack,
     ) -> FirstValues:
-        """Open where first values come from. Collective. See `open_source`."""
+        """Open the source of first values. Collective. See `open_source`."""
         return open_source(model, request.weights, ranks, device, undo, keeps_whole=request.stage < 3)

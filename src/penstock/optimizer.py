@@ -234,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
                 engine.gradients.look()
                 undo.callback(self._restore_groups, [(group, group["params"]) for group in self.param_groups])
                 self._extend_groups(engine, dict(param_group))
-                change = engine.adopt(self._given, facts)
+                change = engine.adopt(engine, self._given, facts)
                 undo.callback(change.cancel)
             undo.pop_all()
         try:

@@ -1,6 +1,6 @@
-"""What a plan decides for `prepare`: whether it is for this run, and the arguments that it stands for.
+"""From a plan to arguments of `prepare`: checks that it is for this run, and the values that it decides.
 
-A plan becomes the same arguments that somebody would write by hand, and goes through the same checks from there on.
+They pass the same checks as arguments that were written by hand.
 """
 
 import os
@@ -20,15 +20,15 @@ from penstock.rules import rule_for
 from penstock.runtime.topology import Grid
 
 AUTO = "auto"
-#: What a plan and a run have to share of their machines. What a launcher decides (threads, cores, ranks of a host), and
-#: what an update of the system changes, is left out: `penstock plan` runs as one process, and on another day.
+#: Properties of a machine that must be the same for a plan and a run. Those that a launcher decides (threads, cores,
+#: ranks of a host), or an update of the system, are left out: `penstock plan` is one process, on another day.
 _OF_A_MACHINE = ("cpu", "memory_bytes", "device", "device_name", "device_memory_bytes")
 
 PlanOrFile = Plan | str | os.PathLike[str]
 
 
 def check_elementwise(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that looks at whole parameters: machines have figures of updates by bytes alone.
+    """Refuse an optimizer that looks at whole parameters: machine specs have rates of updates by bytes alone.
 
     Raises:
         ConfigError: it names the optimizer.
@@ -37,7 +37,7 @@ def check_elementwise(optimizer: type[torch.optim.Optimizer] | torch.optim.Optim
     if isinstance(made, type):
         try:
             made = made([nn.Parameter(torch.zeros(8, 8))])  # type: ignore[call-arg]
-        except Exception:  # it takes something else: the rehearsal says so
+        except Exception:  # it needs other arguments, which the simulation reports
             return
     if rule_for(made).whole:
         raise ConfigError(
@@ -48,21 +48,21 @@ def check_elementwise(optimizer: type[torch.optim.Optimizer] | torch.optim.Optim
 
 
 def asks_for_plan(placement: object) -> bool:
-    """Whether a placement is the word for one that is planned."""
+    """Return True if a placement is `"auto"`."""
     return isinstance(placement, str) and placement == AUTO
 
 
 def check_asked(placement: object, plan: object, batch: object, *, trains: bool) -> None:
-    """Refuse arguments of `prepare` that do not say what is planned.
+    """Refuse a plan or a batch that does not go with the placement.
 
     Arguments:
         placement: as for `prepare`; `"auto"` needs one of the other two, and they need it.
         plan: a plan, or its file.
-        batch: makes one micro-batch.
+        batch: a function that makes one micro-batch.
         trains: whether there is an optimizer.
 
     Raises:
-        ConfigError: it says which of them to give.
+        ConfigError: the message says which of them to give.
     """
     given = [f"{name}=" for name, value in (("plan", plan), ("batch", batch)) if value is not None]
     if not asks_for_plan(placement):
@@ -88,7 +88,7 @@ def check_asked(placement: object, plan: object, batch: object, *, trains: bool)
 
 
 def taken(plan: PlanOrFile) -> Plan:
-    """Give a plan, or read it from its file.
+    """Return a plan, or read it from its file.
 
     Raises:
         ConfigError: the file cannot be read, or is no plan's.
@@ -105,18 +105,18 @@ def planned(
     device: torch.device,
     trains: bool,
 ) -> dict[str, Any]:
-    """Give arguments of `prepare`, with those that a plan decides.
+    """Return arguments of `prepare`, with those that a plan decides.
 
     Arguments:
         model: the model, before `prepare`.
-        plan: what was planned.
-        arguments: what was written by hand, checked by itself; a placement among them is replaced.
+        plan: the plan.
+        arguments: arguments that were written by hand, checked by themselves; a placement among them is replaced.
         grid: the ranks.
-        device: the one that computes.
+        device: the device that computes.
         trains: whether there is an optimizer.
 
     Returns:
-        The same arguments as somebody would have written who knew the plan.
+        The arguments that have the same effect as the plan.
 
     Raises:
         ConfigError: the plan does not fit, is for another run, or contradicts what was written by hand.
@@ -125,7 +125,7 @@ def planned(
     there = fingerprint(device) if plan.machine_fingerprint else {}
     stage, precision = arguments.get("stage", 3), arguments.get("precision", "bf16")
     machine = {name: there[name] for name in _OF_A_MACHINE if name in there}
-    # What nothing trains has the plan of a model that is trained beside it, and is that one with other parts frozen.
+    # A model for inference has the plan of the one that is trained: the same model with other parameters frozen.
     checked = plan if trains else replace(plan, model_fingerprint="")
     checked.check_for(model, machine, grid.world_size, stage, precision, sizes=grid.sizes)
     said = {name: arguments[name] for name in ("options", "overlap") if name in arguments}
@@ -136,7 +136,7 @@ def planned(
 
 
 def _check_folders(plan: Plan) -> None:
-    """Refuse folders that stand for those of a machine that was planned for without any by name."""
+    """Refuse placeholders of folders, of a plan for a machine whose folders had no names."""
     named = plan.placement.nvme_folders()
     if named and named == [Path(name) for name in placeholders(len(named))] and not any(map(Path.exists, named)):
         raise ConfigError(
@@ -146,7 +146,7 @@ def _check_folders(plan: Plan) -> None:
 
 
 def _how_to_recompute(model: nn.Module) -> str:
-    """Say how a model is told to compute activations again."""
+    """Make the advice of how to turn on activation checkpointing for a model."""
     if can_be_told(model):
         older = hasattr(model, "gradient_checkpointing_enable")  # which transformers has had for longer
         return f"Call model.{'gradient' if older else 'activation'}_checkpointing_enable() before prepare()."

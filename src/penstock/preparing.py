@@ -1,7 +1,7 @@
-"""`prepare`: validates the request, finds the ranks and the device, and has the engine built.
+"""`prepare`: from the user's arguments to an engine.
 
-1. Take ranks and a device; where the placement is to be planned, have the first rank choose a plan for all.
-2. Check everything that can be checked, before anything is allocated.
+1. Find ranks and device. With `placement="auto"` the first rank chooses a plan for all.
+2. Check everything that can be checked before anything is allocated.
 3. Build on streams of the device (`build.py`).
 """
 
@@ -33,7 +33,7 @@ from penstock.runtime.hardware import check_apart, device_for, make_current, pla
 from penstock.runtime.modes import engine_entry
 
 _PLANS = "prepare(placement='auto')"
-#: How long ranks wait for the first one's plan, at least: it may probe the machine, and rehearse a large model.
+#: Least time that ranks wait for the plan of the first rank, which may probe the machine and simulate a large model.
 PATIENCE_S = 3600.0
 _logger = logging.getLogger("penstock")
 
@@ -133,7 +133,7 @@ def prepare(
         >>> optimizer.step().skipped
         False
     """
-    checks.check_ranks(mesh)  # raised without a meeting: the control group is made of these ranks
+    checks.check_ranks(mesh)  # raised before ranks can meet: the control group is made of them
     timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
     ranks = Collectives.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s, nodes=getattr(options, "nodes", None))
     arguments: dict[str, Any] = {
@@ -152,7 +152,7 @@ def prepare(
     try:
         if asks_for_plan(placement):
             chosen = _choose(model, optimizer, arguments, ranks, mesh, plan, batch)
-        # Ranks meet before each step that may fail on one of them alone: else the others would wait for it in the next
+        # Ranks meet after each step that may fail on one of them alone. Else the others would wait for it in the next
         # collective, until their timeout.
         with ranks.control_group.together("prepare()", ConfigError) as facts:
             if chosen is None:
@@ -162,12 +162,12 @@ def prepare(
                 device = device_for(model.parameters(), mesh).device
                 arguments = planned(model, chosen, arguments, grid=ranks.grid, device=device, trains=trains)
             request = request_for(model, **arguments)
-            check_divided(model.named_parameters(), mesh)  # of what is sharded by FSDP itself more is known
+            check_divided(model.named_parameters(), mesh)  # `check_model` has a better message for models of FSDP
             choice = device_for(model.parameters(), mesh)
             place = place_of(choice)
             facts["device"] = choice.device.type
         check_apart(ranks.control_group.collect(place), ranks.control_group.members)
-        make_current(choice.device)  # once all ranks agree: what was refused leaves it as it was
+        make_current(choice.device)  # once all ranks agree: a refusal leaves it as it was
     except BaseException:
         ranks.close()
         raise
@@ -183,20 +183,19 @@ def _choose(
     plan: PlanOrFile | None,
     batch: Callable[[], Any] | None,
 ) -> Plan:
-    """Give every rank the plan of the first one: its own, the one in its file, or one that it makes now. Collective."""
+    """Return, on every rank, the plan of the first rank: given, read from its file, or made now. Collective."""
     control_group = ranks.control_group
     with control_group.together(_PLANS, ConfigError) as facts:
-        request = request_for(model, **arguments)  # what is wrong beside a plan is found before one is made
+        request = request_for(model, **arguments)  # other mistakes are found before a plan is made
         check_asked("auto", plan, batch, trains=optimizer is not None)
         if batch is not None and optimizer is not None:
             check_elementwise(optimizer)
         facts["plan or batch"] = "plan" if batch is None else "batch"
         device = device_for(model.parameters(), mesh).device
-    # A control group of its own: what ranks wait for elsewhere has an end after `timeout_s`, and planning may take
-    # longer.
+    # A control group of its own: other waits end after `timeout_s`, and planning may take longer.
     patience_s = max(PATIENCE_S, request.options.timeout_s)
     with contextlib.closing(control_group.another(error=EngineError, timeout_s=patience_s)) as waiting:
-        make: Callable[[], Plan] | None = None  # of the first rank alone
+        make: Callable[[], Plan] | None = None  # `None` on other ranks
         if batch is None:
             assert plan is not None
             make = partial(taken, plan) if waiting.is_first else None
@@ -222,7 +221,7 @@ def _build_on(
     ranks: Collectives,
     plan: Plan | None,
 ) -> Optimizer:
-    """Build on streams of a device. What fails closes ranks and streams: both have threads of their own."""
+    """Build on streams of a device. A failure closes ranks and streams, which have threads of their own."""
     streams = streams_for(device, debug_release=request.debug_release)
     try:
         prepared = build(model, optimizer, request, ranks, streams)

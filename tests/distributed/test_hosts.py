@@ -14,6 +14,7 @@ from torch import nn
 
 import penstock
 from penstock import MemoryBudgetError, NvmeError, Options, Placement, memory_budget
+from penstock.blueprint import PrepareRequest
 from penstock.errors import PenstockError
 from penstock.runtime import control_group
 from penstock.runtime.host_memory import HostMemory
@@ -118,7 +119,7 @@ def budget_of_a_step(**arguments: object) -> memory_budget.MemoryBudget:
 
 def needs_nothing() -> memory_budget.MemoryBudget:
     nothing = memory_budget.Need({})
-    ends = {"is_shared": False, "is_ahead": False, "stage": 3, "options": Options()}
+    ends = {"is_shared": False, "is_ahead": False, "request": PrepareRequest()}
     return memory_budget.MemoryBudget(device=nothing, host=nothing, files=nothing, pinned_bytes=0, folders=(), **ends)  # type: ignore[arg-type]
 
 

@@ -24,9 +24,7 @@ MOST_OF_A_FUNCTION, MOST_ARGUMENTS = 60, 8
 # What is larger, and why.
 FUNCTIONS: dict[str, str] = {}
 CONSTRUCTORS = {
-    "blueprint.PrepareRequest": "what the user asked for, as it is named there",
     "engine.step.context.EngineContext": "what all components share, in place of copies in each",
-    "engine.engine.Engine": "its components, in place of bags of them",
     "engine.unit.partition.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.format.Manifest": "the fields of the file",
     "checkpoint.tables.UnitTable": "the fields of the file",

@@ -295,14 +295,17 @@ def test_gradients_that_are_there_are_refused(nothing_allocated):
 
 
 PREPARED_FIRST = {
-    "the same": (lambda m: m, "This Stack is prepared already (it has Penstock's hooks)"),
-    "a block": (lambda m: m.blocks[0], "This Block is prepared already (it has Penstock's hooks)"),
-    "a layer of a block": (lambda m: m.blocks[0].up, "This Linear is prepared already (it has Penstock's hooks)"),
-    "a parent": (lambda m: nn.Sequential(m, nn.ReLU()), "This Sequential is prepared already (its module '0' has"),
-    "another holder of a block": (lambda m: nn.Sequential(m.blocks[1]), "(its module '0' has Penstock's hooks)"),
+    "the same": (lambda m: m, "This Stack is prepared already: parameter 'first.weight' "),
+    "a block": (lambda m: m.blocks[0], "This Block is prepared already: parameter '"),
+    "a layer of a block": (lambda m: m.blocks[0].up, "This Linear is prepared already: parameter 'weight' "),
+    "a parent": (
+        lambda m: nn.Sequential(m, nn.ReLU()),
+        "Sequential is prepared already: parameter '0.first.weight' ",
+    ),
+    "another holder of a block": (lambda m: nn.Sequential(m.blocks[1]), "is prepared already: parameter '0."),
     "another holder of a parameter": (
         lambda m: Borrower(m.first.weight),
-        "This Borrower is prepared already (its parameter 'weight' has Penstock's hooks)",
+        "This Borrower is prepared already: parameter 'weight' ",
     ),
 }
 

@@ -79,8 +79,8 @@ class Engine:
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what was set on the model for these units, beside parameters and hooks.
         planted: what stands on the model and on the given optimizer until the end, whatever the units are.
-        adopt: plans what changes where the param groups of the given optimizer have more parameters, takes memory for
-            it, and adds what ranks compare before anything changes.
+        adopt: plans the change of units where the param groups of the given optimizer have more parameters, reserves
+            its memory, and adds the facts that ranks compare before it.
         averages: the averages of the parameters (`penstock.ext.ema.Averages`); `None` until the first one is made.
         closed: whether the model was left, and everything is being given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
@@ -105,7 +105,7 @@ class Engine:
     gradients: Gradients = field(init=False)
     policy: StepPolicy = field(init=False)
     restore_model: Callable[[], None] = field(init=False)
-    adopt: Callable[[torch.optim.Optimizer, Facts], PendingChange] = field(init=False)
+    adopt: Callable[["Engine", torch.optim.Optimizer, Facts], PendingChange] = field(init=False)
     averages: Any = None
     closed: bool = False
     elsewhere: EngineError | None = None

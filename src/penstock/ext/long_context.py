@@ -143,7 +143,7 @@ class _SumOfLosses(torch.autograd.Function):
 
 
 def _blocks(weight: Tensor, width: int) -> Iterator[tuple[int, int]]:
-    """Give the first row of each block of the weight, and the one after its last."""
+    """Yield the first row of each block of the weight, and the one after its last."""
     for start in range(0, len(weight), width):
         yield start, min(start + width, len(weight))
 
@@ -157,7 +157,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, sto
 
 
 def _places(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each token's label in a block, and whether it is in that block at all, (T,) each."""
+    """Return the column of each token's label in a block, and a mask of labels that are in it, (T,) each."""
     place = labels - start
     return place.clamp(0, stop - start - 1), (place >= 0) & (place < stop - start)
 
@@ -259,6 +259,7 @@ def ring_attention(
 
 
 def _checked_batch(mesh: DeviceMesh, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the `input_ids` of a batch; refuse meshes and batches that ring attention cannot take."""
     if mesh.ndim != 1:
         raise ConfigError(f"The mesh of ring attention has {mesh.ndim} dimensions. Give one of them: mesh['cp'].")
     if mesh.device_type == "cpu":

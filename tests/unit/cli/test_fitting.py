@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from penstock.blueprint import PrepareRequest
 from penstock.cli.naming import in_options
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.fitting import about_fit, about_recompute, check_fits, disk_of, of_checkpoints, recomputes
@@ -16,7 +17,6 @@ from penstock.cli.training.learning.model import Built, build
 from penstock.cli.training.learning.optimizer import preparation
 from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.sizes import StepSizes
-from penstock.config import Options
 from penstock.errors import MemoryBudgetError
 from penstock.footprint import Footprint
 from penstock.integrations.huggingface import find_model
@@ -38,8 +38,7 @@ def found(*, available: int | None = 300, world_size: int = 1, lack: str | None 
         folders=[],
         is_shared=False,
         is_ahead=False,
-        stage=3,
-        options=Options(),
+        request=PrepareRequest(),
     )
     return Footprint(
         at_rest=LocationReport([]), budget=budget, rooms=rooms, checkpoint_bytes=1000, world_size=world_size

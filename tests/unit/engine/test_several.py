@@ -143,7 +143,7 @@ def test_what_two_would_own_is_named() -> None:
             penstock.prepare(part, adam(part, 1e-2))
     optimizer.close()
     first = prepare_on(inline(), model.encoder, adam(model.encoder, 1e-2))
-    with pytest.raises(penstock.ConfigError, match=r"its module 'encoder'.*parameter 'encoder.0.weight'"):
+    with pytest.raises(penstock.ConfigError, match=r"prepared already: parameter 'encoder.0.weight'"):
         penstock.prepare(model, adam(model, 1e-2))
     first.close()
     prepare_on(inline(), model, adam(model, 1e-2)).close()
