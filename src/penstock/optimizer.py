@@ -704,8 +704,8 @@ class Optimizer(torch.optim.Optimizer):
                 "first, or use overlap='forward'."
             )
         if writes:
-            # A save reads storages beside training. Updates follow its reads by events (ordering rule 3). A write by the
-            # host waits here.
+            # A save reads storages beside training. Updates follow its reads by events (ordering rule 3); a write by
+            # the host waits here.
             engine.saver.wait_copied()
         return engine
 
