@@ -1,4 +1,4 @@
-"""The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
+"""The optimizer of a training loop: a `torch.optim.Optimizer` whose state is where the placement says."""
 
 import math
 import weakref
@@ -178,9 +178,9 @@ class Optimizer(torch.optim.Optimizer):
         every step.
 
         Arguments:
-            max_norm: the norm afterwards, at most.
-            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")` or `"inf"`:
-                those read every gradient once more.
+            max_norm: the largest norm afterwards.
+            norm_type: 2, or another order that `torch.nn.utils.clip_grad_norm_` accepts, such as `float("inf")` or
+                `"inf"`, which reads every gradient once more.
 
         Returns:
             The norm before clipping, 0-dim on the cpu; not finite when the gradient is not, which `step` then skips.
@@ -205,11 +205,11 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model from now on: layers that were frozen, adapters or a head that came later.
 
-        For parameters that the model has by now and that ask for a gradient, between steps. They get gradients, masters
-        and optimizer states where the placement wants them, and units of their own; a unit that is unfrozen whole stays
-        where it rests. Everything else stays as it is: states, step counts, gradients, the loss scale. What was in a
-        group before and never trained moves to this one. Parameters that requires_grad by now and are in another group
-        are trained too. Collective.
+        For parameters of the model that require a gradient, between steps. They get gradients, masters and optimizer
+        states where the placement wants them, and units of their own; a unit that is unfrozen as a whole stays where it
+        is. Everything else is kept: states, step counts, gradients, the loss scale. A parameter that was in another
+        group and never trained moves to this one. Parameters of other groups that require a gradient by now are trained
+        too. Collective.
 
         Arguments:
             param_group: `"params"`, and options; the given optimizer's defaults fill in, as in torch.
@@ -270,7 +270,7 @@ class Optimizer(torch.optim.Optimizer):
         """List where every byte of this rank's training state is.
 
         Returns:
-            A row for each cell, with what it is, its tier and its bytes. Print it for a table.
+            A row for each cell, with its kind, tier and bytes. Print it for a table.
 
         Example:
             >>> print(optimizer.locations())  # doctest: +SKIP
@@ -342,7 +342,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def synchronize(self) -> None:
-        """Wait for pending updates, movements and saves; raise the error of one that failed."""
+        """Wait for pending updates, transfers and saves; raise the error of one that failed."""
         engine = self._open("synchronize")
         engine.access.finish()
         engine.saver.finish()
@@ -412,8 +412,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Move kinds of state to another tier now, wherever they are, until `reload_states`. Every rank calls it.
 
-        Training may go on meanwhile, from where the state is then, with the same result. Legal at any point; the
-        gradients of a backward survive. Buffers of gathers and gradients are given back too.
+        Training may go on meanwhile, with the state where it is then, and with the same result. Legal at any point: the
+        gradients of a backward are kept. Buffers of gathers and gradients are freed too.
 
         Arguments:
             include: the kinds that move: `"param"`, `"grad"`, `"master"` and `"optimizer"` (every state of the rule);
@@ -571,10 +571,10 @@ class Optimizer(torch.optim.Optimizer):
     ) -> "Record":
         """Write a line for each step from here on, which `penstock report FOLDER` makes a page of. Collective.
 
-        A line has the step's seconds, norm, learning rates, loss scale, what compute waited for and the bytes on each
-        tier, of the first rank, which alone writes; `log` of what is returned adds the loss and tokens. No line waits
-        for the device. Once, when steps are warm, two of them are traced, which waits before the first and after the
-        second. A disk that fails ends the record with a warning, and no step.
+        A line has the step's seconds, norm, learning rates, loss scale, the waits of compute by cause and the bytes on
+        each tier, all of the first rank, which alone writes; `log` of the recorder adds the loss and tokens. No line
+        waits for the device. Once, when steps are warm, two of them are traced, which waits before the first and after
+        the second. A disk that fails ends the record with a warning; training goes on.
 
         Arguments:
             folder: created if it is missing. An earlier record in it is replaced.

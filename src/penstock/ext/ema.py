@@ -370,7 +370,7 @@ class Averages:
 
 
 def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SegmentPlan:
-    """Plan the storage of an average of a unit: one section, of the tiles of the parameters."""
+    """Plan the storage of an average of a unit: one segment, with the tiles of the parameters."""
     cell = CellPlan(name, kind, tier, torch.float32, shard_numel)
     # The host updates an average in host memory: no device copies it.
     return SegmentPlan(kind, tier, (cell,), 0, shard_numel, tile_numel, copied=False)
