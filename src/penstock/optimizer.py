@@ -1,4 +1,4 @@
-"""The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
+"""The optimizer of a training loop: a `torch.optim.Optimizer` whose state is where the placement says."""
 
 import math
 import weakref
@@ -40,12 +40,12 @@ R = TypeVar("R")
 
 
 def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concatenate["Optimizer", P], R]:
-    """Have a method run on our side of the border, and not while another thread runs the model."""
+    """Make a method run in engine mode, and not while another thread runs the model."""
 
     @wraps(method)
     @engine_entry
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
-        # Refused beside a forward of another thread, which gathers what this method may move, write or give back.
+        # Refused during a forward of another thread, which gathers units that this method may move, write or free.
         with nullcontext() if self._engine is None else self._engine.turn(method.__name__.lstrip("_")):
             return method(self, *args, **kwargs)
 
@@ -56,7 +56,7 @@ class Optimizer(torch.optim.Optimizer):
     """What `penstock.prepare` returns: takes the place of the optimizer it was given.
 
     Param groups are the given optimizer's own, so learning-rate schedulers and manual changes work as always. Made by
-    `prepare` alone. Where nobody closes it, everything is given back when it and the model are dropped, and when the
+    `prepare` alone. Without `close`, everything is freed when it and the model are garbage-collected, and when the
     program ends. In the child of a fork, every method raises `EngineError`.
     """
 
@@ -65,15 +65,15 @@ class Optimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._record: Record | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups  # the same list: a group that is added or taken back is one of both
-        # Those that were registered before `prepare` see the steps that are made now.
+        self.param_groups = optimizer.param_groups  # the same list: both have a group that is added
+        # Hooks that were registered before `prepare` are called for the steps from here on.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._given = optimizer
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
-        """Say why a method of the given optimizer's class, such as `train` and `eval` of schedulefree, is not here."""
+        """Explain why a method of the given optimizer's class, such as `train` of schedulefree, is missing here."""
         given = vars(self).get("_given")
         if given is not None and not name.startswith("_") and hasattr(type(given), name):
             raise AttributeError(
@@ -111,13 +111,13 @@ class Optimizer(torch.optim.Optimizer):
         """Update every parameter that got a gradient since `zero_grad`, with its group's options as they are now.
 
         Arguments:
-            closure: makes the gradients: `zero_grad`, forward, backward. It is called once, before the update, with
-                gradients enabled and all else as the caller has it. What it raises is raised, and nothing is updated.
+            closure: computes the gradients: `zero_grad`, forward, backward. It is called once, before the update, with
+                gradients enabled and all other modes as in the caller. If it raises, nothing is updated.
 
         Returns:
             The norm of the gradient over all ranks before clipping, and whether the step was skipped because that norm
-            is not finite: then nothing has changed. Without any gradient nothing changes either; the norm is 0. Of a
-            closure what it returned, as `loss`.
+            is not finite: then nothing has changed. Without any gradient nothing changes either; the norm is 0. The
+            return value of a closure is `loss`.
 
         Raises:
             ConfigError: the closure is no function.
@@ -134,18 +134,18 @@ class Optimizer(torch.optim.Optimizer):
                 "backward first, then step()."
             )
         self._open("step")
-        # On the user's side, and before ranks meet: its forward and backward are collective as well.
+        # In user mode, and before ranks meet: its forward and backward are collective as well.
         with torch.enable_grad():
             loss = closure()
         return replace(self._update(), loss=loss)
 
     @_public
     def _update(self) -> StepResult:
-        """Update what has gradients, as `step` says. Collective."""
+        """Update every parameter with a gradient, as `step` says. Collective."""
         with self._together("step") as (engine, facts):
             check_step(engine)
             if engine.context.ranks.world_size > 1:
-                # Each rank updates its own shard with these: where they differ, ranks would part in silence.
+                # Each rank updates its own shard with these: a difference would go unnoticed.
                 facts.update(scalars_of(self.param_groups))
                 facts["the scale of gradients"] = engine.context.gradient_scale.value
                 facts.update(engine.gradients.by_hand)
@@ -157,7 +157,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
+        """Drop the accumulated gradients. They count as absent afterwards, for any `set_to_none`."""
         del set_to_none
         self._open("zero_grad", whole=True).gradients.zero()
 
@@ -178,9 +178,9 @@ class Optimizer(torch.optim.Optimizer):
         every step.
 
         Arguments:
-            max_norm: the norm afterwards, at most.
-            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")` or `"inf"`:
-                those read every gradient once more.
+            max_norm: the largest norm afterwards.
+            norm_type: 2, or another order that `torch.nn.utils.clip_grad_norm_` accepts, such as `float("inf")` or
+                `"inf"`, which reads every gradient once more.
 
         Returns:
             The norm before clipping, 0-dim on the cpu; not finite when the gradient is not, which `step` then skips.
@@ -205,11 +205,11 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model from now on: layers that were frozen, adapters or a head that came later.
 
-        For parameters that the model has by now and that ask for a gradient, between steps. They get gradients, masters
-        and optimizer states where the placement wants them, and units of their own; a unit that is unfrozen whole stays
-        where it rests. Everything else stays as it is: states, step counts, gradients, the loss scale. What was in a
-        group before and never trained moves to this one. Parameters that requires_grad by now and are in another group
-        are trained too. Collective.
+        For parameters of the model that require a gradient, between steps. They get gradients, masters and optimizer
+        states where the placement wants them, and units of their own; a unit that is unfrozen as a whole stays where it
+        is. Everything else is kept: states, step counts, gradients, the loss scale. A parameter that was in another
+        group and never trained moves to this one. Parameters of other groups that require a gradient by now are trained
+        too. Collective.
 
         Arguments:
             param_group: `"params"`, and options; the given optimizer's defaults fill in, as in torch.
@@ -240,24 +240,24 @@ class Optimizer(torch.optim.Optimizer):
         try:
             change.make()
         except BaseException:
-            # Parameters are between two homes: what is left of the model is not what it was.
+            # Parameters are between two storages: the model is left empty.
             engine.abandon()
             self._engine = None
             raise
 
     def _extend_groups(self, engine: Engine, group: dict[str, Any]) -> None:
-        """Add a group to both optimizers; what was never trained leaves its old one."""
+        """Add a group to both optimizers; parameters that were never trained leave their old group."""
         params = group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
         new = {p for p in group["params"] if isinstance(p, Tensor) and not engine.access.is_trained(p)}
         for other in self.param_groups:
             if not new.isdisjoint(other["params"]):
                 other["params"] = [p for p in other["params"] if p not in new]
-        # By the given optimizer's class: what fills in may be more than torch's defaults, as by the group's rule.
+        # By the given optimizer's class, whose defaults may depend on the group.
         type(self._given).add_param_group(self._given, group)
 
     def _restore_groups(self, before: Sequence[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
-        """Leave both optimizers with these groups, and the groups with these parameters."""
+        """Restore the groups of both optimizers, and the parameters of the groups."""
         del self.param_groups[len(before) :]
         for group, params in before:
             group["params"] = params
@@ -269,7 +269,7 @@ class Optimizer(torch.optim.Optimizer):
         """List where every byte of this rank's training state is.
 
         Returns:
-            A row for each cell, with what it is, its tier and its bytes. Print it for a table.
+            A row for each cell, with its kind, tier and bytes. Print it for a table.
 
         Example:
             >>> print(optimizer.locations())  # doctest: +SKIP
@@ -284,8 +284,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Arguments:
             parameters: those that are shown; `None` for all. Their whole units are gathered.
-            modify: whether to take over what the first rank wrote into them. Elements that it did not change keep their
-                master precision.
+            modify: take over the elements that the first rank changed. The others keep their master precision.
 
         Raises:
             ConfigError: a tensor that is no parameter of the model.
@@ -343,7 +342,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def synchronize(self) -> None:
-        """Wait for pending updates, movements and saves; raise the error of one that failed."""
+        """Wait for pending updates, transfers and saves; raise the error of one that failed."""
         engine = self._open("synchronize")
         engine.access.finish()
         engine.saver.finish()
@@ -378,7 +377,7 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("load_state_dict", whole=True, writes=True) as (engine, _):
             groups = self.param_groups
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-            # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
+            # The groups stay the same objects: schedulers may hold the given optimizer.
             loaded, self.param_groups = self.param_groups, groups
             engine.updater.check_groups(loaded)
             numbers = (number for group in state_dict["param_groups"] for number in group["params"])
@@ -391,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
                 for name, value in values.items():
                     engine.access.check_state(parameter, name, value)
 
-        # All that may be refused was, on every rank. What fails from here on leaves a part of each state.
+        # All refusals are behind, on every rank. A failure from here on leaves a failed state.
         with failing_as_a_whole(engine.context.units, "load_state_dict()"):
             for group, new in zip(groups, loaded, strict=True):
                 group.clear()
@@ -413,19 +412,19 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Move kinds of state to another tier now, wherever they are, until `reload_states`. Every rank calls it.
 
-        Training may go on meanwhile, from where the state is then, with the same result. Legal at any point; the
-        gradients of a backward survive. Buffers of gathers and gradients are given back too.
+        Training may go on meanwhile, with the state where it is then, and with the same result. Legal at any point: the
+        gradients of a backward are kept. Buffers of gathers and gradients are freed too.
 
         Arguments:
-            include: what moves: `"param"`, `"grad"`, `"master"` and `"optimizer"` (every state of the rule); `None` for
-                all of them. What is on `to` already stays there.
+            include: the kinds that move: `"param"`, `"grad"`, `"master"` and `"optimizer"` (every state of the rule);
+                `None` for all of them. State that is on `to` already stays there.
             to: `"cpu"` or `"nvme"`, which needs `Placement(nvme_path=...)`.
             pin_memory: page-lock the host memory that is taken: copies are faster, taking it is slower.
             non_blocking: return while copies are under way. The old memory goes once they have arrived.
-            keep: for state that goes and comes again and again: what this takes on `to`, and up to 256 MiB of buffers
-                for files, is kept by `reload_states` for the next offload, which then takes no page faults and makes no
-                files. It costs as much host memory or disk, as long as `locations()` lists it as `"kept"`: until an
-                offload without `keep`, until something else finds no room, or until `close`.
+            keep: for state that is offloaded again and again: `reload_states` keeps the memory and files on `to`, and
+                up to 256 MiB of buffers for files, for the next offload, which then takes no page faults and makes no
+                files. They cost as much host memory or disk, as long as `locations()` lists them as `"kept"`: until an
+                offload without `keep`, until another allocation finds no room, or until `close`.
 
         Raises:
             ConfigError: an unknown kind or tier, or no folder for nvme. Nothing has changed.
@@ -450,7 +449,7 @@ class Optimizer(torch.optim.Optimizer):
         """Move everything that was offloaded to where the placement wants it. Every rank calls it.
 
         Arguments:
-            non_blocking: return while copies are under way; who needs the state waits for it.
+            non_blocking: return while copies are under way. A use of the state waits for them.
         """
         with self._together("reload_states", writes=True, settled=True) as (engine, facts):
             facts["non_blocking"] = non_blocking
@@ -530,25 +529,25 @@ class Optimizer(torch.optim.Optimizer):
         """
         with self._together("load", whole=True, writes=True, idle=True) as (engine, facts):
             facts["verify"] = verify
-        engine.saver.finish()  # it may be writing the checkpoint that is read next
+        engine.saver.finish()  # it may be writing this checkpoint
         extra = engine.loader.load(path, verify=verify)
         engine.gradients.forget()
         engine.hooks.backward.has_failed = False
         return extra
 
     def trace(self, path: str | PathLike[str]) -> "AbstractContextManager[TraceReport]":
-        """Write a Chrome trace of what happens inside a `with` block: movement, compute, updates, waits. Collective.
+        """Write a Chrome trace of a `with` block: transfers, compute, updates, waits. Collective.
 
-        The file is for Perfetto (ui.perfetto.dev) or chrome://tracing. The block ends when what was submitted inside is
-        done, and the file is written then, also where an exception ends it.
+        The file is for Perfetto (ui.perfetto.dev) or chrome://tracing. The block ends when the work that was submitted
+        inside is done. The file is written then, also after an exception.
 
         Arguments:
-            path: replaced where it exists. `{rank}` in it stands for the rank, and every rank writes a file; without
-                it, the first rank alone does.
+            path: the file; an existing one is replaced. With `{rank}` in it, which stands for the rank, every rank
+                writes a file; without, the first rank alone does.
 
         Returns:
-            A context manager that gives a report: printed after the block, it is a table of how busy each resource of
-            this rank was, what compute waited for, and which resource binds.
+            A context manager that returns a report. Printed after the block, it is a table of the busy time of each
+            resource of this rank, the waits of compute by cause, and the resource that binds.
 
         Raises:
             ConfigError: the file cannot be written. Raised before the block runs.
@@ -559,11 +558,11 @@ class Optimizer(torch.optim.Optimizer):
             ...     train_one_step()
             >>> print(report)  # doctest: +SKIP
         """
-        from penstock.ext.observe.trace import take_trace  # here: most runs trace nothing
+        from penstock.ext.observe.trace import take_trace  # here: few runs trace
 
         engine = self._open("trace")
         if self._record is not None:
-            self._record.end_trace()  # a trace that is asked for goes before the record's own
+            self._record.end_trace()  # an explicit trace replaces the record's own
         return EngineBlock(take_trace(path, engine), partial(engine.turn, "trace"))
 
     @_public
@@ -572,15 +571,15 @@ class Optimizer(torch.optim.Optimizer):
     ) -> "Record":
         """Write a line for each step from here on, which `penstock report FOLDER` makes a page of. Collective.
 
-        A line has the step's seconds, norm, learning rates, loss scale, what compute waited for and the bytes on each
-        tier, of the first rank, which alone writes; `log` of what is returned adds the loss and tokens. No line waits
-        for the device. Once, when steps are warm, two of them are traced, which waits before the first and after the
-        second. A disk that fails ends the record with a warning, and no step.
+        A line has the step's seconds, norm, learning rates, loss scale, the waits of compute by cause and the bytes on
+        each tier, all of the first rank, which alone writes; `log` of the recorder adds the loss and tokens. No line
+        waits for the device. Once, when steps are warm, two of them are traced, which waits before the first and after
+        the second. A disk that fails ends the record with a warning; training goes on.
 
         Arguments:
-            folder: made where it is missing. What a record has left there is replaced.
-            begin: steps that were made before; above 0 the record goes on behind what is there.
-            config: settings of the run, to be shown beside its figures: JSON-like values.
+            folder: created if it is missing. An earlier record in it is replaced.
+            begin: the number of steps before; above 0 the record continues an earlier one.
+            config: settings of the run, shown beside its figures: JSON-like values.
 
         Returns:
             The recorder: `log`, `evaluation`, `sample`, `close`. A context manager that closes it, as `close` of the
@@ -596,7 +595,7 @@ class Optimizer(torch.optim.Optimizer):
             ...         train_one_step(batch)
             ...         recorder.log(loss=loss, tokens=4096)
         """
-        from penstock.ext.observe.record import Record  # here: most runs record nothing
+        from penstock.ext.observe.record import Record  # here: few runs record
 
         with self._together("record") as (engine, facts):
             facts["begin"] = begin
@@ -607,19 +606,21 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def close(self, *, keep_params: bool = True) -> None:
-        """Give back every byte, thread and hook. Calling it again does nothing. Collective.
+        """Free every byte, thread and hook. Calling it again does nothing. Collective.
 
         Arguments:
-            keep_params: leave the model with whole parameters, at master precision in the dtype and on the device that
-                they had before `prepare`; else they are left empty (zero elements). Where they do not fit, the error
-                of the allocator is raised and the optimizer stays open. While an exception is under way on one of
-                several ranks (`close` in a `finally`), `close` waits for no other, and leaves shared ones empty.
+            keep_params: leave the model with whole parameters, at master precision, in the dtype and on the device that
+                they had before `prepare`; else they are left empty (zero elements). If they do not fit, the error of
+                the allocator is raised and the optimizer stays open. While an exception propagates on one of several
+                ranks (`close` in a `finally`), `close` does not wait for the others, and leaves shared parameters
+                empty.
 
         Raises:
-            CheckpointError: of a save beside training that failed. Everything is given back as asked.
+            CheckpointError: a save beside training has failed. Everything is freed all the same.
             EngineError: inside forward, backward or `gathered`. Nothing has changed.
-            Exception: the error of an update that failed. Everything is given back; the parameters are left empty. With
-                `keep_params=False` not once more, where it is on its way (`close` in a `finally`) or a `load` said it.
+            Exception: the error of an update that failed. Everything is freed; the parameters are left empty. With
+                `keep_params=False` it is not raised again if it propagates already (`close` in a `finally`), or if
+                `load` has raised it.
         """
         engine = self._engine
         if engine is None:
@@ -636,7 +637,7 @@ class Optimizer(torch.optim.Optimizer):
             self._record.close()
         try:
             engine.close(keep_params=keep_params)
-        finally:  # also of a close that raises: most have given everything back, and some nothing
+        finally:  # also of a close that raises: it may have freed everything, or nothing
             self._engine = None if engine.ended else engine
 
     @contextmanager
@@ -645,18 +646,18 @@ class Optimizer(torch.optim.Optimizer):
     ) -> Iterator[tuple[Engine, Facts]]:
         """Run the checks of a collective method in a `with` block. Collective.
 
-        Ranks meet at its end: where one has refused, or has called another method, all stop and nothing has changed.
-        Without the meeting, the others would wait in a collective for a rank that does not come.
+        Ranks meet at its end: if one has refused, or has called another method, all raise and nothing has changed.
+        Without the meeting, the others would wait in a collective for a rank that never enters it.
 
         Arguments:
             verb: the method that was called, for messages.
             whole: as in `_open`.
             writes: as in `_open`.
             idle: refuse it inside a forward, a backward or a `gathered` block.
-            settled: wait for all updates and moves, so that one that has failed on this rank stops every rank.
+            settled: wait for all updates and moves, so that a failed one stops every rank.
 
         Returns:
-            A context manager that gives the engine, and a dict for what has to be the same on all ranks.
+            A context manager that returns the engine, and a dict for values that have to be the same on all ranks.
         """
         engine = self._prepared(verb)
         with engine.context.ranks.control_group.together(f"{verb}()") as facts:
@@ -685,39 +686,39 @@ class Optimizer(torch.optim.Optimizer):
         return self._engine
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
-        """Return the engine, once nothing stands against a method.
+        """Return the engine, after the checks of a method.
 
         Arguments:
             verb: the method that was called, for messages.
-            whole: whether it needs the state of one step, or changes what updates read in it.
-            writes: whether it changes state, or where that is: what is being saved has to be copied first.
+            whole: it needs the state of one step, or changes values that updates of the step read.
+            writes: it changes state, or moves it: a save beside training has to be past its copies.
         """
         engine = self._prepared(verb)
         check_not_averaged(verb, engine, writes=writes)
         backward = engine.hooks.backward
         if (whole or writes) and backward.is_open and not in_backward():
-            backward.abandon()  # it ended with an exception: what it has gathered must not outlive a change
+            backward.abandon()  # it ended with an exception: its gathered units are outdated by a change
         if whole and engine.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "
                 "first, or use overlap='forward'."
             )
         if writes:
-            # A save reads homes beside training. Updates follow those reads by their events; what writes on the host's
-            # time waits here, or the checkpoint would hold half of the one state and half of the other.
+            # A save reads storages beside training. Updates follow its reads by events (ordering rule 3); a write by
+            # the host waits here.
             engine.saver.wait_copied()
         return engine
 
 
 class ModelZeroGrad:
-    """What `model.zero_grad` is until `close`. The model keeps the engine that holds its parameters, not the handle."""
+    """The `model.zero_grad` until `close`. The model keeps the engine alive, and not the optimizer."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._engine = engine
 
     def __call__(self, set_to_none: bool = True) -> None:
-        """As `Optimizer.zero_grad`, also where nobody has the optimizer any more."""
+        """Drop the gradients, as `Optimizer.zero_grad`, also once the optimizer is garbage-collected."""
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.zero_grad(set_to_none)
@@ -726,7 +727,7 @@ class ModelZeroGrad:
 
 
 def _above_zero(name: str, value: Any) -> float:
-    """Read an argument of `clip_grad_norm_`: a number above 0, or what torch reads as one, such as "inf"."""
+    """Read an argument of `clip_grad_norm_`: a number above 0, or a string for one, such as "inf"."""
     try:
         number = float(value)
     except (TypeError, ValueError):

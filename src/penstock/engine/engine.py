@@ -38,7 +38,7 @@ from penstock.runtime.streams import FailedEvent
 from penstock.tiers.tier import Location, LocationReport
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parts of one engine, and how they end.
+# The components of one engine, and how they end.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -51,38 +51,37 @@ _LEFT_EMPTY = (
 
 
 class PendingChange(Protocol):
-    """Units that are about to change: memory was taken, and nothing else has happened."""
+    """A change of units that is planned: its memory was taken, and nothing else has happened."""
 
     def cancel(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
     def make(self) -> None:
-        """Let the units change, and the engine know them. Collective."""
+        """Change the units and the engine. Collective."""
 
 
 @dataclass
 class Engine:
-    """Everything that `prepare` built. Components know each other only as far as their constructors say.
+    """Everything that `prepare` built. Components know each other through their constructors alone.
 
-    The arguments do not know which units there are, and last as long as the engine. The other components are made, and
-    set, by `connect`: again where units change.
+    The constructor's arguments do not depend on the units, and last as long as the engine. `connect` makes the other
+    components and sets them: again when units change.
 
     Attributes:
-        context: what all components share.
-        gatherer, reducer, hooks: what happens in forward and backward.
-        activations: takes saved tensors off the device; `None` where they stay.
-        updater, stepper, skips: what a step decides and does.
-        save_group: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
-        access, blocks, mover, saver, loader: what looks at the state of training, changes it, moves it, and keeps it in
-            files.
-        gradients: what is done to gradients between backward and step.
-        policy: what a step does with the gradient of its loss.
-        restore_model: undoes what was set on the model for these units, beside parameters and hooks.
-        planted: what stands on the model and on the given optimizer until the end, whatever the units are.
+        context: shared by all components.
+        gatherer, reducer, hooks: run forward and backward.
+        activations: offloads saved tensors; `None` leaves them on the device.
+        updater, stepper, skips: run the updates of a step, and count skipped steps.
+        save_group: the ranks as they agree on saves, and on nothing else: a thread of its own communicates there.
+        access, blocks, mover, saver, loader: read, write, move, save and load training state.
+        gradients: changes gradients between backward and step.
+        policy: scales the loss, and decides on a step.
+        restore_model: undoes changes of the model for the present units, beside parameters and hooks.
+        planted: changes of the model and of the given optimizer until `close`.
         adopt: plans the change of units where the param groups of the given optimizer have more parameters, reserves
             its memory, and adds the facts that ranks compare before it.
         averages: the averages of the parameters (`penstock.ext.ema.Averages`); `None` until the first one is made.
-        closed: whether the model was left, and everything is being given back.
+        closed: True once the model was left, while everything is being freed.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
         begun_in: the id of the exception that the caller of `prepare` was handling.
     """
@@ -113,7 +112,7 @@ class Engine:
     _ending: deque[Callable[[], object]] = field(default_factory=deque)
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
-        """Refuse other threads the model while a method of the optimizer runs."""
+        """Return a context manager that keeps the model from other threads during a method of the optimizer."""
         return self.hooks.under_way.turn(method)
 
     def check_process(self, verb: str) -> None:
@@ -122,7 +121,7 @@ class Engine:
             raise EngineError(f"{verb}() was called in a child process. {self.elsewhere}")
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
-        """Whether a cell has no movement or update under way."""
+        """Return True if no transfer or update of a cell is under way."""
         unit = next((unit for unit in self.context.units if unit.name == unit_name), None)
         if unit is None:  # staging
             return all(home.memory.written.done() for unit in self.context.units for home in unit.updated_homes)
@@ -130,45 +129,44 @@ class Engine:
         return all(home.written.done() for home in homes)
 
     def close(self, *, keep_params: bool) -> None:
-        """Finish work, restore the parameters, give everything back.
+        """Finish work, restore the parameters, and free everything.
 
-        An update that failed leaves no whole values, and a file that cannot be read gives none: everything is given
-        back, the parameters are left empty, and the error is raised; without parameters to keep, only if nobody has
-        heard of it yet: `close` stands in a `finally`. Where whole parameters do not fit into memory, that is raised
-        and nothing has changed.
+        After an update that failed, or if a file cannot be read, everything is freed, the parameters are left empty,
+        and the error is raised. Without parameters to keep it is raised only if it was not raised before: `close`
+        stands in a `finally`. If whole parameters do not fit into memory, that error is raised and nothing has changed.
 
-        While an exception is under way, other ranks may never come. They are told of it and not waited for: parameters
-        that ranks share are left empty.
+        While an exception is propagating, other ranks may never call `close`. They are told of it and not waited for:
+        parameters that ranks share are left empty.
         """
-        if self.closed:  # by a call that an interrupt has ended
+        if self.closed:  # an interrupt has ended an earlier call
             self._end()
             return
-        raised = sys.exception()  # asked first: inside an `except` below it is another one
-        under_way = raised is not None and id(raised) != self.begun_in  # a loop may run in an `except` block as a whole
+        raised = sys.exception()  # read first: inside an `except` below it is another one
+        under_way = raised is not None and id(raised) != self.begun_in  # the whole loop may run in an `except` block
         if self.context.ranks.control_group.size > 1 and (under_way or _is_ending()):
             why = f"{type(raised).__name__}: {raised}" if under_way else "the end of the program or of an object"
             self.context.ranks.control_group.tell(f"was ended by {why}")
             if keep_params and self.context.ranks.shards > 1:
                 keep_params = False
                 _logger.warning(f"close() leaves the model without parameters: {_LEFT_EMPTY} ({one_line(why, 200)})")
-        # A save reads homes from a thread of its own, and ends before their memory goes.
+        # A save reads storages from a thread of its own: it ends before their memory is freed.
         unsaved: CheckpointError | None = None
         try:
             self.saver.close()
         except CheckpointError as error:
-            unsaved = error  # of a checkpoint, not of what is in memory
+            unsaved = error  # the state in memory is whole
         try:
-            # Values are read below on the host's time: what an update under way has left so far is of two steps.
+            # Values are read by the host below, so every update has to be over (ordering rule 5).
             self.access.finish()
             if keep_params and self.stepper.is_open:
                 self.stepper.abandon()
                 self.access.finish()
-            # A rank whose update failed does not come to gather the parameters: the others hear of it here.
+            # A rank whose update failed does not gather the parameters: the others stop here.
             if keep_params and self.context.ranks.shards > 1:
                 with self.context.ranks.control_group.together("close()"):
                     pass
         except Exception as error:
-            # Nothing collective from here on: other ranks are past their meeting, or find this one's control group
+            # Nothing collective from here on: the other ranks are past this meeting, or see this rank's control group
             # closed.
             heard = state_has_failed(self.context.units) or _is_among(error, raised)
             self.abandon()
@@ -181,7 +179,7 @@ class Engine:
                 for parameter in self._parameters()
                 if keep_params
             }
-        except (NvmeError, EngineError):  # of this rank, or of another
+        except (NvmeError, EngineError):  # on this rank, or on another
             self.abandon()
             raise
         self._give_back(values)
@@ -189,8 +187,8 @@ class Engine:
             raise unsaved
 
     def abandon(self) -> None:
-        """Give everything back and leave the parameters empty, because of an error that says enough."""
-        with contextlib.suppress(NvmeError):  # of transfers that nobody waited for
+        """Free everything and leave the parameters empty, after an error that is raised anyway."""
+        with contextlib.suppress(NvmeError):  # of a transfer that was not waited for
             self._give_back({})
 
     def _parameters(self) -> Iterator[UnitParameter]:
@@ -199,9 +197,9 @@ class Engine:
     def _give_back(self, values: Mapping[UnitParameter, Tensor]) -> None:
         """Leave the model with these values of its parameters, or none, and without hooks; free all memory.
 
-        1. Take the engine off the model: nothing new begins.
-        2. End what is under way: from here on nobody works on memory of ours.
-        3. Give the memory back.
+        1. Remove the engine from the model: no new work begins.
+        2. End all work under way: the memory of the engine is unused from here on.
+        3. Free the memory.
         """
         self._ending = deque(
             [
@@ -210,31 +208,30 @@ class Engine:
                 self.restore_model,
                 self.planted.remove,
                 *(partial(parameter.leave, values.get(parameter)) for parameter in self._parameters()),
-                # 2. What is under way, gathers too, ends before its memory goes: files are still being written from
-                # it, and others are handed it at once.
+                # 2. Before memory is freed: gathers and writes to files still use it (ordering rule 1).
                 self.context.streams.close,
                 self.gatherer.rest,
                 self.reducer.close,
                 self.hooks.close,
                 # 3. After the streams, whose threads call the pool, and whose collectives end before their group.
                 self.context.store.close,
-                # Torch refuses graphs that are left: what they have saved goes.
+                # Torch refuses the backward of graphs that are left: their saved tensors are freed.
                 *(unit.count_writes for unit in self.context.units),
                 *(unit.drop for unit in self.context.units),
                 self.context.pool.close,
                 self.context.ranks.close,
             ]
         )
-        self.closed = True  # what fails from here on is not tried again on half an engine
+        self.closed = True  # a failure from here on is not tried again on half an engine
         self._end()
 
     def _end(self) -> None:
-        """Make the steps of the end that are left. One that an interrupt breaks off is made again by the next close."""
+        """Run the remaining steps of `close`. The next `close` repeats a step that an interrupt has ended."""
         failure: Exception | None = None
         while self._ending:
             try:
                 self._ending[0]()
-            except Exception as error:  # the rest goes all the same
+            except Exception as error:  # run the others all the same
                 failure = failure or error
             self._ending.popleft()
         if failure is not None:
@@ -242,12 +239,12 @@ class Engine:
 
     @property
     def ended(self) -> bool:
-        """Return True if everything was given back."""
+        """True if everything was freed."""
         return self.closed and not self._ending
 
 
 def _is_ending() -> bool:
-    """Whether the interpreter exits, or an object of the caller's is collected, which other ranks' may not be."""
+    """Return True in the exit of the interpreter, or in a `__del__`, which other ranks may not run."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
@@ -255,7 +252,7 @@ def _is_ending() -> bool:
 
 
 def _is_among(error: BaseException, raised: BaseException | None) -> bool:
-    """Whether an error is on its way already, or led to one that is; a file that is asked again says the same."""
+    """Return True if an error is propagating already, or led to one that is; a repeated read raises an equal one."""
     while raised is not None:
         if raised is error or (type(raised) is type(error) and str(raised) == str(error)):
             return True
@@ -264,15 +261,15 @@ def _is_among(error: BaseException, raised: BaseException | None) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# An engine in the child of a fork: it has none of the threads, and the memory of its homes reads as zeros there.
+# An engine in the child of a fork: it has no threads there, and the memory of its storages reads as zeros.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @engine_entry
 def leave_to_parent(engine: Engine) -> None:
-    """Make the parameters placeholders in a child of a fork, and have every use of the engine raise an error.
+    """Make the parameters placeholders in a child of a fork, and every use of the engine an error.
 
-    Nothing waits for work that was under way: it goes on in the parent, and no thread of this process would end it.
+    Nothing waits for work that was under way: it goes on in the parent, and no thread of this process ends it.
     """
     if engine.closed:
         return
@@ -282,17 +279,17 @@ def leave_to_parent(engine: Engine) -> None:
         "there and load() here."
     )
     engine.elsewhere = error
-    # The memory of homes reads as zeros here, which would be computed with in silence. NaN shows itself.
+    # Storages read as zeros here, a wrong result without an error: placeholders read as NaN.
     for unit in engine.context.units:
         unit.hide()
         unit.event = FailedEvent(error)
         for home in unit.homes.values():
-            # In place of the events of before: those are of the parent's threads, and would be waited for for ever.
+            # Replaces events of the parent's threads, for which a wait would never end.
             home.note_write(FailedEvent(error))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an engine's bytes are on this rank: each cell for people, and sums that are cheap enough for every step.
+# The bytes of an engine on this rank: a report of every cell, and sums that are cheap enough for every step.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -313,7 +310,7 @@ def locate(engine: Engine) -> LocationReport:
 
 
 def bytes_by_tier(engine: Engine) -> dict[str, int]:
-    """Add up what `locate` lists, by tier, the fastest first."""
+    """Return the sums of the bytes that `locate` lists, by tier, the fastest first."""
     found = {tier.value: 0 for tier in Tier}
     found[Tier.DEVICE.value] = sum(unit.nbytes for unit in engine.context.units if unit.leased)
     for section, _, _ in engine.context.store.table():
@@ -322,7 +319,7 @@ def bytes_by_tier(engine: Engine) -> dict[str, int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a step, and whatever else needs whole gradients or whole state, refuses before anything has changed.
+# Refusals of a step, and of other methods that need whole gradients or whole state, before anything has changed.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -331,10 +328,10 @@ _MOVING = ("offload_states", "reload_states")
 
 
 def check_step(engine: Engine) -> None:
-    """Refuse a step that would lose something: gradients, or values that somebody wrote.
+    """Refuse a step that would lose gradients, or values that the user wrote.
 
     Raises:
-        EngineError: says what.
+        EngineError: names them.
     """
     engine.gradients.check_whole("step")
     if any(unit.holding.blocks for unit in engine.context.units):
@@ -349,12 +346,12 @@ def check_step(engine: Engine) -> None:
 
 
 def check_not_averaged(verb: str, engine: Engine, *, writes: bool) -> None:
-    """Refuse a method that would train, keep or lose an average in the place of the parameters.
+    """Refuse a method that would train, save or lose an average in the place of the parameters.
 
     Arguments:
         verb: the method that was called.
-        engine: the one that may show an average.
-        writes: whether it writes parameters or state, or moves them.
+        engine: may have an average in that place now.
+        writes: the method writes parameters or state, or moves them.
     """
     if engine.hooks.backward.refusal is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
         raise EngineError(
@@ -376,7 +373,7 @@ def check_outside(verb: str, engine: Engine) -> None:
 
 
 def scalars_of(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
-    """List what an update reads of param groups, for ranks to compare: each updates its own shard with its own."""
+    """Yield the options of param groups that updates read, for ranks to compare: each updates a shard with its own."""
     for number, group in enumerate(param_groups):
         for name, value in group.items():
             if name == "params":

@@ -33,19 +33,19 @@ from penstock.trace import Label
 class EMA:
     """An exponential moving average of the trained parameters: fp32, sharded as they are, on any tier.
 
-    It begins with the parameters as they are, at master precision, and `update` has it follow them:
+    It begins with the parameters as they are, at master precision, and `update` makes it follow them:
     `average = decay * average + (1 - decay) * parameter`, as `torch.optim.swa_utils.get_ema_multi_avg_fn` does, with
     the same bits at every stage, placement, tier and world size. It takes 4 bytes for each trained parameter of this
-    rank's shard; `optimizer.locations()` lists them as `ema`. Parameters that the optimizer does not train are what
-    they are, and so are buffers (`AveragedModel(use_buffers=False)`).
+    rank's shard; `optimizer.locations()` lists them as `ema`. Parameters that the optimizer does not train, and
+    buffers, are not averaged (`AveragedModel(use_buffers=False)`).
 
     `optimizer.save` keeps it and `optimizer.load` brings it back, at any world size, stage and tier: make it before
-    `load`. From a checkpoint without one it begins with the loaded parameters, and a warning says so.
-    `optimizer.close` gives it back.
+    `load`. From a checkpoint without one it begins with the loaded parameters, after a warning. `optimizer.close` frees
+    it.
 
     Arguments:
-        optimizer: what `penstock.prepare` returned. Collective: every rank makes the same averages, in one order.
-        decay: how much of the average stays at each update, from 0 to 1. It may be set between updates.
+        optimizer: the optimizer of `penstock.prepare`. Collective: every rank makes the same averages, in one order.
+        decay: the weight of the average in each update, from 0 to 1. It may be set between updates.
         tier: where the average rests, and is updated: `"device"`, `"cpu"`, or `"nvme"`, which needs
             `Placement(nvme_path=...)`.
         name: tells several averages of one optimizer apart: kind `ema.<name>` in reports and checkpoints.
@@ -85,7 +85,7 @@ class EMA:
 
     @property
     def decay(self) -> float:
-        """How much of the average stays at each update, from 0 to 1."""
+        """The weight of the average in each update, from 0 to 1."""
         return self._decay
 
     @decay.setter
@@ -94,11 +94,11 @@ class EMA:
 
     @engine_entry
     def update(self) -> None:
-        """Have the average follow the parameters: called after `step`. Collective.
+        """Update the average by the parameters, after `step`. Collective.
 
-        It follows the updates of that step, on whichever stream they run, and the next step follows it: with
-        `overlap="forward"` nothing waits for it. A step that was skipped has changed no parameter, and the average
-        follows all the same; ask `StepResult.skipped`.
+        It runs after the updates of that step, on any stream, and before those of the next: with `overlap="forward"`
+        the host does not wait for it. After a step that was skipped, which `StepResult.skipped` tells, it averages the
+        same parameters once more.
 
         Raises:
             EngineError: closed; inside forward, backward, `gathered` or `applied`; or ranks have another decay. Nothing
@@ -117,7 +117,7 @@ class EMA:
         The two change places, so it takes no memory; after the block both have the bits that they had, also where an
         exception ends it. Inside, the model computes with the average in the compute dtype: forward, `generate`,
         `optimizer.gathered()` with `state_dict` and `save_pretrained` in it, `full_param`. Training is refused by name:
-        backward, `step`, `save`, `load`, whatever sets parameters or states, and `close`.
+        backward, `step`, `save`, `load`, setting parameters or states, and `close`.
 
         Raises:
             EngineError: closed; inside forward, backward, `gathered` or another `applied`; a forward waits for its
@@ -140,7 +140,7 @@ class EMA:
 
 
 def _check(optimizer: object, name: object) -> None:
-    """Refuse an optimizer that is not ours, and a name that is none."""
+    """Refuse an optimizer that was not prepared, and a name that is no identifier."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"EMA({type(optimizer).__name__}): give it the optimizer that penstock.prepare() returned.")
     if name != "" and not (isinstance(name, str) and name.isidentifier()):
@@ -157,12 +157,12 @@ def _fraction(value: object) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # Passes over the parameters and an average of them, tile by tile, where the average rests.
 #
-# A pass brings what it needs of each tile as an update does, follows the last writes of what it reads, and is noted in
-# the storages: the next update of a unit waits for what a pass still reads, and a pass for the update before it.
+# A pass transfers tiles as an update does. It follows the last writes of the storages that it reads, and is recorded in
+# them: the next update of a unit follows the pass, as the pass follows the update before it (ordering rule 3).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: What is done with some elements: their average, their parameters, and what those lack to the fp32 values.
+#: Arithmetic on some elements: of their average, their parameters, and the remainder of those to the fp32 values.
 Work = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
@@ -170,7 +170,7 @@ class Averages:
     """Every average of one engine, and the buffers of the passes over them.
 
     Attributes:
-        tiers: where each of them rests, by kind.
+        tiers: the tier of each average, by kind.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -185,7 +185,7 @@ class Averages:
         self.tiers: dict[str, Tier] = {}
 
     def check_new(self, kind: str) -> None:
-        """Refuse an average of a name that there is, or of nothing."""
+        """Refuse an average with the name of another one, or of no parameters."""
         if kind in self.tiers:
             raise ConfigError(
                 f"This optimizer has an average '{kind}' already. Give each one a name: EMA(..., name='slow')."
@@ -194,7 +194,7 @@ class Averages:
             raise ConfigError("EMA: the optimizer trains no parameter, so there is nothing to average.")
 
     def make(self, kind: str, tier: Tier) -> None:
-        """Take the memory of an average.
+        """Allocate an average.
 
         Raises:
             MemoryBudgetError, NvmeError: there is no room for it.
@@ -208,10 +208,10 @@ class Averages:
         self.make_room()
 
     def remove(self, kind: str) -> None:
-        """Give the memory of an average back, as far as there is any."""
+        """Free the memory of an average, as far as it was allocated."""
         self._engine.access.finish()
         self.tiers.pop(kind, None)
-        self.drop_buffers()  # they may hold records of it
+        self.drop_buffers()  # their slots may hold records of it
         for _, trained in self._context.trained:
             home = trained.averages.pop(kind, None)
             for section in home.sections if home is not None else ():
@@ -219,11 +219,11 @@ class Averages:
                 self._context.store.free(section)
 
     def begin(self, kind: str, units: Iterable[tuple[Unit, TrainingState]]) -> None:
-        """Begin an average of units with their parameters as they are."""
+        """Set an average of units to their parameters."""
         self._run(units, kind, begin, label="begin")
 
     def plans_for(self, plans: Iterable[UnitPlan]) -> list[SegmentPlan]:
-        """Plan the storages that every average has of units that are to be trained."""
+        """Plan the storages of all averages for units that are to be trained."""
         return [
             _plan(plan.spec.name, plan.shard_numel, plan.tile_numel, kind, tier)
             for plan in plans
@@ -231,7 +231,7 @@ class Averages:
         ]
 
     def join(self, names: Container[str], sections: Iterable[Segment]) -> None:
-        """Begin every average of units that are trained from now on, in memory that was planned by `plans_for`."""
+        """Begin all averages of units that are trained from now on, in the segments that `plans_for` planned."""
         units = [(unit, trained) for unit, trained in self._context.trained if unit.name in names]
         made = iter(sections)
         for _, trained in units:
@@ -241,14 +241,14 @@ class Averages:
             self.begin(kind, units)
 
     def update(self, kind: str, decay: float) -> None:
-        """Have an average follow the parameters as they are after the updates that are under way."""
+        """Submit the update of an average by the parameters, after the updates that are under way."""
         self.make_room()
         work = partial(follow, decay=decay, pool=self._context.pool)
         self._run(self._context.trained, kind, work, label="average")
 
     @contextmanager
     def applied(self, kind: str) -> Iterator[None]:
-        """Show an average in the place of the parameters for the time of a `with` block. Collective."""
+        """Exchange an average with the parameters for the time of a `with` block. Collective."""
         self._exchange(kind, back=False)
         backward = self._engine.hooks.backward
         backward.refusal = (
@@ -268,22 +268,22 @@ class Averages:
         self.make_room()
         gatherer.drop_unused()
         if back:
-            for unit in units:  # graphs of forwards inside have no backward any more, and what waits for it lets go
+            for unit in units:  # graphs of forwards inside the block have no backward any more
                 unit.holding.drop_all(Holder.BACKWARD, Holder.UNANNOUNCED)
                 gatherer.release(unit)
         with failing_as_a_whole(units, "EMA.applied()"):
-            for unit in units:  # before the first write: what is gathered has the values of before
+            for unit in units:  # before the first write: gathered units have the values of before
                 gatherer.outdate(unit)
-                unit.count_writes()  # a graph from before reads other weights: its backward is refused
+                unit.count_writes()  # the backward of a graph from before is refused: it reads other weights
             self._run(self._context.trained, kind, hide if back else show, label="exchange", exchanges=True)
             access.finish()
             for unit in units:
-                # Each rank has exchanged its own part of a replica: the others' are old until they are gathered.
+                # Each rank has exchanged its own shard of a replica: the other shards are outdated.
                 unit.outdate_parts()
             gatherer.show_resident(units, wait=True)
 
     def make_room(self) -> None:
-        """Take the buffers that passes need, as storages are now, in the place of those before: they may have moved."""
+        """Allocate the buffers of passes for the storages as they are now, and free those from before a move."""
         units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit, _ in self._context.trained]
         planned = {}
         for beside in SIDES:
@@ -304,7 +304,7 @@ class Averages:
         self._planned = planned
 
     def drop_buffers(self) -> None:
-        """Give back the buffers of passes, once work on them is over. The next pass takes some again."""
+        """Wait for work on the buffers of passes, and free them. The next pass allocates some again."""
         for ring in self._rings.values():
             ring.drop()
         self._buffers.free()
@@ -324,9 +324,9 @@ class Averages:
         Arguments:
             units: trained ones, which have this average.
             kind: the average.
-            work: what is done with each tile.
-            label: what it is for, in traces.
-            exchanges: whether it writes parameters and masters as well as the average.
+            work: the arithmetic on each tile.
+            label: the name of the pass in traces.
+            exchanges: it writes parameters and masters as well as the average.
         """
         for unit, trained in units:
             average = trained.averages[kind]
@@ -334,7 +334,7 @@ class Averages:
             read, written = ([], [*weights, average]) if exchanges else (weights, [average])
             complete = all_of(home.memory.written for home in read)  # site average.weights_written
             # site average.storage_free
-            free = all_of(home.memory.free for home in written)  # of updates, gathers, saves, and of the pass before
+            free = all_of(home.memory.free for home in written)  # updates, gathers, saves and the last pass are over
             after = all_of([complete, free])  # site average.after_weights, average.after_storage
             events, number = [], 0
             while number < len(trained.tiles):
@@ -359,7 +359,7 @@ class Averages:
                 number += count
             over = all_of(events)  # site average.tiles_over
             for home in read:
-                home.note_read(over)  # site average.read: the next update would else write what this still reads
+                home.note_read(over)  # site average.read: the next update writes it (ordering rule 3)
             for home in written:
                 home.note_write(over)  # site average.written
             if exchanges and any(trained.is_shadowed(number) for number in range(len(trained.tiles))):
@@ -367,7 +367,7 @@ class Averages:
 
 
 def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SegmentPlan:
-    """Plan the storage of an average of a unit: one section, of the tiles of the parameters."""
+    """Plan the storage of an average of a unit: one segment, with the tiles of the parameters."""
     cell = CellPlan(name, kind, tier, torch.float32, shard_numel)
-    # The host works on what rests there: a device copies none of it.
+    # The host updates an average in host memory: no device copies it.
     return SegmentPlan(kind, tier, (cell,), 0, shard_numel, tile_numel, copied=False)

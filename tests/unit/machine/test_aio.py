@@ -440,18 +440,3 @@ def test_nothing_is_left_of_files_without_names_when_their_process_is_killed(tmp
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "file"], timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_without_a_name_is_copied_in_the_kernel(tmp_path: Path, queue: Queue) -> None:
-    source = memory(4 * PAGE_BYTES, seed=1)
-    with (
-        File(queue, tmp_path / "nameless", source.nbytes, named=False) as one,
-        File(queue, tmp_path / "named", source.nbytes) as other,
-    ):
-        one.write(0, source).wait()
-        assert [path.name for path in tmp_path.iterdir()] == ["named"]
-        if not other.copy_from(one, 0, 0, source.nbytes):
-            pytest.skip("the kernel copies nothing on this file system")
-        into = memory(source.nbytes)
-        other.read(0, into).wait()
-    assert torch.equal(source, into)

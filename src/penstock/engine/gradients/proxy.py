@@ -1,16 +1,16 @@
-"""What stands in `parameter.grad` after backward: a tensor without memory, which knows its norm and can be scaled.
+"""Gradient proxies: tensors without memory in `parameter.grad` after backward, which have a norm and can be scaled.
 
-A gradient is sharded, on whatever tier, so there is no tensor to show. With none in `.grad`, torch's `clip_grad_norm_`
-and everything else that goes through gradients would do nothing, and say nothing. So each gradient has a handle:
+A gradient is sharded, on any tier, so there is no tensor to put into `.grad`. With `None` there, torch's
+`clip_grad_norm_` and all other code that goes through gradients would do nothing, silently. A proxy supports:
 
-    norm                  of `torch.linalg.vector_norm` and `torch._foreach_norm`, which torch's clipping calls
-    multiplied, divided   by a number: what torch's clipping does then
-    zeroed                counts as dropped, as in `optimizer.zero_grad(set_to_none=False)`
-    anything else         is an error that says what to call instead
+    norm                  `torch.linalg.vector_norm` and `torch._foreach_norm`, which torch's clipping calls
+    multiply, divide      by a number, which torch's clipping does then
+    zero                  drops the gradient, as `optimizer.zero_grad(set_to_none=False)` does
+    everything else       raises an error that names what to call instead
 
-Torch dispatches operations to a handle; nothing of torch is changed. Who answers is `engine/policy.py`. Handles are
-put on at the end of a backward and taken off at the beginning of the next one. Of a parameter that only the loss reads
-autograd adds the gradient before that beginning is seen: the handle takes it in, and `UnitParameter` from there.
+Torch dispatches operations to a proxy; nothing in torch is patched. `engine/policy.py` answers them. Proxies are set at
+the end of a backward and removed at the beginning of the next one. If only the loss reads a parameter, autograd adds
+its gradient to the proxy before that: the proxy stores it in `UnitParameter.arrived`.
 """
 
 import weakref
@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import in_backward
@@ -30,46 +31,46 @@ aten = torch.ops.aten
 
 
 class GradientSource(Protocol):
-    """Who knows of gradients what a handle is asked, and takes note of what is done to it."""
+    """Answers the operations on gradient proxies."""
 
     def look(self) -> None:
-        """Take over what people have put into `.grad`, or taken out of it."""
+        """Apply changes that the user made to `.grad`."""
 
     def norm(self, parameter: UnitParameter, norm_type: float) -> float:
-        """Tell the norm of a gradient over all ranks. Collective, where norms are not known."""
+        """Return the norm of a gradient over all ranks. Collective, unless norms are known."""
 
     def scale(self, parameter: UnitParameter, factor: float) -> None:
-        """Take note that a gradient is multiplied."""
+        """Note that a gradient is multiplied by a factor."""
 
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
-        """Take note that gradients are zeroed."""
+        """Drop gradients, which were zeroed."""
 
 
 class GradientProxy(Tensor):
-    """Stands for the gradient of one parameter."""
+    """A stand-in for the gradient of one parameter."""
 
     _name: str
     _of: "weakref.ref[UnitParameter]"
     _answers: "weakref.ref[GradientSource]"
 
-    # Operations come to `__torch_dispatch__`; torch's other protocol would only make results handles as well.
+    # Operations are handled by `__torch_dispatch__`. `__torch_function__` would make their results proxies as well.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, parameter: UnitParameter, answers: "weakref.ref[GradientSource]") -> "GradientProxy":
-        """Make one of the parameter's shape, dtype and device."""
+        """Make a proxy of the parameter's shape, dtype and device."""
         tensor = parameter.tensor
         made: GradientProxy = torch.Tensor._make_wrapper_subclass(
             cls, parameter.whole_shape, dtype=tensor.dtype, device=tensor.device
         )
         made._name = parameter.name
-        # Weakly, both: torch does not show collection what a parameter's `.grad` refers to.
+        # Weak references: Python's garbage collector does not see what a parameter's `.grad` refers to.
         made._of = weakref.ref(parameter)
         made._answers = answers
         return made
 
     def resolve(self) -> "tuple[UnitParameter, GradientSource]":
-        """Return the parameter whose gradient it is, and the source that knows of it.
+        """Return the parameter, and the source that answers for its gradient.
 
         Raises:
             EngineError: the optimizer is closed.
@@ -82,21 +83,21 @@ class GradientProxy(Tensor):
         return parameter, answers
 
     def another(self) -> "GradientProxy":
-        """Make another handle of the same gradient: of `detach`, and of `.data`."""
+        """Make another proxy of the same gradient, for `detach` and `.data`."""
         return GradientProxy(self.resolve()[0], self._answers)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer an operation of torch's, or refuse it."""
+        """Run an operation, or refuse it."""
         answer = _ANSWERS.get(func.overloadpacket)
         if answer is None:
             _refuse(str(func), (*args, *(kwargs or {}).values()))
         return answer(func, *args, **(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Say what it is. Printing is no use of it."""
+        """Describe the proxy."""
         return (
             f"<gradient of '{self._name}' {tuple(self.shape)}, {self.dtype}, {self.device}: sharded; "
             "optimizer.full_grad(parameter) is its value>"
@@ -110,8 +111,8 @@ def _refused(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-# What torch answers by itself for a tensor without memory: with an address of 0, or an error about something else.
-# Not `untyped_storage`: compilers look for it.
+# Torch does not dispatch these. Without memory they give an address of 0, or an unrelated error. `untyped_storage` is
+# left alone: compilers call it.
 for _name in ("numpy", "__array__", "tolist", "item", "data_ptr", "storage", "share_memory_"):
     setattr(GradientProxy, _name, _refused(_name))
 GradientProxy.__reduce_ex__ = _refused("pickle, torch.save or copy")  # type: ignore[method-assign]
@@ -130,7 +131,7 @@ def _refuse(what: str, args: Iterable[Any]) -> NoReturn:
     )
 
 
-#: What people mean by operations that only certain idioms call.
+#: Likely causes of operations, by a part of their name.
 _CAUSES = {
     "_amp_": "A torch.amp.GradScaler was given this optimizer: bf16 and fp32 need none, and fp16 has a loss scale of "
     "its own (prepare(precision='fp16'), optimizer.backward(loss)); GradScaler(enabled=False) may stay. ",
@@ -142,16 +143,10 @@ _CAUSES = {
 
 
 def _handles_in(values: Iterable[Any]) -> list[GradientProxy]:
-    found: list[GradientProxy] = []
-    for value in values:
-        if isinstance(value, GradientProxy):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _handles_in(value)
-    return found
+    return [value for value in tree_leaves(list(values)) if isinstance(value, GradientProxy)]
 
 
-# Answers, by operation
+# Supported operations
 
 
 def _alias(func: Any, handle: GradientProxy) -> GradientProxy:
@@ -167,7 +162,7 @@ def _norm(
 
 
 def _foreach_norm(func: Any, tensors: Sequence[Tensor], norm_type: float = 2, dtype: Any = None) -> list[Tensor]:
-    """Tell the norms of a list, in which there may be gradients of others as well."""
+    """Return the norms of a list of gradients, which may include plain tensors."""
     ours = iter(_norms([t for t in tensors if isinstance(t, GradientProxy)], norm_type, dtype))
     plain = [t for t in tensors if not isinstance(t, GradientProxy)]
     others = iter(torch._foreach_norm(plain, norm_type, dtype=dtype) if plain else ())
@@ -177,15 +172,15 @@ def _foreach_norm(func: Any, tensors: Sequence[Tensor], norm_type: float = 2, dt
 def _norms(handles: Sequence[GradientProxy], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
     if not handles:
         return []
-    # One by one: a list may have gradients of several engines.
+    # One by one: a list may include gradients of several engines.
     values = [source.norm(parameter, float(norm_type)) for parameter, source in (h.resolve() for h in handles)]
-    # In fp32, as a norm of fp32 gradients: one of bf16 would have 8 bits. All in one copy to a device.
+    # In fp32: a norm in bf16 would have 8 significant bits. One copy to the device for all.
     made = torch.tensor(values, dtype=dtype or torch.float32, device=handles[0].device)
     return [made[0]] if len(values) == 1 else list(made.unbind())
 
 
 def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
-    """Multiply, divide or zero a gradient, or those of a list in which there may be gradients of others as well."""
+    """Multiply, divide or zero a gradient, or a list of gradients, which may include plain tensors."""
     found = [tensors] if isinstance(tensors, Tensor) else tensors
     handles = [tensor for tensor in found if isinstance(tensor, GradientProxy)]
     number = None if factor is None else _number(func, handles, factor)
@@ -202,7 +197,7 @@ def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
 
 
 def _number(func: Any, handles: Sequence[GradientProxy], factor: Any) -> float:
-    """Return what handles are multiplied with."""
+    """Return the factor of a multiplication or division."""
     is_number = isinstance(factor, int | float) or (
         isinstance(factor, Tensor) and not isinstance(factor, GradientProxy) and factor.numel() == 1
     )
@@ -217,7 +212,7 @@ def _number(func: Any, handles: Sequence[GradientProxy], factor: Any) -> float:
 
 
 def _add(func: Any, handle: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
-    """Take in what autograd adds at the end of a backward; anybody else's sum is refused."""
+    """Store a gradient that autograd accumulates; refuse every other addition."""
     accumulates = in_backward() and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
     if not (accumulates and isinstance(handle, GradientProxy) and alpha == 1):
         _refuse(str(func), (handle, grad))
@@ -241,13 +236,13 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 class GradientProxies:
-    """The handles of an engine's gradients: who puts them on, and takes them off.
+    """Sets and removes the gradient proxies of an engine.
 
     Arguments:
-        context: what every part of the engine works with.
+        context: shared by all components of the engine.
 
     Attributes:
-        answers: who knows of gradients; there once the engine is whole.
+        answers: answers operations on proxies; `None` until the engine is complete.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -256,10 +251,10 @@ class GradientProxies:
         self.answers: GradientSource | None = None
 
     def put_on(self) -> None:
-        """Put handles on all parameters that have a gradient: a backward is over."""
+        """Set the proxies of all parameters with a gradient, at the end of a backward."""
         for unit, trained in self._units:
             gradient = trained.gradient
-            # Of several ranks one alone may have a gradient: it is reduced on all of them, and all clip the same.
+            # A gradient that only another rank has is reduced here too, and every rank has to clip it.
             there = gradient.held if self._has_peers else gradient.present
             own = gradient.present | gradient.arrived.keys()
             for parameter in unit.parameters:
@@ -268,29 +263,29 @@ class GradientProxies:
                     self.show(parameter)
 
     def show(self, parameter: UnitParameter) -> None:
-        """Put a handle on a parameter that has a gradient. There is one, which is used again."""
+        """Set the proxy of a parameter with a gradient. Each parameter has one, which is reused."""
         handle = parameter.handle
-        # A module that has converted itself for its forward, as routers do, leaves its parameters in another dtype.
+        # A module that converts itself in its forward, as routers do, leaves its parameters in another dtype.
         if handle is None or handle.dtype != parameter.tensor.dtype:
             assert self.answers is not None
             parameter.handle = GradientProxy(parameter, weakref.ref(self.answers))
         parameter.show_gradient()
 
     def show_to_hooks(self, parameter: UnitParameter) -> None:
-        """Leave a handle for hooks of people's that autograd calls after ours: with none, they would do nothing."""
+        """Set a proxy for the user's hooks, which autograd calls after ours: with no `.grad` they would do nothing."""
         self.show(parameter)
         assert isinstance(parameter.handle, GradientProxy)
-        # Another one: what they add to it is no gradient of autograd's.
+        # Not the parameter's own proxy: an addition to it is not autograd's.
         parameter.tensor.grad = parameter.handle.another()
 
     def take_off(self) -> None:
-        """Take them off: a backward begins, and autograd would add to them."""
+        """Remove all proxies, at the beginning of a backward: autograd would add to them."""
         for unit, _ in self._units:
             for parameter in unit.parameters:
                 parameter.hide_gradient()
 
     def drop(self) -> None:
-        """Take them off for good: another one answers for these gradients from now on."""
+        """Remove all proxies, and forget them: those of another engine replace them."""
         self.take_off()
         for unit, _ in self._units:
             for parameter in unit.parameters:
@@ -298,11 +293,11 @@ class GradientProxies:
 
     @engine_entry
     def look(self) -> None:
-        """Take over what people have put into `.grad`, or taken out of it."""
+        """Apply changes that the user made to `.grad`."""
         assert self.answers is not None
         self.answers.look()
 
 
 def is_handle_of(grad: Tensor, parameter: UnitParameter) -> bool:
-    """Whether a `.grad` is a handle of the parameter's own gradient, such as its `detach()`."""
+    """Return True if a `.grad` is a proxy of the parameter's own gradient, such as its `detach()`."""
     return isinstance(grad, GradientProxy) and grad._of() is parameter

@@ -40,8 +40,7 @@ BUFFERS_OF_A_SIZE = 2  # one being filled by backward while the other is being r
 class BufferRing:
     """Flat device buffers, allocated and returned. A returned buffer is reused after its event (ordering rule 1)."""
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        self._device = device
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._free: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Event]]] = {}
         self._leased: dict[tuple[int, torch.dtype], int] = {}
@@ -57,7 +56,7 @@ class BufferRing:
             # site reduce.buffer_free
             event.wait()  # a collective or a copy of an earlier gradient may still read the buffer (ordering rule 3)
         else:
-            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            buffer = torch.empty(numel, dtype=dtype, device=self._streams.device)
         self._streams.lease(buffer)
         return buffer
 
@@ -382,7 +381,7 @@ class Reducer:
         self._measures_late = not streams.computes_on_host
         # The collected values are those that the storage will hold: the pass that collects them may measure them.
         self._measures_collected = not (self._measures_late or self.has_peers) and sums.dtype == accumulation_dtype
-        self.buffers = BufferRing(streams.device, streams)
+        self.buffers = BufferRing(streams)
         self._told = Words(streams.device)
         if agrees and not streams.aliases_host:
             self._told.place(0)  # now: pinning memory inside a backward may block work that it waits for

@@ -1,4 +1,4 @@
-"""What all components of an engine share; the scale of the loss and skipped steps."""
+"""The context that all components of an engine share; the loss scale and skipped steps."""
 
 import math
 import warnings
@@ -19,7 +19,7 @@ from penstock.tiers.tier import Store
 from penstock.tiers.transfer import Transfers
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a gradient in its home is multiplied with to be the gradient of the loss.
+# The factor between a gradient in its storage and the gradient of the loss.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -30,8 +30,8 @@ class LossScale:
 
     Arguments:
         value: the first factor.
-        dynamic: halve it after a step whose gradient is not finite, as long as it is above `LEAST`; double it after
-            2,000 that are.
+        dynamic: halve it after a step with a gradient that is not finite, while it is above `LEAST`; double it after
+            2,000 steps with finite ones.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018. The least scale is DeepSpeed's: a loss that
     overflows as it is does not fit into fp16, and a scale that is halved for ever becomes 0.
@@ -47,21 +47,21 @@ class LossScale:
         self._finite_steps = 0
 
     def state(self) -> dict[str, float]:
-        """Return the factor and what it will be, as numbers that `restore` takes."""
+        """Return the factor and the next one, as numbers that `restore` reads."""
         return {"value": self.value, "next": self._next, "finite_steps": self._finite_steps}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from where another loss scale was when it returned this state."""
+        """Restore the state of another loss scale."""
         self.value, self._next = state["value"], state["next"]
         self._finite_steps = int(state["finite_steps"])
 
     @property
     def may_fall(self) -> bool:
-        """Whether a step whose gradient is not finite makes it smaller."""
+        """True if a step with a gradient that is not finite lowers the factor."""
         return self.dynamic and self.value > self.LEAST
 
     def update(self, *, finite: bool) -> None:
-        """Choose the next factor, after a step that was made (`finite`) or skipped. It counts from `renew` on."""
+        """Choose the next factor, after a step that was made (`finite`) or skipped. `renew` applies it."""
         if not self.dynamic:
             return
         if not finite:
@@ -75,19 +75,19 @@ class LossScale:
             self._next = grown if math.isfinite(grown) else self.value
 
     def renew(self) -> None:
-        """Take up the next factor: the gradients that were summed with this one are dropped."""
+        """Apply the next factor. Precondition: gradients with the present factor were dropped."""
         self.value = self._next
 
 
 class GradientScale:
-    """The scale of gradients: of the mean over ranks, of the loss, and of a clip that the user asked for.
+    """The scale of gradients: for the mean over ranks, the loss scale, and clips by the user.
 
     Arguments:
         mean: 1 / world size for the mean over ranks, 1 for the sum.
         loss: the loss scale; `None` without one.
 
     Attributes:
-        clip: the factor of the clips that were asked for since the last `zero_grad`.
+        clip: the product of the clips since the last `zero_grad`.
     """
 
     def __init__(self, mean: float, loss: LossScale | None = None) -> None:
@@ -97,21 +97,21 @@ class GradientScale:
 
     @property
     def value(self) -> float:
-        """What a gradient in its home is multiplied with."""
+        """The factor of a gradient in its storage."""
         return self._mean * self.clip / self.loss_scale
 
     @property
     def size(self) -> float:
-        """What the norm of a gradient in its home is multiplied with."""
+        """The factor of the norm of a gradient in its storage."""
         return abs(self.value)
 
     @property
     def loss_scale(self) -> float:
-        """What the loss was multiplied with."""
+        """The factor of the loss."""
         return 1.0 if self.loss is None else self.loss.value
 
     def check_not_clipped(self) -> None:
-        """Refuse another micro-batch: its gradient would be added to one that is not clipped yet, and clipped as well.
+        """Refuse another micro-batch after a clip: the clip would also apply to its gradient.
 
         Raises:
             EngineError: the gradient was clipped.
@@ -123,35 +123,35 @@ class GradientScale:
             )
 
     def renew(self) -> None:
-        """Begin anew, without a clip and with the next loss scale: the summed gradients are dropped."""
+        """Reset the clip and apply the next loss scale. Precondition: gradients were dropped."""
         self.clip = 1.0
         if self.loss is not None:
             self.loss.renew()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What every component of an engine works with: one value, made once units have their memory.
+# The context of an engine: one value, made once units have their memory.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class EngineContext:
-    """Context shared by all components of an engine. They keep it, and read from it what they need when they need it.
+    """Context shared by all components of an engine, which read it when they need it.
 
-    Only `add_param_group` changes it: units and rule.
+    `add_param_group` alone changes it: units and rule.
 
     Attributes:
-        model: the prepared one.
+        model: the prepared model.
         units: all of its parameters, in the order of their index.
-        ranks: all that train it together.
-        streams: where work runs beside compute.
-        pool: the threads that do the host's arithmetic.
-        store: the table of every section, with its memory and files.
-        staging: the buffers of updates and gathers, which follow the homes.
-        movement: what moves between homes.
+        ranks: the process groups.
+        streams: the streams beside compute.
+        pool: the threads of host arithmetic.
+        store: the table of all segments, with their memory and files.
+        staging: the buffers of updates and gathers.
+        movement: transfers between storages.
         rule: the arithmetic of the optimizer.
-        gradient_scale: what a gradient in its home is multiplied with.
-        param_groups: the optimizer's own, which users and schedulers change between steps; none without an optimizer.
+        gradient_scale: the factor of a gradient in its storage.
+        param_groups: those of the optimizer, which users and schedulers change between steps; none without one.
     """
 
     model: nn.Module
@@ -168,20 +168,20 @@ class EngineContext:
 
     @property
     def trained(self) -> list[tuple[Unit, TrainingState]]:
-        """The units that the optimizer updates, each with what only those have."""
+        """The units that the optimizer updates, each with its training state."""
         return [(unit, unit.trained) for unit in self.units if unit.trained is not None]
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer; else the engine has parameters alone, all of them frozen."""
+        """True if there is an optimizer; else all parameters are frozen."""
         return bool(self.param_groups)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Steps that were skipped because the gradient is not finite: said once, counted, and not for ever.
+# Steps that were skipped because the gradient is not finite: one warning, then an error after too many in a row.
 #
-# A loss scale that falls skips steps as a matter of course, so those of fp16 count only once the scale cannot fall any
-# more. In fp32 and bf16 nothing falls: what is not finite now mostly stays so.
+# A falling loss scale skips steps as a matter of course, so steps in fp16 count once the scale cannot fall any further.
+# In fp32 and bf16 nothing falls: a gradient that is not finite mostly stays so.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -193,15 +193,15 @@ _WHERE_TO_LOOK = (
 
 
 class SkippedSteps:
-    """Counts the steps that were skipped in a row, and has the loss scale follow.
+    """Counts the steps that were skipped in a row, and updates the loss scale.
 
     Arguments:
-        most: how many in a row raise an error; `None` for never.
-        at_once: whether the first one raises.
-        loss_scale: the one that follows in fp16; `None` without one.
+        most: the number in a row that raises an error; `None` for never.
+        at_once: the first one raises.
+        loss_scale: the loss scale of fp16; `None` without one.
 
     Attributes:
-        in_a_row: how many that count were skipped since the last step that was made.
+        in_a_row: the number of counted steps that were skipped since the last step that was made.
     """
 
     def __init__(self, most: int | None, *, at_once: bool, loss_scale: LossScale | None) -> None:
@@ -212,21 +212,21 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def step_made(self) -> None:
-        """Count a step that was made: those that were skipped in a row begin anew."""
+        """Reset the count after a step that was made."""
         self.in_a_row = 0
         if self._loss_scale is not None:
             self._loss_scale.update(finite=True)
 
     def step_skipped(self, flawed: Sequence[str]) -> None:
-        """Count a step that was skipped, in which nothing has changed.
+        """Count a step that was skipped.
 
         Arguments:
             flawed: names of the parameters whose gradient is not finite on any rank.
 
         Raises:
-            EngineError: the last of too many in a row, or of one where one is too many.
+            EngineError: there are too many in a row, or one is too many.
         """
-        may_fall = self._loss_scale is not None and self._loss_scale.may_fall  # asked first: the update lowers it
+        may_fall = self._loss_scale is not None and self._loss_scale.may_fall  # before the update, which lowers it
         if self._loss_scale is not None:
             self._loss_scale.update(finite=False)
         if may_fall:
@@ -252,12 +252,12 @@ class SkippedSteps:
                 f"The step was skipped, because the gradient is not finite. {where}. This is said once; "
                 f"StepResult.skipped tells of every such step"
                 + (f", and {self._most} in a row are an error." if self._most is not None else "."),
-                stacklevel=8,  # whose call it is: behind the policy, step(), our wrappers and torch's
+                stacklevel=8,  # the caller of step(), behind the policy, our wrappers and torch's
             )
 
 
 def name_flawed(flawed: Sequence[str]) -> str:
-    """Make the sentence that names parameters whose gradient is not finite."""
+    """Return the sentence that names parameters whose gradient is not finite."""
     if not flawed:  # each square is finite, and their sum is not
         return "No single parameter's is: all together are too large."
     names = ", ".join(f"'{name}'" for name in flawed[:_MOST_NAMED])
