@@ -135,7 +135,7 @@ def test_skipped_steps_are_counted_on() -> None:
         with pytest.warns(UserWarning, match="was skipped") if not adds else pytest.MonkeyPatch.context():
             assert optimizer.step().skipped
         optimizer.zero_grad()
-    assert optimizer._engine.policy._skips.in_a_row == 2
+    assert optimizer._engine.policy.skips.in_a_row == 2
     optimizer.close()
 
 
