@@ -295,7 +295,7 @@ def test_however_a_save_beside_training_ends_nobody_waits_for_it(
 def threads_and_files() -> tuple[list[str], int]:
     """Names of threads, and how many files are open.
 
-    But for the threads of streams, which an engine has from the first work on that had to wait, and for the kernel's own
+    But for threads of streams, which an engine has from the first work on that had to wait, and for the kernel's own
     workers of io_uring, which come and go with its load.
     """
     known = {thread.native_id: thread.name for thread in threading.enumerate()}
