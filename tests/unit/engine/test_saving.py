@@ -295,7 +295,7 @@ def test_however_a_save_beside_training_ends_nobody_waits_for_it(
 def threads_and_files() -> tuple[list[str], int]:
     """Names of threads, and how many files are open.
 
-    But for the thread of updates, which an engine has from the first one on that had to wait, and for the kernel's own
+    But for threads of streams, which an engine has from the first work on that had to wait, and for the kernel's own
     workers of io_uring, which come and go with its load.
     """
     known = {thread.native_id: thread.name for thread in threading.enumerate()}
@@ -303,7 +303,8 @@ def threads_and_files() -> tuple[list[str], int]:
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # it has just ended
             names.append(known.get(int(task.name)) or (task / "comm").read_text().strip())
-    kept = [name for name in names if name != "penstock-update" and not name.startswith("iou-")]
+    waits = {"penstock-update", "penstock-fetch", "penstock-write"}
+    kept = [name for name in names if name not in waits and not name.startswith("iou-")]
     return sorted(kept), len(os.listdir("/proc/self/fd"))
 
 
