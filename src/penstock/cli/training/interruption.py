@@ -164,7 +164,7 @@ class Interruption:
     def _end_at_once(self) -> None:
         """End the process without a word to anybody: threads, files and other ranks may be what it waits for.
 
-        No half of a checkpoint counts, because its marker is written last; swap files are removed by the next run.
+        No half of a checkpoint counts, because its marker is written last; swap files have no names.
         """
         with suppress(OSError):
             if os.isatty(1):
