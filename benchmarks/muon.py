@@ -84,8 +84,8 @@ def _turns(name: str, settings: dict[str, Any]) -> Iterator[Figures]:
     device = steps.device_of(settings)
     steps.MODELS[settings["model"]]["num_hidden_layers"] = settings["layers"]
     model = steps.build_model(settings["model"], torch.bfloat16)
-    home = dict(params="cpu", grads="cpu", optimizer="cpu")
-    training = plain(model) if name == "plain" else penstock(model, home, settings["threads"])
+    storage = dict(params="cpu", grads="cpu", optimizer="cpu")
+    training = plain(model) if name == "plain" else penstock(model, storage, settings["threads"])
     yield from steps.run(training, device, settings)
 
 
@@ -179,8 +179,8 @@ if __name__ == "__main__":
     options = parse()
     if options.curve:
         with tempfile.TemporaryDirectory() as folder:
-            home = dict(params="cpu", grads="cpu", optimizer="nvme", nvme_path=folder)
-            outcome = curve(options.curve, placement=home, threads=options.threads)
+            storage = dict(params="cpu", grads="cpu", optimizer="nvme", nvme_path=folder)
+            outcome = curve(options.curve, placement=storage, threads=options.threads)
         print({key: outcome[key] for key in ("largest difference", "mean of the last 50")})
     else:
         outcome = compare(options)

@@ -165,17 +165,17 @@ def compiled_call(numel: int = 2048, rounds: int = 300) -> dict[str, float]:
     """Processor time of the host, in microseconds: of a call with one segment, and for each of 34 in one call."""
     optimizer = torch.optim.AdamW([torch.zeros(1)], **ADAMW)
     rule: Any = rule_for(optimizer)
-    hyper = rule.hyper(optimizer.param_groups[0], 10)
+    step_scalars = rule.step_scalars(optimizer.param_groups[0], 10)
     states = (torch.zeros(numel), torch.zeros(numel))
     param, grad = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
     segment = UpdateSlice(param, grad, torch.zeros(numel, dtype=torch.int16), states)
     update = DeviceUpdate(device.compile_pass(device.one_pass))
 
     def alone() -> None:
-        update(rule, [(segment, hyper)], 0.5)
+        update(rule, [(segment, step_scalars)], 0.5)
 
     def together() -> None:
-        update(rule, [(segment, hyper)] * 34, 0.5)
+        update(rule, [(segment, step_scalars)] * 34, 0.5)
 
     found = {}
     for name, work, share in (("alone", alone, 1), ("each_of_34", together, 34)):

@@ -80,7 +80,7 @@ class Copies:
         self._buffers = [self._arena[n * CHUNK_BYTES : (n + 1) * CHUNK_BYTES] for n in range(4)]
 
     def _map(self) -> torch.Tensor:
-        return Arena(self._count * CHUNK_BYTES, self._device).lease(self._count * CHUNK_BYTES, torch.uint8)
+        return Arena(self._count * CHUNK_BYTES, self._device).allocate(self._count * CHUNK_BYTES, torch.uint8)
 
     def down(self, host: torch.Tensor | None = None) -> None:
         """Device to memory that is mapped."""

@@ -94,10 +94,10 @@ def contenders(numel: int, threads: int) -> tuple[dict[str, Row], dict[str, str]
             states.append(state_of(spec.dtype, signed=spec.signed))
             scales.append(torch.zeros(numel // 256) if spec.scale_name else None)
         segment = UpdateSlice(param, grad, remainder if master else None, tuple(states), tuple(scales))
-        hyper = rule.hyper(optimizer.param_groups[0], 10)
+        step_scalars = rule.step_scalars(optimizer.param_groups[0], 10)
 
         def run() -> None:
-            rule.update(segment, hyper, 0.5, pool)
+            rule.update(segment, step_scalars, 0.5, pool)
 
         extra = [scale for scale in scales if scale is not None]
         rows[name] = Row(run, [param, *([remainder] if master else []), *states, *extra], [grad])

@@ -13,14 +13,18 @@ import penstock
 from penstock.config import Tier
 from penstock.engine.gradients.proxy import GradientProxy
 from penstock.runtime.host_memory import Arena
-from penstock.tiers.host import _HostSlab
+from penstock.tiers.host import _HostAllocation
 from penstock.tiers.storage import CellPlan, record_sizes
 from penstock.tiers.tier import Store, bytes_on
 
 
-def slabs(optimizer: penstock.Optimizer) -> list[Arena]:
+def allocations(optimizer: penstock.Optimizer) -> list[Arena]:
     """The mapped slabs of the cpu tier."""
-    return [slab._arena for slab in optimizer._engine.context.store._left if isinstance(slab, _HostSlab)]
+    return [
+        allocation._arena
+        for allocation in optimizer._engine.context.store._left
+        if isinstance(allocation, _HostAllocation)
+    ]
 
 
 def file_bytes(folder: Path) -> int:
@@ -28,13 +32,13 @@ def file_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in swap_files(folder))
 
 
-def swap_files(folder: Path, home: str = "") -> list[Path]:
+def swap_files(folder: Path, storage: str = "") -> list[Path]:
     """Find the files of this process's engines in a folder, of one home or of all: open, and without names there."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             path = Path(os.readlink(link).removesuffix(" (deleted)"))
-            if path.is_relative_to(folder.resolve()) and path.match(f"penstock-*-*-{home or '*'}"):
+            if path.is_relative_to(folder.resolve()) and path.match(f"penstock-*-*-{storage or '*'}"):
                 found[link.stat().st_ino] = link
     return list(found.values())
 
@@ -66,18 +70,22 @@ def assert_table_agrees(optimizer: penstock.Optimizer, folder: Path | None = Non
     """
     store, report = optimizer._engine.context.store, optimizer.locations()
     assert not store._leaving
-    assert all(arena.used == arena.capacity for arena in slabs(optimizer)), "in exact size"
+    assert all(arena.used == arena.capacity for arena in allocations(optimizer)), "in exact size"
     held = [*store._left, *store._kept.values()]
-    for slab in held:
-        if isinstance(slab, _HostSlab):
-            assert slab._arena.capacity == bytes_on(slab.plans, Tier.CPU), "what was planned"
-    made = [(plan, slab) for plan, slab, kind in store.table() if kind is None and slab is not None]
-    assert Counter(made) == Counter((plan, slab) for slab in store._left for plan in slab.plans), "and nothing else"
-    planned = [plan for slab in held for plan in slab.plans]
-    lent = [plan for plan, slab, _ in store.table() if slab is None]
+    for allocation in held:
+        if isinstance(allocation, _HostAllocation):
+            assert allocation._arena.capacity == bytes_on(allocation.plans, Tier.CPU), "what was planned"
+    made = [(plan, allocation) for plan, allocation, kind in store.table() if kind is None and allocation is not None]
+    assert Counter(made) == Counter((plan, allocation) for allocation in store._left for plan in allocation.plans), (
+        "and nothing else"
+    )
+    planned = [plan for allocation in held for plan in allocation.plans]
+    lent = [plan for plan, allocation, _ in store.table() if allocation is None]
     for tier in (Tier.CPU, Tier.NVME):
         assert report.bytes(tier=tier.value) == sum(plan.nbytes for plan in [*planned, *lent] if plan.tier is tier)
-    assert report.bytes(kind="kept") == sum(plan.nbytes for slab in store._kept.values() for plan in slab.plans)
+    assert report.bytes(kind="kept") == sum(
+        plan.nbytes for allocation in store._kept.values() for plan in allocation.plans
+    )
     if folder is not None:
         assert file_bytes(folder) == sum(sum(record_sizes(plan)) for plan in planned if plan.tier is Tier.NVME)
     assert [row for row in report.rows if row.in_flight and row.kind != "gathered"] == []

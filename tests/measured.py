@@ -32,17 +32,17 @@ class Watch:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.peak, self.now = 0, 0
-        lease, give_back = BufferRing.lease, BufferRing.give_back
-        leased: dict[int, int] = {}
+        allocate, give_back = BufferRing.allocate, BufferRing.give_back
+        allocated: dict[int, int] = {}
 
         def watched(ring: BufferRing, numel: int, dtype: torch.dtype) -> torch.Tensor:
-            buffer = lease(ring, numel, dtype)
-            leased[id(buffer)] = buffer.nbytes
-            self.peak = max(self.peak, ring.nbytes + sum(leased.values()))
+            buffer = allocate(ring, numel, dtype)
+            allocated[id(buffer)] = buffer.nbytes
+            self.peak = max(self.peak, ring.nbytes + sum(allocated.values()))
             return buffer
 
         def returned(ring: BufferRing, buffer: torch.Tensor, event: Any) -> None:
-            leased.pop(id(buffer), None)
+            allocated.pop(id(buffer), None)
             give_back(ring, buffer, event)
 
         patch.setattr(BufferRing, "lease", watched)

@@ -173,7 +173,7 @@ def shorten_rings(patch: pytest.MonkeyPatch, slots: int = 2) -> None:
 
 def memory(nbytes: int, seed: int | None = None) -> Tensor:
     """Page-aligned bytes, random ones where there is a seed."""
-    tensor = Arena(nbytes, torch.device("cpu")).lease(nbytes, torch.uint8)
+    tensor = Arena(nbytes, torch.device("cpu")).allocate(nbytes, torch.uint8)
     if seed is not None:
         tensor.random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return tensor
@@ -187,10 +187,10 @@ def pinning_on_cpu(patch: pytest.MonkeyPatch, limit: float = math.inf) -> dict[i
     """
     pinned: dict[int, int] = {}
 
-    def register(slab: Tensor, device: torch.device) -> bool:
-        fits = sum(pinned.values()) + slab.numel() <= limit
+    def register(allocation: Tensor, device: torch.device) -> bool:
+        fits = sum(pinned.values()) + allocation.numel() <= limit
         if fits:
-            pinned[slab.data_ptr()] = slab.numel()
+            pinned[allocation.data_ptr()] = allocation.numel()
         return fits
 
     def unregister(address: int, device: torch.device) -> None:

@@ -94,15 +94,15 @@ def take_slab(nbytes: int, device: torch.device) -> dict[str, Any]:
     started = time.perf_counter()
     slab = Arena(nbytes, device)
     taken = time.perf_counter() - started
-    lease = slab.lease(nbytes, torch.uint8)
+    allocate = slab.allocate(nbytes, torch.uint8)
     pinned = slab.pinned
-    known = can_register(device) and lease.is_pinned() and lease[-1:].is_pinned()
+    known = can_register(device) and allocate.is_pinned() and allocate[-1:].is_pinned()
     during = free_memory(device)
     started = time.perf_counter()
     slab.close()
-    still_known = can_register(device) and lease.is_pinned()
+    still_known = can_register(device) and allocate.is_pinned()
     closed = time.perf_counter() - started
-    del lease
+    del allocate
     gc.collect()
     after = free_memory(device)
     kept = after["resident"] - before["resident"]
@@ -138,7 +138,7 @@ def bandwidths(nbytes: int, device: torch.device) -> dict[str, Any]:
     """Copies up and down of a slab, of memory that torch pinned and of pageable memory, in turns; medians."""
     there = torch.ones(nbytes, dtype=torch.uint8, device=device)
     slab = Arena(nbytes, device)
-    hosts: dict[str, Tensor] = {"slab": slab.lease(nbytes, torch.uint8)}
+    hosts: dict[str, Tensor] = {"slab": slab.allocate(nbytes, torch.uint8)}
     if device.type != "cpu":
         hosts["torch"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     hosts["pageable"] = torch.ones(nbytes, dtype=torch.uint8)
@@ -167,7 +167,7 @@ def both_ways(nbytes: int, device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {"note": "a cpu has no streams"}
     slab = Arena(2 * nbytes, device)
-    hosts = [slab.lease(nbytes, torch.uint8) for _ in range(2)]
+    hosts = [slab.allocate(nbytes, torch.uint8) for _ in range(2)]
     theres = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.Stream(device) for _ in range(2)]
 

@@ -20,7 +20,7 @@ from penstock.optim import MuonAdamW
 from penstock.rules.formats import COMPUTE_DTYPES, StateFormat
 from penstock.rules.rule import Rule
 from penstock.rules.select import NO_RULE, rule_for
-from penstock.runtime.control_group import Facts
+from penstock.runtime.control_group import RankChecks
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.staging import Sections, StagingPlan
 from penstock.tiers.storage import SegmentPlan
@@ -117,7 +117,7 @@ class PrepareRequest:
         """True if every unit is released after each use, by the options or by the environment variable."""
         return self.options.debug_release or bool(os.environ.get(DEBUG_RELEASE))
 
-    def homes(self, rule: Rule, reach: Reach) -> StoragePlan:
+    def storages(self, rule: Rule, reach: Reach) -> StoragePlan:
         """Return the tiers and the dtype of each kind of state.
 
         Arguments:
@@ -172,7 +172,7 @@ class Blueprint:
         request: the arguments of `prepare`.
         rule: the arithmetic of the optimizer.
         groups: the number of each parameter's param group.
-        homes: the tiers and the dtype of each kind of state.
+        storages: the tiers and the dtype of each kind of state.
         units: the plan of each unit, in order.
         live_bytes: the most bytes of gathered units at once, as far as the order of use allows that.
         grid: the number of shards, and this rank's.
@@ -182,7 +182,7 @@ class Blueprint:
     request: PrepareRequest
     rule: Rule
     groups: Mapping[nn.Parameter, int]
-    homes: StoragePlan
+    storages: StoragePlan
     units: Sequence[UnitPlan]
     live_bytes: int
     grid: Grid
@@ -195,7 +195,7 @@ class Blueprint:
     @cached_property
     def staging(self) -> StagingPlan:
         """The buffers that the storages of this blueprint need."""
-        return self.plan_staging([plan.shard_sections for plan in self.units])
+        return self.plan_staging([plan.shard_segments for plan in self.units])
 
     @property
     def specs(self) -> list[UnitSpec]:
@@ -203,9 +203,9 @@ class Blueprint:
         return [plan.spec for plan in self.units]
 
     @property
-    def sections(self) -> list[SegmentPlan]:
+    def segments(self) -> list[SegmentPlan]:
         """Every segment, in the order in which they are made."""
-        return [*(section for plan in self.units for section in plan.all_sections()), *self.staging.sections()]
+        return [*(segment for plan in self.units for segment in plan.all_segments()), *self.staging.segments()]
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -224,7 +224,7 @@ class Blueprint:
         kept = sum(nbytes for spec, nbytes in gathered if spec.persistent)
         return kept + checks.most_needed([(s, 0 if s.persistent else nbytes) for s, nbytes in gathered])[0]
 
-    def facts(self, model: nn.Module) -> Facts:
+    def rank_checks(self, model: nn.Module) -> RankChecks:
         """List the settings that must be the same on every rank, for a comparison before any rank takes memory.
 
         Folders, and options that change only local work, may differ.
@@ -299,15 +299,15 @@ def draw_blueprint(
         compute_dtype=request.compute_dtype,
         persistent_bytes=options.persistent_bytes,
     )
-    homes = request.homes(rule, reach)
-    units = plan_units(specs, homes, grid, reach)
+    storages = request.storages(rule, reach)
+    units = plan_units(specs, storages, grid, reach)
     checks.check_whole(model, rules, specs, options, grid)
     checks.check_nodes(options, grid.shards, gathers=not all(spec.persistent for spec in specs))
     return Blueprint(
         request=request,
         rule=rule,
         groups=groups,
-        homes=homes,
+        storages=storages,
         units=units,
         live_bytes=checks.check_live_bytes(units, options),
         grid=grid,

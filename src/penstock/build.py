@@ -22,11 +22,11 @@ from penstock.engine.unit.partition import UnitSpec, find_units
 from penstock.engine.unit.plan import UnitPlan, plan_units
 from penstock.engine.unit.unit import Unit
 from penstock.errors import CheckpointError, ConfigError, EngineError
-from penstock.memory_budget import Supply, check_hosts
+from penstock.memory_budget import Resources, check_hosts
 from penstock.optimizer import Optimizer
 from penstock.rules.rule import Rule
 from penstock.runtime.collectives import Collectives
-from penstock.runtime.control_group import Facts
+from penstock.runtime.control_group import RankChecks
 from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import Streams
 
@@ -55,7 +55,7 @@ class Adoption:
         before: the blueprint of the engine.
         engine: between two steps, with all state where the placement wants it.
         given: the user's optimizer, whose last group is the new one.
-        facts: the facts that ranks compare before anything changes. Those of the new blueprint are added.
+        rank_checks: the facts that ranks compare before anything changes. Those of the new blueprint are added.
 
     Raises:
         ConfigError: the groups cannot be trained as they are.
@@ -63,7 +63,9 @@ class Adoption:
         MemoryBudgetError, NvmeError: there is no room; nothing was taken.
     """
 
-    def __init__(self, before: Blueprint, engine: Engine, given: torch.optim.Optimizer, facts: Facts) -> None:
+    def __init__(
+        self, before: Blueprint, engine: Engine, given: torch.optim.Optimizer, rank_checks: RankChecks
+    ) -> None:
         context = engine.context
         _check_at_home(engine)
         self._engine = engine
@@ -76,15 +78,17 @@ class Adoption:
         self._new: list[Unit] = []
         self._stays: dict[str, Unit] = {}
         changed = self._draw(before, given)
-        facts.update(self._blueprint.facts(context.model))
+        rank_checks.update(self._blueprint.rank_checks(context.model))
         self._joining = [plan for plan in changed if plan.spec.trainable]  # with averages
         averages: Averages | None = engine.averages
         self._averages = averages.plans_for(self._joining) if averages is not None else []
         # In the order in which they are made.
-        homes = [
-            h for plan in changed for h in (plan.beside if plan.spec.name in self._stays else plan.sections).values()
+        storages = [
+            h for plan in changed for h in (plan.beside if plan.spec.name in self._stays else plan.segments).values()
         ]
-        self._reserved = context.store.reserve([*(section for home in homes for section in home), *self._averages])
+        self._reserved = context.store.reserve(
+            [*(segment for storage in storages for segment in storage), *self._averages]
+        )
 
     def _draw(self, before: Blueprint, given: torch.optim.Optimizer) -> list[UnitPlan]:
         """Draw the blueprint of the changed engine; return the plans of units that are new or newly trained."""
@@ -110,7 +114,7 @@ class Adoption:
                 self._stays[spec.name] = unit
                 resting[spec.name] = replace(plan, spec=spec, layout=lay_again(plan.layout, unit.spec, spec))
         growing = [s for s in specs if s.name not in resting or (s.trainable and self._stays[s.name].trained is None)]
-        changed = plan_units(growing, before.homes, before.grid, before.reach, resting)
+        changed = plan_units(growing, before.storages, before.grid, before.reach, resting)
         plans = resting | {plan.spec.name: plan for plan in changed}
         units = [plans[spec.name] for spec in specs]
         live_bytes = checks.check_live_bytes(units, request.options)
@@ -140,8 +144,8 @@ class Adoption:
         engine.gatherer.live_budget = blueprint.live_bytes
         context.staging.give_back(lambda: blueprint.staging)
         connect(blueprint, engine)
-        engine.access.go_on_from(access)
-        engine.gradients.go_on_from(gradients)
+        engine.access.take_over_counts(access)
+        engine.gradients.take_over_counts(gradients)
         engine.hooks.backward.has_failed = has_failed
         if averages:
             engine.averages.join({plan.spec.name for plan in self._joining}, averages)
@@ -157,10 +161,10 @@ class Adoption:
         if engine.averages is not None:
             engine.averages.drop_buffers()
         engine.gatherer.drop_unused()
-        engine.reducer.rest()
-        engine.hooks.rest()
+        engine.reducer.release_memory()
+        engine.hooks.release_memory()
         engine.hooks.remove()
-        engine.hooks.handles.drop()
+        engine.hooks.proxies.drop()
         engine.restore_model()
         for unit in engine.context.units:
             unit.reads = []  # of the hooks that are off
@@ -192,7 +196,7 @@ class Adoption:
         sources = list(dict.fromkeys(unit for unit, _ in left.values()))
         for unit in sources:
             gatherer.acquire_exact(unit)
-        flats |= {p: in_memory(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
+        flats |= {p: in_memory(parameter.view_in(unit.gathered_buffer)) for p, (unit, parameter) in left.items()}
         parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()}, ranks)
         made = make_unit(plan, index, parameters, ranks.shard_rank, streams, self._reserved)
         self._new.append(made)  # from here on its parameters have no memory of their own
@@ -217,9 +221,9 @@ def _check_at_home(engine: Engine) -> None:
                 f"add_param_group(): unit '{unit.name}' is in use by a forward whose backward has not run. Run it, or "
                 "run such forwards under torch.no_grad()."
             )
-    if engine.mover.is_away:
+    if engine.offloader.is_away:
         raise EngineError("add_param_group() was called while state is offloaded. Call reload_states() first.")
-    engine.mover.finish()  # memory that a reload left behind is freed before more is reserved
+    engine.offloader.finish()  # memory that a reload left behind is freed before more is reserved
 
 
 def _check_states(before: Rule, rule: Rule) -> None:
@@ -320,20 +324,20 @@ def build(
     request: PrepareRequest,
     ranks: Collectives,
     streams: Streams,
-    supply: Supply | None = None,
+    resources: Resources | None = None,
 ) -> Optimizer:
     """Draw the blueprint and build it, for given ranks and streams. Collective.
 
-    Without a `supply`, memory, files and first values are those of this machine.
+    Without a `resources`, memory, files and first values are those of this machine.
     """
-    supply = supply or Supply()
-    with ranks.control_group.together("prepare()", ConfigError) as facts:  # before any other collective
+    resources = resources or Resources()
+    with ranks.control_group.together("prepare()", ConfigError) as rank_checks:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
         casts = checks.check_casts(blueprint.specs, request.precision)
         # The whole plan is known here: too little memory is found before anything is allocated.
-        budget = supply.check(blueprint, model, streams.device)
+        budget = resources.check(blueprint, model, streams.device)
         if ranks.world_size > 1:
-            facts.update(blueprint.facts(model))
+            rank_checks.update(blueprint.rank_checks(model))
     check_hosts(ranks.control_group, budget)
     if casts and ranks.control_group.is_first:
         _logger.warning("%s", casts)
@@ -343,7 +347,7 @@ def build(
     of_saves = ranks.control_group.another(
         error=CheckpointError, advice="Checkpoints that were whole before still are. "
     )
-    prepared, engine = construct(blueprint, model, optimizer, ranks, streams, of_saves, supply)
+    prepared, engine = construct(blueprint, model, optimizer, ranks, streams, of_saves, resources)
     engine.adopt = partial(Adoption, blueprint)
     return prepared
 

@@ -385,15 +385,17 @@ def most_needed(units: Sequence[tuple[UnitSpec, int]]) -> tuple[int, str]:
     Returns:
         The bytes, and the unit's name.
     """
-    anchors = {module for spec, _ in units for module in spec.anchors}
-    around: dict[nn.Module, dict[int, int]] = {module: {} for module in anchors}  # gathered throughout its forward
+    hooked_modules = {module for spec, _ in units for module in spec.hooked_modules}
+    around: dict[nn.Module, dict[int, int]] = {
+        module: {} for module in hooked_modules
+    }  # gathered throughout its forward
     for number, (spec, nbytes) in enumerate(units):
-        for module in anchors & {*spec.anchors, *spec.inside}:
+        for module in hooked_modules & {*spec.hooked_modules, *spec.inside}:
             around[module][number] = nbytes
     needs = []
     for number, (spec, nbytes) in enumerate(units):
         gathered = {number: nbytes}
-        for module in spec.anchors:
+        for module in spec.hooked_modules:
             gathered |= around[module]
         needs.append((sum(gathered.values()), spec.name))
     return max(needs)

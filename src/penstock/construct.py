@@ -18,7 +18,7 @@ from penstock.config import Tier, parse_tier
 from penstock.engine.engine import Engine, leave_to_parent
 from penstock.engine.forward_backward.casts import AttributePatches, InputCasts
 from penstock.engine.forward_backward.gather import Gatherer, QuantizedGather
-from penstock.engine.forward_backward.guards import ModelGuards, retire
+from penstock.engine.forward_backward.guards import ModelGuards, disable_original_optimizer
 from penstock.engine.forward_backward.hooks import Hooks
 from penstock.engine.forward_backward.saved_tensors import ActivationOffload
 from penstock.engine.gradients.reduce import Reducer, ShardReduction
@@ -38,7 +38,7 @@ from penstock.engine.unit.parameter import make_parameters
 from penstock.engine.unit.unit import FrozenParameters, Unit
 from penstock.inference import Inference
 from penstock.layout import ALIGNMENT_NUMEL, round_up
-from penstock.memory_budget import Supply
+from penstock.memory_budget import Resources
 from penstock.optimizer import ModelZeroGrad, Optimizer
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import ControlGroup
@@ -58,7 +58,7 @@ def construct(
     ranks: Collectives,
     streams: Streams,
     control_group: ControlGroup,
-    supply: Supply,
+    resources: Resources,
 ) -> tuple[Optimizer, Engine]:
     """Build a blueprint; return the optimizer that trains the model, and its engine. Collective.
 
@@ -69,9 +69,9 @@ def construct(
         ranks: all ranks that train the model. After a failure the caller closes them, and the streams.
         streams: where work runs beside compute.
         control_group: a group for agreements on saves alone, which a thread of its own uses.
-        supply: memory, files and first values.
+        resources: memory, files and first values.
     """
-    context = _take_memory(blueprint, model, optimizer, ranks, streams, supply)
+    context = _take_memory(blueprint, model, optimizer, ranks, streams, resources)
     # Collective, as all that follows: ranks have agreed that no rank failed to allocate.
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which segments have replaced
@@ -80,7 +80,7 @@ def construct(
     in_child(engine, leave_to_parent)
     prepared = Inference(engine) if optimizer is None else Optimizer(optimizer, engine)
     # `model.zero_grad()` clears the gradients of the engine, at once.
-    engine.planted.plant(model, "zero_grad", ModelZeroGrad(prepared, engine))
+    engine.patches.plant(model, "zero_grad", ModelZeroGrad(prepared, engine))
     # The parameters are in their storages: a failure from here on leaves the model empty.
     try:
         if optimizer is not None:
@@ -89,7 +89,7 @@ def construct(
         engine.abandon()
         raise
     if optimizer is not None:
-        retire(optimizer, engine.planted)
+        disable_original_optimizer(optimizer, engine.patches)
     return prepared, engine
 
 
@@ -105,18 +105,18 @@ def _take_memory(
     optimizer: torch.optim.Optimizer | None,
     ranks: Collectives,
     streams: Streams,
-    supply: Supply,
+    resources: Resources,
 ) -> EngineContext:
     """Allocate the memory and files of every segment, and move the parameters there. A failure frees all of it."""
     request, trains = blueprint.request, optimizer is not None
     with (
         contextlib.ExitStack() as undo,
-        contextlib.closing(supply.source(model, request, ranks, streams.device, undo)) as source,
+        contextlib.closing(resources.source(model, request, ranks, streams.device, undo)) as source,
     ):
-        store = Store(supply.tiers(request, streams.device))
+        store = Store(resources.tiers(request, streams.device))
         undo.callback(store.close)  # undone last: parameters drop views of its memory before
         with ranks.control_group.together("prepare()"):  # else the other ranks would wait for this one's parameters
-            reserved = store.reserve(blueprint.sections)
+            reserved = store.reserve(blueprint.segments)
         pool = _make_pool(blueprint, streams, trains=trains)
         undo.callback(pool.close)
         with agreeing(request.weights, ranks):
@@ -151,7 +151,7 @@ def _take_memory(
         pool=pool,
         store=store,
         staging=staging,
-        movement=Transfers(streams, staging.transit, staging.landing),
+        transfers=Transfers(streams, staging.transit, staging.landing),
         rule=blueprint.rule,
         gradient_scale=_make_gradient_scale(blueprint, ranks, trains=trains),
         param_groups=[] if optimizer is None else optimizer.param_groups,
@@ -199,19 +199,19 @@ def connect(blueprint: Blueprint, engine: Engine) -> None:
         if unit.resident:
             gatherer.acquire(unit)  # may be collective: on every rank in one order (ordering rule 4)
     engine.updater, engine.stepper = updater, stepper = _make_updates(blueprint, context)
-    computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
+    computing = {spec.hooked_modules[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, context.streams.device)
     # Before the hooks: which of them are registered depends on `requires_grad`.
     frozen = [] if context.trains else [FrozenParameters(context.units)]
     early = stepper if request.overlap == "backward" else None
     engine.hooks = hooks = Hooks(context, gatherer, reducer, casts, early, activations)
-    planted = AttributePatches()
-    casts.let_products_mix(context.model, planted)
-    idioms = ModelGuards(context.model, context.units, hooks, planted, engine.planted)
-    engine.restore_model = partial(restore, [idioms, planted, *frozen])
+    patches = AttributePatches()
+    casts.let_products_mix(context.model, patches)
+    idioms = ModelGuards(context.model, context.units, hooks, patches, engine.patches)
+    engine.restore_model = partial(restore, [idioms, patches, *frozen])
     engine.access = access = StateAccess(context, gatherer, reducer, updater)
     engine.blocks = GatheredBlocks(context, gatherer, access, hooks.forward.watch_saved)
-    engine.mover = StateOffloader(context, blueprint.units, gatherer, reducer, plan_staging=blueprint.plan_staging)
+    engine.offloader = StateOffloader(context, blueprint.units, gatherer, reducer, plan_staging=blueprint.plan_staging)
     engine.saver = StateSaver(context, access, engine.save_group)
     engine.loader = StateLoader(context, access, gatherer, reducer, updater)
     engine.gradients = Gradients(context, hooks, reducer, stepper, access)
@@ -228,7 +228,7 @@ def _make_updates(blueprint: Blueprint, context: EngineContext) -> tuple[Updater
         groups=trained,
         firsts=number_elements(p for p in context.model.parameters() if p in trained),
     )
-    streamed = blueprint.homes.streamed
+    streamed = blueprint.storages.streamed
     stepper = Stepper(
         context,
         updater,

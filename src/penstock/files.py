@@ -1,5 +1,6 @@
 """Files: read within bounds and by their types, written whole or not at all."""
 
+import dataclasses
 import difflib
 import errno
 import fcntl
@@ -399,7 +400,8 @@ def reader(kind: type[T]) -> Callable[[Field], T]:
         tuple[T, ...]             a list of any length
         tuple[T, U], named tuple  a list of its parts
         Mapping[K, T]             an object with such keys, in the order of a `Literal`
-        a dataclass               an object with its fields as keys, of which those with a default may be missing
+        a dataclass               an object with its fields as keys, of which those with a default may be missing; a
+                                  field has another key with `metadata={"key": ...}`
 
     Arguments:
         kind: the type.
@@ -421,17 +423,23 @@ def reader(kind: type[T]) -> Callable[[Field], T]:
     readers = _readers(declared)
     if issubclass(kind, tuple):
         return lambda field: kind(*_parts(field, list(readers.values())))
-    needed = [each.name for each in fields(declared) if each.default is each.default_factory is MISSING]
+    names = {_key(each): each.name for each in fields(declared)}
+    needed = [_key(each) for each in fields(declared) if each.default is each.default_factory is MISSING]
 
     def read_object(field: Field) -> T:
         if isinstance(field.value, kind):
             return field.value
-        field.only(list(readers))
-        for name in needed:
-            field[name]  # raises where it is missing
-        return kind(**{name: readers[name](item) for name, item in field.entries()})
+        field.only(list(names))
+        for key in needed:
+            field[key]  # raises where it is missing
+        return kind(**{names[key]: readers[names[key]](item) for key, item in field.entries()})
 
     return read_object
+
+
+def _key(member: dataclasses.Field[Any]) -> str:
+    """Return the key of a dataclass field in JSON: its name, unless it has another one."""
+    return str(member.metadata.get("key", member.name))
 
 
 def _readers(kind: Any) -> Mapping[str, Read]:
@@ -512,7 +520,7 @@ def members(value: Any) -> dict[str, object]:
     """Return the fields of a dataclass by name, in their order, without those that are `None` by default."""
     assert is_dataclass(value), f"JSON has nothing like {value!r}"
     return {
-        member.name: item
+        _key(member): item
         for member in fields(value)
         if (item := getattr(value, member.name)) is not None or member.default is not None
     }

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.blueprint import Blueprint, draw_blueprint, request_for
 from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.format import to_bytes
-from penstock.checkpoint.tables import HomeTable, UnitTable, draw_table, kept_homes
+from penstock.checkpoint.tables import HomeTable, UnitTable, draw_table, kept_storages
 from penstock.config import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.engine.unit.plan import UnitPlan
 from penstock.errors import ConfigError
@@ -198,11 +198,11 @@ def _at_rest(blueprint: Blueprint, device: torch.device) -> LocationReport:
                 dtype=cell.dtype,
                 numel=cell.numel,
                 nbytes=cell.nbytes,
-                pinned=pins and section.copied and section.tier is Tier.CPU,
+                pinned=pins and segment.copied and segment.tier is Tier.CPU,
                 in_flight=False,
             )
-            for section in blueprint.sections
-            for cell in section.cells
+            for segment in blueprint.segments
+            for cell in segment.cells
         ]
     )
 
@@ -213,7 +213,7 @@ def _checkpoint_bytes(blueprint: Blueprint, model: nn.Module) -> int:
     for plan in blueprint.units:
         table = _table_of(plan, grid)
         if table.checksums:
-            checksums = len(table.checksums) * len(table.homes)
+            checksums = len(table.checksums) * len(table.storages)
             nbytes += table.nbytes + len(to_bytes(table)) + _CHECKSUM_BYTES * checksums
         lines += sum(_LINE_BYTES + len(name) for name in plan.spec.names)
     if grid.shard_rank == 0 and grid.replica_rank == 0:  # this rank writes buffers and the marker
@@ -223,7 +223,7 @@ def _checkpoint_bytes(blueprint: Blueprint, model: nn.Module) -> int:
 
 def _table_of(plan: UnitPlan, grid: Grid) -> UnitTable:
     """Draw up the table of a unit's tiles as a save of this rank will."""
-    homes = {name: plan.sections[name][0].cells for name in (MASTER, OPTIMIZER) if plan.sections.get(name)}
-    cells = {PARAM: plan.own_params[0].cells, **homes}
-    kept = [HomeTable(name, cells[name], ()) for name in kept_homes(cells)]
+    storages = {name: plan.segments[name][0].cells for name in (MASTER, OPTIMIZER) if plan.segments.get(name)}
+    cells = {PARAM: plan.own_params[0].cells, **storages}
+    kept = [HomeTable(name, cells[name], ()) for name in kept_storages(cells)]
     return draw_table(plan.spec.name, plan.layout, kept, plan.tile_numel, grid, offset=0)

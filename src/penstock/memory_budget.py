@@ -214,7 +214,7 @@ def budget_of(blueprint: Blueprint, model: nn.Module, device: torch.device) -> M
         device=_device_need(blueprint, model, device),
         host=Need({**_planned(blueprint, Tier.CPU), UPDATE: _updating_bytes(blueprint, Tier.CPU)}),
         files=Need(_planned(blueprint, Tier.NVME)),
-        pinned_bytes=bytes_on([section for section in blueprint.sections if section.copied], Tier.CPU),
+        pinned_bytes=bytes_on([segment for segment in blueprint.segments if segment.copied], Tier.CPU),
         folders=nvme_bytes(blueprint),
         is_shared=shares_host_memory(device),
         is_ahead=blueprint.gathered_bytes > blueprint.least_gathered_bytes,
@@ -225,7 +225,8 @@ def budget_of(blueprint: Blueprint, model: nn.Module, device: torch.device) -> M
 def _planned(blueprint: Blueprint, tier: Tier) -> dict[str, int]:
     """Count the planned bytes of a tier, by name."""
     return {
-        what: bytes_on([s for s in blueprint.sections if s.home in homes], tier) for what, homes in _AT_REST.items()
+        what: bytes_on([s for s in blueprint.segments if s.storage in storages], tier)
+        for what, storages in _AT_REST.items()
     }
 
 
@@ -251,7 +252,7 @@ def _device_need(blueprint: Blueprint, model: nn.Module, device: torch.device) -
     # `weights`, after the last unit.
     resting, loading, loading_beside_own = 0, 0, 0
     for number, plan in enumerate(blueprint.units):
-        resting += bytes_on(list(plan.all_sections()), Tier.DEVICE)
+        resting += bytes_on(list(plan.all_segments()), Tier.DEVICE)
         least = resting + _filling_bytes(plan, blueprint.grid, given=given)
         loading = max(loading, least)
         loading_beside_own = max(loading_beside_own, least - (0 if given else sum(own[:number])))
@@ -269,9 +270,9 @@ def _updating_bytes(blueprint: Blueprint, tier: Tier) -> int:
     for plan in blueprint.units:
         if not plan.spec.whole_numel or plan.spec.rule is None:
             continue
-        rests = {section.tier for section in plan.sections[OPTIMIZER]}
-        on_device = plan.homes.streams(plan.spec) == "all" or Tier.DEVICE in rests
-        on_host = plan.homes.streams(plan.spec) != "all" and rests != {Tier.DEVICE}
+        rests = {segment.tier for segment in plan.segments[OPTIMIZER]}
+        on_device = plan.storages.streams(plan.spec) == "all" or Tier.DEVICE in rests
+        on_host = plan.storages.streams(plan.spec) != "all" and rests != {Tier.DEVICE}
         if on_device if tier is Tier.DEVICE else on_host:
             shapes = {own_shape(parameter) for parameter in plan.spec.parameters}
             most = max(most, *(plan.spec.rule.working_bytes(shape) for shape in shapes))
@@ -300,15 +301,15 @@ def gradient_bytes(blueprint: Blueprint) -> int:
 def _gradient_buffers(plan: UnitPlan, blueprint: Blueprint) -> Iterator[tuple[int, torch.dtype]]:
     """List the sizes of the buffers that a unit's gradient passes: elements and dtype."""
     request, grid = blueprint.request, blueprint.grid
-    sections = [section for section in plan.sections[GRAD] if section.cells]
-    in_place = len(sections) == 1 and in_reach(sections[0].tier, Tier.DEVICE, blueprint.reach)
+    segments = [segment for segment in plan.segments[GRAD] if segment.cells]
+    in_place = len(segments) == 1 and in_reach(segments[0].tier, Tier.DEVICE, blueprint.reach)
     exact = request.sum_dtype in (plan.spec.dtype, torch.float32)
     if grid.data_size == 1 and in_place and exact:
         return  # straight from autograd to its storage
     yield plan.layout.numel, request.sum_dtype
     if grid.shards > 1:
         yield plan.shard_numel, request.sum_dtype
-    if len(sections) > 1 or not all(section.tier.is_memory for section in sections):
+    if len(segments) > 1 or not all(segment.tier.is_memory for segment in segments):
         yield plan.shard_numel, request.accumulation_dtype  # the stored gradient comes up to be added to
 
 
@@ -317,11 +318,11 @@ def _filling_bytes(plan: UnitPlan, grid: Grid, *, given: bool) -> int:
     sent = not given and grid.world_size > 1  # a copy of the first rank's values, in the model's own dtype
     arrived = sum(own_elements(parameter).nbytes for parameter in plan.spec.parameters) if sent else 0
     # One parameter at a time passes its parameter staging, if it has one, and its master is split there.
-    numel = min(max(slot.numel for slot in plan.layout.slots), max(s.numel for s in plan.sections[PARAM]))
-    splits = any(kind.dtype == torch.int16 for kind in plan.homes.master_kinds(plan.spec))
-    written = [*(s for s in plan.sections.get(SHADOW, ()) if s.cells)] or plan.sections[PARAM]
+    numel = min(max(slot.numel for slot in plan.layout.slots), max(s.numel for s in plan.segments[PARAM]))
+    splits = any(kind.dtype == torch.int16 for kind in plan.storages.master_kinds(plan.spec))
+    written = [*(s for s in plan.segments.get(SHADOW, ()) if s.cells)] or plan.segments[PARAM]
     passing = _FP32_BYTES * numel if sent or any(s.tier is Tier.DEVICE for s in written) else 0
-    if splits and any(s.tier is Tier.DEVICE for s in plan.sections[MASTER]):
+    if splits and any(s.tier is Tier.DEVICE for s in plan.segments[MASTER]):
         passing += _SPLIT_BYTES * numel
     if splits and sent and plan.replicated:
         passing = max(passing, (_FP32_BYTES + _SPLIT_OF_COPY_BYTES) * numel)
@@ -403,9 +404,9 @@ def nvme_bytes(blueprint: Blueprint) -> Sequence[tuple[str | os.PathLike[str], i
     """Count the bytes that a rank puts into each folder of the nvme tier, those of activations apart."""
     parents = blueprint.request.placement.nvme_folders()
     wanted: dict[str, list[SegmentPlan]] = {}
-    for section in blueprint.sections:
-        if section.tier is Tier.NVME and section.cells:
-            wanted.setdefault(section.home, []).append(section)
+    for segment in blueprint.segments:
+        if segment.tier is Tier.NVME and segment.cells:
+            wanted.setdefault(segment.storage, []).append(segment)
     needed = bytes_by_folder(stripe(wanted, len(parents)), len(parents)) if wanted else []
     return list(zip(parents, needed, strict=False))
 
@@ -576,7 +577,7 @@ def _lack(pool: _Pool, budget: MemoryBudget | None, rank: int) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Supply:
+class Resources:
     """The memory of this machine, the folders that the placement names, and the values that `prepare` was given."""
 
     def check(self, blueprint: Blueprint, model: nn.Module, device: torch.device) -> MemoryBudget | None:

@@ -27,7 +27,7 @@ from penstock.engine.step.owner_thread import in_backward
 from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
-from penstock.runtime.control_group import Facts
+from penstock.runtime.control_group import RankChecks
 from penstock.runtime.modes import EngineBlock, engine_entry
 from penstock.tiers.tier import LocationReport
 
@@ -142,13 +142,13 @@ class Optimizer(torch.optim.Optimizer):
     @_public
     def _update(self) -> StepResult:
         """Update every parameter with a gradient, as `step` says. Collective."""
-        with self._together("step") as (engine, facts):
+        with self._together("step") as (engine, rank_checks):
             check_step(engine)
             if engine.context.ranks.world_size > 1:
                 # Each rank updates its own shard with these: a difference would go unnoticed.
-                facts.update(scalars_of(self.param_groups))
-                facts["the scale of gradients"] = engine.context.gradient_scale.value
-                facts.update(engine.gradients.by_hand)
+                rank_checks.update(scalars_of(self.param_groups))
+                rank_checks["the scale of gradients"] = engine.context.gradient_scale.value
+                rank_checks.update(engine.gradients.by_hand)
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
         result, observer = engine.policy.step(), engine.context.streams.observer
         if observer is not None:
@@ -195,9 +195,9 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.step()  # doctest: +SKIP
         """
         limit, norm_type = _above_zero("max_norm", max_norm), _above_zero("norm_type", norm_type)
-        with self._together("clip_grad_norm_", whole=True) as (engine, facts):
+        with self._together("clip_grad_norm_", whole=True) as (engine, rank_checks):
             engine.gradients.check_whole("clip_grad_norm_")
-            facts.update({"max_norm": limit, "norm_type": norm_type, **engine.gradients.by_hand})
+            rank_checks.update({"max_norm": limit, "norm_type": norm_type, **engine.gradients.by_hand})
         norm = engine.gradients.clip(limit, norm_type)
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
@@ -230,11 +230,14 @@ class Optimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         with ExitStack() as undo:
-            with self._together("add_param_group", whole=True, writes=True, idle=True, settled=True) as (engine, facts):
+            with self._together("add_param_group", whole=True, writes=True, idle=True, settled=True) as (
+                engine,
+                rank_checks,
+            ):
                 engine.gradients.look()
                 undo.callback(self._restore_groups, [(group, group["params"]) for group in self.param_groups])
                 self._extend_groups(engine, dict(param_group))
-                change = engine.adopt(engine, self._given, facts)
+                change = engine.adopt(engine, self._given, rank_checks)
                 undo.callback(change.cancel)
             undo.pop_all()
         try:
@@ -290,9 +293,9 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a tensor that is no parameter of the model.
         """
         wanted = None if parameters is None else list(parameters)
-        with self._together("gathered", whole=modify, writes=modify, settled=True) as (engine, facts):
-            facts["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
-            facts["modify"] = modify
+        with self._together("gathered", whole=modify, writes=modify, settled=True) as (engine, rank_checks):
+            rank_checks["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
+            rank_checks["modify"] = modify
         return EngineBlock(engine.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
 
     @_public
@@ -439,10 +442,10 @@ class Optimizer(torch.optim.Optimizer):
         if tier is Tier.DEVICE:
             raise ConfigError("offload_states(to='device'): use 'cpu' or 'nvme'; reload_states() brings state back.")
         kinds = _movable(include)
-        with self._together("offload_states", writes=True, settled=True) as (engine, facts):
-            facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking, "keep": keep})
-            engine.hooks.rest()
-        engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking, keep=keep)
+        with self._together("offload_states", writes=True, settled=True) as (engine, rank_checks):
+            rank_checks.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking, "keep": keep})
+            engine.hooks.release_memory()
+        engine.offloader.offload(kinds, tier, pin=pin_memory, wait=not non_blocking, keep=keep)
 
     @_public
     def reload_states(self, *, non_blocking: bool = False) -> None:
@@ -451,9 +454,9 @@ class Optimizer(torch.optim.Optimizer):
         Arguments:
             non_blocking: return while copies are under way. A use of the state waits for them.
         """
-        with self._together("reload_states", writes=True, settled=True) as (engine, facts):
-            facts["non_blocking"] = non_blocking
-        engine.mover.reload(wait=not non_blocking)
+        with self._together("reload_states", writes=True, settled=True) as (engine, rank_checks):
+            rank_checks["non_blocking"] = non_blocking
+        engine.offloader.reload(wait=not non_blocking)
 
     @_public
     def save(
@@ -496,8 +499,8 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> optimizer.save("checkpoints/step-100", extra={"step": 100}, keep=3)  # doctest: +SKIP
         """
-        with self._together("save", whole=True, idle=True) as (engine, facts):
-            facts.update({"blocking": blocking, "keep": keep, "if_busy": if_busy, "frozen": frozen})
+        with self._together("save", whole=True, idle=True) as (engine, rank_checks):
+            rank_checks.update({"blocking": blocking, "keep": keep, "if_busy": if_busy, "frozen": frozen})
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy, frozen=frozen)
 
     @_public
@@ -527,8 +530,8 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> extra = optimizer.load("checkpoints/latest")  # doctest: +SKIP
         """
-        with self._together("load", whole=True, writes=True, idle=True) as (engine, facts):
-            facts["verify"] = verify
+        with self._together("load", whole=True, writes=True, idle=True) as (engine, rank_checks):
+            rank_checks["verify"] = verify
         engine.saver.finish()  # it may be writing this checkpoint
         extra = engine.loader.load(path, verify=verify)
         engine.gradients.forget()
@@ -597,8 +600,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         from penstock.ext.observe.record import Record  # here: few runs record
 
-        with self._together("record") as (engine, facts):
-            facts["begin"] = begin
+        with self._together("record") as (engine, rank_checks):
+            rank_checks["begin"] = begin
             record = Record.open(engine, folder, begin, before=self._record)
         plan = None if self._plan is None else self._plan.to_json()
         self._record = record.start(engine, self._given, plan, config)
@@ -643,7 +646,7 @@ class Optimizer(torch.optim.Optimizer):
     @contextmanager
     def _together(
         self, verb: str, *, whole: bool = False, writes: bool = False, idle: bool = False, settled: bool = False
-    ) -> Iterator[tuple[Engine, Facts]]:
+    ) -> Iterator[tuple[Engine, RankChecks]]:
         """Run the checks of a collective method in a `with` block. Collective.
 
         Ranks meet at its end: if one has refused, or has called another method, all raise and nothing has changed.
@@ -660,22 +663,22 @@ class Optimizer(torch.optim.Optimizer):
             A context manager that returns the engine, and a dict for values that have to be the same on all ranks.
         """
         engine = self._prepared(verb)
-        with engine.context.ranks.control_group.together(f"{verb}()") as facts:
+        with engine.context.ranks.control_group.together(f"{verb}()") as rank_checks:
             self._open(verb, whole=whole, writes=writes)
             if idle:
                 check_at_rest(verb, engine)
             if settled:
                 engine.access.finish()
-            yield engine, facts
+            yield engine, rank_checks
 
     @contextmanager
     def _one(
         self, verb: str, parameter: nn.Parameter, state: str = "", *, whole: bool = False, writes: bool = False
     ) -> Iterator[Engine]:
         """Run the checks of a collective method that works on one parameter, as `_together` does. Collective."""
-        with self._together(verb, whole=whole, writes=writes, settled=True) as (engine, facts):
-            facts["parameter"] = engine.access.name(parameter)
-            facts["state"] = state
+        with self._together(verb, whole=whole, writes=writes, settled=True) as (engine, rank_checks):
+            rank_checks["parameter"] = engine.access.name(parameter)
+            rank_checks["state"] = state
             yield engine
 
     def _prepared(self, verb: str) -> Engine:

@@ -154,7 +154,7 @@ def prepare(
             chosen = _choose(model, optimizer, arguments, ranks, mesh, plan, batch)
         # Ranks meet after each step that may fail on one of them alone. Else the others would wait for it in the next
         # collective, until their timeout.
-        with ranks.control_group.together("prepare()", ConfigError) as facts:
+        with ranks.control_group.together("prepare()", ConfigError) as rank_checks:
             if chosen is None:
                 check_asked(placement, plan, batch, trains=trains)
                 arguments["placement"] = placement
@@ -165,7 +165,7 @@ def prepare(
             check_divided(model.named_parameters(), mesh)  # `check_model` has a better message for models of FSDP
             choice = device_for(model.parameters(), mesh)
             place = place_of(choice)
-            facts["device"] = choice.device.type
+            rank_checks["device"] = choice.device.type
         check_apart(ranks.control_group.collect(place), ranks.control_group.members)
         make_current(choice.device)  # once all ranks agree: a refusal leaves it as it was
     except BaseException:
@@ -185,12 +185,12 @@ def _choose(
 ) -> Plan:
     """Return, on every rank, the plan of the first rank: given, read from its file, or made now. Collective."""
     control_group = ranks.control_group
-    with control_group.together(_PLANS, ConfigError) as facts:
+    with control_group.together(_PLANS, ConfigError) as rank_checks:
         request = request_for(model, **arguments)  # other mistakes are found before a plan is made
         check_asked("auto", plan, batch, trains=optimizer is not None)
         if batch is not None and optimizer is not None:
             check_elementwise(optimizer)
-        facts["plan or batch"] = "plan" if batch is None else "batch"
+        rank_checks["plan or batch"] = "plan" if batch is None else "batch"
         device = device_for(model.parameters(), mesh).device
     # A control group of its own: other waits end after `timeout_s`, and planning may take longer.
     patience_s = max(PATIENCE_S, request.options.timeout_s)

@@ -52,8 +52,8 @@ def rows(
 ) -> list[list[object]]:
     found = []
     for what, how in (ROWS[number] for number in numbers):
-        movement = how if on_device else Movement(how.stage)
-        found.append(everything(train(what, movement, streams=streams(), rank=rank, world_size=2, steps=STEPS)))
+        transfers = how if on_device else Movement(how.stage)
+        found.append(everything(train(what, transfers, streams=streams(), rank=rank, world_size=2, steps=STEPS)))
     return found
 
 

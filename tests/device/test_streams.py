@@ -168,19 +168,19 @@ class TestMemoryThatIsLetGoOf:
         streams: Streams = AcceleratorStreams(torch.device(DEVICE))
         host = torch.arange(4096.0).pin_memory()
         buffer = torch.empty(4096, device=DEVICE)
-        streams.retire(buffer)
+        streams.deallocate(buffer)
         for _ in range(3):
-            streams.lease(buffer)
+            streams.allocate(buffer)
             address = buffer.data_ptr()
             event = streams.submit(UPLOAD, lambda: copy(buffer, host), writes=(buffer,))
             event.wait()
             doubled = buffer * 2
-            streams.retire(buffer)
+            streams.deallocate(buffer)
             activation = torch.zeros(4096, device=DEVICE)
             assert activation.data_ptr() != address, "memory of gathers and of activations is mixed"
-            streams.lease(buffer)
+            streams.allocate(buffer)
             assert buffer.data_ptr() == address
-            streams.retire(buffer)
+            streams.deallocate(buffer)
             assert torch.equal(doubled.cpu(), host * 2)
         streams.close()
 

@@ -356,8 +356,8 @@ def words(rank: int) -> dict[str, Any]:
         control_group.collect(object())
     with torch.device("meta"), torch.inference_mode():
         found["in a state"] = control_group.collect(rank)
-        with control_group.together("anything()") as facts:
-            facts["nothing"] = math.nan
+        with control_group.together("anything()") as rank_checks:
+            rank_checks["nothing"] = math.nan
     other = control_group.another(error=ConfigError)
     found["another"] = said_by(lambda: other.agree(ValueError("no") if rank == 1 else None) if rank == 0 else None)
     if rank == 1:

@@ -146,11 +146,11 @@ def loaded(rank: int, folder: str, stage: int, shape: tuple[int, int] | None) ->
     patch, read_bytes = pytest.MonkeyPatch(), []
     start = TileReader._start
 
-    def count(self: TileReader, key: Any, buffer: torch.Tensor, homes: Any) -> Any:
+    def count(self: TileReader, key: Any, buffer: torch.Tensor, storages: Any) -> Any:
         read_bytes.append(sum(record.nbytes for record in key.unit.records(key.number)))
         if fails and rank == 1 and len(read_bytes) == 2:
             raise CheckpointError("broken")
-        return start(self, key, buffer, homes)
+        return start(self, key, buffer, storages)
 
     patch.setattr(TileReader, "_start", count)
     fails, words = False, ""

@@ -14,7 +14,7 @@ CLASSES = [name for name, kind in vars(errors).items() if inspect.isclass(kind)]
 MESSAGES = re.findall(r"^\| `([^`]*)` \|", PAGE, re.MULTILINE)
 
 
-def section(name: str) -> str:
+def segment(name: str) -> str:
     return re.split(r"^## ", PAGE, flags=re.MULTILINE)[headings().index(name) + 1]
 
 
@@ -31,7 +31,7 @@ def test_every_class_has_its_part_and_its_row() -> None:
 
 def test_there_are_messages_of_each_class() -> None:
     for name in headings():
-        assert re.search(r"^\| `", section(name), re.MULTILINE), name
+        assert re.search(r"^\| `", segment(name), re.MULTILINE), name
     assert len(MESSAGES) >= 150
 
 
@@ -44,7 +44,7 @@ def test_the_package_can_say_it(quotation: str) -> None:
 
 @pytest.mark.parametrize("text", warnings_said(), ids=lambda text: text.replace("\0", "_")[:40])
 def test_every_warning_is_explained(text: str) -> None:
-    quoted = re.findall(r"^\| `([^`]*)` \|", section("Warnings"), re.MULTILINE)
+    quoted = re.findall(r"^\| `([^`]*)` \|", segment("Warnings"), re.MULTILINE)
     assert any(says(text, each) for each in quoted)
 
 

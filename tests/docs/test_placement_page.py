@@ -17,10 +17,10 @@ RINGS = 0.6
 
 
 @pytest.mark.parametrize(("homes", "device", "host", "disk"), ROWS)
-def test_bytes_per_parameter(homes: str, device: str, host: str, disk: str, tmp_path: Path) -> None:
+def test_bytes_per_parameter(storages: str, device: str, host: str, disk: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(64)])
-    named = dict(re.findall(r'(\w+)="(\w+)"', homes))
+    named = dict(re.findall(r'(\w+)="(\w+)"', storages))
     placement = penstock.Placement(**named, nvme_path=tmp_path if "nvme" in named.values() else None)
     optimizer = torch.optim.AdamW(model.parameters())
     found = footprint(model, optimizer, weights="init", placement=placement, world_size=1)

@@ -122,14 +122,14 @@ def test_a_full_disk_is_refused_before_anything_is_made(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("row", "home"),
     [
-        pytest.param(row, home, id=f"{name(row)}, {home}")
-        for row, home in ((ROWS[0], "master"), (ROWS[0], "optimizer"), (ROWS[1], "param"), (ROWS[3], "optimizer"))
+        pytest.param(row, storage, id=f"{name(row)}, {storage}")
+        for row, storage in ((ROWS[0], "master"), (ROWS[0], "optimizer"), (ROWS[1], "param"), (ROWS[3], "optimizer"))
     ],
 )
-def test_a_file_truncated_under_us(row: Row, home: str, tmp_path: Path) -> None:
+def test_a_file_truncated_under_us(row: Row, storage: str, tmp_path: Path) -> None:
     """Not gradients alone: each is written, and so its place in the file made, before it is read."""
     with after_one_step(row, tmp_path) as (model, optimizer):
-        (path,) = swap_files(tmp_path, home)
+        (path,) = swap_files(tmp_path, storage)
         os.truncate(path, 4096)
         with pytest.raises(penstock.NvmeError, match=r"the file ends there\. Another program truncated the file"):
             row.iterate_to_the_end(model, optimizer)

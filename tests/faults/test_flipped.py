@@ -29,20 +29,20 @@ def files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_rings(monkeypatch)
 
 
-def place_of(unit: Unit, home: str, place: str) -> tuple[FileRecords, int, int]:
+def place_of(unit: Unit, storage: str, place: str) -> tuple[FileRecords, int, int]:
     """Choose a tile's record, and a byte of it."""
-    section = unit.shard_homes[home].sections[0]
-    assert isinstance(section, FileRecords)
+    segment = unit.shard_storages[storage].segments[0]
+    assert isinstance(segment, FileRecords)
     if place == "in the padding":
-        number = section.tiles - 1
-        return section, number, section.record_bytes(number) - 1
+        number = segment.tiles - 1
+        return segment, number, segment.record_bytes(number) - 1
     name = "up.weight" if place == "in a run" else "unused"
     (index,) = [k for k, parameter in enumerate(unit.spec.names) if name in parameter]
     element = unit.layout.slots[index].start + 33
-    number = element // section.tile_numel
-    buffer = page_aligned(section.record_bytes(number))
-    values = section.views_of(number, buffer)[-1]
-    return section, number, values[element % section.tile_numel :].data_ptr() - buffer.data_ptr()
+    number = element // segment.tile_numel
+    buffer = page_aligned(segment.record_bytes(number))
+    values = segment.views_of(number, buffer)[-1]
+    return segment, number, values[element % segment.tile_numel :].data_ptr() - buffer.data_ptr()
 
 
 def bytes_at(file: File, offset: int, nbytes: int) -> Tensor:
@@ -62,20 +62,22 @@ STREAMS: list[Callable[[], Streams]] = [inline, thorough(partial(simulated, most
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize(("home", "place"), [*product(HOMES, PLACES)])
 def test_a_flipped_byte_is_refused_by_the_update(
-    home: str, place: str, streams: Callable[[], Streams], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: str, place: str, streams: Callable[[], Streams], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = Row("", streams=streams).prepare()
     iterate(model, optimizer)
     backward(model, optimizer)
     optimizer.synchronize()
     # Not of the unit whose records of this home were moved last: a buffer holds those still.
-    unit = next(u for u in optimizer._engine.context.units if u.trained and u.name == ("1" if home == "grad" else "0"))
-    section, number, offset = place_of(unit, home, place)
-    written = section._transfers[number]
+    unit = next(
+        u for u in optimizer._engine.context.units if u.trained and u.name == ("1" if storage == "grad" else "0")
+    )
+    segment, number, offset = place_of(unit, storage, place)
+    written = segment._transfers[number]
     assert written is not None
-    file, begin, nbytes = section._places[number]
+    file, begin, nbytes = segment._places[number]
     flip(Path(f"/proc/self/fd/{file._descriptor}"), begin + offset)
-    flipped, what = bytes_at(file, begin, nbytes), section.name(number)
+    flipped, what = bytes_at(file, begin, nbytes), segment.name(number)
     with pytest.raises(penstock.NvmeError) as by_the_threads:
         file.read(begin, page_aligned(nbytes), checksum=written.checksum, what=what).wait()
     with pytest.raises(penstock.NvmeError) as by_the_update:
@@ -83,7 +85,7 @@ def test_a_flipped_byte_is_refused_by_the_update(
     error = by_the_update.value
     assert str(error) == str(by_the_threads.value)
     assert (error.errno, error.file, error.offset) == (errno.EBADMSG, file.path, begin)
-    assert section.name(number) in str(error)
+    assert segment.name(number) in str(error)
     assert bytes_at(file, begin, nbytes).equal(flipped)
     with pytest.raises(penstock.NvmeError):  # no step is made of a half
         optimizer.step()

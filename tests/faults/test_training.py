@@ -41,12 +41,12 @@ class Row:
         self, folder: Path, streams: Streams, model: Net | None = None, given: torch.optim.Optimizer | None = None
     ) -> tuple[Net, penstock.Optimizer]:
         model = model or make_model()
-        homes = {kind: getattr(self, kind) for kind in KIND_NAMES}
+        storages = {kind: getattr(self, kind) for kind in KIND_NAMES}
         optimizer = prepare_on(
             streams,
             model,
             given or torch.optim.AdamW(model.parameters(), lr=1e-2),
-            placement=penstock.Placement(**homes, nvme_path=folder),
+            placement=penstock.Placement(**storages, nvme_path=folder),
             overlap=self.overlap,
             options=penstock.Options(tile_bytes=TILE_BYTES, checksums=self.checksums),
         )

@@ -81,11 +81,11 @@ def sass_of(kernel: Any) -> Counter[str]:
 def test_updates_are_compiled_to_the_hosts_operations_on_vectors(
     kernels: list[Any], name: str, storage: tuple[Any, Any], format_: StateFormat
 ) -> None:
-    rule, hyper = rule_and_hyper(name, format_)
+    rule, step_scalars = rule_and_hyper(name, format_)
     segment = copy_to(make(rule, *random_inputs(NUMEL), storage, torch.bfloat16), torch.device("cuda"))
-    DeviceUpdate(compile_pass(one_pass))(rule, [(segment, hyper)], 0.7)
+    DeviceUpdate(compile_pass(one_pass))(rule, [(segment, step_scalars)], 0.7)
     assert kernels
-    scalars = 1 + len(hyper.scalars)
+    scalars = 1 + len(step_scalars.scalars)
     for kernel in kernels:
         ptx = kernel.asm["ptx"]
         assert_rounded_as_on_the_host(ptx)

@@ -97,9 +97,9 @@ def test_a_block_that_is_unfrozen_trains_the_same_everywhere(make_streams, devic
 
 
 @pytest.mark.parametrize("home", ["device", "cpu", {"device": 0.5, "cpu": 0.5}], ids=str)
-def test_a_model_that_nothing_trains_computes_the_same(make_streams, device, home):
+def test_a_model_that_nothing_trains_computes_the_same(make_streams, device, storage):
     model, plain = build(), build().to(device, torch.bfloat16)
-    optimizer = prepare_on(make_streams(), model, None, placement=penstock.Placement(params=home), options=OPTIONS)
+    optimizer = prepare_on(make_streams(), model, None, placement=penstock.Placement(params=storage), options=OPTIONS)
     with torch.no_grad():
         for x in batches(STEPS, device):
             assert_same([model(x).cpu()], [plain(x.bfloat16()).cpu()], "outputs")
@@ -108,15 +108,15 @@ def test_a_model_that_nothing_trains_computes_the_same(make_streams, device, hom
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_muon_is_the_same_wherever_it_rests(make_streams, device, uncompiled, home, tmp_path):
+def test_muon_is_the_same_wherever_it_rests(make_streams, device, uncompiled, storage, tmp_path):
     """The device updates all matrices; AdamW has the rest."""
 
     def muon(model):
         return penstock.optim.MuonAdamW(model, lr=1e-2)
 
     expected = run(make_streams(), device, PLACEMENTS["device"], rule=muon)
-    placement = penstock.Placement(grads="cpu", optimizer=home, nvme_path=tmp_path)
-    assert_same(run(make_streams(), device, placement, rule=muon), expected, home)
+    placement = penstock.Placement(grads="cpu", optimizer=storage, nvme_path=tmp_path)
+    assert_same(run(make_streams(), device, placement, rule=muon), expected, storage)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

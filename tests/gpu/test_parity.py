@@ -36,9 +36,9 @@ OTHER_ROWS = [
 EXACT_ROWS = [row for row in (*ROWS, *OTHER_ROWS) if row[1] == 1 or row[2] is None]
 
 
-def run(streams, home, row, device) -> Outcome:
+def run(streams, storage, row, device) -> Outcome:
     """Train on Penstock."""
-    placement, options = HOMES[home]
+    placement, options = HOMES[storage]
     precision, accumulation, clip = row
     model = build()
     optimizer = prepare_on(
@@ -81,18 +81,18 @@ _exact: dict[object, Outcome] = {}
 
 @pytest.mark.parametrize("home", list(HOMES))
 @pytest.mark.parametrize("row", [EXACT_ROWS[0], *(thorough(row) for row in EXACT_ROWS[1:])], ids=str)
-def test_no_placement_changes_a_bit(make_streams, device, uncompiled, row, home):
+def test_no_placement_changes_a_bit(make_streams, device, uncompiled, row, storage):
     """The device's reference update rounds as the host's does; so all placements have to be equal, bit by bit."""
     if row not in _exact:
         _exact[row] = run(make_streams(), "device", row, device)
-    assert_exact(run(make_streams(), home, row, device), _exact[row], row)
+    assert_exact(run(make_streams(), storage, row, device), _exact[row], row)
 
 
 @pytest.mark.slow
 def test_no_placement_changes_a_bit_where_updates_are_compiled(make_streams, device):
     """With the updates that a user has there: compiled ones give the host's bits as well."""
     row = EXACT_ROWS[0]
-    expected, found = (run(make_streams(), home, row, device) for home in ("cpu", "device"))
+    expected, found = (run(make_streams(), storage, row, device) for storage in ("cpu", "device"))
     assert_exact(found, expected, row)
 
 
@@ -107,10 +107,10 @@ def assert_exact(found, expected, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [*ROWS, *map(thorough, OTHER_ROWS)], ids=str)
-@pytest.mark.parametrize("home", [home if home in ("device", "cpu") else thorough(home) for home in HOMES])
-def test_every_placement_trains_like_plain_torch(make_streams, device, home, row):
+@pytest.mark.parametrize("home", [storage if storage in ("device", "cpu") else thorough(storage) for storage in HOMES])
+def test_every_placement_trains_like_plain_torch(make_streams, device, storage, row):
     """With the updates that a user has there: compiled on a device that has a compiler."""
-    expected, found = plain(row, device), run(make_streams(), home, row, device)
+    expected, found = plain(row, device), run(make_streams(), storage, row, device)
     # The same kernels on the same values: nothing has been rounded differently yet.
     assert_same(found.first_gradients, expected.first_gradients, "gradient of the first step")
     assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-5)

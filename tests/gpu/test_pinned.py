@@ -45,13 +45,13 @@ def needs_cuda(device: torch.device) -> None:
 
 def test_the_device_knows_a_slab_as_pinned_and_forgets_it(device):
     needs_cuda(device)
-    slab = Arena((200 << 20) + 4096, device)
-    lease = slab.lease((200 << 20) + 4096, torch.uint8)
-    assert slab.pinned
-    assert lease.is_pinned()
-    assert lease[-1:].is_pinned()
-    slab.close()
-    assert not lease.is_pinned()
+    allocation = Arena((200 << 20) + 4096, device)
+    allocate = allocation.allocate((200 << 20) + 4096, torch.uint8)
+    assert allocation.pinned
+    assert allocate.is_pinned()
+    assert allocate[-1:].is_pinned()
+    allocation.close()
+    assert not allocate.is_pinned()
 
 
 def test_a_slab_lies_on_the_node_of_the_device(device):
@@ -59,8 +59,8 @@ def test_a_slab_lies_on_the_node_of_the_device(device):
     node = device_node(device)
     if node is None:
         pytest.skip("one node, or the system does not say which is the device's")
-    slab = Arena(64 << 20, device)
-    address = slab.lease(64 << 20, torch.uint8).data_ptr()
+    allocation = Arena(64 << 20, device)
+    address = allocation.allocate(64 << 20, torch.uint8).data_ptr()
     table = Path("/proc/self/numa_maps")
     if not table.exists():
         pytest.skip("this system does not say where pages are")
@@ -70,28 +70,28 @@ def test_a_slab_lies_on_the_node_of_the_device(device):
         pytest.skip("this container does not let its processes choose")
     pages = {word.split("=")[0]: int(word.split("=")[1]) for word in words if word[0] == "N" and word[1].isdigit()}
     assert max(pages, key=lambda name: pages[name]) == f"N{node}", pages
-    slab.close()
+    allocation.close()
 
 
 def test_a_refusal_of_the_device_is_not_found_by_compute_later(device):
     """What is registered already is refused: a refusal that every machine can make."""
     needs_cuda(device)
-    slab = Arena(1 << 20, device)
-    lease = slab.lease(1 << 20, torch.uint8)
-    assert not host_memory.register(lease, device)
+    allocation = Arena(1 << 20, device)
+    allocate = allocation.allocate(1 << 20, torch.uint8)
+    assert not host_memory.register(allocate, device)
     assert torch.arange(4, device=device).add(1).sum().item() == 10
     torch.cuda.synchronize(device)
-    slab.close()
+    allocation.close()
 
 
 def test_a_ring_that_cannot_be_registered_is_torch_s_own(device, monkeypatch):
     needs_cuda(device)
-    monkeypatch.setattr(host_memory, "register", lambda slab, device: False)
+    monkeypatch.setattr(host_memory, "register", lambda allocation, device: False)
     ring = Arena(1 << 20, device, ring=True)
-    lease = ring.lease(1 << 20, torch.uint8)
+    allocate = ring.allocate(1 << 20, torch.uint8)
     assert ring.pinned
-    assert lease.is_pinned()
-    assert lease.data_ptr() % 4096 == 0
+    assert allocate.is_pinned()
+    assert allocate.data_ptr() % 4096 == 0
     ring.close()
 
 
@@ -103,7 +103,9 @@ def test_what_is_not_pinned_trains_the_same(make_streams, device, uncompiled, mo
     if device.type == "cuda":
         register = host_memory.register
         monkeypatch.setattr(
-            host_memory, "register", lambda slab, device: slab.numel() <= limit and register(slab, device)
+            host_memory,
+            "register",
+            lambda allocation, device: allocation.numel() <= limit and register(allocation, device),
         )
         monkeypatch.setattr(host_memory, "pinned_buffer", lambda nbytes, device, alignment: None)
     else:
@@ -169,9 +171,9 @@ def test_a_save_of_device_state_passes_pinned_memory(make_streams, device, uncom
             super().__init__(*arguments)
             taken.append(self)
 
-    def watched(section, number, buffer, *arguments):
+    def watched(segment, number, buffer, *arguments):
         pinned.append(taken[-1]._arena.pinned and (device.type != "cuda" or buffer.is_pinned()))
-        fill(section, number, buffer, *arguments)
+        fill(segment, number, buffer, *arguments)
 
     monkeypatch.setattr(saving, "RingMemory", Noted)
     monkeypatch.setattr(tiles, "take_tile", watched)

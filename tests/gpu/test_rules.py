@@ -47,11 +47,11 @@ def test_the_compiled_update_gives_the_hosts_bits(
         "hard": hard_inputs(every),
     }
     for step, (kind, values) in enumerate(inputs.items(), 3):
-        rule, hyper = rule_and_hyper(name, format_, step)
+        rule, step_scalars = rule_and_hyper(name, format_, step)
         host = make(rule, *values, storage, torch.bfloat16)
         there = copy_to(host, device)
-        rule.update(host, hyper, 0.7, None)
-        update(rule, [(there, hyper)], 0.7)
+        rule.update(host, step_scalars, 0.7, None)
+        update(rule, [(there, step_scalars)], 0.7)
         wrong[kind] = differences(copy_to(there, torch.device("cpu")), host)
     assert not any(wrong.values()), wrong
 

@@ -48,10 +48,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_a_wheel_trains_where_nothing_compiles(wheel: Path, bare: dict[str, str], tmp_path: Path) -> None:
-    home = tmp_path / "fresh"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
-    python = home / "bin" / "python"
-    (packages,) = (home / "lib").glob("python*/site-packages")
+    storage = tmp_path / "fresh"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(storage)], check=True)
+    python = storage / "bin" / "python"
+    (packages,) = (storage / "lib").glob("python*/site-packages")
     # torch and the other libraries are those of the tests: nothing is fetched.
     borrowed = [folder for folder in sys.path if folder.endswith("site-packages")]
     (packages / "borrowed.pth").write_text("\n".join(borrowed))
@@ -62,7 +62,7 @@ def test_a_wheel_trains_where_nothing_compiles(wheel: Path, bare: dict[str, str]
     done = subprocess.run([python, "-c", TRAINS], cwd=run, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(packages)
-    command = [home / "bin" / "penstock", "--version"]
+    command = [storage / "bin" / "penstock", "--version"]
     said = subprocess.run(command, cwd=run, env=bare, capture_output=True, text=True, check=True).stdout
     assert said.split()[1] == wheel.name.split("-")[1]
 

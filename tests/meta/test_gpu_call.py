@@ -91,7 +91,7 @@ def check_report(source: str, rows: dict[str, str], part: str = "movement", stat
 
 def test_a_check_is_answered_once_it_passed_and_what_passed_is_not_run_again(call: ModuleType) -> None:
     steps = {step.name: step for group in call.CALLS["first"] for step in group}
-    cut_off, movement = steps["cut-off"], steps["movement"]
+    cut_off, transfers = steps["cut-off"], steps["movement"]
     assert cut_off.missing([]) == ["two_ranks", "test_train"]
     ranks, train = (
         "t/test_several_devices.py::test_two_ranks_on_one_device_are_refused",
@@ -103,10 +103,10 @@ def test_a_check_is_answered_once_it_passed_and_what_passed_is_not_run_again(cal
     assert f"--pytest=--deselect={ranks}" in command
     assert f"--pytest=--deselect={train}" not in command
     assert cut_off.missing([first, check_report(SAME, {train: "passed"})]) == []
-    assert movement.missing([first]) == ["movement"]
-    assert movement.missing([check_report(SAME, {ranks: "passed", train: "passed"})]) == ["movement"], "the other ones"
-    assert movement.missing([check_report(SAME, {"t/x.py::test_x": "failed"})]) == ["movement"]
-    assert movement.missing([check_report(SAME, {"t/x.py::test_x": "passed"})]) == []
+    assert transfers.missing([first]) == ["movement"]
+    assert transfers.missing([check_report(SAME, {ranks: "passed", train: "passed"})]) == ["movement"], "the other ones"
+    assert transfers.missing([check_report(SAME, {"t/x.py::test_x": "failed"})]) == ["movement"]
+    assert transfers.missing([check_report(SAME, {"t/x.py::test_x": "passed"})]) == []
 
 
 def test_a_contender_is_answered_by_a_steady_step_of_each_batch_size(call: ModuleType) -> None:

@@ -121,11 +121,11 @@ def test_the_check_runs_on_a_cpu_within_a_small_budget(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu_check-cpu.json").read_text())
     assert report["machine"]["cores"] >= 1
-    pinning, movement = report["parts"]
-    assert (pinning["status"], movement["status"]) == ("done", "done")
+    pinning, transfers = report["parts"]
+    assert (pinning["status"], transfers["status"]) == ("done", "done")
     assert {row["name"] for row in pinning["rows"]} >= {"slab", "bandwidth", "a run gives back"}
-    assert sorted(row["status"] for row in movement["rows"]) == ["passed", "skipped"]
-    assert "nothing is registered for this device" in movement["rows"][-1]["reason"]
+    assert sorted(row["status"] for row in transfers["rows"]) == ["passed", "skipped"]
+    assert "nothing is registered for this device" in transfers["rows"][-1]["reason"]
     assert "movement" in done.stdout.splitlines()[-2]
 
 

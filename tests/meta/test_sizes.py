@@ -461,7 +461,7 @@ def test_every_row_of_private_names_is_used() -> None:
         ("getattr(module, '_anything_of_torch', None)", {"?._anything_of_torch"}),
         ("HOOKS = ('_forward_hooks',)", {"?._forward_hooks"}),
         ("import torch\ntorch.add(a, b).__class__", set()),
-        ("self._sections", set()),
+        ("self._segments", set()),
     ],
 )
 def test_private_names_are_found(source: str, found: set[str]) -> None:

@@ -282,8 +282,8 @@ def test_base_in_16_bits_adapters_with_masters(peft: Any) -> None:
     optimizer.step()
     with optimizer.gathered():
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    homes = {unit.trained is None: unit.params.plans[0].tier for unit in optimizer._engine.context.units}
-    assert homes == {True: Tier.NVME, False: Tier.NVME}
+    storages = {unit.trained is None: unit.params.plans[0].tier for unit in optimizer._engine.context.units}
+    assert storages == {True: Tier.NVME, False: Tier.NVME}
     optimizer.close()
 
 

@@ -102,7 +102,7 @@ def test_the_head_is_gathered_once_in_forward_and_once_in_backward() -> None:
     loss = model(input_ids=ids, labels=ids).loss
     assert acquired.count("lm_head") == 1
     head = next(unit for unit in optimizer._engine.context.units if unit.name == "lm_head")
-    released = head.holding.residency
+    released = head.holding.unit_state
     optimizer.backward(loss)
     assert acquired.count("lm_head") == 2
     assert released.name == "RELEASED"

@@ -43,7 +43,7 @@ def least_live_bytes(family: Family) -> int:
 
 def assert_released(optimizer: penstock.Optimizer) -> None:
     engine = optimizer._engine
-    assert [unit.name for unit in engine.context.units if unit.holding.residency is not UnitState.RELEASED] == []
+    assert [unit.name for unit in engine.context.units if unit.holding.unit_state is not UnitState.RELEASED] == []
     assert engine.gatherer.live_bytes == 0
     assert optimizer.locations().bytes(kind="gathered") == 0
 
@@ -82,7 +82,7 @@ def test_small_parameters_stay_gathered_and_nothing_else():
     engine = optimizer._engine
     for step in range(STEPS):
         optimizer.backward(squared(model(Batch(step).floats(4, 8))))
-        kept = [unit for unit in engine.context.units if unit.holding.residency is UnitState.GATHERED]
+        kept = [unit for unit in engine.context.units if unit.holding.unit_state is UnitState.GATHERED]
         assert [unit.name for unit in kept] == ["root.small"]
         assert engine.gatherer.live_bytes == kept[0].nbytes
         optimizer.step()

@@ -135,9 +135,9 @@ class Movement:
     @property
     def placement(self) -> penstock.Placement:
         kinds = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
-        homes = {kind: where if isinstance(where, str) else dict(where) for kind, where in kinds.items()}
-        placement = penstock.Placement(**homes)
-        if any(Tier.NVME in placement.home(kind) for kind in homes):
+        storages = {kind: where if isinstance(where, str) else dict(where) for kind, where in kinds.items()}
+        placement = penstock.Placement(**storages)
+        if any(Tier.NVME in placement.home(kind) for kind in storages):
             placement = replace(placement, nvme_path=disks(self.disks))
         return placement
 

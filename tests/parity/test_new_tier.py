@@ -14,7 +14,7 @@ import penstock
 from penstock.config import Tier
 from penstock.runtime.streams import Streams
 from penstock.tiers.storage import Records, SegmentPlan, record_sizes
-from penstock.tiers.tier import Slab, TierMemory
+from penstock.tiers.tier import Allocation, TierMemory
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
 from tests.support import inline, sampled, separate, simulated
@@ -66,7 +66,7 @@ class DictionaryRecords(Records):
         return Later(self._late.submit(copy))
 
 
-class DictionarySlab(Slab):
+class DictionarySlab(Allocation):
     def __init__(self, late: ThreadPoolExecutor) -> None:
         self._late = late
 
@@ -84,8 +84,8 @@ class DictionaryTier(TierMemory):
     def __init__(self, *_: object, **__: object) -> None:
         self._late = ThreadPoolExecutor(4, "late")
 
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        return {home: DictionarySlab(self._late) for home in wanted}
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
+        return {storage: DictionarySlab(self._late) for storage in wanted}
 
     def close(self) -> None:
         self._late.shutdown()

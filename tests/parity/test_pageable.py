@@ -135,7 +135,9 @@ def test_what_the_host_alone_works_on_is_not_pinned(monkeypatch: pytest.MonkeyPa
     faulted: list[int] = []
     touch = host_memory.touch
     monkeypatch.setattr(
-        host_memory, "touch", lambda slab, threads: (faulted.append(slab.numel()), touch(slab, threads))
+        host_memory,
+        "touch",
+        lambda allocation, threads: (faulted.append(allocation.numel()), touch(allocation, threads)),
     )
     what, how = Arithmetic(precision="bf16"), Movement(3, "cpu", "cpu", "cpu").but(tile_bytes=4 * KIB)
     states = {"exp_avg", "exp_avg_sq"}
@@ -191,8 +193,8 @@ def on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
     failures: list[str] = []
     for stage in stages:
         hows = [
-            Movement(stage, *homes).but(tile_bytes=4 * KIB)
-            for homes in (("cpu", "cpu", "cpu"), ("cpu", "cpu", "device"), ("device", "device", "cpu"))
+            Movement(stage, *storages).but(tile_bytes=4 * KIB)
+            for storages in (("cpu", "cpu", "cpu"), ("cpu", "cpu", "device"), ("device", "device", "cpu"))
         ]
         at_once = bits(train(ROWS[0], Movement(stage), rank=rank, world_size=2, streams=inline(), steps=STEPS))
         with patch.context() as limited:

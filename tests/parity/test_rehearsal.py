@@ -174,8 +174,8 @@ def test_a_rehearsal_submits_what_a_run_does(row: Row) -> None:
         assert one == other, f"job {number} of {len(real)}"
     assert len(real) == len(virtual)
     drawn = dict.fromkeys(at_rest, 0)
-    for section in found.blueprint.sections:
-        drawn[section.tier.value] += sum(cell.nbytes for cell in section.cells)
+    for segment in found.blueprint.segments:
+        drawn[segment.tier.value] += sum(cell.nbytes for cell in segment.cells)
     if row.activations is None and "persistent_bytes" not in dict(row.how.options):  # else what is gathered counts, too
         assert at_rest == drawn
     assert all(parameter.device.type == "cpu" and parameter.numel() for parameter in meant.parameters())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import Tier
-from penstock.engine.step.update import TileUpdate, Updater, _homes
+from penstock.engine.step.update import TileUpdate, Updater, _storages
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
 from penstock.tiers import staging
@@ -74,7 +74,7 @@ def test_stretches_of_tiles_change_no_bit(
     submit = Updater._submit
 
     def note(self: Updater, tile: TileUpdate, *rest: Any) -> None:
-        if not self._pipelines[tile.runs_on].stretch(tile.number, _homes(tile.unit, tile.number)).in_place:
+        if not self._pipelines[tile.runs_on].stretch(tile.number, _storages(tile.unit, tile.number)).in_place:
             seen[tile.runs_on].append(tile.count)
         submit(self, tile, *rest)
 
@@ -145,8 +145,8 @@ def test_state_is_home_when_a_step_without_overlap_returns() -> None:
     model, optimizer = prepared(Arithmetic(), how, streams)
     optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
     optimizer.step()
-    homes = [unit.trained.optimizer for unit in optimizer._engine.context.units]
-    state = [tensor for home in homes for section in home.sections for tensor in section.tensors]
+    storages = [unit.trained.optimizer for unit in optimizer._engine.context.units]
+    state = [tensor for storage in storages for segment in storage.segments for tensor in segment.tensors]
     seen = [values.clone() for values in state]
     optimizer.synchronize()
     assert all(map(torch.equal, seen, state))

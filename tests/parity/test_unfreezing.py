@@ -232,14 +232,14 @@ def told_apart(rank: int) -> list[Any]:
     model = make()
     optimizer = prepare_on(separate(), model, stock(model), stage=1, precision="fp32")
     found: list[Any] = []
-    before, slabs = optimizer.locations().to_dict(), len(optimizer._engine.context.store._left)
+    before, allocations = optimizer.locations().to_dict(), len(optimizer._engine.context.store._left)
     layer = (model.blocks[0].up, model.blocks[0].down)[rank].requires_grad_(True)
     with pytest.raises(penstock.EngineError) as caught:
         optimizer.add_param_group({"params": layer.parameters()})
     found.append(str(caught.value))
     model.blocks.requires_grad_(False)
     assert optimizer.locations().to_dict() == before
-    assert len(optimizer._engine.context.store._left) == slabs
+    assert len(optimizer._engine.context.store._left) == allocations
     with optimizer.no_sync():
         optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
     torch.manual_seed(rank)

@@ -238,8 +238,8 @@ def updated_when_step_returns(streams: Streams) -> Values:
     model, optimizer = prepared(Arithmetic(), how, streams)
     optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
     optimizer.step()
-    homes = [unit.trained.optimizer for unit in optimizer._engine.context.units]
-    seen = [tensor.clone() for home in homes for section in home.sections for tensor in section.tensors]
+    storages = [unit.trained.optimizer for unit in optimizer._engine.context.units]
+    seen = [tensor.clone() for storage in storages for segment in storage.segments for tensor in segment.tensors]
     optimizer.close()
     return seen
 
@@ -325,7 +325,7 @@ def nothing_in_flight_after_a_move(streams: Streams) -> Values:
 def nothing_in_flight_once_the_old_memory_went(streams: Streams) -> Values:
     _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
     optimizer.offload_states(non_blocking=True)
-    optimizer._engine.mover._cleaned.synchronize()
+    optimizer._engine.offloader._cleaned.synchronize()
     seen = in_flight(optimizer)
     optimizer.close()
     return seen
@@ -337,7 +337,7 @@ def what_was_kept_is_given_back_while_a_reload_is_under_way(streams: Streams) ->
     optimizer.offload_states({"optimizer"}, keep=True)
     optimizer.reload_states(non_blocking=True)
     optimizer.offload_states({"grad"})
-    seen = [str(plan) for slab in optimizer._engine.context.store._kept.values() for plan in slab.plans]
+    seen = [str(plan) for allocation in optimizer._engine.context.store._kept.values() for plan in allocation.plans]
     optimizer.close()
     return seen
 
@@ -348,7 +348,7 @@ def old_memory_went_before_the_next_move_takes_some(streams: Streams) -> Values:
     reserve = store.reserve
 
     def note(*arguments: Any, **rest: Any) -> Any:
-        seen.append([section.plan.home for section in store._leaving])
+        seen.append([segment.plan.storage for segment in store._leaving])
         return reserve(*arguments, **rest)
 
     optimizer.offload_states(non_blocking=True)
@@ -368,7 +368,7 @@ def old_memory_went_before_parameters_come(streams: Streams) -> Values:
     reserve = store.reserve
 
     def note(*arguments: Any, **rest: Any) -> Any:
-        seen.append([section.plan.home for section in store._leaving])
+        seen.append([segment.plan.storage for segment in store._leaving])
         return reserve(*arguments, **rest)
 
     optimizer.offload_states()

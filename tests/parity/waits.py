@@ -27,7 +27,7 @@ from penstock.tiers.storage import MemoryEvents
 PACKAGE = Path(penstock.__file__).parent
 # What measures a machine, and what only notes waits, orders nothing of an engine's.
 ORDERS_NOTHING = ("runtime/", "probe/", "rehearsal/", "forecast/", "planner/", "ext/observe/")
-VERBS = ("wait", "synchronize", "submit", "all_of", "note_write", "note_read", "buffer_home")
+VERBS = ("wait", "synchronize", "submit", "all_of", "note_write", "note_read", "buffer_storage")
 ALL = "#all"  # of `all_of(events)`
 REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
 NOTE = "#note"  # of what a home is told
@@ -122,8 +122,8 @@ def _entries(call: ast.Call) -> Iterator[str]:
     elif verb == "submit":
         for after in (keyword.value for keyword in call.keywords if keyword.arg == "after"):
             yield from (f"#{index}" for index in range(len(after.elts) if isinstance(after, ast.Tuple) else 1))
-    elif verb in ("note_write", "note_read", "buffer_home"):
-        noted = call.args[0] if verb != "buffer_home" else call.keywords[0].value if call.keywords else None
+    elif verb in ("note_write", "note_read", "buffer_storage"):
+        noted = call.args[0] if verb != "buffer_storage" else call.keywords[0].value if call.keywords else None
         if noted is not None and not ast.unparse(noted).startswith(FAILURES):
             yield NOTE
     elif verb == "all_of":
@@ -212,11 +212,11 @@ class Notes:
             patch.setattr(MemoryEvents, method, self._between(getattr(MemoryEvents, method)))
 
     def _between(self, note: Callable[[MemoryEvents, Event], None]) -> Callable[[MemoryEvents, Event], None]:
-        homes = note.__code__.co_filename  # type: ignore[attr-defined]
+        storages = note.__code__.co_filename  # type: ignore[attr-defined]
 
         def heard(events: MemoryEvents, event: Event) -> None:
             frame: Any = sys._getframe(1)
-            while frame.f_code.co_filename == homes:
+            while frame.f_code.co_filename == storages:
                 frame = frame.f_back
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}{NOTE}"
             self.seen.add(place)

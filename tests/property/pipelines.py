@@ -120,24 +120,24 @@ def simulate(pipeline: Pipeline, machine: Machine, steps: int = 24, measured: in
     """Seconds of a step once it goes on as before."""
     clock = Clock(machine, pipeline)
     units = range(pipeline.units)
-    home = [0.0 for _ in units]  # when a unit's parameters are home
+    storage = [0.0 for _ in units]  # when a unit's parameters are home
     record = {(kind, unit): 0.0 for kind, unit in product(("params", "grads", "optimizer"), units)}
     began, ends = 0.0, []
     for _ in range(steps):
         for unit in units:
-            home[unit] = _update(pipeline, clock, record, unit, began)
+            storage[unit] = _update(pipeline, clock, record, unit, began)
         grads_home = began
         for batch in range(pipeline.micro_batches):
             used: list[float] = []
             for unit in units:
-                asked = max(began, home[unit], used[-1 - pipeline.ahead] if len(used) > pipeline.ahead else 0.0)
+                asked = max(began, storage[unit], used[-1 - pipeline.ahead] if len(used) > pipeline.ahead else 0.0)
                 used.append(clock.run("compute", pipeline.forward_s, _gather(pipeline, clock, record, unit, asked)))
             over = used[-1]
             used = []
             for number, unit in enumerate(reversed(units)):
                 # The first units are there, or come, while forward runs; others once those before them were used.
                 asked = began if number < pipeline.ahead else max([over, *used[: number - pipeline.ahead]])
-                asked = max(asked, home[unit])
+                asked = max(asked, storage[unit])
                 used.append(clock.run("compute", pipeline.backward_s, _gather(pipeline, clock, record, unit, asked)))
                 grads_home = max(grads_home, _send(pipeline, clock, record, unit, used[-1], adds=batch > 0))
         began = max(clock.free["compute"], grads_home)

@@ -320,7 +320,7 @@ class Setting:
     """What a programme runs on."""
 
     streams: str
-    homes: dict[str, str]
+    storages: dict[str, str]
     overlap: str
     optimizer: str
     checkpointed: bool
@@ -335,7 +335,7 @@ class Setting:
             STREAMS[self.streams](),
             model,
             make_optimizer(self.optimizer, model),
-            placement=penstock.Placement(**self.homes, nvme_path=disks(1)),  # type: ignore[arg-type]
+            placement=penstock.Placement(**self.storages, nvme_path=disks(1)),  # type: ignore[arg-type]
             precision="fp32",
             overlap=self.overlap,
             options=penstock.Options(tile_bytes=self.tile_bytes),
@@ -365,7 +365,7 @@ STREAMS: dict[str, Callable[[], Streams]] = {
 def draw_setting(chance: random.Random) -> Setting:
     return Setting(
         streams=chance.choice([*STREAMS, "separate", "late and released"]),
-        homes={kind: chance.choice(["device", "cpu", "cpu", "nvme"]) for kind in ("params", "grads", "optimizer")},
+        storages={kind: chance.choice(["device", "cpu", "cpu", "nvme"]) for kind in ("params", "grads", "optimizer")},
         overlap=chance.choice(["none", "forward"]),
         optimizer=chance.choice(["SGD", "AdamW"]),
         checkpointed=chance.random() < 0.2,

@@ -43,7 +43,7 @@ class Moving(Ours):
 
     def settle(self) -> None:
         self.optimizer.synchronize()
-        self.optimizer._engine.mover._cleaned.synchronize()
+        self.optimizer._engine.offloader._cleaned.synchronize()
         assert_table_agrees(self.optimizer)
 
     def inside(self, moves: list[Operation]) -> None:
@@ -127,10 +127,10 @@ def run(streams: Streams, sequence: list[Operation], *arguments: Any) -> Log:
     st.sampled_from(["none", "forward", "auto"]),
 )
 def test_moves_change_no_trajectory(
-    make: Any, both: Any, homes: dict[str, Any], precision: str, tile_bytes: int, overlap: str
+    make: Any, both: Any, storages: dict[str, Any], precision: str, tile_bytes: int, overlap: str
 ) -> None:
     plain, moving = both
-    placement = penstock.Placement(**homes, nvme_path=disks(2))
+    placement = penstock.Placement(**storages, nvme_path=disks(2))
     still = run(inline(), plain, penstock.Placement(), precision, tile_bytes, "none")
     assert_same(run(make(), moving, placement, precision, tile_bytes, overlap), still)
 
@@ -196,12 +196,12 @@ def check_rank(rank: int, stage: int, seeds: range) -> list[str]:
     for seed in seeds:
         plain, moving = random_sequence(seed)
         chance = random.Random(seed)
-        homes, overlap = chance.choice(SPLITS), chance.choice(["none", "forward", "auto"])
+        storages, overlap = chance.choice(SPLITS), chance.choice(["none", "forward", "auto"])
         name, streams = chance.choice(
             [("inline", inline), ("separate", separate), ("simulated", lambda: simulated(most_seconds=0.0005))]
         )
         logs = []
-        for sequence, make, where, when in ((plain, inline, {}, "none"), (moving, streams, homes, overlap)):
+        for sequence, make, where, when in ((plain, inline, {}, "none"), (moving, streams, storages, overlap)):
             subject = MovingRank(stage, make(), penstock.Placement(**where, nvme_path=disks(2)), when)
             apply(subject, sequence)
             subject.finish()
@@ -209,7 +209,7 @@ def check_rank(rank: int, stage: int, seeds: range) -> list[str]:
         try:
             assert_same(logs[1], logs[0])
         except AssertionError:
-            failures.append(f"stage {stage}, seed {seed}: {name} {homes} {overlap}\n{moving}")
+            failures.append(f"stage {stage}, seed {seed}: {name} {storages} {overlap}\n{moving}")
     return failures
 
 

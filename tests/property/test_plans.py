@@ -34,7 +34,7 @@ SIGNED = st.none() | st.floats(-1e9, 1e9)
 
 
 @st.composite
-def homes(draw: st.DrawFn) -> object:
+def storages(draw: st.DrawFn) -> object:
     parts = draw(st.lists(st.integers(0, 64), min_size=3, max_size=3))
     if not sum(parts):
         return draw(st.sampled_from(TIERS))
@@ -47,9 +47,9 @@ def plans(draw: st.DrawFn) -> Plan:
     lacks = draw(st.lists(st.builds(Lack, st.sampled_from(TIERS), st.integers(1, 1 << 62), TEXTS), max_size=2))
     return Plan(
         placement=Placement(
-            params=draw(homes()),
-            grads=draw(homes()),
-            optimizer=draw(homes()),
+            params=draw(storages()),
+            grads=draw(storages()),
+            optimizer=draw(storages()),
             activations=draw(st.none() | st.sampled_from(TIERS)),
             nvme_path=draw(st.none() | st.text(max_size=5) | st.lists(st.text(max_size=5), max_size=3)),
         ),

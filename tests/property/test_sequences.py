@@ -285,9 +285,9 @@ tiers = st.sampled_from(["device", "cpu", "nvme"])
 splits = st.sampled_from([(0.5, 0.5, 0.0), (0.3, 0.0, 0.7), (0.0, 0.6, 0.4), (0.4, 0.4, 0.2)]).map(
     lambda parts: dict(zip(("device", "cpu", "nvme"), parts, strict=True))
 )
-homes = st.one_of(tiers, splits)
+storages = st.one_of(tiers, splits)
 placements = st.builds(
-    penstock.Placement, params=homes, grads=homes, optimizer=homes, nvme_path=st.integers(1, 2).map(disks)
+    penstock.Placement, params=storages, grads=storages, optimizer=storages, nvme_path=st.integers(1, 2).map(disks)
 )
 overlaps = st.sampled_from(["none", "forward", "auto"])
 

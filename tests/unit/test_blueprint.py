@@ -15,7 +15,7 @@ from penstock.runtime.topology import Grid
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.tier import bytes_on
-from tests.accounts import slabs
+from tests.accounts import allocations
 from tests.support import inline, prepare_on, separate
 
 WIDTH = 64
@@ -49,9 +49,9 @@ def test_it_is_drawn_without_memory_and_without_values(device: str, tmp_path: Pa
     placement = penstock.Placement(**{**vars(EVERYWHERE), "nvme_path": tmp_path})
     blueprint = drawn(net(device), placement, separate())
     numel = 4 * WIDTH * (WIDTH + 1)
-    assert all(bytes_on(blueprint.sections, tier) > 0 for tier in Tier)
-    homes = ("param", "grad", "master", "optimizer")
-    at_rest = sum(bytes_on([s for s in blueprint.sections if s.home in homes], tier) for tier in Tier)
+    assert all(bytes_on(blueprint.segments, tier) > 0 for tier in Tier)
+    storages = ("param", "grad", "master", "optimizer")
+    at_rest = sum(bytes_on([s for s in blueprint.segments if s.storage in storages], tier) for tier in Tier)
     assert 14 * numel <= at_rest < 1.5 * 14 * numel, "what a shard is padded to, and whole pages"
     assert blueprint.gathered_bytes >= 2 * numel
     assert not list(tmp_path.iterdir())
@@ -71,8 +71,10 @@ def test_its_totals_are_those_of_what_is_built(streams: type[Streams], tmp_path:
     )
     table = optimizer.locations()
     for tier in Tier:
-        cells = [cell for section in blueprint.sections for cell in section.cells if section.tier is tier]
+        cells = [cell for segment in blueprint.segments for cell in segment.cells if segment.tier is tier]
         assert sum(cell.nbytes for cell in cells) == table.bytes(tier=tier.value)
-        assert bytes_on(blueprint.sections, tier) >= table.bytes(tier=tier.value), "pages are whole"
-    assert bytes_on(blueprint.sections, Tier.CPU) == sum(arena.capacity for arena in slabs(optimizer)), "to the byte"
+        assert bytes_on(blueprint.segments, tier) >= table.bytes(tier=tier.value), "pages are whole"
+    assert bytes_on(blueprint.segments, Tier.CPU) == sum(arena.capacity for arena in allocations(optimizer)), (
+        "to the byte"
+    )
     optimizer.close()

@@ -285,7 +285,7 @@ def test_the_bytes_on_every_tier_are_those_of_the_blueprint() -> None:
     blueprint = drawn(model, placement=Placement(params=SHARES, optimizer="cpu"))
     need = memory_budget.budget_of(blueprint, model, CUDA).device
     at_rest = sum(need.parts[what] for what in ("params", "grads", "optimizer", "tiles"))
-    assert at_rest == bytes_on(blueprint.sections, Tier.DEVICE)
+    assert at_rest == bytes_on(blueprint.segments, Tier.DEVICE)
 
 
 @pytest.mark.parametrize("whole", ["device", "home"])

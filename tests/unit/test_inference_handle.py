@@ -411,9 +411,11 @@ def test_a_blueprint_has_parameters_and_the_ring_of_files_alone(tier: str) -> No
         overlap="forward",
     )
     blueprint = draw_blueprint(model, None, request, Grid(), separate().reach)
-    assert {section.home for section in blueprint.sections} == ({"param"} if tier != "nvme" else {"param", "staging"})
+    assert {segment.storage for segment in blueprint.segments} == (
+        {"param"} if tier != "nvme" else {"param", "staging"}
+    )
     assert {plan.spec.name for plan in blueprint.units} == {"root", "blocks.0", "blocks.1"}
     numel = sum(-(-p.numel() // 256) * 256 for p in model.parameters())
-    params = [cell for section in blueprint.sections if section.home == "param" for cell in section.cells]
+    params = [cell for segment in blueprint.segments if segment.storage == "param" for cell in segment.cells]
     assert sum(cell.nbytes for cell in params) == 2 * numel
     assert {cell.tier for cell in params} == {Tier(tier)}

@@ -158,14 +158,14 @@ def test_its_rule_is_its_step() -> None:
         part = rule.part(group)
         assert part.whole == (group["rule"] == "muon")
         for p in group["params"]:
-            segment = segment_of(part, before[p], padding=0)
+            update_slice = segment_of(part, before[p], padding=0)
             assert p.grad is not None
-            segment.grad.copy_(p.grad.flatten())
-            part.update(segment, rule.hyper(group, 1), 1.0, None)
+            update_slice.grad.copy_(p.grad.flatten())
+            part.update(update_slice, rule.step_scalars(group, 1), 1.0, None)
             if part.whole:
-                assert torch.equal(segment.param.view(p.shape), p)
+                assert torch.equal(update_slice.param.view(p.shape), p)
             else:
-                torch.testing.assert_close(segment.param.view(p.shape), p.detach(), rtol=1e-6, atol=1e-7)
+                torch.testing.assert_close(update_slice.param.view(p.shape), p.detach(), rtol=1e-6, atol=1e-7)
 
 
 def test_groups_of_the_union_say_which_part() -> None:

@@ -218,8 +218,8 @@ def test_what_is_shown(everything: Run) -> None:
 
 
 def test_captured_output(everything: Run) -> None:
-    sections = [["Captured stdout call", "said before\n"], ["Captured stderr call", "said aloud\n"]]
-    assert everything.of("test_fails")["call"]["sections"] == sections
+    segments = [["Captured stdout call", "said before\n"], ["Captured stderr call", "said aloud\n"]]
+    assert everything.of("test_fails")["call"]["sections"] == segments
     assert everything.of("test_passes")["setup"]["sections"] == [["Captured stdout setup", "made\n"]]
     assert ["Captured stdout teardown", "torn down\n"] in everything.of("test_is_last")["teardown"]["sections"]
 

@@ -231,8 +231,8 @@ class Checkpoint:
     @property
     def averages(self) -> set[str]:
         """The kinds of its averages of parameters."""
-        homes = (home.name for table in self.tables for unit in table.units for home in unit.homes)
-        return {name for name in homes if is_average(name)}
+        storages = (storage.name for table in self.tables for unit in table.units for storage in unit.storages)
+        return {name for name in storages if is_average(name)}
 
     def check_whole(self) -> None:
         """Refuse a checkpoint that does not hold every element of each parameter once, in valid kinds.
@@ -300,7 +300,7 @@ def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
     if strangers:
         return f"has '{strangers[0]}', which is no parameter"
     saved = [manifest.parameters[slot.name] for slot in unit.slots]
-    kinds = {home.name: {cell.kind: (cell.dtype, cell.grain) for cell in home.cells} for home in unit.homes}
+    kinds = {storage.name: {cell.kind: (cell.dtype, cell.grain) for cell in storage.cells} for storage in unit.storages}
     param, _ = kinds.get(PARAM, {}).get(PARAM, (None, 1))
     master, _ = kinds.get(MASTER, {}).get(MASTER, (None, 1))
     if master not in (None, torch.int16, torch.float32):
@@ -311,7 +311,9 @@ def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
         return "has half a master"
     if any(param not in (None, p.dtype) or (master is not None and not p.dtype.is_floating_point) for p in saved):
         return "has parameters of another dtype"
-    needed = {(home, home): (dtype, 1) for home, dtype in ((PARAM, param), (MASTER, master)) if dtype is not None}
+    needed = {
+        (storage, storage): (dtype, 1) for storage, dtype in ((PARAM, param), (MASTER, master)) if dtype is not None
+    }
     for state in {state.name: state for slot in unit.slots for state in manifest.states_of(slot.name)}.values():
         # The grain follows from the shape of the state, which only the rule that loads it knows.
         _, grain = kinds.get(OPTIMIZER, {}).get(state.name, (None, 1))
@@ -319,7 +321,7 @@ def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
         if state.scale_name is not None:
             needed[OPTIMIZER, state.scale_name] = torch.float32, BLOCK_NUMEL
     needed |= {(name, name): (torch.float32, 1) for name in kinds if is_average(name)}
-    lacking = [kind for (home, kind), form in needed.items() if kinds.get(home, {}).get(kind) != form]
+    lacking = [kind for (storage, kind), form in needed.items() if kinds.get(storage, {}).get(kind) != form]
     return f"lacks '{lacking[0]}'" if lacking else None
 
 
@@ -418,7 +420,7 @@ def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             for slot in unit.slots
         )
         named = sum(max(0, stop - start) for start, stop in ends)
-        for cell in (cell for home in unit.homes for cell in home.cells):
+        for cell in (cell for storage in unit.storages for cell in storage.cells):
             nbytes[cell.kind, dtype_name(cell.dtype)] += cell.part(0, named).stop * cell.dtype.itemsize
     return [{"kind": kind, "dtype": dtype, "bytes": count} for (kind, dtype), count in nbytes.items()]
 
@@ -426,10 +428,10 @@ def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Add up the bytes of each storage by the tier that it was saved from."""
     nbytes: Counter[tuple[str, str]] = Counter()
-    for home in (home for table in checkpoint.tables for unit in table.units for home in unit.homes):
-        for tier, count in home.tiers:
-            nbytes[home.name, tier] += count
-    return [{"home": home, "tier": tier, "bytes": count} for (home, tier), count in nbytes.items()]
+    for storage in (storage for table in checkpoint.tables for unit in table.units for storage in unit.storages):
+        for tier, count in storage.tiers:
+            nbytes[storage.name, tier] += count
+    return [{"home": storage, "tier": tier, "bytes": count} for (storage, tier), count in nbytes.items()]
 
 
 def _short(value: Any) -> Any:

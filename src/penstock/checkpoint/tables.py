@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -224,7 +224,7 @@ class UnitTable:
         shard_numel: elements of the shard.
         tile_numel: elements of a tile; the shard's last one may be shorter.
         first_tile: the number of the first tile of the shard in the file.
-        homes: the unit's storages, in the order of a tile's records.
+        storages: the unit's storages, in the order of a tile's records.
         offset: the first byte of the first tile in the file.
         checksums: the CRC-32C of every record, by tile; zeros until the tile is written.
     """
@@ -235,7 +235,7 @@ class UnitTable:
     shard_numel: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL)]
     tile_numel: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL)]
     first_tile: int
-    homes: tuple[HomeTable, ...]
+    storages: tuple[HomeTable, ...] = field(metadata={"key": "homes"})
     offset: Annotated[int, partial(Field.multiple, of=PAGE_BYTES)]
     checksums: tuple[Annotated[tuple[int, ...], partial(Field.integers, most=MOST_CHECKSUM)], ...]
 
@@ -255,14 +255,14 @@ class UnitTable:
         offset = self.offset + (number - self.first_tile) * sum(self._record_bytes(self.tile_numel))
         records = []
         checksums = self.checksums[number - self.first_tile]
-        for home, nbytes, checksum in zip(self.homes, self._record_bytes(stop - start), checksums, strict=True):
-            records.append(TileRecord(home, offset, nbytes, checksum))
+        for storage, nbytes, checksum in zip(self.storages, self._record_bytes(stop - start), checksums, strict=True):
+            records.append(TileRecord(storage, offset, nbytes, checksum))
             offset += nbytes
         return records
 
     def _record_bytes(self, numel: int) -> list[int]:
         """Return the bytes of each record of a tile of some elements."""
-        return [home.layout.record_bytes(numel) for home in self.homes]
+        return [storage.layout.record_bytes(numel) for storage in self.storages]
 
     @property
     def held_range(self) -> tuple[int, int]:
@@ -325,8 +325,8 @@ class UnitTable:
             CheckpointError: it is invalid. Nothing of its sizes was allocated.
         """
         table = _read_unit(field)
-        if any(len(of_tile) != len(table.homes) for of_tile in table.checksums):
-            raise field["checksums"].fail(f"has not {len(table.homes)} for each tile")
+        if any(len(of_tile) != len(table.storages) for of_tile in table.checksums):
+            raise field["checksums"].fail(f"has not {len(table.storages)} for each tile")
         if table.checksums and table.tile_range(table.tiles[-1])[0] >= table.shard_numel:
             raise field["checksums"].fail("has more tiles than the shard")
         if table.largest_tile_bytes > MOST_TILE_BYTES:
@@ -370,7 +370,7 @@ class RankTable:
         return cls(units, field["random"].value)
 
 
-def kept_homes(cells: Mapping[str, Sequence[CellPlan]]) -> list[str]:
+def kept_storages(cells: Mapping[str, Sequence[CellPlan]]) -> list[str]:
     """Return the names of the storages that a checkpoint keeps of a unit. An fp32 master replaces its parameters.
 
     Arguments:
@@ -388,14 +388,14 @@ def own_slots(slots: Sequence[Slot], grid: Grid) -> tuple[Slot, ...]:
 
 
 def draw_table(
-    name: str, layout: FlatLayout, homes: Sequence[HomeTable], tile_numel: int, grid: Grid, offset: int
+    name: str, layout: FlatLayout, storages: Sequence[HomeTable], tile_numel: int, grid: Grid, offset: int
 ) -> UnitTable:
     """Make the table of the tiles of a unit that a rank saves. Ranks with copies of a shard divide its tiles.
 
     Arguments:
         name: the unit's.
         layout: its flat buffer.
-        homes: the storages that are kept.
+        storages: the storages that are kept.
         tile_numel: elements of a tile.
         grid: the rank's position in the mesh.
         offset: the first byte of its tiles in the data file.
@@ -411,9 +411,9 @@ def draw_table(
         shard_numel=stop - start,
         tile_numel=tile_numel,
         first_tile=first,
-        homes=tuple(homes),
+        storages=tuple(storages),
         offset=offset,
-        checksums=((0,) * len(homes),) * (last - first),
+        checksums=((0,) * len(storages),) * (last - first),
     )
 
 
@@ -432,7 +432,7 @@ class TileKey(NamedTuple):
 class TileRecord(NamedTuple):
     """A tile's bytes of one storage in the data file."""
 
-    home: HomeTable
+    storage: HomeTable
     offset: int
     nbytes: int
     checksum: int

@@ -38,14 +38,14 @@ class UnitSource:
 
     Attributes:
         table: the tiles and their offsets in the file, without checksums.
-        homes: their storages, in the order of the table's.
+        storages: their storages, in the order of the table's.
         ready: their values are written, in files, too. Later writes wait for `copied`, never the reverse.
         copied: nothing reads them any more. Updates wait for it. The writer settles it after the last copy, and the
             owner of the save when that is over, however it ends.
     """
 
     table: UnitTable
-    homes: tuple[Storage, ...]
+    storages: tuple[Storage, ...]
     ready: Event
     copied: HostEvent
 
@@ -62,9 +62,9 @@ class RingMemory:
 
     def __init__(self, sources: Sequence[UnitSource], device: torch.device) -> None:
         largest = max((source.table.largest_tile_bytes for source in sources), default=0)
-        self._arena = Arena(RING_TILES * Arena.lease_bytes(largest, torch.uint8), device, ring=True)
+        self._arena = Arena(RING_TILES * Arena.allocated_bytes(largest, torch.uint8), device, ring=True)
         count = RING_TILES if largest else 0
-        self.buffers: Sequence[Tensor] = [self._arena.lease(largest, torch.uint8) for _ in range(count)]
+        self.buffers: Sequence[Tensor] = [self._arena.allocate(largest, torch.uint8) for _ in range(count)]
 
     def close(self) -> None:
         """Free them."""
@@ -144,10 +144,12 @@ class TileWriter:
         buffer = self._ring[turn % len(self._ring)][: sum(record.nbytes for record in records)]
         transfers: list[Transfer] = []
         self._started.append(transfers)
-        for record, part, home in zip(records, _parts(buffer, records), source.homes, strict=True):
-            section, index = home.tile(number)
-            what = f"{record.home.name} of unit '{source.table.name}', tile {number}"
-            take_tile(section, index, part, self._streams, Label("save", source.table.name, record.home.name, number))
+        for record, part, storage in zip(records, _parts(buffer, records), source.storages, strict=True):
+            segment, index = storage.tile(number)
+            what = f"{record.storage.name} of unit '{source.table.name}', tile {number}"
+            take_tile(
+                segment, index, part, self._streams, Label("save", source.table.name, record.storage.name, number)
+            )
             transfers.append(self._file.write(record.offset, part, checksum=True, what=what))
 
 
@@ -184,26 +186,28 @@ class Tile(NamedTuple):
     Attributes:
         key: which tile.
         data: its records in their order, uint8.
-        homes: the values of its kinds, by storage: views of `data`.
+        storages: the values of its kinds, by storage: views of `data`.
     """
 
     key: TileKey
     data: Tensor
-    homes: Mapping[str, Mapping[str, Tensor]]
+    storages: Mapping[str, Mapping[str, Tensor]]
 
     @classmethod
     def of(cls, key: TileKey, data: Tensor, records: Sequence[TileRecord]) -> "Tile":
         """Make a tile of its records in `data`."""
         start, stop = key.unit.tile_range(key.number)
-        homes = {}
+        storages = {}
         for record, part in zip(records, _parts(data, records), strict=True):
-            views = record.home.layout.views(part, stop - start)
-            homes[record.home.name] = {cell.kind: view for cell, view in zip(record.home.cells, views, strict=True)}
-        return cls(key, data, homes)
+            views = record.storage.layout.views(part, stop - start)
+            storages[record.storage.name] = {
+                cell.kind: view for cell, view in zip(record.storage.cells, views, strict=True)
+            }
+        return cls(key, data, storages)
 
     def values(self, kind: str) -> Tensor | None:
         """Return the values of a storage with one kind of the same name; `None` if the tile lacks it."""
-        return self.homes.get(kind, {}).get(kind)
+        return self.storages.get(kind, {}).get(kind)
 
 
 class TileReader:
@@ -213,12 +217,12 @@ class TileReader:
         self._queue = Queue()
         self._files: dict[Path, File] = {}
 
-    def read(self, keys: Iterable[TileKey], *, homes: Container[str] | None = None) -> Iterator[Tile]:
+    def read(self, keys: Iterable[TileKey], *, storages: Container[str] | None = None) -> Iterator[Tile]:
         """Read and verify tiles, a few ahead of their use.
 
         Arguments:
             keys: the tiles, best in the order of the files.
-            homes: the names of the storages that are read; `None` for all.
+            storages: the names of the storages that are read; `None` for all.
 
         Raises:
             CheckpointError: a file cannot be read, or a tile is damaged.
@@ -233,7 +237,7 @@ class TileReader:
                     nbytes = sum(record.nbytes for record in key.records())
                     if buffer.numel() < nbytes:  # sized by tiles that are in the file, not by the table alone
                         buffer = page_aligned(nbytes)
-                    tile, transfers = self._start(key, buffer, homes)
+                    tile, transfers = self._start(key, buffer, storages)
                     ahead.append((tile, buffer, transfers))
                 if not ahead:
                     return
@@ -250,11 +254,11 @@ class TileReader:
                         transfer.wait()  # site checkpoint.reads_abandoned
 
     def _start(
-        self, key: TileKey, buffer: Tensor, homes: Container[str] | None
+        self, key: TileKey, buffer: Tensor, storages: Container[str] | None
     ) -> tuple[Tile, list[tuple[TileRecord, Transfer]]]:
         """Begin to read a tile into a buffer. Its values are valid once the transfers are over."""
         file = self._open(key.file)
-        records = [record for record in key.records() if homes is None or record.home.name in homes]
+        records = [record for record in key.records() if storages is None or record.storage.name in storages]
         data = buffer[: sum(record.nbytes for record in records)]
         transfers = [
             (record, file.read(record.offset, part, checksum=record.checksum))
@@ -295,7 +299,7 @@ def _finish(key: TileKey, record: TileRecord, transfer: Transfer) -> None:
     try:
         transfer.wait()  # site checkpoint.tile_read
     except NvmeError as error:
-        what = f"{record.home.name} of unit '{key.unit.name}', tile {key.number}"
+        what = f"{record.storage.name} of unit '{key.unit.name}', tile {key.number}"
         reason = os.strerror(error.errno) if error.errno else "the file ends there"
         raise CheckpointError(
             f"{key.file}: {what}, {record.nbytes:,} bytes at offset {record.offset:,}, is damaged ({reason}). Load "

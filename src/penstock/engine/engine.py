@@ -32,7 +32,7 @@ from penstock.engine.step.step import Stepper
 from penstock.engine.step.update import Updater
 from penstock.engine.unit.parameter import UnitParameter
 from penstock.errors import CheckpointError, EngineError, NvmeError, one_line
-from penstock.runtime.control_group import ControlGroup, Facts
+from penstock.runtime.control_group import ControlGroup, RankChecks
 from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import FailedEvent
 from penstock.tiers.tier import Location, LocationReport
@@ -73,11 +73,11 @@ class Engine:
         activations: offloads saved tensors; `None` leaves them on the device.
         updater, stepper, skips: run the updates of a step, and count skipped steps.
         save_group: the ranks as they agree on saves, and on nothing else: a thread of its own communicates there.
-        access, blocks, mover, saver, loader: read, write, move, save and load training state.
+        access, blocks, offloader, saver, loader: read, write, move, save and load training state.
         gradients: changes gradients between backward and step.
         policy: scales the loss, and decides on a step.
         restore_model: undoes changes of the model for the present units, beside parameters and hooks.
-        planted: changes of the model and of the given optimizer until `close`.
+        patches: changes of the model and of the given optimizer until `close`.
         adopt: plans the change of units where the param groups of the given optimizer have more parameters, reserves
             its memory, and adds the facts that ranks compare before it.
         averages: the averages of the parameters (`penstock.ext.ema.Averages`); `None` until the first one is made.
@@ -92,19 +92,19 @@ class Engine:
     activations: ActivationOffload | None
     skips: SkippedSteps
     save_group: ControlGroup
-    planted: AttributePatches = field(default_factory=AttributePatches)
+    patches: AttributePatches = field(default_factory=AttributePatches)
     hooks: Hooks = field(init=False)
     updater: Updater = field(init=False)
     stepper: Stepper = field(init=False)
     access: StateAccess = field(init=False)
     blocks: GatheredBlocks = field(init=False)
-    mover: StateOffloader = field(init=False)
+    offloader: StateOffloader = field(init=False)
     saver: StateSaver = field(init=False)
     loader: StateLoader = field(init=False)
     gradients: Gradients = field(init=False)
     policy: StepPolicy = field(init=False)
     restore_model: Callable[[], None] = field(init=False)
-    adopt: Callable[["Engine", torch.optim.Optimizer, Facts], PendingChange] = field(init=False)
+    adopt: Callable[["Engine", torch.optim.Optimizer, RankChecks], PendingChange] = field(init=False)
     averages: Any = None
     closed: bool = False
     elsewhere: EngineError | None = None
@@ -113,7 +113,7 @@ class Engine:
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that keeps the model from other threads during a method of the optimizer."""
-        return self.hooks.under_way.turn(method)
+        return self.hooks.owner_thread.turn(method)
 
     def check_process(self, verb: str) -> None:
         """Refuse a method in a child of the process that prepared the model."""
@@ -124,9 +124,15 @@ class Engine:
         """Return True if no transfer or update of a cell is under way."""
         unit = next((unit for unit in self.context.units if unit.name == unit_name), None)
         if unit is None:  # staging
-            return all(home.memory.written.done() for unit in self.context.units for home in unit.updated_homes)
-        homes = [home for home in unit.homes.values() if any(c.kind == kind for plan in home.plans for c in plan.cells)]
-        return all(home.written.done() for home in homes)
+            return all(
+                storage.memory.written.done() for unit in self.context.units for storage in unit.updated_storages
+            )
+        storages = [
+            storage
+            for storage in unit.storages.values()
+            if any(c.kind == kind for plan in storage.plans for c in plan.cells)
+        ]
+        return all(storage.written.done() for storage in storages)
 
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, and free everything.
@@ -206,11 +212,11 @@ class Engine:
                 # 1.
                 self.hooks.remove,
                 self.restore_model,
-                self.planted.remove,
+                self.patches.remove,
                 *(partial(parameter.leave, values.get(parameter)) for parameter in self._parameters()),
                 # 2. Before memory is freed: gathers and writes to files still use it (ordering rule 1).
                 self.context.streams.close,
-                self.gatherer.rest,
+                self.gatherer.release_memory,
                 self.reducer.close,
                 self.hooks.close,
                 # 3. After the streams, whose threads call the pool, and whose collectives end before their group.
@@ -281,11 +287,11 @@ def leave_to_parent(engine: Engine) -> None:
     engine.elsewhere = error
     # Storages read as zeros here, a wrong result without an error: placeholders read as NaN.
     for unit in engine.context.units:
-        unit.hide()
+        unit.unset()
         unit.event = FailedEvent(error)
-        for home in unit.homes.values():
+        for storage in unit.storages.values():
             # Replaces events of the parent's threads, for which a wait would never end.
-            home.note_write(FailedEvent(error))
+            storage.note_write(FailedEvent(error))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -296,14 +302,14 @@ def leave_to_parent(engine: Engine) -> None:
 def locate(engine: Engine) -> LocationReport:
     """List where every byte of the training state is, as `penstock.Optimizer.locations` says."""
     rows = []
-    for section, slab, name in engine.context.store.table():
-        pinned = slab is not None and slab.pinned
-        for cell in section.cells:
+    for segment, allocation, name in engine.context.store.table():
+        pinned = allocation is not None and allocation.pinned
+        for cell in segment.cells:
             kind = name or cell.kind
             flies = kind != KEPT and (kind == LEAVING or not engine.at_rest(cell.unit, kind))
             rows.append(Location(cell.unit, kind, cell.tier.value, cell.dtype, cell.numel, cell.nbytes, pinned, flies))
     for unit in engine.context.units:
-        if unit.leased:
+        if unit.allocated:
             flies, numel = not unit.event.done(), unit.layout.numel
             rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flies))
     return LocationReport(rows)
@@ -312,9 +318,9 @@ def locate(engine: Engine) -> LocationReport:
 def bytes_by_tier(engine: Engine) -> dict[str, int]:
     """Return the sums of the bytes that `locate` lists, by tier, the fastest first."""
     found = {tier.value: 0 for tier in Tier}
-    found[Tier.DEVICE.value] = sum(unit.nbytes for unit in engine.context.units if unit.leased)
-    for section, _, _ in engine.context.store.table():
-        found[section.tier.value] += section.nbytes
+    found[Tier.DEVICE.value] = sum(unit.nbytes for unit in engine.context.units if unit.allocated)
+    for segment, _, _ in engine.context.store.table():
+        found[segment.tier.value] += segment.nbytes
     return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.hooks import Hooks
-from penstock.engine.gradients.proxy import is_handle_of
+from penstock.engine.gradients.proxy import is_proxy_of
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.state.access import StateAccess
 from penstock.engine.step.context import EngineContext, SkippedSteps
@@ -141,7 +141,7 @@ class Gradients:
         self._finite = True  # all gradients at that time
         self._factors: dict[UnitParameter, float] = {}  # factors of gradients that are not applied yet
         self._by_hand: dict[str, object] = {}  # changes by the user since the last `zero`
-        hooks.handles.answers = self
+        hooks.proxies.answers = self
 
     @property
     def by_hand(self) -> Mapping[str, object]:
@@ -189,8 +189,8 @@ class Gradients:
             grad = parameter.tensor.grad
             if grad is None:
                 dropped.append(parameter)
-            elif is_handle_of(grad, parameter):
-                self._hooks.handles.show(parameter)
+            elif is_proxy_of(grad, parameter):
+                self._hooks.proxies.show(parameter)
             else:
                 self.set(parameter.tensor, grad)
         if dropped:
@@ -213,10 +213,10 @@ class Gradients:
         self._by_hand.clear()
         self._context.gradient_scale.clip = 1.0
 
-    def go_on_from(self, other: "Gradients") -> None:
+    def take_over_counts(self, other: "Gradients") -> None:
         """Take over the changes that are recorded in another one, and put gradient proxies on: units have changed."""
         self._by_hand = dict(other._by_hand)
-        self._hooks.handles.put_on()
+        self._hooks.proxies.put_on()
 
     def set(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient of a parameter with a whole value."""
@@ -226,7 +226,7 @@ class Gradients:
             # Of a DTensor each rank sets its own elements.
             digest = "its own elements" if is_divided(value) else _digest(value)
             self._by_hand[f"the gradient that was set for '{self._access.name(parameter)}'"] = digest
-        self._hooks.handles.show(self._by_tensor[parameter])
+        self._hooks.proxies.show(self._by_tensor[parameter])
 
     @engine_entry
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
@@ -284,13 +284,13 @@ class Gradients:
         """Measure the norms of all gradients, without the clip, by one collective. They are kept until a change."""
         if self._known_changes != self._reducer.changes:
             self._norms.clear()
-        with self._hooks.under_way.turn("clip_grad_norm_"):
-            with self._context.ranks.control_group.together(TOTAL_NORM) as facts:
+        with self._hooks.owner_thread.turn("clip_grad_norm_"):
+            with self._context.ranks.control_group.together(TOTAL_NORM) as rank_checks:
                 self._check_not_begun("The norm of gradients was asked for")
                 # Without `look`: torch clips a tensor that was set beside the proxies. It is taken over afterwards.
                 self._check_complete("clip_grad_norm_")
-                facts["norm_type"] = norm_type
-                facts.update(self.by_hand)
+                rank_checks["norm_type"] = norm_type
+                rank_checks.update(self.by_hand)
             if norm_type == 2:
                 squares = self._stepper.measure().squared_norms
                 found = [math.sqrt(square) * self._context.gradient_scale.size for square in squares]

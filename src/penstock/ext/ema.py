@@ -74,10 +74,10 @@ class EMA:
         self._optimizer = optimizer
         self._kind = average_kind(name)
         with optimizer._open("EMA").turn("EMA"), ExitStack() as undo:
-            with optimizer._together("EMA", whole=True, writes=True, idle=True, settled=True) as (engine, facts):
+            with optimizer._together("EMA", whole=True, writes=True, idle=True, settled=True) as (engine, rank_checks):
                 averages = engine.averages = engine.averages or Averages(engine)
                 averages.check_new(self._kind)
-                facts.update({"tier": where.value, "name": name, "decay": self.decay})
+                rank_checks.update({"tier": where.value, "name": name, "decay": self.decay})
                 undo.callback(averages.remove, self._kind)
                 averages.make(self._kind, where)
             undo.pop_all()
@@ -106,8 +106,8 @@ class EMA:
         """
         optimizer = self._optimizer
         with optimizer._open("EMA.update").turn("EMA.update"):
-            with optimizer._together("EMA.update", whole=True, idle=True) as (engine, facts):
-                facts.update({"name": self._kind, "decay": self.decay})
+            with optimizer._together("EMA.update", whole=True, idle=True) as (engine, rank_checks):
+                rank_checks.update({"name": self._kind, "decay": self.decay})
             engine.averages.update(self._kind, self.decay)
 
     @engine_entry
@@ -128,14 +128,14 @@ class EMA:
             ...     model.save_pretrained("averaged")
         """
         meeting = self._optimizer._together("EMA.applied", whole=True, writes=True, idle=True, settled=True)
-        with meeting as (engine, facts):
+        with meeting as (engine, rank_checks):
             for unit, _ in engine.context.trained:
                 if unit.holding.is_held:
                     raise EngineError(
                         f"EMA.applied(): unit '{unit.name}' is in use by a forward whose backward has not run. Run it, "
                         "or run such forwards under torch.no_grad()."
                     )
-            facts["name"] = self._kind
+            rank_checks["name"] = self._kind
         return EngineBlock(engine.averages.applied(self._kind), partial(engine.turn, "EMA.applied"))
 
 
@@ -200,7 +200,7 @@ class Averages:
             MemoryBudgetError, NvmeError: there is no room for it.
         """
         units = self._context.trained
-        plans = [_plan(u.name, u.shard_numel, u.params.sections[0].tile_numel, kind, tier) for u, _ in units]
+        plans = [_plan(u.name, u.shard_numel, u.params.segments[0].tile_numel, kind, tier) for u, _ in units]
         reserved = self._context.store.reserve(plans)
         for (_, trained), plan in zip(units, plans, strict=True):
             trained.averages[kind] = Storage([reserved.make(plan)])
@@ -213,10 +213,10 @@ class Averages:
         self.tiers.pop(kind, None)
         self.drop_buffers()  # their slots may hold records of it
         for _, trained in self._context.trained:
-            home = trained.averages.pop(kind, None)
-            for section in home.sections if home is not None else ():
-                self._context.store.leave(section)
-                self._context.store.free(section)
+            storage = trained.averages.pop(kind, None)
+            for segment in storage.segments if storage is not None else ():
+                self._context.store.leave(segment)
+                self._context.store.free(segment)
 
     def begin(self, kind: str, units: Iterable[tuple[Unit, TrainingState]]) -> None:
         """Set an average of units to their parameters."""
@@ -230,10 +230,10 @@ class Averages:
             for kind, tier in self.tiers.items()
         ]
 
-    def join(self, names: Container[str], sections: Iterable[Segment]) -> None:
+    def join(self, names: Container[str], segments: Iterable[Segment]) -> None:
         """Begin all averages of units that are trained from now on, in the segments that `plans_for` planned."""
         units = [(unit, trained) for unit, trained in self._context.trained if unit.name in names]
-        made = iter(sections)
+        made = iter(segments)
         for _, trained in units:
             trained.averages |= {kind: Storage([next(made)]) for kind in self.tiers}
         self.make_room()
@@ -284,20 +284,22 @@ class Averages:
 
     def make_room(self) -> None:
         """Allocate the buffers of passes for the storages as they are now, and free those from before a move."""
-        units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit, _ in self._context.trained]
+        units = [
+            {name: storage.plans for name, storage in unit.shard_storages.items()} for unit, _ in self._context.trained
+        ]
         planned = {}
         for beside in SIDES:
-            sections = (
+            segments = (
                 ("average" if name == kind else name, plan)
                 for unit in units
                 for kind in self.tiers
                 for name, plan in worked_on(beside, unit, kind, (MASTER, kind, SHADOW, PARAM))
             )
-            planned[beside] = plan_ring("average", beside, sections, self._context.streams.reach)
+            planned[beside] = plan_ring("average", beside, segments, self._context.streams.reach)
         if planned == self._planned:
             return
         self.drop_buffers()
-        reserved = self._context.store.reserve([plan for ring in planned.values() for plan in ring.sections()])
+        reserved = self._context.store.reserve([plan for ring in planned.values() for plan in ring.segments()])
         for beside, ring in planned.items():
             self._rings[beside].fill(self._buffers.make_slots(ring, reserved))
             self._rings[beside].tiles = ring.tiles
@@ -330,25 +332,29 @@ class Averages:
         """
         for unit, trained in units:
             average = trained.averages[kind]
-            weights = [unit.params, trained.master, trained.shadow]
+            weights = [unit.params, trained.master, trained.param_staging]
             read, written = ([], [*weights, average]) if exchanges else (weights, [average])
-            complete = all_of(home.memory.written for home in read)  # site average.weights_written
+            complete = all_of(storage.memory.written for storage in read)  # site average.weights_written
             # site average.storage_free
-            free = all_of(home.memory.free for home in written)  # updates, gathers, saves and the last pass are over
+            free = all_of(
+                storage.memory.free for storage in written
+            )  # updates, gathers, saves and the last pass are over
             after = all_of([complete, free])  # site average.after_weights, average.after_storage
             events, number = [], 0
             while number < len(trained.tiles):
-                section, _ = average.tile(number)
-                beside = Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
-                homes = {MASTER: trained.master, "average": average}
-                homes |= {SHADOW: trained.shadow} if trained.is_shadowed(number) else {PARAM: unit.params}
-                count = self._streamers[beside].stretch(number, homes).tiles
+                segment, _ = average.tile(number)
+                beside = Tier.DEVICE if segment.tier is Tier.DEVICE else Tier.CPU
+                storages = {MASTER: trained.master, "average": average}
+                storages |= (
+                    {SHADOW: trained.param_staging} if trained.has_param_staging(number) else {PARAM: unit.params}
+                )
+                count = self._streamers[beside].stretch(number, storages).tiles
                 brought = self._streamers[beside].bring(
                     number,
-                    homes,
+                    storages,
                     after=after,
                     label=Label(label, unit.name, kind, number),
-                    written=tuple(homes) if exchanges else ("average",),
+                    written=tuple(storages) if exchanges else ("average",),
                     count=count,
                 )
                 (param,) = brought.views[SHADOW] if SHADOW in brought.views else brought.views[PARAM]
@@ -358,12 +364,12 @@ class Averages:
                 events.append(use_staged(self._context.streams, stream, brought, call))
                 number += count
             over = all_of(events)  # site average.tiles_over
-            for home in read:
-                home.note_read(over)  # site average.read: the next update writes it (ordering rule 3)
-            for home in written:
-                home.note_write(over)  # site average.written
-            if exchanges and any(trained.is_shadowed(number) for number in range(len(trained.tiles))):
-                self._context.movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
+            for storage in read:
+                storage.note_read(over)  # site average.read: the next update writes it (ordering rule 3)
+            for storage in written:
+                storage.note_write(over)  # site average.written
+            if exchanges and any(trained.has_param_staging(number) for number in range(len(trained.tiles))):
+                self._context.transfers.copy(trained.param_staging, unit.params, Label("publish", unit.name))
 
 
 def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SegmentPlan:

@@ -298,7 +298,7 @@ def _pieces(
     """Read the tiles that hold a part of these parameters, and yield each piece."""
     keys = [key for key in checkpoint.tiles() if any(p.name in names for p in key.unit.pieces(key.number))]
     with TileReader() as reader:
-        for tile in reader.read(keys, homes=(PARAM, MASTER, average or PARAM)):
+        for tile in reader.read(keys, storages=(PARAM, MASTER, average or PARAM)):
             for piece in tile.key.unit.pieces(tile.key.number):
                 if piece.name in names:
                     yield tile, piece

@@ -167,12 +167,12 @@ def _sources(parameters: Sequence[Incoming]) -> Iterator[UnitSource]:
         kinds = {values: {values: (parameter.dtype, parameter.values)}}
         if parameter.states:
             kinds[OPTIMIZER] = {state: (torch.float32, read) for state, read in sorted(parameter.states.items())}
-        tables, homes = [], []
-        for home, of_home in kinds.items():
+        tables, storages = [], []
+        for storage, of_home in kinds.items():
             cells = tuple(CellPlan(name, kind, Tier.CPU, dtype, numel) for kind, (dtype, _) in of_home.items())
-            plan = SegmentPlan(home, Tier.CPU, cells, 0, numel, tile_numel)
-            tables.append(HomeTable(home, cells, ()))
-            homes.append(Storage([_ReadSection(plan, parameter.numel, [read for _, read in of_home.values()])]))
+            plan = SegmentPlan(storage, Tier.CPU, cells, 0, numel, tile_numel)
+            tables.append(HomeTable(storage, cells, ()))
+            storages.append(Storage([_ReadSection(plan, parameter.numel, [read for _, read in of_home.values()])]))
         table = UnitTable(
             name=name,
             slots=(Slot(name, parameter.shape, parameter.numel, 0),),
@@ -180,9 +180,9 @@ def _sources(parameters: Sequence[Incoming]) -> Iterator[UnitSource]:
             shard_numel=numel,
             tile_numel=tile_numel,
             first_tile=0,
-            homes=tuple(tables),
+            storages=tuple(tables),
             offset=offset,
-            checksums=((0,) * len(homes),) * -(-numel // tile_numel),
+            checksums=((0,) * len(storages),) * -(-numel // tile_numel),
         )
         offset += table.nbytes
-        yield UnitSource(table, tuple(homes), DONE, copied)
+        yield UnitSource(table, tuple(storages), DONE, copied)

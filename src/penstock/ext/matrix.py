@@ -135,8 +135,8 @@ class WholeParameterRule(Rule):
         temporaries = stated(shape) if stated else 4 * _UNSTATED_TENSORS * numel
         return 4 * (2 * numel + decoded) + max(temporaries, _BYTES_PER_ELEMENT_OF_A_PIECE * min(numel, PIECE_NUMEL))
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericScalars:  # noqa: B006
-        """Read a parameter group; see `Rule.hyper`. Tensors in it are copied to the host."""
+    def step_scalars(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericScalars:  # noqa: B006
+        """Read a parameter group; see `Rule.step_scalars`. Tensors in it are copied to the host."""
         del scalars
         if self._check:
             self._check(group)
@@ -154,58 +154,60 @@ class WholeParameterRule(Rule):
         """Return what the class writes into its group in a step; see `Rule.advance_group`."""
         return self._written(options_of(group)) if self._written else {}
 
-    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
+    def update(
+        self, update_slice: UpdateSlice, step_scalars: StepScalars, grad_scale: float, pool: Pool | None
+    ) -> None:
         """Apply the rule to one whole parameter; see `Rule.update`. On the host torch uses its own threads.
 
         Raises:
             EngineError: the segment is no whole parameter, or the arithmetic of a user failed.
         """
         del pool
-        assert isinstance(hyper, GenericScalars)
-        shape = segment.shape
-        if not shape and segment.param.numel() != 1:
+        assert isinstance(step_scalars, GenericScalars)
+        shape = update_slice.shape
+        if not shape and update_slice.param.numel() != 1:
             raise EngineError(f"{self._title} looks at whole parameters, and was given a piece of one.")
         # 1. The fp32 values: the very memory of parameter and states, where it holds them.
-        value = _value_of(segment)
-        grad = segment.grad.to(torch.float32, copy=True).mul_(fp32(grad_scale))
+        value = _value_of(update_slice)
+        grad = update_slice.grad.to(torch.float32, copy=True).mul_(fp32(grad_scale))
         states = {}
         shapes = self.shapes(shape)
         for k, spec in enumerate(self.states):
             if spec.name in shapes:
-                stored = segment.states[k][: math.prod(shapes[spec.name])]  # without padding
+                stored = update_slice.states[k][: math.prod(shapes[spec.name])]  # without padding
                 fp32_stored = stored.dtype == torch.float32
-                states[spec.name] = stored if fp32_stored else _decoded(spec, stored, segment.scale(k))
+                states[spec.name] = stored if fp32_stored else _decoded(spec, stored, update_slice.scale(k))
         # 2. The arithmetic, in their shapes.
         try:
             shaped = {n: s.view(shapes[n]) for n, s in states.items()}
             with torch.no_grad():
-                self._rule.update(value.view(shape), grad.view(shape), shaped, hyper.group, hyper.step)
+                self._rule.update(value.view(shape), grad.view(shape), shaped, step_scalars.group, step_scalars.step)
         except (PenstockError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise EngineError(f"{self._title} failed on a parameter of shape {shape}: {one_line(error)}") from error
         # 3. Back to where they rest, piece by piece.
-        self._write(segment, value, states, hyper.step)
+        self._write(update_slice, value, states, step_scalars.step)
 
-    def _write(self, segment: UpdateSlice, value: Tensor, states: Mapping[str, Tensor], step: int) -> None:
+    def _write(self, update_slice: UpdateSlice, value: Tensor, states: Mapping[str, Tensor], step: int) -> None:
         """Write fp32 values back to where memory holds something else."""
-        numel = segment.param.numel()
+        numel = update_slice.param.numel()
         encoded = [
-            (k % 3, spec, segment.states[k], segment.scale(k), states[spec.name])
+            (k % 3, spec, update_slice.states[k], update_slice.scale(k), states[spec.name])
             for k, spec in enumerate(self.states)
             if spec.name in states and spec.dtype != torch.float32
         ]
-        rest = segment.param.data_ptr() != value.data_ptr()
+        rest = update_slice.param.data_ptr() != value.data_ptr()
         for start in range(0, numel if rest or encoded else 0, PIECE_NUMEL):
             part = slice(start, min(start + PIECE_NUMEL, numel))
             blocks = slice(start // BLOCK_NUMEL, (start + PIECE_NUMEL) // BLOCK_NUMEL)
-            rounding = self._format.rounding_at(step, segment.first + start, part.stop - start, value.device)
+            rounding = self._format.rounding_at(step, update_slice.first + start, part.stop - start, value.device)
             for what, spec, stored, scale, state in encoded:
                 scales = None if scale is None else scale[blocks]
                 write_state(spec, stored[part], scales, state[part], rounding, what)
             if rest:
-                master = None if segment.master is None else segment.master[part]
-                write_param(segment.param[part], master, value[part], rounding)
+                master = None if update_slice.master is None else update_slice.master[part]
+                write_param(update_slice.param[part], master, value[part], rounding)
 
     def _general(self, known: Iterable[Shape]) -> dict[Shape, Shapes]:
         """Return the states of shapes whose sides all differ, of those numbers of dimensions that the rule takes."""
@@ -230,9 +232,9 @@ def _specs_of(known: Mapping[Shape, Shapes], format_: StateFormat) -> Iterator[S
         yield (format_ if alike else StateFormat()).spec(name, signed=True)
 
 
-def _value_of(segment: UpdateSlice) -> Tensor:
+def _value_of(update_slice: UpdateSlice) -> Tensor:
     """Return the fp32 values behind a parameter, flat: the very memory where it holds them, else a copy."""
-    param, master = segment.param, segment.master
+    param, master = update_slice.param, update_slice.master
     values = param if master is None else master
     if values.dtype == torch.float32:
         return values

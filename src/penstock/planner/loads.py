@@ -100,12 +100,12 @@ def _own(plans: Iterable[UnitPlan]) -> int:
     return sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in plans)
 
 
-def _kind(plans: Iterable[UnitPlan], home: str) -> int:
-    return sum(cell.nbytes for plan in plans for section in plan.sections.get(home, ()) for cell in section.cells)
+def _kind(plans: Iterable[UnitPlan], storage: str) -> int:
+    return sum(cell.nbytes for plan in plans for segment in plan.segments.get(storage, ()) for cell in segment.cells)
 
 
 def _param_cells(plan: UnitPlan):  # type: ignore[no-untyped-def] # of cells
-    return [cell for section in plan.sections["param"] for cell in section.cells]
+    return [cell for segment in plan.segments["param"] for cell in segment.cells]
 
 
 def _largest(plans: Sequence[UnitPlan]) -> int:

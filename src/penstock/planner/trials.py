@@ -170,19 +170,19 @@ def _twice(inputs: Any) -> Any:
 
 def placement_of(fractions: Fractions, choice: Choice, question: Question) -> Placement:
     """Make the placement of fractions and a choice."""
-    homes = {kind: _home(shares) for kind, shares in fractions.items()}
+    storages = {kind: _storage(shares) for kind, shares in fractions.items()}
     in_files = choice.activations == "nvme" or any(shares.get("nvme") for shares in fractions.values())
     folders = tuple(question.folders) if in_files else None
     return Placement(
-        params=homes["params"],
-        grads=homes["grads"],
-        optimizer=homes["optimizer"],
+        params=storages["params"],
+        grads=storages["grads"],
+        optimizer=storages["optimizer"],
         activations=choice.activations,
         nvme_path=folders,
     )
 
 
-def _home(shares: Mapping[TierName, float]) -> TierName | dict[TierName, float]:
+def _storage(shares: Mapping[TierName, float]) -> TierName | dict[TierName, float]:
     """Name the one tier, or the fractions where there are several."""
     there = {tier: share for tier, share in shares.items() if share > 0}
     return next(iter(there)) if len(there) == 1 else there

@@ -65,10 +65,10 @@ class Link:
         with self._closing:
             self._streams: Streams = streams_for(device)
             self._closing.callback(self._streams.close)
-            slab = Arena(2 * nbytes, device, ring=True)
-            self._closing.callback(slab.close)
-            self.pinned = slab.pinned
-            self._host = [slab.lease(nbytes, torch.uint8) for _ in range(2)]
+            allocation = Arena(2 * nbytes, device, ring=True)
+            self._closing.callback(allocation.close)
+            self.pinned = allocation.pinned
+            self._host = [allocation.allocate(nbytes, torch.uint8) for _ in range(2)]
             self._device = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
             self._pageable = page_aligned(nbytes).fill_(1)
             tier = HostTier(device)

@@ -61,25 +61,25 @@ class Update:
     def __init__(self, name: str, precision: str, memory: Tensor, tile_numel: int = TILE_NUMEL) -> None:
         make, group = RULES[name]
         self._rule = make()
-        self._hyper = self._rule.hyper({"lr": 1e-4, **group}, step=2)
+        self._hyper = self._rule.step_scalars({"lr": 1e-4, **group}, step=2)
         dtype, master = _DTYPES[precision]
         changed = [dtype, *([] if master is None else [master]), *(spec.dtype for spec in self._rule.states)]
         cuts = _Cuts(memory)
-        self._segments: list[UpdateSlice] = []
+        self._update_slices: list[UpdateSlice] = []
         while cuts.left >= tile_numel * sum(each.itemsize for each in (dtype, *changed)) + PAGE_BYTES * len(changed):
             param, grad = cuts.take(tile_numel, dtype), cuts.take(tile_numel, dtype)
             held = None if master is None else cuts.take(tile_numel, master)
             states = tuple(cuts.take(tile_numel, spec.dtype) for spec in self._rule.states)
-            self._segments.append(UpdateSlice(param=param, grad=grad, master=held, states=states))
-        self.tiles = len(self._segments)
+            self._update_slices.append(UpdateSlice(param=param, grad=grad, master=held, states=states))
+        self.tiles = len(self._update_slices)
         self.numel = self.tiles * tile_numel
         # All is read, and all but the gradient is written.
         self.nbytes = self.numel * (dtype.itemsize + 2 * sum(each.itemsize for each in changed))
 
     def run(self, pool: Pool | None) -> None:
         """Apply the rule once to each tile."""
-        for segment in self._segments:
-            self._rule.update_many([(segment, self._hyper)], 1.0, pool)
+        for update_slice in self._update_slices:
+            self._rule.update_many([(update_slice, self._hyper)], 1.0, pool)
 
 
 def fill(memory: Tensor) -> None:

@@ -7,7 +7,7 @@ from penstock.engine.unit.dtensor import divided_over, is_divided, own_elements,
 from penstock.engine.unit.first_values import FirstValues, FlatValues
 from penstock.engine.unit.partition import ROOT, UnitSpec
 from penstock.engine.unit.plan import UnitPlan
-from penstock.memory_budget import MemoryBudget, Supply, budget_of, gradient_bytes, host_memory
+from penstock.memory_budget import MemoryBudget, Resources, budget_of, gradient_bytes, host_memory
 from penstock.planned import check_elementwise
 from penstock.recompute import can_be_told, recomputes, tell
 from penstock.rules.rule import noting
@@ -23,4 +23,4 @@ from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import Striping
 from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
 from penstock.tiers.storage import MemorySegment, Records, Segment, SegmentPlan, record_sizes
-from penstock.tiers.tier import Slab, TierMemory
+from penstock.tiers.tier import Allocation, TierMemory

@@ -123,7 +123,7 @@ def _rehearse(scene: Scene, request: PrepareRequest, steps: int) -> Rehearsal:
     fill = random_values if scene.performs else None
     streams = VirtualStreams(notes, debug_release=request.debug_release, fill=fill)
     ranks = VirtualRanks(scene.grid, notes)
-    supply = Imagined(notes, scene.pinnable_bytes, fill)
+    resources = Imagined(notes, scene.pinnable_bytes, fill)
     # People's code runs on their side, with gradients, wherever this is called.
     sides = user_mode(), torch.inference_mode(False), torch.enable_grad()
     with contextlib.ExitStack() as closing:
@@ -133,7 +133,7 @@ def _rehearse(scene: Scene, request: PrepareRequest, steps: int) -> Rehearsal:
         seen = _mode(scene, notes, memory)
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
         rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
-        prepared = build(model, optimizer, request, ranks, streams, supply)
+        prepared = build(model, optimizer, request, ranks, streams, resources)
         closing.callback(prepared.close, keep_params=False)
         notes.begin()
         for buffer in model.buffers():  # they go to the device as they are

@@ -107,10 +107,10 @@ class VirtualStreams(Streams):
         self._notes.touch("penstock.update", nbytes)
         self._notes.turn_to(NO_LABEL)
 
-    def lease(self, buffer: Tensor) -> None:
+    def allocate(self, buffer: Tensor) -> None:
         """Note that a buffer is given its memory, which nobody touches."""
         before = buffer.untyped_storage().nbytes()
-        super().lease(buffer)
+        super().allocate(buffer)
         self._notes.add(Tier.DEVICE, buffer.untyped_storage().nbytes() - before)
         if self._fill is not None and not before:
             with _disable_current_modes():
@@ -125,12 +125,12 @@ class VirtualStreams(Streams):
         self._notes.add(Tier.DEVICE, buffer.nbytes)
         return buffer
 
-    def retire(self, buffer: Tensor) -> None:
+    def deallocate(self, buffer: Tensor) -> None:
         """Note that a buffer's memory goes."""
         self._notes.add(Tier.DEVICE, -buffer.untyped_storage().nbytes())
         self._resize(buffer, 0)
 
-    def spoil(self, buffer: Tensor) -> None:
+    def poison(self, buffer: Tensor) -> None:
         """Leave it: it has no values."""
 
     def return_free_memory(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from penstock.config import PARAM, Tier
 from penstock.rehearsal.engine_internals import (
+    Allocation,
     Arena,
     Blueprint,
     Collectives,
@@ -19,11 +20,10 @@ from penstock.rehearsal.engine_internals import (
     MemorySegment,
     PrepareRequest,
     Records,
+    Resources,
     Segment,
     SegmentPlan,
-    Slab,
     Striping,
-    Supply,
     TierMemory,
     UnitSpec,
     record_sizes,
@@ -34,7 +34,7 @@ from penstock.rehearsal.notes import Notes
 _ROUNDED_BYTES = 512  # what torch's allocator of a device gives at least
 
 
-class Imagined(Supply):
+class Imagined(Resources):
     """Tiers that note what would be taken of them.
 
     Arguments:
@@ -112,7 +112,7 @@ class HollowArena(Arena):
         self.used = 0
         self.pinned = pin and self.needs_pinning
         self._device = device
-        self._slab = hollow(capacity, torch.uint8) if capacity else None
+        self._allocation = hollow(capacity, torch.uint8) if capacity else None
         self.note(capacity)
 
     def note(self, nbytes: int) -> None:
@@ -138,9 +138,9 @@ class HollowArena(Arena):
 
     def close(self) -> None:
         """Give the bytes back."""
-        if self._slab is not None:
+        if self._allocation is not None:
             self.note(-self.capacity)
-        self._slab = None
+        self._allocation = None
         self.used = 0
 
 
@@ -153,14 +153,14 @@ class _HollowDevice(TierMemory):
         self._notes = notes
         self._fill = fill
 
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
         """Take nothing yet: a section is counted when it is made."""
         del pin
-        return {home: _HollowSlab(self._make, self._notes, Tier.DEVICE) for home in wanted}
+        return {storage: _HollowAllocation(self._make, self._notes, Tier.DEVICE) for storage in wanted}
 
     def _make(self, plan: SegmentPlan) -> tuple[Segment, int]:
         tensors = [hollow(cell.numel, cell.dtype) for cell in plan.cells]
-        if self._fill is not None and plan.home == PARAM:
+        if self._fill is not None and plan.storage == PARAM:
             tensors = [torch.empty(cell.numel, dtype=cell.dtype, device="cpu") for cell in plan.cells]
             for tensor in tensors:
                 self._fill(tensor)
@@ -176,22 +176,22 @@ class _HollowFiles(TierMemory):
         self._notes = notes
         self._folders = max(folders, 1)
 
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
         """Lay records out over the folders, as the files would have them."""
         del pin
-        slabs: dict[str, Slab] = {}
-        for home in wanted:
+        allocations: dict[str, Allocation] = {}
+        for storage in wanted:
             striping = Striping(self._folders)
 
             def make(plan: SegmentPlan, striping: Striping = striping) -> tuple[Segment, int]:
                 places = striping.place(record_sizes(plan))
                 return HollowRecords(plan, places), sum(nbytes for *_, nbytes in places)
 
-            slabs[home] = _HollowSlab(make, self._notes, Tier.NVME)
-        return slabs
+            allocations[storage] = _HollowAllocation(make, self._notes, Tier.NVME)
+        return allocations
 
 
-class _HollowSlab(Slab):
+class _HollowAllocation(Allocation):
     """What sections of one home would be made of.
 
     Arguments:
@@ -207,10 +207,10 @@ class _HollowSlab(Slab):
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
         """Make the next section."""
         del unset
-        section, nbytes = self._make(plan)
+        segment, nbytes = self._make(plan)
         self._nbytes += nbytes
         self._notes.add(self._tier, nbytes)
-        return section
+        return segment
 
     def close(self) -> None:
         """Give its bytes back."""

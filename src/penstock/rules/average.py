@@ -52,9 +52,9 @@ def follow(average: Tensor, param: Tensor, master: Tensor | None, decay: float, 
         begin(average, param, master)
         return
     group = {"lr": 1 - decay, "weight_decay": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
-    hyper = _SGD.hyper({**group, "maximize": False}, step=1)
+    step_scalars = _SGD.step_scalars({**group, "maximize": False}, step=1)
     for mean, part, rest in _pieces(average, param, master):
-        _SGD.update(UpdateSlice(mean, fp32_values(part, rest), None, ()), hyper, -1.0, pool)
+        _SGD.update(UpdateSlice(mean, fp32_values(part, rest), None, ()), step_scalars, -1.0, pool)
 
 
 def show(average: Tensor, param: Tensor, master: Tensor | None) -> None:

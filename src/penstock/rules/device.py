@@ -195,34 +195,36 @@ def one_pass(
     write_param(param, master, p, rounding)
 
 
-def _arguments(rule: Any, segment: UpdateSlice, hyper: Any, numbers: Any, key_and_first: Any) -> tuple[Any, ...]:
+def _arguments(
+    rule: Any, update_slice: UpdateSlice, step_scalars: Any, numbers: Any, key_and_first: Any
+) -> tuple[Any, ...]:
     """Return what `one_pass` takes for a segment."""
-    specs = rule.states[: rule.used(hyper)]
-    scales = [segment.scale(k) for k in range(len(specs))]
+    specs = rule.states[: rule.used(step_scalars)]
+    scales = [update_slice.scale(k) for k in range(len(specs))]
     # `data` is no view of anything: for each form of memory that views are of, a kernel would be compiled anew.
     tensors = (
-        segment.param.data,
-        segment.grad.data,
-        None if segment.master is None else segment.master.data,
-        [state.data for state in segment.states[: len(specs)]],
+        update_slice.param.data,
+        update_slice.grad.data,
+        None if update_slice.master is None else update_slice.master.data,
+        [state.data for state in update_slice.states[: len(specs)]],
         [None if scale is None else scale.data for scale in scales],
     )
-    fixed = rule.arithmetic, specs, type(hyper.scalars), hyper.flags, rule.format.stochastic
-    return *fixed, tensors, segment.param.numel() // BLOCK_NUMEL, numbers, key_and_first
+    fixed = rule.arithmetic, specs, type(step_scalars.scalars), step_scalars.flags, rule.format.stochastic
+    return *fixed, tensors, update_slice.param.numel() // BLOCK_NUMEL, numbers, key_and_first
 
 
 def _numbers(
-    rule: Any, segment: UpdateSlice, hyper: Any, grad_scale: float
+    rule: Any, update_slice: UpdateSlice, step_scalars: Any, grad_scale: float
 ) -> tuple[tuple[float, ...], tuple[int, int]]:
     """Return the numbers of `one_pass`, and its key and first element, which are of random bits alone."""
-    place = (hyper.key, segment.first) if rule.format.stochastic else (0, 0)
-    return (fp32(grad_scale * hyper.sign), *hyper.scalars), place
+    place = (step_scalars.key, update_slice.first) if rule.format.stochastic else (0, 0)
+    return (fp32(grad_scale * step_scalars.sign), *step_scalars.scalars), place
 
 
-def update_reference(rule: Any, segment: UpdateSlice, hyper: Any, grad_scale: float) -> None:
+def update_reference(rule: Any, update_slice: UpdateSlice, step_scalars: Any, grad_scale: float) -> None:
     """Update a segment in plain torch operations, on any device: what every other back end is compared with."""
-    for piece in segment.pieces():
-        one_pass(*_arguments(rule, piece, hyper, *_numbers(rule, piece, hyper, grad_scale)))
+    for piece in update_slice.pieces():
+        one_pass(*_arguments(rule, piece, step_scalars, *_numbers(rule, piece, step_scalars, grad_scale)))
 
 
 class DeviceUpdate:
@@ -235,30 +237,32 @@ class DeviceUpdate:
     def __init__(self, compiled: Pass | None = None) -> None:
         self._pass = DevicePass(one_pass, "the update", compiled)
 
-    def __call__(self, rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float) -> None:
+    def __call__(self, rule: Any, update_slices: Sequence[tuple[UpdateSlice, Any]], grad_scale: float) -> None:
         """Update segments.
 
         Arguments:
             rule: the rule, a `FusedRule`.
-            segments: the segments, one or more, all on one device, each with its scalars.
+            update_slices: the segments, one or more, all on one device, each with its scalars.
             grad_scale: the factor on the gradient.
         """
-        device = segments[0][0].param.device
+        device = update_slices[0][0].param.device
         if not self._pass.compiles(device):
-            for segment, hyper in segments:
-                update_reference(rule, segment, hyper, grad_scale)
+            for update_slice, step_scalars in update_slices:
+                update_reference(rule, update_slice, step_scalars, grad_scale)
             return
-        whole, filled = _in_blocks(segments)
-        for (segment, hyper), numbers in zip(whole, _numbers_of(rule, whole, grad_scale, device), strict=True):
-            if not self._pass(device, *_arguments(rule, segment, hyper, *numbers)):
-                update_reference(rule, segment, hyper, grad_scale)
+        whole, filled = _in_blocks(update_slices)
+        for (update_slice, step_scalars), numbers in zip(
+            whole, _numbers_of(rule, whole, grad_scale, device), strict=True
+        ):
+            if not self._pass(device, *_arguments(rule, update_slice, step_scalars, *numbers)):
+                update_reference(rule, update_slice, step_scalars, grad_scale)
         for piece, copy in filled:
             for target, source in zip(_written(piece), _written(copy), strict=True):
                 target.copy_(source[: target.numel()])
 
 
 def _in_blocks(
-    segments: Iterable[tuple[UpdateSlice, Any]],
+    update_slices: Iterable[tuple[UpdateSlice, Any]],
 ) -> tuple[list[tuple[UpdateSlice, Any]], list[tuple[UpdateSlice, UpdateSlice]]]:
     """Cut segments into pieces of whole blocks, two or more, and rests, which are copied and padded with zeros.
 
@@ -267,14 +271,14 @@ def _in_blocks(
     """
     whole: list[tuple[UpdateSlice, Any]] = []
     filled = []
-    for segment, hyper in segments:
-        if _is_whole(segment):
-            whole.append((segment, hyper))
+    for update_slice, step_scalars in update_slices:
+        if _is_whole(update_slice):
+            whole.append((update_slice, step_scalars))
             continue
-        numel = segment.param.numel()
-        for piece in segment.pieces(max(numel - numel % BLOCK_NUMEL, _LEAST_NUMEL)):
+        numel = update_slice.param.numel()
+        for piece in update_slice.pieces(max(numel - numel % BLOCK_NUMEL, _LEAST_NUMEL)):
             if _is_whole(piece):
-                whole.append((piece, hyper))
+                whole.append((piece, step_scalars))
             else:
                 copy = UpdateSlice(
                     _filled(piece.param),
@@ -285,13 +289,13 @@ def _in_blocks(
                     piece.first,
                 )
                 filled.append((piece, copy))
-                whole.append((copy, hyper))
+                whole.append((copy, step_scalars))
     return whole, filled
 
 
-def _is_whole(segment: UpdateSlice) -> bool:
+def _is_whole(update_slice: UpdateSlice) -> bool:
     """Return True if a segment has whole blocks, and two or more."""
-    numel = segment.param.numel()
+    numel = update_slice.param.numel()
     return numel % BLOCK_NUMEL == 0 and numel >= _LEAST_NUMEL
 
 
@@ -301,14 +305,14 @@ def _filled(values: Tensor, *, blocks: bool = False) -> Tensor:
     return torch.nn.functional.pad(values, (0, numel - values.numel()))
 
 
-def _written(segment: UpdateSlice) -> list[Tensor]:
+def _written(update_slice: UpdateSlice) -> list[Tensor]:
     """List the tensors that an update writes."""
-    tensors = segment.param, segment.master, *segment.states, *segment.scales
+    tensors = update_slice.param, update_slice.master, *update_slice.states, *update_slice.scales
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def _numbers_of(
-    rule: Any, segments: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, device: torch.device
+    rule: Any, update_slices: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield `numbers` and `key_and_first` of `one_pass` for each segment, on the device.
 
@@ -317,8 +321,8 @@ def _numbers_of(
     rows: dict[tuple[float, ...], int] = {}
     places: dict[tuple[int, int], int] = {}
     found: list[tuple[int, int, int]] = []
-    for segment, hyper in segments:
-        row, place = _numbers(rule, segment, hyper, grad_scale)
+    for update_slice, step_scalars in update_slices:
+        row, place = _numbers(rule, update_slice, step_scalars, grad_scale)
         found.append((rows.setdefault(row, len(rows)), len(row), places.setdefault(place, len(places))))
     width = max((length for _, length, _ in found), default=0)
     # Every row begins on 16 bytes: before a compiled kernel runs, torch copies inputs that do not.

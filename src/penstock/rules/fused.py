@@ -94,8 +94,8 @@ class FusedRule(Rule):
     #: Options that the update obeys.
     honoured: ClassVar[tuple[str, ...]]
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedScalars:  # noqa: B006
-        """Read a parameter group; see `Rule.hyper`."""
+    def step_scalars(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedScalars:  # noqa: B006
+        """Read a parameter group; see `Rule.step_scalars`."""
         del scalars
         check_options(self.name, group, self.honoured, self.unknown)
         kernel, values, flags = self.read_group(group, step)
@@ -130,69 +130,71 @@ class FusedRule(Rule):
             flags: the flags.
         """
 
-    def used(self, hyper: FusedScalars) -> int:
+    def used(self, step_scalars: FusedScalars) -> int:
         """Return how many of the states, from the first, this update uses."""
-        del hyper
+        del step_scalars
         return len(self.states)
 
-    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
+    def update(
+        self, update_slice: UpdateSlice, step_scalars: StepScalars, grad_scale: float, pool: Pool | None
+    ) -> None:
         """Apply the rule to one segment, in one pass, in place; see `Rule.update`.
 
         Raises:
             TypeError: there is no kernel for a dtype of the segment.
         """
-        self.update_many([(segment, hyper)], grad_scale, pool)
+        self.update_many([(update_slice, step_scalars)], grad_scale, pool)
 
     def update_many(
         self,
-        segments: Iterable[tuple[UpdateSlice, StepScalars]],
+        update_slices: Iterable[tuple[UpdateSlice, StepScalars]],
         grad_scale: float,
         pool: Pool | None,
         sums: RecordChecksums | None = None,
     ) -> None:
         """Apply the rule to segments of one device; see `Rule.update_many`."""
         elsewhere: list[tuple[UpdateSlice, FusedScalars]] = []
-        for segment, hyper in segments:
-            assert isinstance(hyper, FusedScalars)
-            if segment.param.device.type == "cpu":
-                self._update_native(segment, hyper, grad_scale, pool, sums)
+        for update_slice, step_scalars in update_slices:
+            assert isinstance(step_scalars, FusedScalars)
+            if update_slice.param.device.type == "cpu":
+                self._update_native(update_slice, step_scalars, grad_scale, pool, sums)
             else:
-                elsewhere.append((segment, hyper))
+                elsewhere.append((update_slice, step_scalars))
         if elsewhere:
             self.on_device(self, elsewhere, grad_scale)
 
     def _update_native(
         self,
-        segment: UpdateSlice,
-        hyper: FusedScalars,
+        update_slice: UpdateSlice,
+        step_scalars: FusedScalars,
         grad_scale: float,
         pool: Pool | None,
         sums: RecordChecksums | None,
     ) -> None:
         """Update a segment of host memory by the native kernel."""
-        param, stochastic, used = segment.param, self.format.stochastic, self.used(hyper)
-        values, scales = segment.states[:used], segment.scales[:used] or (None,) * used
+        param, stochastic, used = update_slice.param, self.format.stochastic, self.used(step_scalars)
+        values, scales = update_slice.states[:used], update_slice.scales[:used] or (None,) * used
         states = [
             (value.data_ptr(), _address(scale), storage_of(spec, value, scale, stochastic=stochastic))
             for spec, value, scale in zip(self.states[:used], values, scales, strict=True)
         ]
-        summed = sums.among((param, segment.grad, segment.master, *values, *scales)) if sums else []
+        summed = sums.among((param, update_slice.grad, update_slice.master, *values, *scales)) if sums else []
         # Addresses alone: `UpdateSlice` has checked lengths and devices, and the functions around them the dtypes.
         found = _native.update(
             pool,
-            hyper.kernel,
+            step_scalars.kernel,
             param.numel(),
             param.data_ptr(),
             dtype_of(param, "param"),
-            segment.grad.data_ptr(),
-            dtype_of(segment.grad, "grad"),
-            _address(segment.master),
-            master_kind_of(segment.master),
+            update_slice.grad.data_ptr(),
+            dtype_of(update_slice.grad, "grad"),
+            _address(update_slice.master),
+            master_kind_of(update_slice.master),
             states,
-            [fp32(grad_scale * hyper.sign), *hyper.scalars, *map(float, hyper.flags)],
-            param_random=stochastic and segment.master is None and param.dtype == torch.bfloat16,
-            random_key=hyper.key & MASK64,
-            first_block=segment.first // BLOCK_NUMEL,
+            [fp32(grad_scale * step_scalars.sign), *step_scalars.scalars, *map(float, step_scalars.flags)],
+            param_random=stochastic and update_slice.master is None and param.dtype == torch.bfloat16,
+            random_key=step_scalars.key & MASK64,
+            first_block=update_slice.first // BLOCK_NUMEL,
             summed=[tensor.data_ptr() for tensor in summed],
         )
         if sums:

@@ -340,24 +340,24 @@ class GenericRule(Rule):
         self._format = format_
         self.scalar_names = tuple(self._scalars)
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericScalars:  # noqa: B006
-        """Read a parameter group; see `Rule.hyper`."""
+    def step_scalars(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericScalars:  # noqa: B006
+        """Read a parameter group; see `Rule.step_scalars`."""
         options = options_of(group)
         scalars = {name: value for name, value in scalars.items() if name in self._scalars}
         if step > 1 and "step" in self._scalars:  # which is not kept twice
             scalars.setdefault("step", step - 1)
         return GenericScalars(options, step, scalars)
 
-    def advance(self, hyper: StepScalars) -> Scalars:
+    def advance(self, step_scalars: StepScalars) -> Scalars:
         """Return the parameters' own scalars after an update, as one on a single zero leaves them."""
-        assert isinstance(hyper, GenericScalars)
+        assert isinstance(step_scalars, GenericScalars)
         if not self._scalars:
             return {}
 
         def zero() -> Tensor:
             return torch.zeros(1, dtype=torch.float32, device="cpu")
 
-        (state,) = self._run(hyper, zero(), zero(), {spec.name: zero() for spec in self.states}).states
+        (state,) = self._run(step_scalars, zero(), zero(), {spec.name: zero() for spec in self.states}).states
         return {name: number(state[name]) for name in self._scalars if state.get(name) is not None}
 
     def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -366,10 +366,12 @@ class GenericRule(Rule):
         self._check_written(written)
         return written
 
-    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
+    def update(
+        self, update_slice: UpdateSlice, step_scalars: StepScalars, grad_scale: float, pool: Pool | None
+    ) -> None:
         """Run the class on a segment, piece by piece; see `Rule.update`. With a pool torch uses its own threads."""
-        assert isinstance(hyper, GenericScalars)
-        for piece in _pieces(segment, pool):
+        assert isinstance(step_scalars, GenericScalars)
+        for piece in _pieces(update_slice, pool):
             numel = piece.param.numel()
             value = _padded(read_master(piece.param, piece.master))
             grad = _padded(piece.grad.float() * fp32(grad_scale))
@@ -378,7 +380,7 @@ class GenericRule(Rule):
                 for spec, values in zip(self.states, piece.states, strict=True)
             }
             # 1. The class's own step, on tensors of its own.
-            ran = self._run(hyper, value, grad, states)
+            ran = self._run(step_scalars, value, grad, states)
             (value,), (after,) = ran.values, ran.states
             # 2. Refuse what it has begun to keep since it was tried out: dropped, the next step would be another one.
             unknown = [name for name, v in after.items() if v is not None and name not in (*states, *self._scalars)]
@@ -389,18 +391,20 @@ class GenericRule(Rule):
                 )
             self._check_written(ran.written)
             # 3. Write back, without the zeros that filled the piece up.
-            rounding = self._format.rounding_at(hyper.step, piece.first, numel, piece.param.device)
+            rounding = self._format.rounding_at(step_scalars.step, piece.first, numel, piece.param.device)
             for k, spec in enumerate(self.states):
                 if after.get(spec.name) is not None:
                     write_state(spec, piece.states[k], None, after[spec.name][:numel], rounding, k % 3)
             write_param(piece.param, piece.master, value[:numel], rounding)
 
-    def _run(self, hyper: GenericScalars, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]) -> TrialResult:
+    def _run(
+        self, step_scalars: GenericScalars, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]
+    ) -> TrialResult:
         """Run one step of the class on fp32 tensors of its own, [n] each."""
-        if hyper.step == 1:  # the class makes its state itself
-            return self._running.steps(hyper.group, [value], [[grad]])
-        made = {name: self._scalars[name](number) for name, number in hyper.scalars.items()}
-        return self._running.steps(hyper.group, [value], [[grad]], {**made, **states})
+        if step_scalars.step == 1:  # the class makes its state itself
+            return self._running.steps(step_scalars.group, [value], [[grad]])
+        made = {name: self._scalars[name](number) for name, number in step_scalars.scalars.items()}
+        return self._running.steps(step_scalars.group, [value], [[grad]], {**made, **states})
 
     def _check_written(self, written: Mapping[str, Any]) -> None:
         """Refuse entries of a group that the class did not write when it was tried out.
@@ -473,9 +477,9 @@ class GenericRule(Rule):
                 scalars: Scalars = {}
                 made = tuple(torch.zeros_like(param) for _ in self.states)
                 for step, row in enumerate(grads, 1):
-                    hyper = self.hyper(options, step, scalars)
-                    self.update(UpdateSlice(param, row[k].flatten()[part], None, made), hyper, 1.0, None)
-                    scalars = self.advance(hyper)
+                    step_scalars = self.step_scalars(options, step, scalars)
+                    self.update(UpdateSlice(param, row[k].flatten()[part], None, made), step_scalars, 1.0, None)
+                    scalars = self.advance(step_scalars)
                     options |= self.advance_group(options)
                 named = dict(zip((spec.name for spec in self.states), made, strict=True))
                 pairs = [(whole, param), *((kept[n], value) for n, value in named.items() if kept.get(n) is not None)]
@@ -509,18 +513,18 @@ def random_rows(shapes: Sequence[tuple[int, ...]], count: int) -> list[list[Tens
     ]
 
 
-def _pieces(segment: UpdateSlice, pool: Pool | None) -> Iterator[UpdateSlice]:
+def _pieces(update_slice: UpdateSlice, pool: Pool | None) -> Iterator[UpdateSlice]:
     """Cut a segment so that torch takes each piece with one thread, or shares it among all of them in whole blocks.
 
     Elsewhere a thread's part could begin in the middle of a vector, where other instructions compute the element, and
     its last bit would depend on the partition.
     """
-    if segment.param.device.type != "cpu":
-        yield from segment.pieces()
+    if update_slice.param.device.type != "cpu":
+        yield from update_slice.pieces()
         return
     threads = 1 if pool is None or pool.threads == 1 else torch.get_num_threads()
     shared_numel = threads * _THREAD_NUMEL
-    for piece in segment.pieces(shared_numel):
+    for piece in update_slice.pieces(shared_numel):
         if threads > 1 and piece.param.numel() == shared_numel:
             yield piece
         else:

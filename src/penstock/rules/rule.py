@@ -254,7 +254,7 @@ class Rule(ABC):
         return 0
 
     @abstractmethod
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> StepScalars:  # noqa: B006 - never changed
+    def step_scalars(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> StepScalars:  # noqa: B006 - never changed
         """Read the scalars of an update from a parameter group.
 
         Arguments:
@@ -266,9 +266,9 @@ class Rule(ABC):
             ConfigError: the group asks for an option that this rule does not honour.
         """
 
-    def advance(self, hyper: StepScalars) -> Scalars:
+    def advance(self, step_scalars: StepScalars) -> Scalars:
         """Return the parameter's own scalars after the update."""
-        del hyper
+        del step_scalars
         return {}
 
     def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -281,19 +281,21 @@ class Rule(ABC):
         return {}
 
     @abstractmethod
-    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
+    def update(
+        self, update_slice: UpdateSlice, step_scalars: StepScalars, grad_scale: float, pool: Pool | None
+    ) -> None:
         """Apply the rule to one segment, in one pass, in place.
 
         Arguments:
-            segment: the segment.
-            hyper: the scalars, as `hyper` of the same rule returned them.
+            update_slice: the segment.
+            step_scalars: the scalars, as `step_scalars` of the same rule returned them.
             grad_scale: the factor on the gradient: unscaling, averaging and clipping in one.
             pool: the threads to use on host memory; `None` for the calling thread alone.
         """
 
     def update_many(
         self,
-        segments: Iterable[tuple[UpdateSlice, StepScalars]],
+        update_slices: Iterable[tuple[UpdateSlice, StepScalars]],
         grad_scale: float,
         pool: Pool | None,
         sums: RecordChecksums | None = None,
@@ -301,14 +303,14 @@ class Rule(ABC):
         """Apply the rule to segments of one device, each with its scalars, as `update` does to each of them.
 
         Arguments:
-            segments: the segments, each with its scalars.
+            update_slices: the segments, each with its scalars.
             grad_scale: as `update` takes it.
             pool: as `update` takes it.
             sums: takes the checksums of its memory in the segments; of rules with `sums` alone.
         """
         assert not sums
-        for segment, hyper in segments:
-            self.update(segment, hyper, grad_scale, pool)
+        for update_slice, step_scalars in update_slices:
+            self.update(update_slice, step_scalars, grad_scale, pool)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

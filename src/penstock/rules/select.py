@@ -81,15 +81,17 @@ class CombinedRule(Rule):
             with suppress(ConfigError):
                 yield ask(part)
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> StepScalars:  # noqa: B006
-        """Read a parameter group by its part; see `Rule.hyper`."""
-        return self.part(group).hyper(group, step, scalars)
+    def step_scalars(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> StepScalars:  # noqa: B006
+        """Read a parameter group by its part; see `Rule.step_scalars`."""
+        return self.part(group).step_scalars(group, step, scalars)
 
     def advance_group(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the group's part writes into it; see `Rule.advance_group`."""
         return self.part(group).advance_group(group)
 
-    def update(self, segment: UpdateSlice, hyper: StepScalars, grad_scale: float, pool: Pool | None) -> None:
+    def update(
+        self, update_slice: UpdateSlice, step_scalars: StepScalars, grad_scale: float, pool: Pool | None
+    ) -> None:
         """Refuse this: a segment has the states of a part."""
         raise NotImplementedError(f"{self.name} has several parts: update by part(group)")
 
@@ -194,7 +196,7 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
         )
     for index, group in enumerate(optimizer.param_groups):
         try:
-            rule.hyper(group, step=1)
+            rule.step_scalars(group, step=1)
         except ConfigError as error:
             raise ConfigError(f"Parameter group {index}: {error}") from None
     return rule

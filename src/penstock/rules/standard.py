@@ -114,9 +114,9 @@ class AdamRule(FusedRule):
         kernel = _native.Rule.AMSGRAD if group["amsgrad"] else _native.Rule.ADAM
         return kernel, scalars, Flags(l2=l2 != 0, lerp_from_grad=lerp_from_grad)
 
-    def used(self, hyper: FusedScalars) -> int:
+    def used(self, step_scalars: FusedScalars) -> int:
         """Return how many states this update uses: two, three with amsgrad."""
-        return 3 if hyper.kernel == _native.Rule.AMSGRAD else 2
+        return 3 if step_scalars.kernel == _native.Rule.AMSGRAD else 2
 
     def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], c: Any, flags: Flags) -> Tensor:
         """Compute one update; see `FusedRule.arithmetic`."""
@@ -294,9 +294,9 @@ class SgdRule(FusedRule):
         flags = Flags(l2 != 0, first=step == 1, nesterov=bool(group["nesterov"])) if momentum else Flags(l2 != 0)
         return _native.Rule.SGD_MOMENTUM if momentum else _native.Rule.SGD, scalars, flags
 
-    def used(self, hyper: FusedScalars) -> int:
+    def used(self, step_scalars: FusedScalars) -> int:
         """Return how many states this update uses: none without momentum."""
-        return int(hyper.kernel == _native.Rule.SGD_MOMENTUM)
+        return int(step_scalars.kernel == _native.Rule.SGD_MOMENTUM)
 
     def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], c: Any, flags: Flags) -> Tensor:
         """Compute one update; see `FusedRule.arithmetic`."""

@@ -85,7 +85,7 @@ class AcceleratorStreams(Streams):
         assert not on_worker(), "a thread of ours has no compute"
         return _DeviceEvent(self._hardware, self._hardware.recorded(self._hardware.compute()))
 
-    def here(self) -> None:
+    def follow_current_stream(self) -> None:
         """Order the calling thread's current stream after the one that compute was on."""
         self._hardware.compute()
 
@@ -100,7 +100,7 @@ class AcceleratorStreams(Streams):
         with self._hardware.on(uploads):
             super()._resize(buffer, nbytes)
 
-    def hand_over(self, buffer: Tensor) -> None:
+    def transfer_to_compute(self, buffer: Tensor) -> None:
         """Keep a dropped buffer's memory until compute's stream has reached that point (`record_stream`)."""
         buffer.record_stream(self._hardware.compute())
 

@@ -256,8 +256,8 @@ class Collectives:
             # One name on all ranks, which no group had before: by it the members find each other in the job's store.
             # One stage as well: ranks that ask for others are told so later, and till then must not miss each other.
             # One size of nodes, too.
-            facts = [f"penstock {secrets.token_hex(8)}", sharded, nodes, ranks_of_host(default=0)]
-            name, sharded, nodes, of_host = control_group.share(facts)
+            rank_checks = [f"penstock {secrets.token_hex(8)}", sharded, nodes, ranks_of_host(default=0)]
+            name, sharded, nodes, of_host = control_group.share(rank_checks)
             peers = peers_of(mesh, sharded=sharded)
             grid = peers.grid.in_nodes(node_size(peers.shards, nodes, of_host))
             # In one order on all ranks: the members of a group make it together, and ranks that began with different

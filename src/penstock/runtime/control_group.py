@@ -119,7 +119,7 @@ def limit_of(timeout_s: float) -> timedelta:
 
 
 #: What ranks compare: values that JSON has, by a name that a message can show.
-Facts = dict[str, Any]
+RankChecks = dict[str, Any]
 
 _logger = logging.getLogger("penstock")
 
@@ -275,7 +275,7 @@ class ControlGroup:
         return control_group
 
     @contextmanager
-    def together(self, verb: str, error: type[PenstockError] = EngineError) -> Iterator[Facts]:
+    def together(self, verb: str, error: type[PenstockError] = EngineError) -> Iterator[RankChecks]:
         """Run the checks of a method in a `with` block; what one rank refuses in it, all refuse. Collective.
 
         Arguments:
@@ -289,22 +289,22 @@ class ControlGroup:
             Exception: on the rank where the block raised it.
             EngineError: on the other ranks, with its text; and on all, where they have called different methods.
         """
-        facts: Facts = {}
+        rank_checks: RankChecks = {}
         failure: Exception | None = None
         try:
-            yield facts
+            yield rank_checks
         except Exception as refusal:
             failure = refusal  # not raised yet: the others are about to wait for this rank in the meeting
         # Outside of the `try`: what the meeting raises is no refusal of this rank's.
-        self._meet(verb, facts, failure, error)
+        self._meet(verb, rank_checks, failure, error)
 
-    def _meet(self, verb: str, facts: Facts, failure: Exception | None, error: type[PenstockError]) -> None:
+    def _meet(self, verb: str, rank_checks: RankChecks, failure: Exception | None, error: type[PenstockError]) -> None:
         """Compare the digests of what the ranks are about to do; exchange texts where they differ, and raise."""
         if self._group is None:
             if failure is not None:
                 raise failure
             return
-        said = hashlib.sha256(json.dumps([verb, facts]).encode()).digest()
+        said = hashlib.sha256(json.dumps([verb, rank_checks]).encode()).digest()
         own = torch.tensor([int.from_bytes(said[:8], signed=True), int(failure is not None)], device="cpu")
         try:
             numbers = [tuple(part.tolist()) for part in self._all_gather(own, verb)]
@@ -316,9 +316,9 @@ class ControlGroup:
         if any(refused for _, refused in numbers):
             self.agree(failure, verb)
         if len(set(numbers)) > 1:
-            self._name_difference(verb, facts, error)
+            self._name_difference(verb, rank_checks, error)
 
-    def _name_difference(self, verb: str, facts: Facts, error: type[PenstockError]) -> None:
+    def _name_difference(self, verb: str, rank_checks: RankChecks, error: type[PenstockError]) -> None:
         """Raise an error that says in what the ranks differ: the method, or the first fact."""
         # First the methods: ranks in different ones compare different facts, whose first difference would mislead.
         verbs = self.collect(verb)
@@ -329,7 +329,7 @@ class ControlGroup:
                 f"Ranks are out of step: they have called different methods ({called}). Nothing was changed. Call "
                 f"collective methods on every rank, in the same order.{alone}"
             )
-        differences = self.collect(_first_difference(self.share(facts), facts))
+        differences = self.collect(_first_difference(self.share(rank_checks), rank_checks))
         for rank, difference in zip(self.members, differences, strict=True):
             if difference is not None:
                 name, there, here = difference
@@ -493,11 +493,11 @@ def _parsed(said: Tensor, error: type[PenstockError]) -> Any:
         raise error(f"A rank says what cannot be read: it is not what it should be. ({why})") from why
 
 
-def _first_difference(first: Mapping[str, Any], own: Facts) -> tuple[str, str, str] | None:
+def _first_difference(first: Mapping[str, Any], own: RankChecks) -> tuple[str, str, str] | None:
     """Find the first fact that is not the same here as on the first rank: its name, the value there, the value here."""
     own = json.loads(json.dumps(own))  # as the first rank's have come: tuples are lists, keys are strings
     for name in (*first, *own):
-        there, here = (json.dumps(facts[name]) if name in facts else "none" for facts in (first, own))
+        there, here = (json.dumps(rank_checks[name]) if name in rank_checks else "none" for rank_checks in (first, own))
         if there != here:
             return name, there, here
     return None

@@ -39,15 +39,15 @@ def can_register(device: torch.device) -> bool:
     return device.type == "cuda" or _module(device) is not None
 
 
-def register(slab: Tensor, device: torch.device) -> bool:
+def register(allocation: Tensor, device: torch.device) -> bool:
     """Page-lock a slab for a device. Return True if that was possible."""
     if device.type == "cuda":
-        return _register_for_cuda(slab, device)
+        return _register_for_cuda(allocation, device)
     module = _module(device)
     if module is None:
         return False
     try:
-        return module.host_register(slab.data_ptr(), slab.numel()) in (None, True)
+        return module.host_register(allocation.data_ptr(), allocation.numel()) in (None, True)
     except (RuntimeError, OSError, ValueError):
         return False
 
@@ -92,10 +92,10 @@ def pinned_buffer(nbytes: int, device: torch.device, alignment: int) -> Tensor |
     return None
 
 
-def _register_for_cuda(slab: Tensor, device: torch.device) -> bool:
+def _register_for_cuda(allocation: Tensor, device: torch.device) -> bool:
     """Page-lock a slab with cuda's runtime. Return True if that was possible."""
     with torch.cuda.device(device):
-        if int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)) == 0:  # type: ignore[no-untyped-call]
+        if int(torch.cuda.cudart().cudaHostRegister(allocation.data_ptr(), allocation.numel(), 0)) == 0:  # type: ignore[no-untyped-call]
             return True
         # The runtime keeps its last error, and torch raises it at the next launch. This launch takes it, so that it is
         # not raised in the user's forward.
@@ -156,7 +156,7 @@ class Arena:
         self.used = 0
         self.pinned = False
         self._device = device
-        self._slab: Tensor | None = None
+        self._allocation: Tensor | None = None
         if capacity == 0:
             return
         try:
@@ -167,25 +167,25 @@ class Arena:
                 "Use more ranks, a higher stage, or keep less on the cpu tier."
             ) from error
         self._memory = memory
-        self._slab = torch.frombuffer(memory, dtype=torch.uint8)
+        self._allocation = torch.frombuffer(memory, dtype=torch.uint8)
         if needs_pinning(device):
             # Before the first touch, which decides the node of a page. Also for pageable slabs: the threads of the
             # updates run on that node too.
             node = device_node(device)
             if node is not None:
-                prefer_node(self._slab.data_ptr(), capacity, node)
+                prefer_node(self._allocation.data_ptr(), capacity, node)
             self.pinned = pin and (self._register() or (ring and self._take_torchs()))
 
     def _register(self) -> bool:
         """Page-lock the slab for the device. Return True if that was possible."""
-        assert self._slab is not None
+        assert self._allocation is not None
         if not can_register(self._device):
             return False
         self.fault_in()  # first: the driver would fault the pages in on one thread, one by one
-        if not register(self._slab, self._device):
+        if not register(self._allocation, self._device):
             return False
         # The lock belongs to the memory, which outlives the arena as long as a tensor in it does.
-        self._memory.give_up_lock = partial(unregister, self._slab.data_ptr(), self._device)
+        self._memory.give_up_lock = partial(unregister, self._allocation.data_ptr(), self._device)
         return True
 
     def _take_torchs(self) -> bool:
@@ -193,13 +193,13 @@ class Arena:
         buffer = pinned_buffer(self.capacity, self._device, PAGE_BYTES)
         if buffer is None:
             return False
-        self._slab = buffer
+        self._allocation = buffer
         return True
 
     def fault_in(self) -> None:
         """Fault in every page of the slab, by several threads."""
-        if self._slab is not None:
-            touch(self._slab, update_cores(self._device).count)
+        if self._allocation is not None:
+            touch(self._allocation, update_cores(self._device).count)
 
     @staticmethod
     def available() -> "HostMemory | None":
@@ -212,11 +212,11 @@ class Arena:
         return needs_pinning(self._device) and not self.pinned
 
     @staticmethod
-    def lease_bytes(numel: int, dtype: torch.dtype) -> int:
+    def allocated_bytes(numel: int, dtype: torch.dtype) -> int:
         """Return how many bytes a tensor takes from an arena: its own, rounded up to whole pages."""
         return -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
 
-    def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Cut a tensor from the slab.
 
         Arguments:
@@ -226,12 +226,12 @@ class Arena:
         Returns:
             Zeros, [numel], at the start of a page. It may be used until the arena is closed.
         """
-        nbytes = self.lease_bytes(numel, dtype)
-        assert self._slab is not None, "the arena is closed, or was planned empty"
+        nbytes = self.allocated_bytes(numel, dtype)
+        assert self._allocation is not None, "the arena is closed, or was planned empty"
         assert self.used + nbytes <= self.capacity, "the arena was planned too small"
-        lease = self._slab[self.used : self.used + numel * dtype.itemsize].view(dtype)
+        allocate = self._allocation[self.used : self.used + numel * dtype.itemsize].view(dtype)
         self.used += nbytes
-        return lease
+        return allocate
 
     def rewind(self) -> None:
         """Cut tensors from the start again. They have the values of before, and are no zeros."""
@@ -239,10 +239,10 @@ class Arena:
 
     def close(self) -> None:
         """End the page lock and drop the slab. Its memory is freed with the last tensor in it."""
-        if self._slab is not None:
+        if self._allocation is not None:
             self._memory.unregister()  # waits for copies of the device (ordering rule 1)
             del self._memory
-        self._slab = None
+        self._allocation = None
         self.pinned = False
         self.used = 0
 
@@ -263,7 +263,7 @@ class Words:
         page, offset = divmod(number, PAGE_BYTES // torch.float32.itemsize)
         while len(self._pages) <= page:
             arena = Arena(PAGE_BYTES, self._device, ring=True)
-            self._pages.append((arena, arena.lease(PAGE_BYTES // torch.float32.itemsize, torch.float32)))
+            self._pages.append((arena, arena.allocate(PAGE_BYTES // torch.float32.itemsize, torch.float32)))
         return self._pages[page][1][offset : offset + 1]
 
     def close(self) -> None:
@@ -373,9 +373,9 @@ class _Memory(mmap.mmap):
 
     def unregister(self) -> None:
         """End the page lock, if there is one."""
-        give_up, self.give_up_lock = self.give_up_lock, None
-        if give_up is not None:
-            give_up()
+        keep_alive, self.give_up_lock = self.give_up_lock, None
+        if keep_alive is not None:
+            keep_alive()
 
     def __del__(self) -> None:
         # At the exit the device's context, with all registrations, may be gone; a child has none.
@@ -383,12 +383,12 @@ class _Memory(mmap.mmap):
             self.unregister()
 
 
-def touch(slab: Tensor, threads: int) -> None:
+def touch(allocation: Tensor, threads: int) -> None:
     """Write zeros to every page of a slab, by several threads. Page-locking untouched pages would use one."""
 
     def clear(start: int) -> None:
         # Through ctypes, which releases the GIL, so that the threads run in parallel.
-        ctypes.memset(slab.data_ptr() + start, 0, min(TOUCH_BYTES, slab.numel() - start))
+        ctypes.memset(allocation.data_ptr() + start, 0, min(TOUCH_BYTES, allocation.numel() - start))
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(clear, range(0, slab.numel(), TOUCH_BYTES)))
+        list(pool.map(clear, range(0, allocation.numel(), TOUCH_BYTES)))

@@ -71,17 +71,17 @@ class SimulatedStreams(Streams):
         self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
         return event
 
-    def lease(self, buffer: Tensor) -> None:
+    def allocate(self, buffer: Tensor) -> None:
         """Allocate the buffer's memory, full of NaN."""
-        super().lease(buffer)
+        super().allocate(buffer)
         self._check_quiet(buffer)
         poison(buffer)
 
-    def retire(self, buffer: Tensor) -> None:
+    def deallocate(self, buffer: Tensor) -> None:
         """Fill the buffer with NaN and keep its memory: a late reader gets NaN, not a fault."""
-        self.spoil(buffer)
+        self.poison(buffer)
 
-    def spoil(self, buffer: Tensor) -> None:
+    def poison(self, buffer: Tensor) -> None:
         """Fill the buffer with NaN."""
         self._check_quiet(buffer)
         poison(buffer)

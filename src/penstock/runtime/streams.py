@@ -15,7 +15,7 @@ Worker threads have no compute: their current stream is not the user's. Work tha
 `after`; to follow compute, it names an event (`now`) that was taken on the user's thread.
 
 Memory that work uses must outlive its event: the caching allocator hands freed memory out at once, so the owner waits
-for the event before it drops the memory, or keeps it alive until then with `give_up` (ordering rule 1).
+for the event before it drops the memory, or keeps it alive until then with `keep_alive` (ordering rule 1).
 """
 
 import threading
@@ -104,8 +104,8 @@ class Streams(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.observer: StreamObserver | None = None
-        self._given_up: deque[tuple[Event, Sequence[Tensor]]] = deque()
-        self._giving_up = threading.RLock()  # freeing a tensor may call `give_up` for others
+        self._kept_alive: deque[tuple[Event, Sequence[Tensor]]] = deque()
+        self._keeping_alive = threading.RLock()  # freeing a tensor may call `keep_alive` for others
 
     @property
     def computes_on_host(self) -> bool:
@@ -157,24 +157,24 @@ class Streams(ABC):
         """Return an event of all compute issued until now, for work that is submitted later or by a worker thread."""
         return DONE
 
-    def here(self) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
+    def follow_current_stream(self) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
         """Order the calling thread's current stream after all earlier compute, on any stream."""
 
-    def give_up(self, tensors: Sequence[Tensor], *, until: Event) -> None:
+    def keep_alive(self, tensors: Sequence[Tensor], *, until: Event) -> None:
         """Keep tensors that submitted work may still use alive until an event is over (ordering rule 1)."""
         self._let_go()
         if tensors and not until.done():
-            with self._giving_up:
-                self._given_up.append((until, tensors))
+            with self._keeping_alive:
+                self._kept_alive.append((until, tensors))
 
     def _let_go(self) -> None:
-        """Drop the tensors of `give_up` whose event is over."""
-        if not self._given_up:
+        """Drop the tensors of `keep_alive` whose event is over."""
+        if not self._kept_alive:
             return
         gone: list[Sequence[Tensor]] = []
-        with self._giving_up:
-            while self._given_up and self._given_up[0][0].done():
-                gone.append(self._given_up.popleft()[1])  # dropped after the lock: freeing a tensor may free others
+        with self._keeping_alive:
+            while self._kept_alive and self._kept_alive[0][0].done():
+                gone.append(self._kept_alive.popleft()[1])  # dropped after the lock: freeing a tensor may free others
 
     def compute(self, work: Callable[[], None], *, label: Label, nbytes: int = 0) -> None:
         """Run work of compute itself, now, in the caller's thread.
@@ -185,7 +185,7 @@ class Streams(ABC):
             nbytes: bytes that it reads and writes, for simulations.
         """
         del nbytes
-        self.here()
+        self.follow_current_stream()
         if self.observer is not None:
             self.observer.turn_to(label)
         work()
@@ -196,7 +196,7 @@ class Streams(ABC):
         """Make a clock of compute and of the device's streams. Waits for the device."""
         return Clock()
 
-    def lease(self, buffer: Tensor) -> None:
+    def allocate(self, buffer: Tensor) -> None:
         """Allocate a buffer's memory. Contents are undefined.
 
         The buffer keeps one storage object all its life: autograd saves views of a weight, and they must see the
@@ -210,19 +210,19 @@ class Streams(ABC):
         buffer.untyped_storage().resize_(nbytes)
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Make a flat buffer, with memory, for `lease` and `retire`."""
+        """Make a flat buffer, with memory, for `allocate` and `deallocate`."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def retire(self, buffer: Tensor) -> None:
+    def deallocate(self, buffer: Tensor) -> None:
         """Free a buffer's memory. Precondition: all work on it was waited for (ordering rule 1)."""
         if not self.reads_in_place:
             poison(buffer)  # debugging: memory that is not freed at once must not look as if it had values
         self._resize(buffer, 0)
 
-    def hand_over(self, buffer: Tensor) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
+    def transfer_to_compute(self, buffer: Tensor) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
         """Transfer a buffer's memory to compute and to the user, who may drop it at any time."""
 
-    def spoil(self, buffer: Tensor) -> None:
+    def poison(self, buffer: Tensor) -> None:
         """Overwrite a buffer with NaN and keep its memory. Precondition: all work on it was waited for."""
         poison(buffer)
 

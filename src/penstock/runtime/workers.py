@@ -54,7 +54,7 @@ class _Inbox:
             while (item := self.queue.get()) is not None:
                 event, box = item
                 if self.dropped or exiting():
-                    box[:] = [_given_up]  # in the place of the work: a thread may wait for its event
+                    box[:] = [_kept_alive]  # in the place of the work: a thread may wait for its event
                 event.run_from(box)
                 # The next `get` may block for long. These names would keep the last event alive, and the buffers of its
                 # work.
@@ -159,6 +159,6 @@ class HostWorker:
         self._inbox.finish(self._thread)
 
 
-def _given_up() -> None:
+def _kept_alive() -> None:
     """Raise the error of work that is not run any more, in its place."""
     raise EngineError("This work was given up: nobody waits for it any more, or the interpreter exits.")

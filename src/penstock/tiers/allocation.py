@@ -49,7 +49,7 @@ def step_bytes(present: int, missing: int) -> int:
     return max(missing, min(max(present, FIRST_BYTES), STEP_BYTES), present // 8)
 
 
-class SlabExtent(NamedTuple):
+class AllocationExtent(NamedTuple):
     """Whole pages of a block: allocated, or a hole."""
 
     block: int
@@ -65,21 +65,21 @@ class SlabExtent(NamedTuple):
 class ActivationStorage(NamedTuple):
     """A storage, and the extents that it was cut from."""
 
-    home: Storage
-    extents: list[SlabExtent]
+    storage: Storage
+    extents: list[AllocationExtent]
 
 
 class _Block(NamedTuple):
     """A slab of memory, or one folder's part of a slab of files.
 
     Attributes:
-        section: the whole slab, as one segment.
+        segment: the whole slab, as one segment.
         record: the number of the folder's record in files.
         space: the number of the folder; in memory 0 for pinned and 1 for pageable slabs. Extents are taken from one
             space at a time.
     """
 
-    section: Segment
+    segment: Segment
     record: int
     space: int
 
@@ -105,14 +105,14 @@ class ActivationPool:
         self._folders = folders if self._in_files else 1
         self.tile_bytes = round_up(tile_bytes, PAGE_BYTES)
         self._blocks: dict[int, _Block] = {}  # by number
-        self._holes: list[SlabExtent] = []  # neighbours are one
+        self._holes: list[AllocationExtent] = []  # neighbours are one
         self._made = 0
         self._dropped: deque[ActivationStorage] = deque()
 
     @property
     def capacity(self) -> int:
         """Bytes of all slabs."""
-        return sum(block.section.tile_numel for block in self._blocks.values())
+        return sum(block.segment.tile_numel for block in self._blocks.values())
 
     @property
     def free(self) -> int:
@@ -129,34 +129,36 @@ class ActivationPool:
         self._sweep(wanted)
         while self.free < wanted:
             self._grow(wanted - self.free)
-        extents: list[SlabExtent] = []
-        sections: list[Segment] = []
+        extents: list[AllocationExtent] = []
+        segments: list[Segment] = []
         start = 0
         while start < nbytes:
             extent = self._take_extent(wanted - start)
             extents.append(extent)
             block, numel = self._blocks[extent.block], min(extent.nbytes, nbytes - start)
-            sections.append(block.section.cut(block.record, extent.start, self._plan(start, numel, numel)))
+            segments.append(block.segment.cut(block.record, extent.start, self._plan(start, numel, numel)))
             start += extent.nbytes
-        return ActivationStorage(Storage(sections), extents)
+        return ActivationStorage(Storage(segments), extents)
 
     def drop(self, cut: ActivationStorage) -> None:
         """Queue a storage to be freed. Any thread may call this at any time: it takes no lock."""
         self._dropped.append(cut)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Free the storages that were dropped, and the slabs without storages, once work on them is over."""
         self._sweep(math.inf)
-        for section in {block.section for block in self._blocks.values()}:
+        for segment in {block.segment for block in self._blocks.values()}:
             whole = [
-                SlabExtent(n, 0, section.tile_numel) for n, block in self._blocks.items() if block.section is section
+                AllocationExtent(n, 0, segment.tile_numel)
+                for n, block in self._blocks.items()
+                if block.segment is segment
             ]
             if set(whole) <= set(self._holes):
                 for hole in whole:
                     self._holes.remove(hole)
                     del self._blocks[hole.block]
-                self._store.leave(section)
-                self._store.free(section)
+                self._store.leave(segment)
+                self._store.free(segment)
 
     def close(self) -> None:
         """Forget the slabs, which are freed with the store. Storages that are left keep their memory."""
@@ -167,22 +169,22 @@ class ActivationPool:
     def _sweep(self, wanted: float) -> None:
         """Free dropped storages whose copies are over. Wait for copies while fewer bytes than `wanted` are free."""
         while self._dropped:
-            home, extents = self._dropped[0]
-            over = all_of([home.written, home.read])  # site pool.returned_write, pool.returned_reads
+            storage, extents = self._dropped[0]
+            over = all_of([storage.written, storage.read])  # site pool.returned_write, pool.returned_reads
             if not over.done() and self.free >= wanted:
                 return  # in order: copies of those dropped later are mostly over later
             with contextlib.suppress(Exception):  # errors of copies of a dropped storage concern no user
                 # site pool.memory_unused
                 over.synchronize()  # the bytes are handed out again, or unmapped (ordering rule 1)
             self._dropped.popleft()
-            for section in home.sections:
-                section.drop()
+            for segment in storage.segments:
+                segment.drop()
             self._holes = _joined([*self._holes, *extents])
 
-    def _take_extent(self, wanted: int) -> SlabExtent:
+    def _take_extent(self, wanted: int) -> AllocationExtent:
         """Take free bytes: in memory all of them in one hole if possible, in files a tile at most."""
         wanted = min(wanted, self.tile_bytes) if self._in_files else wanted
-        spaces: dict[int, list[SlabExtent]] = {}
+        spaces: dict[int, list[AllocationExtent]] = {}
         for hole in self._holes:
             spaces.setdefault(self._blocks[hole.block].space, []).append(hole)
         holes = max(spaces.values(), key=_bytes_of)
@@ -212,11 +214,11 @@ class ActivationPool:
     def _add(self, nbytes: int) -> None:
         each = round_up(-(-nbytes // self._folders), PAGE_BYTES)  # of files one record in each folder
         plan = self._plan(0, each * self._folders, each)
-        section = self._store.reserve([plan]).make(plan)
+        segment = self._store.reserve([plan]).make(plan)
         for record in range(self._folders):
-            space = record if self._in_files else int(section.bounce is not None)
-            self._blocks[self._made] = _Block(section, record, space)
-            self._holes.append(SlabExtent(self._made, 0, each))
+            space = record if self._in_files else int(segment.bounce is not None)
+            self._blocks[self._made] = _Block(segment, record, space)
+            self._holes.append(AllocationExtent(self._made, 0, each))
             self._made += 1
 
     def _plan(self, start: int, numel: int, tile_numel: int) -> SegmentPlan:
@@ -224,9 +226,9 @@ class ActivationPool:
         return SegmentPlan(self._kind, self._tier, (cell,), start, numel, tile_numel)
 
 
-def _joined(holes: list[SlabExtent]) -> list[SlabExtent]:
+def _joined(holes: list[AllocationExtent]) -> list[AllocationExtent]:
     """Make one hole of holes that follow each other."""
-    joined: list[SlabExtent] = []
+    joined: list[AllocationExtent] = []
     for hole in sorted(holes):
         if joined and (joined[-1].block, joined[-1].stop) == (hole.block, hole.start):
             hole = joined.pop()._replace(stop=hole.stop)
@@ -234,5 +236,5 @@ def _joined(holes: list[SlabExtent]) -> list[SlabExtent]:
     return joined
 
 
-def _bytes_of(holes: list[SlabExtent]) -> int:
+def _bytes_of(holes: list[AllocationExtent]) -> int:
     return sum(hole.nbytes for hole in holes)

@@ -12,7 +12,7 @@ from penstock.runtime import host_memory
 from penstock.runtime.host_memory import Arena, ask_for_huge_pages
 from penstock.runtime.streams import FETCH, READ
 from penstock.tiers.storage import PASSING, MemorySegment, Ring, RingPlan, SegmentPlan
-from penstock.tiers.tier import Slab, TierMemory
+from penstock.tiers.tier import Allocation, TierMemory
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The device tier: memory of the accelerator, or of a cpu that is the device.
@@ -27,13 +27,13 @@ class DeviceTier(TierMemory):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
         """Allocate nothing yet: `prepare` moves a model that is on the device unit by unit, and frees each in turn."""
         del pin
-        return {home: _DeviceSlab(self._device) for home in wanted}
+        return {storage: _DeviceAllocation(self._device) for storage in wanted}
 
 
-class _DeviceSlab(Slab):
+class _DeviceAllocation(Allocation):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -67,7 +67,7 @@ BOUNCE_SLOTS = 4  # of each ring: for either direction, one buffer is filled whi
 
 def bounce_bytes(tile_bytes: int) -> int:
     """Return the bytes of all bounce buffers for tiles of a size."""
-    return len(BOUNCE_READERS) * BOUNCE_SLOTS * Arena.lease_bytes(tile_bytes, torch.uint8)
+    return len(BOUNCE_READERS) * BOUNCE_SLOTS * Arena.allocated_bytes(tile_bytes, torch.uint8)
 
 
 class HostTier(TierMemory):
@@ -101,44 +101,44 @@ class HostTier(TierMemory):
         self._warned = False
         self.pinned_bytes = 0
 
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
         """Map an arena for each storage. Pin those that a device copies, as far as budget and system allow."""
-        sizes = {home: sum(c.taken_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
-        copied = [home for home, plans in wanted.items() if any(plan.copied for plan in plans)]
+        sizes = {storage: sum(c.taken_bytes for plan in plans for c in plan.cells) for storage, plans in wanted.items()}
+        copied = [storage for storage, plans in wanted.items() if any(plan.copied for plan in plans)]
         self._check(sum(sizes.values()))
-        slabs: dict[str, Slab] = {}
+        allocations: dict[str, Allocation] = {}
         pageable: dict[str, int] = {}
         with contextlib.ExitStack() as undo:
-            if pin and not self._fits(sum(sizes[home] for home in copied)):
+            if pin and not self._fits(sum(sizes[storage] for storage in copied)):
                 self.bounce()  # before the rest takes the budget
-            for home in sorted(sizes, key=lambda home: (*PINNED_FIRST, home).index(home)):
-                wanted_pinned = home == STAGING or (pin and home in copied)  # others pass the rings
-                pinned = wanted_pinned and self._fits(sizes[home])
-                arena = self._arena(sizes[home], self._device, pin=pinned, ring=home == STAGING)
-                slabs[home] = slab = _HostSlab(self, arena)
-                undo.callback(slab.close)
-                if slab.pageable and home in copied:
-                    pageable[home] = sizes[home]
+            for storage in sorted(sizes, key=lambda storage: (*PINNED_FIRST, storage).index(storage)):
+                wanted_pinned = storage == STAGING or (pin and storage in copied)  # others pass the rings
+                pinned = wanted_pinned and self._fits(sizes[storage])
+                arena = self._arena(sizes[storage], self._device, pin=pinned, ring=storage == STAGING)
+                allocations[storage] = allocation = _HostAllocation(self, arena)
+                undo.callback(allocation.close)
+                if allocation.pageable and storage in copied:
+                    pageable[storage] = sizes[storage]
                     self.bounce()  # now: the system's limit may have room for them
-                elif slab.pageable:
+                elif allocation.pageable:
                     arena.fault_in()  # missing memory is found here, and not in the first step
             undo.pop_all()
         if pin and pageable:
             self._warn(pageable)
-        return slabs
+        return allocations
 
     def bounce(self) -> Mapping[str, Ring]:
         """Return the rings of bounce buffers, by the stream that reads. The first call allocates them."""
         if self._bounce is None:
             nbytes = bounce_bytes(self._tile_bytes)
-            slab = _HostSlab(self, self._arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
+            allocation = _HostAllocation(self, self._arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
             plan = RingPlan("bounce", len(BOUNCE_READERS) * BOUNCE_SLOTS, sizes={PASSING: self._tile_bytes})
-            (section,) = [slab.make(section) for section in plan.sections()]
-            slots = plan.slots([section])
+            (segment,) = [allocation.make(segment) for segment in plan.segments()]
+            slots = plan.slots([segment])
             rings = {reader: Ring() for reader in BOUNCE_READERS}
             for number, ring in enumerate(rings.values()):
                 ring.fill(slots[number * BOUNCE_SLOTS :][:BOUNCE_SLOTS])
-            self.own, self._bounce = [(section, slab)], rings
+            self.own, self._bounce = [(segment, allocation)], rings
         return self._bounce
 
     def pinnable(self, nbytes: int) -> int:
@@ -153,9 +153,9 @@ class HostTier(TierMemory):
     def close(self) -> None:
         """Free the bounce buffers."""
         own, self.own, self._bounce = self.own, (), None
-        for section, slab in own:
-            section.drop()
-            slab.close()
+        for segment, allocation in own:
+            segment.drop()
+            allocation.close()
 
     def _fits(self, nbytes: int) -> bool:
         return self._budget is None or self.pinned_bytes + nbytes <= self._budget
@@ -175,7 +175,7 @@ class HostTier(TierMemory):
             return
         self._warned = True
         ((_, ring),) = self.own
-        homes = ", ".join(f"{home} {nbytes:,}" for home, nbytes in pageable.items())
+        storages = ", ".join(f"{storage} {nbytes:,}" for storage, nbytes in pageable.items())
         over_budget = any(not self._fits(nbytes) for nbytes in pageable.values())
         advice = (
             f"Options(pinned_bytes={self._budget:,}) has no room for more: raise it."
@@ -191,13 +191,13 @@ class HostTier(TierMemory):
             else "buffers that could not be pinned either: the host waits for each of them"
         )
         warnings.warn(
-            f"{sum(pageable.values()):,} bytes of the cpu tier are not pinned ({homes}). Copies between them and the "
-            f"device pass {bounce_bytes(self._tile_bytes):,} bytes of {means}. {advice}",
+            f"{sum(pageable.values()):,} bytes of the cpu tier are not pinned ({storages}). Copies between them and "
+            f"the device pass {bounce_bytes(self._tile_bytes):,} bytes of {means}. {advice}",
             stacklevel=2,
         )
 
 
-class _HostSlab(Slab):
+class _HostAllocation(Allocation):
     def __init__(self, tier: HostTier, arena: Arena) -> None:
         self._tier = tier
         self._arena = arena
@@ -207,8 +207,8 @@ class _HostSlab(Slab):
         tier.pinned_bytes += arena.capacity if self.pinned else 0
 
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> MemorySegment:
-        bounce = self._tier.bounce if self.pageable and plan.home != STAGING else None
-        tensors = [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells]
+        bounce = self._tier.bounce if self.pageable and plan.storage != STAGING else None
+        tensors = [self._arena.allocate(cell.numel, cell.dtype) for cell in plan.cells]
         if self._used_before and not unset:
             for tensor in tensors:
                 tensor.zero_()

@@ -12,7 +12,7 @@ from penstock.config import Tier
 from penstock.errors import ConfigError
 from penstock.runtime.aio import File, Queue, Transfer, check_space, existing_folder
 from penstock.tiers.storage import RecordPlace, Records, Segment, SegmentPlan, SummedRecord, record_sizes
-from penstock.tiers.tier import Slab, TierMemory, close_all
+from penstock.tiers.tier import Allocation, TierMemory, close_all
 
 
 class FileRecords(Records):
@@ -87,10 +87,10 @@ class Striping:
 
 def stripe(wanted: Mapping[str, Sequence[SegmentPlan]], folders: int) -> dict[str, Striping]:
     """Lay the records of segments out over folders, storage by storage."""
-    planned = {home: Striping(folders) for home in wanted}
-    for home, plans in wanted.items():
+    planned = {storage: Striping(folders) for storage in wanted}
+    for storage, plans in wanted.items():
         for plan in plans:
-            planned[home].place(record_sizes(plan))
+            planned[storage].place(record_sizes(plan))
     return planned
 
 
@@ -116,7 +116,7 @@ class NvmeTier(TierMemory):
         self._checksums = checksums
         self._queues: list[Queue] = []  # of the folders that files were made in
 
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
         """Make a file for each storage in each folder, allocated in full."""
         del pin
         if not self._parents:
@@ -130,18 +130,18 @@ class NvmeTier(TierMemory):
                 folders.append(existing_folder(parent))
                 check_space(folders[-1], nbytes)
         self._queues += [Queue(self._queue_depth) for _ in folders[len(self._queues) :]]
-        slabs: dict[str, Slab] = {}
+        allocations: dict[str, Allocation] = {}
         with contextlib.ExitStack() as undo:
-            for home, striping in planned.items():
+            for storage, striping in planned.items():
                 files: list[File] = []
                 for folder, queue, nbytes in zip(folders, self._queues, striping.used, strict=False):
                     if nbytes:
-                        path = folder / f"penstock-{os.getpid()}-{secrets.token_hex(4)}-{home}"
+                        path = folder / f"penstock-{os.getpid()}-{secrets.token_hex(4)}-{storage}"
                         files.append(File(queue, path, nbytes, named=False))
                         undo.callback(files[-1].close)
-                slabs[home] = FileSlab(files, checksums=self._checksums)
+                allocations[storage] = FileAllocation(files, checksums=self._checksums)
             undo.pop_all()
-        return slabs
+        return allocations
 
     def close(self) -> None:
         """Finish all transfers, and end the threads.
@@ -153,7 +153,7 @@ class NvmeTier(TierMemory):
         close_all(queues)
 
 
-class FileSlab(Slab):
+class FileAllocation(Allocation):
     """One preallocated file in each folder, for the segments of one storage of every unit."""
 
     def __init__(self, files: Sequence[File], *, checksums: bool) -> None:

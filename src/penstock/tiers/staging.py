@@ -61,17 +61,17 @@ class StagingPlan:
 
     def __init__(self, units: Sequence[Sections], *, reduce_dtype: torch.dtype, reach: Reach) -> None:
         self._reach = reach
-        plans = [plan for unit in units for sections in unit.values() for plan in sections]
+        plans = [plan for unit in units for segments in unit.values() for plan in segments]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
         self.rings = [
             self._landing(units, reduce_dtype),
             *(self._ring_beside(beside, units) for beside in SIDES),
-            transit_ring(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ())),
+            transit_ring(plan for unit in units for storage in (PARAM, GRAD) for plan in unit.get(storage, ())),
         ]
 
-    def sections(self) -> list[SegmentPlan]:
+    def segments(self) -> list[SegmentPlan]:
         """Return the plans of all buffers."""
-        return [section for ring in self.rings for section in ring.sections()]
+        return [segment for ring in self.rings for segment in ring.segments()]
 
     def _landing(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> RingPlan:
         """Plan two slots of a tile range each: one is filled while the other is added or cast."""
@@ -87,16 +87,16 @@ class StagingPlan:
     def _ring_beside(self, beside: Tier, units: Sequence[Sections]) -> RingPlan:
         """Plan the ring of the updates beside one tier."""
         updated = (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM)
-        sections = (each for unit in units for each in worked_on(beside, unit, OPTIMIZER, updated, streams=True))
+        segments = (each for unit in units for each in worked_on(beside, unit, OPTIMIZER, updated, streams=True))
         streams = any(plan.streamed != "none" for unit in units for plan in unit.get(OPTIMIZER, ()))
         in_memory = STREAMED_SLOTS if streams and beside is Tier.DEVICE else MEMORY_SLOTS
-        return plan_ring("update", beside, sections, self._reach, in_memory)
+        return plan_ring("update", beside, segments, self._reach, in_memory)
 
 
 def plan_ring(
     name: str,
     beside: Tier,
-    sections: Iterable[tuple[str, SegmentPlan]],
+    segments: Iterable[tuple[str, SegmentPlan]],
     reach: Reach,
     in_memory: int = MEMORY_SLOTS,
 ) -> RingPlan:
@@ -105,7 +105,7 @@ def plan_ring(
     Arguments:
         name: the name of the work, for reports.
         beside: the tier that it runs beside.
-        sections: the segments that it needs, by storage.
+        segments: the segments that it needs, by storage.
         reach: what compute reads in place.
         in_memory: the number of slots where no file is read.
 
@@ -113,12 +113,12 @@ def plan_ring(
         A ring without slots where all segments are in reach.
     """
     passing: dict[str, list[SegmentPlan]] = {}
-    for home, plan in sections:
+    for storage, plan in segments:
         if plan.cells and not in_reach(plan.tier, beside, reach):
-            passing.setdefault(home, []).append(plan)
+            passing.setdefault(storage, []).append(plan)
     if not passing:
         return RingPlan()
-    files = {home for home, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
+    files = {storage for storage, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
     near = Tier.CPU if reach.aliases_host else beside  # records need page-aligned buffers, which that tier has
     tile = max(min(plan.numel, plan.tile_numel) for plans in passing.values() for plan in plans)
     sizes, stretch = _sizes(passing, tile), 1
@@ -127,7 +127,7 @@ def plan_ring(
         stretch = _stretch(tile, max(map(_tiles, passing.values())), count * sum(sizes.values()))
         sizes = _sizes(passing, tile * stretch)
     # Records for a device pass a buffer on the host.
-    through_host = [home for home in sizes if home in files] if near is Tier.DEVICE else []
+    through_host = [storage for storage in sizes if storage in files] if near is Tier.DEVICE else []
     return RingPlan(name, count, stretch, near, sizes, through_host)
 
 
@@ -152,7 +152,8 @@ def _stretch(tile: int, tiles: int, ring_bytes: int) -> int:
 def _sizes(passing: Mapping[str, Sequence[SegmentPlan]], numel: int) -> dict[str, int]:
     """Return the bytes of a slot's buffer for each storage, for so many elements."""
     return {
-        home: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans) for home, plans in passing.items()
+        storage: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans)
+        for storage, plans in passing.items()
     }
 
 
@@ -167,21 +168,21 @@ class Buffers:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._sections: list[Segment] = []
+        self._segments: list[Segment] = []
 
     def make_slots(self, ring: RingPlan, reserved: Reservation | None = None) -> list[RingSlot]:
         """Make the slots of a ring, in memory that was reserved before, or is reserved now."""
-        plans = ring.sections()
+        plans = ring.segments()
         reserved = reserved or self._store.reserve(plans)
         made = [reserved.make(plan) for plan in plans]
-        self._sections += made
+        self._segments += made
         return ring.slots(made)
 
     def free(self) -> None:
         """Free all buffers, or keep them for the next time, if they were reserved for that. None is in use."""
-        while self._sections:  # one by one: after an interrupt the next call continues
-            self._store.leave(self._sections[-1])
-            self._store.free(self._sections.pop(), keep=True)
+        while self._segments:  # one by one: after an interrupt the next call continues
+            self._store.leave(self._segments[-1])
+            self._store.free(self._segments.pop(), keep=True)
 
 
 class Staging:
@@ -239,7 +240,7 @@ class Staging:
             self._buffers.free()  # those of a call that was interrupted
             with contextlib.ExitStack() as undo:
                 if reserved is None:
-                    reserved = self._store.reserve(plan.sections())
+                    reserved = self._store.reserve(plan.segments())
                     undo.callback(reserved.cancel)
                 made = [self._buffers.make_slots(planned, reserved) for planned in plan.rings]
                 undo.pop_all()
@@ -249,7 +250,7 @@ class Staging:
 
 
 def worked_on(
-    beside: Tier, unit: Sections, at: str, homes: Sequence[str], *, streams: bool = False
+    beside: Tier, unit: Sections, at: str, storages: Sequence[str], *, streams: bool = False
 ) -> Iterator[tuple[str, SegmentPlan]]:
     """Yield the segments of a unit that the work beside one tier needs, with the names of their storages.
 
@@ -257,31 +258,31 @@ def worked_on(
         beside: the tier.
         unit: the segments of its storages.
         at: the storage that decides where a tile is used: beside the device if it is there, otherwise beside the host.
-        homes: the storages that the work needs; of the parameters nothing where parameter staging covers them.
+        storages: the storages that the work needs; of the parameters nothing where parameter staging covers them.
         streams: True if the device also works on tiles of other tiers, as `SegmentPlan.streamed` says.
     """
-    for section in unit.get(at, ()):
-        if section.tier is Tier.DEVICE or not streams:
-            works = (section.tier is Tier.DEVICE) == (beside is Tier.DEVICE)
+    for segment in unit.get(at, ()):
+        if segment.tier is Tier.DEVICE or not streams:
+            works = (segment.tier is Tier.DEVICE) == (beside is Tier.DEVICE)
         else:
-            works = section.streamed != ("none" if beside is Tier.DEVICE else "all")
+            works = segment.streamed != ("none" if beside is Tier.DEVICE else "all")
         if not works:
             continue
-        shadowed = [plan for plan in unit[SHADOW] if plan.cells and _overlap(plan, section)]
-        for home in homes:
-            for plan in unit[home]:
-                covered = home == PARAM and any(_covers(shadow, plan, section) for shadow in shadowed)
-                if _overlap(plan, section) and not covered:
-                    yield home, plan
+        shadowed = [plan for plan in unit[SHADOW] if plan.cells and _overlap(plan, segment)]
+        for storage in storages:
+            for plan in unit[storage]:
+                covered = storage == PARAM and any(_covers(param_staging, plan, segment) for param_staging in shadowed)
+                if _overlap(plan, segment) and not covered:
+                    yield storage, plan
 
 
 def _overlap(one: SegmentPlan, other: SegmentPlan) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-def _covers(shadow: SegmentPlan, plan: SegmentPlan, update: SegmentPlan) -> bool:
+def _covers(param_staging: SegmentPlan, plan: SegmentPlan, update: SegmentPlan) -> bool:
     """Return True if the update of a part of a segment needs its parameter staging alone."""
-    return shadow.start <= max(plan.start, update.start) and min(plan.stop, update.stop) <= shadow.stop
+    return param_staging.start <= max(plan.start, update.start) and min(plan.stop, update.stop) <= param_staging.stop
 
 
 def _slots(nbytes: int) -> int:

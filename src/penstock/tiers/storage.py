@@ -66,18 +66,18 @@ class RingSlot:
     free: Event = DONE
     holds: dict[tuple[RecordKeeper, int], None] = field(default_factory=dict)
 
-    def keep(self, section: RecordKeeper, number: int, buffer: Tensor, ready: Event) -> None:
+    def keep(self, segment: RecordKeeper, number: int, buffer: Tensor, ready: Event) -> None:
         """Keep a record readable from the slot until the slot is used again."""
-        section.kept[number] = KeptRecord(buffer, ready, self)
-        self.holds[section, number] = None
+        segment.kept[number] = KeptRecord(buffer, ready, self)
+        self.holds[segment, number] = None
 
     def forget(self) -> None:
         """Forget the records in the slot: it is used again."""
-        for section, number in self.holds:
-            kept = section.kept.get(number)
+        for segment, number in self.holds:
+            kept = segment.kept.get(number)
             # Another slot may hold the record since: its entry stays.
             if kept is not None and kept.slot is self:
-                section.kept.pop(number, None)  # the thread that frees a move's old storage drops it too
+                segment.kept.pop(number, None)  # the thread that frees a move's old storage drops it too
         self.holds.clear()
 
     def add_use(self, event: Event) -> None:
@@ -184,7 +184,7 @@ class CellPlan:
     @property
     def taken_bytes(self) -> int:
         """Bytes of memory that the cell takes: whole pages on the cpu tier."""
-        return Arena.lease_bytes(self.numel, self.dtype) if self.tier is Tier.CPU else self.nbytes
+        return Arena.allocated_bytes(self.numel, self.dtype) if self.tier is Tier.CPU else self.nbytes
 
     def part(self, start: int, stop: int) -> slice:
         """Return the slice of values for elements `start` to `stop` of the segment. `start` begins a grain."""
@@ -196,7 +196,7 @@ class SegmentPlan:
     """Plan of a segment.
 
     Attributes:
-        home: the storage that it belongs to: `"param"`, `"grad"`, `"master"`, `"optimizer"`, ...
+        storage: the storage that it belongs to: `"param"`, `"grad"`, `"master"`, `"optimizer"`, ...
         tier: the tier of its memory or files.
         cells: its kinds; empty where the storage keeps nothing of these elements.
         start: its first element.
@@ -206,7 +206,7 @@ class SegmentPlan:
         streamed: which of its tiles a device updates, where it is on another tier.
     """
 
-    home: str
+    storage: str
     tier: Tier
     cells: tuple[CellPlan, ...]
     start: int
@@ -368,7 +368,7 @@ class Storage:
     """Storage of some kinds of one unit.
 
     Arguments:
-        sections: its segments, in order and without gaps.
+        segments: its segments, in order and without gaps.
         memory: the events of its memory, where another storage shares it.
 
     Attributes:
@@ -376,27 +376,27 @@ class Storage:
         records: those segments that are records.
     """
 
-    def __init__(self, sections: Sequence[Segment], memory: MemoryEvents | None = None) -> None:
-        self.sections = tuple(sections)
-        self.records = [section for section in self.sections if isinstance(section, Records)]
+    def __init__(self, segments: Sequence[Segment], memory: MemoryEvents | None = None) -> None:
+        self.segments = tuple(segments)
+        self.records = [segment for segment in self.segments if isinstance(segment, Records)]
         self.memory = memory or MemoryEvents(DONE)
-        assert all(a.plan.stop == b.plan.start for a, b in pairwise(self.sections)), "sections follow each other"
+        assert all(a.plan.stop == b.plan.start for a, b in pairwise(self.segments)), "sections follow each other"
 
     @property
     def stop(self) -> int:
         """One past the last element."""
-        return self.sections[-1].plan.stop
+        return self.segments[-1].plan.stop
 
-    def section_at(self, element: int) -> Segment:
+    def segment_at(self, element: int) -> Segment:
         """Return the segment that holds an element."""
-        return next(section for section in self.sections if element < section.plan.stop)
+        return next(segment for segment in self.segments if element < segment.plan.stop)
 
     def tile(self, number: int) -> tuple[Segment, int]:
         """Return the segment of a tile of the shard, and the tile's number in it."""
-        section = self.sections[0]
-        if len(self.sections) > 1:
-            section = self.section_at(number * section.tile_numel)
-        return section, number - section.plan.start // section.tile_numel
+        segment = self.segments[0]
+        if len(self.segments) > 1:
+            segment = self.segment_at(number * segment.tile_numel)
+        return segment, number - segment.plan.start // segment.tile_numel
 
     @property
     def in_files(self) -> bool:
@@ -406,14 +406,14 @@ class Storage:
     @property
     def plans(self) -> tuple[SegmentPlan, ...]:
         """The plans of its segments."""
-        return tuple(section.plan for section in self.sections)
+        return tuple(segment.plan for segment in self.segments)
 
     @property
     def written(self) -> Event:
         """The event after which all writes are over, in memory and in files. Waiting for it raises their errors."""
         if not self.records:
             return self.memory.written
-        stores = (event for section in self.records for event in section.last_stores)
+        stores = (event for segment in self.records for event in segment.last_stores)
         return all_of([self.memory.written, *stores])  # site storage.memory_written, storage.files_written
 
     @property
@@ -435,28 +435,28 @@ class Storage:
         The caller has waited for `written`, and to modify, for `read`. Yields the range of each piece and its values.
         With `modify`, what is written into them is stored when the next piece is asked for.
         """
-        for section in self.sections:
-            first = section.plan.start
-            inside = max(start, first), min(stop, section.plan.stop)
+        for segment in self.segments:
+            first = segment.plan.start
+            inside = max(start, first), min(stop, segment.plan.stop)
             if inside[0] < inside[1]:
-                for begin, end, views in section.visit(inside[0] - first, inside[1] - first, modify=modify):
+                for begin, end, views in segment.visit(inside[0] - first, inside[1] - first, modify=modify):
                     yield begin + first, end + first, views
 
     def part(self, start: int, stop: int) -> "Storage":
         """Make a storage of elements `start` to `stop`, over the same memory. It is in memory as a whole."""
-        sections = []
-        for section in self.sections:
-            first, last = max(start, section.plan.start), min(stop, section.plan.stop)
+        segments = []
+        for segment in self.segments:
+            first, last = max(start, segment.plan.start), min(stop, segment.plan.stop)
             if first < last:
-                views = section.views(first - section.plan.start, last - section.plan.start)
-                cells = tuple(replace(c, numel=v.numel()) for c, v in zip(section.plan.cells, views, strict=True))
-                plan = replace(section.plan, cells=cells, start=first - start, numel=last - first)
-                sections.append(MemorySegment(plan, views, section.bounce))
+                views = segment.views(first - segment.plan.start, last - segment.plan.start)
+                cells = tuple(replace(c, numel=v.numel()) for c, v in zip(segment.plan.cells, views, strict=True))
+                plan = replace(segment.plan, cells=cells, start=first - start, numel=last - first)
+                segments.append(MemorySegment(plan, views, segment.bounce))
         # With its events: a write through one of the two must be seen by a read through the other.
-        return Storage(sections, self.memory)
+        return Storage(segments, self.memory)
 
 
-def buffer_home(values: Tensor, written: Event = DONE) -> Storage:
+def buffer_storage(values: Tensor, written: Event = DONE) -> Storage:
     """Make a storage of a flat buffer in device memory, whose last write is `written`."""
     cell = CellPlan("", "", Tier.DEVICE, values.dtype, values.numel())
     plan = SegmentPlan("", Tier.DEVICE, (cell,), 0, values.numel(), values.numel())
@@ -464,15 +464,15 @@ def buffer_home(values: Tensor, written: Event = DONE) -> Storage:
 
 
 def visit_together(
-    homes: Sequence[Storage], start: int, stop: int, *, modify: bool = False
+    storages: Sequence[Storage], start: int, stop: int, *, modify: bool = False
 ) -> Iterator[tuple[int, int, list[Views]]]:
     """Visit several storages at once, as `Storage.visit` does one: each piece lies in one piece of all of them."""
-    if not homes:
+    if not storages:
         yield start, stop, []
         return
-    home, *others = homes
-    for first, last, views in home.visit(start, stop, modify=modify):
-        plan = home.section_at(first).plan
+    storage, *others = storages
+    for first, last, views in storage.visit(start, stop, modify=modify):
+        plan = storage.segment_at(first).plan
         for begin, end, rest in visit_together(others, first, last, modify=modify):
             yield begin, end, [plan.part(views, begin - first, end - first), *rest]
 
@@ -497,14 +497,14 @@ class RingPlan:
     sizes: Mapping[str, int] = field(default_factory=dict)
     through_host: Collection[str] = ()
 
-    def sections(self) -> list[SegmentPlan]:
+    def segments(self) -> list[SegmentPlan]:
         """Return the plans of its memory: a segment on `near`, and one on the host for `through_host`."""
         plans = []
-        for name, tier, homes in ((self.name, self.near, self.sizes), ("file", Tier.CPU, self.through_host)):
+        for name, tier, storages in ((self.name, self.near, self.sizes), ("file", Tier.CPU, self.through_host)):
             cells = tuple(
-                CellPlan(f"({name} {number}, {home})", STAGING, tier, torch.uint8, self.sizes[home])
+                CellPlan(f"({name} {number}, {storage})", STAGING, tier, torch.uint8, self.sizes[storage])
                 for number in range(self.count)
-                for home in homes
+                for storage in storages
             )
             if cells:
                 nbytes = sum(cell.numel for cell in cells)
@@ -512,8 +512,8 @@ class RingPlan:
         return plans
 
     def slots(self, made: Sequence[Segment]) -> list[RingSlot]:
-        """Make the slots, of the segments that `sections` planned."""
-        buffers = [iter(section.tensors) for section in made]
+        """Make the slots, of the segments that `segments` planned."""
+        buffers = [iter(segment.tensors) for segment in made]
         slots = []
         for _ in range(self.count):
             near = dict(zip(self.sizes, buffers[0], strict=False))

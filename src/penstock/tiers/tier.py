@@ -32,7 +32,7 @@ from penstock.tiers.storage import MemorySegment, Segment, SegmentPlan
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Slab(ABC):
+class Allocation(ABC):
     """An allocation of memory or files for some segments, made at once and given back at once.
 
     Attributes:
@@ -75,10 +75,10 @@ class TierMemory(ABC):
     """
 
     name: Tier
-    own: Sequence[tuple[Segment, Slab]] = ()
+    own: Sequence[tuple[Segment, Allocation]] = ()
 
     @abstractmethod
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
         """Allocate a slab for each storage's segments.
 
         Arguments:
@@ -112,13 +112,13 @@ class Reservation:
 
     Arguments:
         store: the table that segments are entered in.
-        slabs: the slabs by tier and storage. Segments in `apart` have slabs of their own.
+        allocations: the slabs by tier and storage. Segments in `apart` have slabs of their own.
         apart: see `Store.reserve`.
     """
 
-    def __init__(self, store: "Store", slabs: Mapping[Place, Slab], apart: Collection[SegmentPlan]) -> None:
+    def __init__(self, store: "Store", allocations: Mapping[Place, Allocation], apart: Collection[SegmentPlan]) -> None:
         self._store = store
-        self._slabs = slabs
+        self._allocations = allocations
         self._apart = apart
 
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
@@ -130,14 +130,14 @@ class Reservation:
         """
         if not plan.cells:
             return MemorySegment(plan, ())
-        slab = self._slabs[plan.tier, _slab_name(plan, self._apart)]
-        section = slab.make(plan, unset=unset)
-        self._store.enter(section, slab)
-        return section
+        allocation = self._allocations[plan.tier, _allocation_name(plan, self._apart)]
+        segment = allocation.make(plan, unset=unset)
+        self._store.enter(segment, allocation)
+        return segment
 
     def cancel(self) -> None:
         """Give everything back, with the segments that were made. No work is under way on them."""
-        self._store.take_back(self._slabs.values())
+        self._store.take_back(self._allocations.values())
 
 
 class Store:
@@ -149,11 +149,13 @@ class Store:
 
     def __init__(self, tiers: Collection[TierMemory]) -> None:
         self.tiers = {tier.name: tier for tier in tiers}
-        self._sections: dict[Segment, Slab | None] = {}
-        self._leaving: dict[Segment, Slab | None] = {}  # their values are being copied to others
+        self._segments: dict[Segment, Allocation | None] = {}
+        self._leaving: dict[Segment, Allocation | None] = {}  # their values are being copied to others
         self._lock = threading.Lock()  # state that is in flight is freed by the thread that sees it arrive
-        self._left: dict[Slab, int] = {}  # number of segments that are not freed yet
-        self._kept: dict[Place, Slab] = {}  # without values; one for a storage, so that at most one offload's is kept
+        self._left: dict[Allocation, int] = {}  # number of segments that are not freed yet
+        self._kept: dict[
+            Place, Allocation
+        ] = {}  # without values; one for a storage, so that at most one offload's is kept
 
     def reserve(
         self,
@@ -177,106 +179,108 @@ class Store:
         wanted: dict[Place, list[SegmentPlan]] = {}
         for plan in plans:
             if plan.cells:
-                wanted.setdefault((plan.tier, _slab_name(plan, apart)), []).append(plan)
+                wanted.setdefault((plan.tier, _allocation_name(plan, apart)), []).append(plan)
         try:
-            slabs = self._take(wanted, pin)
+            allocations = self._take(wanted, pin)
         except (MemoryBudgetError, NvmeError):
             if not self.give_back_kept():
                 raise
-            slabs = self._take(wanted, pin)  # there may be enough without the kept slabs
-        for place, slab in slabs.items():
-            slab.plans, slab.pin = tuple(wanted[place]), pin
-            slab.keep = keep and (slab.plans[0] in apart or slab.plans[0].home == STAGING)
-        self._left |= {slab: len(slab.plans) for slab in slabs.values()}
-        return Reservation(self, slabs, apart)
+            allocations = self._take(wanted, pin)  # there may be enough without the kept slabs
+        for place, allocation in allocations.items():
+            allocation.plans, allocation.pin = tuple(wanted[place]), pin
+            allocation.keep = keep and (allocation.plans[0] in apart or allocation.plans[0].storage == STAGING)
+        self._left |= {allocation: len(allocation.plans) for allocation in allocations.values()}
+        return Reservation(self, allocations, apart)
 
-    def _take(self, wanted: Mapping[Place, Sequence[SegmentPlan]], pin: bool) -> dict[Place, Slab]:
+    def _take(self, wanted: Mapping[Place, Sequence[SegmentPlan]], pin: bool) -> dict[Place, Allocation]:
         """Return slabs: kept ones of the same segments, and new ones."""
-        slabs: dict[Place, Slab] = {}
+        allocations: dict[Place, Allocation] = {}
         try:
             with self._lock:
                 for place, plans in wanted.items():
-                    kept = self._kept.get((place[0], plans[0].home))
+                    kept = self._kept.get((place[0], plans[0].storage))
                     if kept is not None and (kept.plans, kept.pin) == (tuple(plans), pin):
-                        slabs[place] = self._kept.pop((place[0], plans[0].home))
+                        allocations[place] = self._kept.pop((place[0], plans[0].storage))
             for tier in sorted(self.tiers, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
-                rest = {name: plans for (of, name), plans in wanted.items() if of is tier and (of, name) not in slabs}
+                rest = {
+                    name: plans for (of, name), plans in wanted.items() if of is tier and (of, name) not in allocations
+                }
                 taken = self.tiers[tier].reserve(rest, pin=pin) if rest else {}
-                slabs |= {(tier, name): slab for name, slab in taken.items()}
+                allocations |= {(tier, name): allocation for name, allocation in taken.items()}
         except BaseException:
-            for slab in slabs.values():
-                slab.close()
+            for allocation in allocations.values():
+                allocation.close()
             raise
-        return slabs
+        return allocations
 
     def give_back_kept(self) -> bool:
         """Give back all kept slabs. Return True if there were some."""
         with self._lock:
-            slabs, self._kept = [*self._kept.values()], {}
-        close_all(slabs)
-        return bool(slabs)
+            allocations, self._kept = [*self._kept.values()], {}
+        close_all(allocations)
+        return bool(allocations)
 
-    def enter(self, section: Segment, slab: Slab | None) -> None:
-        """Enter a segment. `slab` is what it is made of, `None` for memory that has another owner."""
+    def enter(self, segment: Segment, allocation: Allocation | None) -> None:
+        """Enter a segment. `allocation` is what it is made of, `None` for memory that has another owner."""
         with self._lock:
-            self._sections[section] = slab
+            self._segments[segment] = allocation
 
-    def leave(self, section: Segment) -> None:
+    def leave(self, segment: Segment) -> None:
         """Mark a segment as leaving: its values are copied to another one. `free` gives its memory back."""
         with self._lock:
-            if section in self._sections:  # one step: a report in between would miss its bytes, or count them twice
-                self._leaving[section] = self._sections.pop(section)
+            if segment in self._segments:  # one step: a report in between would miss its bytes, or count them twice
+                self._leaving[segment] = self._segments.pop(segment)
 
-    def free(self, section: Segment, *, keep: bool = False) -> None:
+    def free(self, segment: Segment, *, keep: bool = False) -> None:
         """Free a segment that is leaving. Its slab is given back with the last of its segments.
 
         No work is under way on the segment.
 
         Arguments:
-            section: the segment.
+            segment: the segment.
             keep: keep the slab, if it was reserved for that.
         """
-        section.drop()
+        segment.drop()
         with self._lock:
-            slab = self._leaving.pop(section, None)
-            if slab is not None and slab in self._left:
-                self._left[slab] -= 1
-                if self._left[slab] == 0:
-                    del self._left[slab]
-                    self._put(slab, keep=keep)
+            allocation = self._leaving.pop(segment, None)
+            if allocation is not None and allocation in self._left:
+                self._left[allocation] -= 1
+                if self._left[allocation] == 0:
+                    del self._left[allocation]
+                    self._put(allocation, keep=keep)
 
-    def _put(self, slab: Slab, *, keep: bool) -> None:
+    def _put(self, allocation: Allocation, *, keep: bool) -> None:
         """Keep a slab whose segments are freed in place of the one kept before, or close it."""
-        left: Slab | None = slab
-        if keep and slab.keep and slab.rewind():
-            place = slab.plans[0].tier, slab.plans[0].home
-            left, self._kept[place] = self._kept.get(place), slab
+        left: Allocation | None = allocation
+        if keep and allocation.keep and allocation.rewind():
+            place = allocation.plans[0].tier, allocation.plans[0].storage
+            left, self._kept[place] = self._kept.get(place), allocation
         if left is not None:
             left.close()
 
-    def take_back(self, slabs: Collection[Slab]) -> None:
+    def take_back(self, allocations: Collection[Allocation]) -> None:
         """Give slabs back, with every segment that was made of them. No work is under way on them."""
         with self._lock:
-            for section in [section for section, slab in self._sections.items() if slab in slabs]:
-                del self._sections[section]
-                section.drop()
-            for slab in slabs:
-                del self._left[slab]
-            close_all(slabs)
+            for segment in [segment for segment, allocation in self._segments.items() if allocation in allocations]:
+                del self._segments[segment]
+                segment.drop()
+            for allocation in allocations:
+                del self._left[allocation]
+            close_all(allocations)
 
-    def table(self) -> list[tuple[SegmentPlan, Slab | None, str | None]]:
+    def table(self) -> list[tuple[SegmentPlan, Allocation | None, str | None]]:
         """List everything that takes memory or space, in the order of allocation, and the tiers' own buffers.
 
         Returns:
             For each segment its plan, its slab, and its state: "leaving", "kept" (without values), or `None`.
         """
         with self._lock:
-            here, leaving, kept = [*self._sections.items()], [*self._leaving.items()], [*self._kept.values()]
+            here, leaving, kept = [*self._segments.items()], [*self._leaving.items()], [*self._kept.values()]
         here += [each for tier in self.tiers.values() for each in tier.own]
         return [
-            *((section.plan, slab, None) for section, slab in here),
-            *((section.plan, slab, LEAVING) for section, slab in leaving),
-            *((plan, slab, KEPT) for slab in kept for plan in slab.plans),
+            *((segment.plan, allocation, None) for segment, allocation in here),
+            *((segment.plan, allocation, LEAVING) for segment, allocation in leaving),
+            *((plan, allocation, KEPT) for allocation in kept for plan in allocation.plans),
         ]
 
     def close(self) -> None:
@@ -285,21 +289,21 @@ class Store:
         Raises:
             NvmeError: a transfer that was not waited for has failed. Everything is given back all the same.
         """
-        self._sections.clear()
+        self._segments.clear()
         self._leaving.clear()
-        slabs, self._left, self._kept = [*self._left, *self._kept.values()], {}, {}
-        close_all([*slabs, *self.tiers.values()])  # files before the memory that they read and write
+        allocations, self._left, self._kept = [*self._left, *self._kept.values()], {}, {}
+        close_all([*allocations, *self.tiers.values()])  # files before the memory that they read and write
 
 
-def close_all(parts: Collection[Slab | TierMemory | File | Queue]) -> None:
+def close_all(parts: Collection[Allocation | TierMemory | File | Queue]) -> None:
     """Close parts, the last one first, each of them whatever the others raise."""
     with contextlib.ExitStack() as closing:
         for part in parts:
             closing.callback(part.close)
 
 
-def _slab_name(plan: SegmentPlan, apart: Collection[SegmentPlan]) -> str:
-    return f"{plan.home}-apart" if plan in apart else plan.home
+def _allocation_name(plan: SegmentPlan, apart: Collection[SegmentPlan]) -> str:
+    return f"{plan.storage}-apart" if plan in apart else plan.storage
 
 
 def bytes_on(plans: Sequence[SegmentPlan], tier: Tier) -> int:

@@ -229,7 +229,7 @@ class Transfers:
         # site transfer.source_written, transfer.target_free
         after = all_of([source.memory.written, target.memory.free])
         copied: list[Event] = []
-        for here, there in product(source.sections, target.sections):
+        for here, there in product(source.segments, target.segments):
             start, stop = max(here.plan.start, there.plan.start), min(here.plan.stop, there.plan.stop)
             if start >= stop or here is there or not here.plan.cells or not there.plan.cells:
                 continue
@@ -394,27 +394,27 @@ class TileStreamer:
         self._reached = {tier for tier in Tier if in_reach(tier, beside, streams.reach)}
         self._copies = CopyRoutes(streams, Ring(), FETCH)
 
-    def stretch(self, number: int, homes: Mapping[str, Storage]) -> TileRange:
+    def stretch(self, number: int, storages: Mapping[str, Storage]) -> TileRange:
         """Return how many tiles from this one on are moved, or used in place, at once."""
         counts, in_place = [], True
-        for home in homes.values():
-            section, local = home.tile(number)
-            counts.append(section.tiles - local)
-            if not self._reaches(section):
-                if isinstance(section, Records):
+        for storage in storages.values():
+            segment, local = storage.tile(number)
+            counts.append(segment.tiles - local)
+            if not self._reaches(segment):
+                if isinstance(segment, Records):
                     return TileRange(1, in_place=False)  # a record holds one tile
                 in_place = False
         if not in_place:
             counts.append(self._ring.tiles)
         elif self._beside is not Tier.DEVICE:
             # The threads of the host divide it among themselves: no more is won, and a wait for its end takes longer.
-            counts.append(max(1, STRETCH_NUMEL // section.tile_numel))
+            counts.append(max(1, STRETCH_NUMEL // segment.tile_numel))
         return TileRange(min(counts), in_place)
 
     def bring(
         self,
         number: int,
-        homes: Mapping[str, Storage],
+        storages: Mapping[str, Storage],
         *,
         after: Event,
         label: Label,
@@ -426,47 +426,47 @@ class TileStreamer:
 
         Arguments:
             number: the tile's number in the shard.
-            homes: the storages of its values, by name.
+            storages: the storages of its values, by name.
             after: the event after which the storages' memory is complete, and may be overwritten.
             label: its purpose, in traces.
             written: names of the storages that the use writes, and that are written back.
             count: the number of tiles, at most what `stretch` returns.
             sums: True if the use computes the checksums of `StagedTile.summed`.
         """
-        places = {name: home.tile(number) for name, home in homes.items()}
+        places = {name: storage.tile(number) for name, storage in storages.items()}
         tile = StagedTile(after, None, label)
-        for name, (section, local) in places.items():
-            if self._reaches(section):
-                tile.views[name] = section.views(*section.tile_range(local, count))
+        for name, (segment, local) in places.items():
+            if self._reaches(segment):
+                tile.views[name] = segment.views(*segment.tile_range(local, count))
                 continue
             tile.slot = tile.slot or self._slot_for(places)
-            if isinstance(section, Records):
+            if isinstance(segment, Records):
                 assert count == 1, "a record is one tile"
-                self._bring_record(tile, name, section, local, back=name in written, sums=sums)
+                self._bring_record(tile, name, segment, local, back=name in written, sums=sums)
             else:
-                self._bring_memory(tile, name, section, section.tile_range(local, count), back=name in written)
+                self._bring_memory(tile, name, segment, segment.tile_range(local, count), back=name in written)
         return tile
 
     def _slot_for(self, places: Mapping[str, tuple[Segment, int]]) -> RingSlot:
         """Take the next slot, or the one that still holds the tile's optimizer state."""
-        section, number = places.get(OPTIMIZER, (None, 0))
-        kept = section.kept.get(number) if isinstance(section, Records) else None
+        segment, number = places.get(OPTIMIZER, (None, 0))
+        kept = segment.kept.get(number) if isinstance(segment, Records) else None
         slot = self._ring.take(kept.slot if kept else None)
         if kept is None or kept.slot is not slot:
             slot.forget()  # its records would be taken from buffers that this tile fills
         return slot
 
-    def _reaches(self, section: Segment) -> bool:
-        return section.tier in self._reached or not section.plan.cells
+    def _reaches(self, segment: Segment) -> bool:
+        return segment.tier in self._reached or not segment.plan.cells
 
     def _bring_memory(
-        self, tile: StagedTile, name: str, section: Segment, extent: tuple[int, int], *, back: bool
+        self, tile: StagedTile, name: str, segment: Segment, extent: tuple[int, int], *, back: bool
     ) -> None:
         """Copy values between host and device memory, and back after the use if asked for."""
         assert tile.slot is not None
-        bounce = None if section.bounce is None else section.bounce()
-        there, back_again = CopyRoute(self._beside, True, bounce), CopyRoute(section.tier, True, bounce)
-        sources = section.views(*extent)
+        bounce = None if segment.bounce is None else segment.bounce()
+        there, back_again = CopyRoute(self._beside, True, bounce), CopyRoute(segment.tier, True, bounce)
+        sources = segment.views(*extent)
         tile.views[name] = _views_like(sources, tile.slot.near[name])
         # site tile.copy_complete, tile.copy_slot_free
         free = all_of([tile.after, tile.slot.free])  # the slot's last tile may still be copied back
@@ -476,53 +476,53 @@ class TileStreamer:
                 tile.to_memory.append(partial(self._copies.copy, back_again, source, target, label=tile.label))
 
     def _bring_record(
-        self, tile: StagedTile, name: str, section: Records, number: int, *, back: bool, sums: bool
+        self, tile: StagedTile, name: str, segment: Records, number: int, *, back: bool, sums: bool
     ) -> None:
         """Load a record, through a buffer on the host where the tile is used on a device."""
         slot = tile.slot
         assert slot is not None
-        nbytes, kept = section.record_bytes(number), section.kept.get(number)
+        nbytes, kept = segment.record_bytes(number), segment.kept.get(number)
         near, host = slot.near[name][:nbytes], slot.host[name][:nbytes]
         passes = slot.near[name] is not slot.host[name]
         up, down = CopyRoute(self._beside, True), CopyRoute(Tier.CPU, True)
-        load: Work = partial(section.load, number, host)
-        put: Work = partial(section.store, number, host)
+        load: Work = partial(segment.load, number, host)
+        put: Work = partial(segment.store, number, host)
         # What a buffer still holds was checked, or made by an update: without a way back nobody needs its checksum.
-        if sums and (back or kept is None) and (summed := section.summed(number, host)) is not None:
+        if sums and (back or kept is None) and (summed := segment.summed(number, host)) is not None:
             assert not passes, "an update sums what it works on"
             tile.summed.append(summed)
             load, put = summed.load, summed.store
         if kept is not None and kept.slot is slot:
             event = slot.free  # the record is here: complete once its last use is over
         else:
-            event = self._fetch(section, number, host, tile, load)
+            event = self._fetch(segment, number, host, tile, load)
             if passes:
                 event = self._copies.copy(up, near, host, event, tile.label)
         tile.arrivals.append(event)
-        tile.views[name] = section.views_of(number, near)
+        tile.views[name] = segment.views_of(number, near)
 
         def store(used: Event) -> Event:
             landed = self._copies.copy(down, host, near, used, tile.label) if passes else used
-            slot.keep(section, number, host, landed)  # who wants the record next need not wait for the file
+            slot.keep(segment, number, host, landed)  # who wants the record next need not wait for the file
             # site tile.store_landed
             written = self._streams.submit(WRITE, put, after=(landed,), nbytes=nbytes, label=tile.label)
-            section.last_stores[number] = written  # the next load follows it (ordering rule 3)
+            segment.last_stores[number] = written  # the next load follows it (ordering rule 3)
             return written
 
         if back:
             tile.to_records.append(store)
 
-    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: StagedTile, load: Work) -> Event:
+    def _fetch(self, segment: Records, number: int, buffer: Tensor, tile: StagedTile, load: Work) -> Event:
         """Copy a record to a buffer from the slot that still holds it, or load it."""
         assert tile.slot is not None
-        kept = section.kept.get(number)
+        kept = segment.kept.get(number)
         if kept is None:
             # The record's last store and the last use of the slot may be under way (ordering rule 3).
             return self._streams.submit(
                 FETCH,
                 load,
                 # site tile.load_complete, tile.load_stored, tile.load_slot_free
-                after=(tile.after, section.last_stores[number], tile.slot.free),
+                after=(tile.after, segment.last_stores[number], tile.slot.free),
                 writes=(buffer,),
                 nbytes=buffer.numel(),
                 label=tile.label,
@@ -541,32 +541,32 @@ class TileStreamer:
         return event
 
 
-def take_tile(section: Segment, number: int, buffer: Tensor, streams: Streams, label: Label) -> None:
+def take_tile(segment: Segment, number: int, buffer: Tensor, streams: Streams, label: Label) -> None:
     """Copy a tile to a page-aligned buffer in the layout of a record. Return when the copy is complete."""
-    if isinstance(section, Records):
-        loading = section.load(number, buffer)
+    if isinstance(segment, Records):
+        loading = segment.load(number, buffer)
         if loading is not None:
             loading.wait()  # site checkpoint.record_loaded
         return
-    start, stop = section.tile_range(number)
+    start, stop = segment.tile_range(number)
     buffer[-PAGE_BYTES:].zero_()  # the padding
     for target, values in zip(
-        RecordLayout(section.plan.cells).views(buffer, stop - start), section.views(start, stop), strict=True
+        RecordLayout(segment.plan.cells).views(buffer, stop - start), segment.views(start, stop), strict=True
     ):
         nbytes = target.numel() * target.element_size()
         # Waited for on the host: the caller writes the buffer to a file next (ordering rule 5).
         streams.submit(SAVE, across(target, values), writes=(target,), nbytes=nbytes, label=label).synchronize()
 
 
-def _range_of(section: Segment, start: int, stop: int) -> range:
+def _range_of(segment: Segment, start: int, stop: int) -> range:
     """Return the numbers of a segment's tiles in a range of its storage."""
-    first, last = start - section.plan.start, stop - section.plan.start
-    return range(first // section.tile_numel, -(-last // section.tile_numel))
+    first, last = start - segment.plan.start, stop - segment.plan.start
+    return range(first // segment.tile_numel, -(-last // segment.tile_numel))
 
 
-def _at(section: Segment, start: int, stop: int) -> Views:
+def _at(segment: Segment, start: int, stop: int) -> Views:
     """Return views of the values in a range of a segment's storage."""
-    return section.views(start - section.plan.start, stop - section.plan.start)
+    return segment.views(start - segment.plan.start, stop - segment.plan.start)
 
 
 def _views_like(sources: Views, buffer: Tensor) -> Views:

@@ -298,12 +298,12 @@ def test_what_was_trained_beside_adapters_is_not_lost(tmp_path: Path) -> None:
 # Refusals: nothing appears
 
 
-def damage(folder: Path, home: str) -> None:
+def damage(folder: Path, storage: str) -> None:
     """Flip a bit of the first tile's values of a home."""
     from penstock.checkpoint.reader import Checkpoint
 
     key = next(Checkpoint.open(folder).tiles())
-    record = next(record for record in key.unit.records(key.number) if record.home.name == home)
+    record = next(record for record in key.unit.records(key.number) if record.storage.name == storage)
     data = bytearray(key.file.read_bytes())
     data[record.offset + 5] ^= 1
     key.file.write_bytes(data)

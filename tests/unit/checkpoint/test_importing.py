@@ -73,7 +73,7 @@ def test_what_is_beyond_a_parameter_is_zero(tmp_path: Path, monkeypatch: pytest.
     with TileReader() as tiles:
         for tile in tiles.read(Checkpoint.open(tmp_path / "out").tiles()):
             used = sum(piece.stop - piece.start for piece in tile.key.unit.pieces(tile.key.number))
-            for kinds in tile.homes.values():
+            for kinds in tile.storages.values():
                 for values in kinds.values():
                     assert not values[used:].any()
                     seen += values[used:].numel()

@@ -227,7 +227,7 @@ def many_tiles(opened: Checkpoint, ranks: int, tiles: int) -> Checkpoint:
                 shard_numel=rows * width,
                 tile_numel=256,
                 first_tile=0,
-                checksums=((0,) * len(unit.homes),) * tiles,
+                checksums=((0,) * len(unit.storages),) * tiles,
             ),
         )
         tables.append(replace(opened.tables[0], units=units))

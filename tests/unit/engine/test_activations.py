@@ -385,15 +385,15 @@ class Noting(SimulatedStreams):
         if label.unit != "activation":
             return super().submit(stream, work, label=label, **rest)
         target, source = work.args  # of a copy
-        home = (target if stream == DOWNLOAD else source).data_ptr()
+        storage = (target if stream == DOWNLOAD else source).data_ptr()
 
         def noted() -> Any:
-            self.notes.append(("begins", stream, home))
+            self.notes.append(("begins", stream, storage))
             done = work()
-            self.notes.append(("ends", stream, home))
+            self.notes.append(("ends", stream, storage))
             return done
 
-        self.notes.append(("submitted", stream, home))
+        self.notes.append(("submitted", stream, storage))
         return super().submit(stream, noted, label=label, **rest)
 
 
@@ -416,14 +416,14 @@ def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     del loss
     optimizer.zero_grad()
     gc.collect()
-    reading = {home for what, stream, home in streams.notes if (what, stream) == ("submitted", UPLOAD)}
-    reading -= {home for what, stream, home in streams.notes if (what, stream) == ("ends", UPLOAD)}
+    reading = {storage for what, stream, storage in streams.notes if (what, stream) == ("submitted", UPLOAD)}
+    reading -= {storage for what, stream, storage in streams.notes if (what, stream) == ("ends", UPLOAD)}
     assert reading, "some are on their way"
     before = len(streams.notes)
     optimizer.backward(loss_of(model, 0))
     after = streams.notes[before:]
-    again = [home for home in reading if ("begins", DOWNLOAD, home) in after]
+    again = [storage for storage in reading if ("begins", DOWNLOAD, storage) in after]
     assert again, "their homes are taken all the same"
-    for home in again:
-        assert after.index(("ends", UPLOAD, home)) < after.index(("begins", DOWNLOAD, home))
+    for storage in again:
+        assert after.index(("ends", UPLOAD, storage)) < after.index(("begins", DOWNLOAD, storage))
     optimizer.close()

@@ -51,8 +51,8 @@ def test_each_repeated_block_is_a_unit_and_the_rest_is_the_root() -> None:
         "layers.0": ["layers.0.weight", "layers.0.bias"],
         "layers.1": ["layers.1.weight", "layers.1.bias"],
     }
-    assert units["root"].anchors == (model, model.embed, model.head)
-    assert units["layers.0"].anchors == (model.layers[0],)
+    assert units["root"].hooked_modules == (model, model.embed, model.head)
+    assert units["layers.0"].hooked_modules == (model.layers[0],)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_parameter_that_two_blocks_share_belongs_to_the_root() -> None:
     model.layers[1].weight = model.layers[0].weight
     units = units_of(model)
     assert names(units) == {"root": ["layers.0.weight"], "layers.0": ["layers.0.bias"], "layers.1": ["layers.1.bias"]}
-    assert set(units["root"].anchors) == {model, *model.layers}, "gathered in whichever block runs"
+    assert set(units["root"].hooked_modules) == {model, *model.layers}, "gathered in whichever block runs"
 
 
 def test_tied_embeddings_are_one_parameter_of_the_root() -> None:
@@ -88,7 +88,7 @@ def test_tied_embeddings_are_one_parameter_of_the_root() -> None:
     model.head.weight = model.embed.weight
     units = units_of(model)
     assert names(units)["root"] == ["embed.weight"]
-    assert set(units["root"].anchors) == {model, model.embed, model.head}
+    assert set(units["root"].hooked_modules) == {model, model.embed, model.head}
 
 
 def test_a_block_that_stands_twice_in_a_model_is_one_unit() -> None:
@@ -115,7 +115,7 @@ def test_small_parameters_stay_gathered_in_a_unit_of_their_own() -> None:
     units = units_of(model, persistent=8)  # a bias of two fp32 values
     small = units.pop("root.small")
     assert (small.persistent, list(small.names)) == (True, ["layers.0.bias", "layers.1.bias", "head.bias"])
-    assert {model, *model.layers} <= set(small.anchors)
+    assert {model, *model.layers} <= set(small.hooked_modules)
     assert not any(spec.persistent for spec in units.values())
     assert "root.small" not in units_of(model, persistent=7)
     assert "root.small" in units_of(model, persistent=4, dtype=torch.bfloat16), "bytes are those of the compute dtype"
@@ -225,8 +225,8 @@ def test_every_parameter_is_in_one_unit_and_gathered_wherever_it_is_used(
             owner[parameter] = spec
             assert model.get_parameter(name) is parameter
             assert parameter.requires_grad == spec.trainable
-        assert not set(spec.anchors) & spec.inside
+        assert not set(spec.hooked_modules) & spec.inside
     assert owner.keys() == set(model.parameters())
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            assert module in owner[parameter].anchors
+            assert module in owner[parameter].hooked_modules

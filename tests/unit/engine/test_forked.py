@@ -202,8 +202,8 @@ def test_memory_does_not_double_while_a_child_lives(tmp_path: Path) -> None:
     x = torch.ones(1, 1536)
     train(model, optimizer, x)
     train(model, optimizer, x)
-    homes = optimizer.locations().bytes(tier="cpu")
-    assert homes > 140 << 20
+    storages = optimizer.locations().bytes(tier="cpu")
+    assert storages > 140 << 20
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -213,7 +213,7 @@ def test_memory_does_not_double_while_a_child_lives(tmp_path: Path) -> None:
     try:
         before = bytes_of(os.getpid(), child)
         train(model, optimizer, x)
-        assert bytes_of(os.getpid(), child) - before < homes // 3
+        assert bytes_of(os.getpid(), child) - before < storages // 3
     finally:
         os.write(write, b"x")
         os.waitpid(child, 0)

@@ -28,7 +28,7 @@ def stack() -> nn.Sequential:
 
 
 def prepared(
-    streams: Streams, *, stage: int = 3, overlap: str = "auto", tile_bytes: int = TILE_BYTES, **homes: Any
+    streams: Streams, *, stage: int = 3, overlap: str = "auto", tile_bytes: int = TILE_BYTES, **storages: Any
 ) -> tuple[nn.Sequential, penstock.Optimizer]:
     model = stack()
     return model, prepare_on(
@@ -37,7 +37,7 @@ def prepared(
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         stage=stage,
         overlap=overlap,
-        placement=penstock.Placement(**homes, nvme_path=disks()),
+        placement=penstock.Placement(**storages, nvme_path=disks()),
         options=penstock.Options(tile_bytes=tile_bytes),
     )
 
@@ -46,9 +46,9 @@ def backward(model: nn.Module, optimizer: penstock.Optimizer) -> None:
     optimizer.backward(model(torch.ones(2, WIDTH)).float().square().sum())
 
 
-def on_tiers(what: str, home: dict[str, float]) -> list[dict[str, int]]:
+def on_tiers(what: str, storage: dict[str, float]) -> list[dict[str, int]]:
     """For each kind, its bytes on each tier."""
-    _, optimizer = prepared(separate(), **{what: home})
+    _, optimizer = prepared(separate(), **{what: storage})
     report = optimizer.locations()
     optimizer.close()
     return [
@@ -69,31 +69,33 @@ SWEEPS = [("device", "cpu"), ("cpu", "nvme"), ("device", "cpu", "nvme"), ("cpu",
 @pytest.mark.parametrize("tiers", SWEEPS, ids=str)
 @pytest.mark.parametrize("what", KINDS)
 def test_bytes_on_each_tier_are_the_fraction_to_within_a_tile(what: str, tiers: Sequence[str]) -> None:
-    shadow = 2 if what == "optimizer" else 0  # beside the remainder, where the update does not reach the parameters
+    param_staging = (
+        2 if what == "optimizer" else 0
+    )  # beside the remainder, where the update does not reach the parameters
     tile_numel = TILE_BYTES // 2
     of_first = []
-    for home in sweep(*tiers):
-        found = on_tiers(what, home)
+    for storage in sweep(*tiers):
+        found = on_tiers(what, storage)
         for kind, nbytes in zip(KINDS[what], found, strict=True):
             per_parameter = BYTES[kind]
             if kind == "master":
-                nbytes = {**nbytes, Tier.CPU: nbytes[Tier.CPU] * BYTES[kind] // (BYTES[kind] + shadow)}
+                nbytes = {**nbytes, Tier.CPU: nbytes[Tier.CPU] * BYTES[kind] // (BYTES[kind] + param_staging)}
             total, tile = sum(nbytes.values()), tile_numel * per_parameter
             assert total == per_parameter * BLOCKS * (WIDTH * WIDTH + 256)
             for tier in Tier:
-                assert abs(nbytes[tier] - home.get(tier, 0.0) * total) <= tile, (kind, tier, home)
+                assert abs(nbytes[tier] - storage.get(tier, 0.0) * total) <= tile, (kind, tier, storage)
         of_first.append(found[0][Tier(tiers[0])])
     assert of_first == sorted(of_first), "more is never less"
     assert all(a < b for a, b in pairwise(of_first)), "tiles are small enough to tell a tenth"
 
 
 def test_all_kinds_of_an_optimizer_are_cut_in_one_place() -> None:
-    home = {"device": 0.45, "cpu": 0.35, "nvme": 0.2}
-    _, optimizer = prepared(inline(), params=home, grads=home, optimizer=home)
+    storage = {"device": 0.45, "cpu": 0.35, "nvme": 0.2}
+    _, optimizer = prepared(inline(), params=storage, grads=storage, optimizer=storage)
     for unit in optimizer._engine.context.units:
         cuts = [
-            [(plan.tier, plan.start, plan.stop) for plan in home.plans]
-            for name, home in unit.homes.items()
+            [(plan.tier, plan.start, plan.stop) for plan in storage.plans]
+            for name, storage in unit.storages.items()
             if name != "shadow"
         ]
         assert all(cut == cuts[0] for cut in cuts)
@@ -204,9 +206,9 @@ HALF = {"device": 0.5, "cpu": 0.5}
 )
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_tiles_of_the_device_and_of_the_host_are_updated_at_the_same_time(
-    homes: Any, overlap: str, monkeypatch: pytest.MonkeyPatch
+    storages: Any, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = prepared(SimulatedStreams(lambda stream, nbytes: 0.0), overlap=overlap, **homes)
+    model, optimizer = prepared(SimulatedStreams(lambda stream, nbytes: 0.0), overlap=overlap, **storages)
     backward(model, optimizer)
     sides = Sides()
     sides.watch(monkeypatch)

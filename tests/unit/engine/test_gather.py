@@ -95,7 +95,7 @@ def test_prefetch_bytes_bound_what_is_gathered_ahead(blocks_ahead: int) -> None:
 
     def watch(number: int) -> None:
         units = [unit(optimizer, f"blocks.{n}") for n in range(BLOCKS)]
-        ahead.append(sum(u.holding.residency is not UnitState.RELEASED for u in units))
+        ahead.append(sum(u.holding.unit_state is not UnitState.RELEASED for u in units))
 
     model.watch = watch
     train(model, optimizer, steps=1)
@@ -125,7 +125,7 @@ def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
     expected: list[tuple[int, bool]] = []
 
     def watch(number: int) -> None:
-        expected.append((number, unit(optimizer, f"blocks.{number}").holding.residency is not UnitState.RELEASED))
+        expected.append((number, unit(optimizer, f"blocks.{number}").holding.unit_state is not UnitState.RELEASED))
 
     model.watch = watch
     train(model, optimizer, steps=1)
@@ -149,7 +149,7 @@ def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
     with torch.no_grad():
         model(torch.ones(1, WIDTH))
     assert gatherer_of(optimizer).live_bytes == 0
-    assert all(u.holding.residency is UnitState.RELEASED for u in optimizer._engine.context.units)
+    assert all(u.holding.unit_state is UnitState.RELEASED for u in optimizer._engine.context.units)
     assert is_released(model.blocks[3].weight)
     assert model.blocks[3].weight.shape == (WIDTH, WIDTH)
     optimizer.close()
@@ -226,6 +226,6 @@ def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahea
     in_place.holding.become(UnitState.OUTDATED)
     gatherer.prefetch(iter([in_place, others[0]]))
     gatherer.prefetch(iter([others[1]]))
-    assert [u.holding.residency for u in (in_place, *others[:2])] == [UnitState.GATHERING] * 3
+    assert [u.holding.unit_state for u in (in_place, *others[:2])] == [UnitState.GATHERING] * 3
     gatherer.drop_unused()
     optimizer.close()

@@ -23,10 +23,10 @@ MAY_FOLLOW = {
 @pytest.mark.parametrize("after", UnitState)
 def test_transitions_are_checked(before: UnitState, after: UnitState) -> None:
     holding = UnitHolders()
-    holding.residency = before
+    holding.unit_state = before
     if (before, after) in MAY_FOLLOW:
         holding.become(after)
-        assert holding.residency is after
+        assert holding.unit_state is after
     else:
         with pytest.raises(AssertionError, match=f"{before.name} -> {after.name}"):
             holding.become(after)

@@ -45,9 +45,9 @@ class Calls:
         rule = optimizer._engine.context.rule
         update_many = rule.update_many
 
-        def note(segments: Any, *rest: Any) -> None:
-            found: Sequence[tuple[UpdateSlice, Any]] = list(segments)
-            self.numels.append([segment.param.numel() for segment, _ in found])
+        def note(update_slices: Any, *rest: Any) -> None:
+            found: Sequence[tuple[UpdateSlice, Any]] = list(update_slices)
+            self.numels.append([update_slice.param.numel() for update_slice, _ in found])
             update_many(found, *rest)
 
         patch.setattr(type(rule), "update_many", lambda _, *given: note(*given))

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import MemoryBudgetError
 from penstock.runtime.host_memory import Arena, HostMemory
-from penstock.tiers.host import _HostSlab
-from penstock.tiers.nvme import FileSlab
-from tests.accounts import assert_table_agrees, file_bytes, slabs, swap_files
+from penstock.tiers.host import _HostAllocation
+from penstock.tiers.nvme import FileAllocation
+from tests.accounts import allocations, assert_table_agrees, file_bytes, swap_files
 from tests.support import prepare_on, separate, simulated
 
 WIDTH = 64
 
 
-def prepared(folder: Path, make: object = separate, **homes: str) -> tuple[nn.Sequential, penstock.Optimizer]:
+def prepared(folder: Path, make: object = separate, **storages: str) -> tuple[nn.Sequential, penstock.Optimizer]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8))
     given = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    placement = penstock.Placement(**homes, nvme_path=folder)  # type: ignore[arg-type]
+    placement = penstock.Placement(**storages, nvme_path=folder)  # type: ignore[arg-type]
     options = penstock.Options(tile_bytes=4096)
     return model, prepare_on(make(), model, given, placement=placement, options=options)  # type: ignore[operator]
 
@@ -44,7 +44,7 @@ def state(model: nn.Module, optimizer: penstock.Optimizer) -> list[Tensor]:
 
 
 def host_addresses(optimizer: penstock.Optimizer) -> set[int]:
-    return {arena._slab.data_ptr() for arena in slabs(optimizer) if arena._slab is not None}
+    return {arena._allocation.data_ptr() for arena in allocations(optimizer) if arena._allocation is not None}
 
 
 def files(folder: Path) -> dict[Path, int]:
@@ -62,12 +62,12 @@ def test_the_next_move_takes_what_the_last_one_kept(to: str, non_blocking: bool,
         train(*plain, seed)
         moved = optimizer.locations().bytes(tier="device") - optimizer.locations().bytes(kind="gathered")
         optimizer.offload_states(to=to, keep=True, non_blocking=non_blocking)
-        optimizer._engine.mover.finish()
+        optimizer._engine.offloader.finish()
         mine = {path: inode for path, inode in files(tmp_path).items() if to == "nvme"}
         seen.append(mine or host_addresses(optimizer))
         assert optimizer.locations().bytes(kind="kept", tier=to) == 0, "it is in use"
         optimizer.reload_states(non_blocking=non_blocking)
-        optimizer._engine.mover.finish()
+        optimizer._engine.offloader.finish()
         assert optimizer.locations().bytes(kind="kept", tier=to) == moved
         assert not any(row.in_flight for row in optimizer.locations().rows if row.kind == "kept")
         assert_table_agrees(optimizer)
@@ -119,9 +119,9 @@ def test_kept_memory_has_no_values_of_before(tmp_path: Path) -> None:
         each[1].step()
         each[1].zero_grad()
     optimizer.offload_states(keep=True)
-    for name, home in ((n, h) for unit in optimizer._engine.context.units for n, h in unit.homes.items()):
+    for name, storage in ((n, h) for unit in optimizer._engine.context.units for n, h in unit.storages.items()):
         if name == "grad":
-            assert not any(tensor.any() for section in home.sections for tensor in section.tensors)
+            assert not any(tensor.any() for segment in storage.segments for tensor in segment.tensors)
     for each in ((model, optimizer), plain):
         train(*each, 3)
     assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), state(*plain), strict=True))
@@ -161,10 +161,14 @@ def test_close_gives_back_what_is_kept(tmp_path: Path) -> None:
             optimizer.offload_states(to=to, keep=True)
             optimizer.reload_states()
         kept = list(optimizer._engine.context.store._kept.values())
-        assert {type(slab) for slab in kept} == {_HostSlab, FileSlab}
+        assert {type(allocation) for allocation in kept} == {_HostAllocation, FileAllocation}
         optimizer.close()
-        assert all(slab._arena._slab is None for slab in kept if isinstance(slab, _HostSlab))
-        assert all(file.closed for slab in kept if isinstance(slab, FileSlab) for file in slab._files)
+        assert all(
+            allocation._arena._allocation is None for allocation in kept if isinstance(allocation, _HostAllocation)
+        )
+        assert all(
+            file.closed for allocation in kept if isinstance(allocation, FileAllocation) for file in allocation._files
+        )
 
     all_of_it()
     gc.collect()

@@ -80,8 +80,8 @@ def test_the_next_tile_comes_down_while_one_is_added() -> None:
         backward(model, optimizer, 0)
         optimizer.synchronize()
         if isinstance(streams, InTurn):
-            homes = [unit.trained.gradient.home for unit in optimizer._engine.context.units]
-            streams.begin(sum(section.tiles for home in homes for section in home.sections))
+            storages = [unit.trained.gradient.storage for unit in optimizer._engine.context.units]
+            streams.begin(sum(segment.tiles for storage in storages for segment in storage.segments))
         backward(model, optimizer, 1)
         found.append([optimizer.full_grad(p) for p in model.parameters()])
         if isinstance(streams, InTurn):
@@ -134,8 +134,8 @@ def test_gradients_summed_in_fp32_come_down_in_the_reduce_dtype(
             backward(model, optimizer, 0)
             optimizer.synchronize()
             if isinstance(streams, Counting):
-                homes = [unit.trained.gradient.home for unit in optimizer._engine.context.units]
-                away = sum(s.numel for home in homes for s in home.sections if s.tier != "device")
+                storages = [unit.trained.gradient.storage for unit in optimizer._engine.context.units]
+                away = sum(s.numel for storage in storages for s in storage.segments if s.tier != "device")
                 assert streams.moved[DOWNLOAD] == 2 * away
             seen = [optimizer.full_grad(p) for p in model.parameters()]
             assert all(grad.dtype == torch.float32 for grad in seen)
@@ -164,4 +164,4 @@ def test_a_rank_without_elements_plans_buffers_of_no_size() -> None:
     cell = CellPlan("unit", GRAD, Tier.CPU, torch.bfloat16, 0)
     gradients = SegmentPlan(GRAD, Tier.CPU, (cell,), 0, 0, 1024)
     plan = StagingPlan([{GRAD: [gradients]}], reduce_dtype=torch.bfloat16, reach=Reach(False, True))
-    assert sum(section.nbytes for section in plan.sections()) == 0
+    assert sum(segment.nbytes for segment in plan.segments()) == 0

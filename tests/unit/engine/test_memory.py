@@ -18,7 +18,7 @@ import penstock
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.runtime.host_memory import PAGE_BYTES, return_free_memory
 from penstock.runtime.streams import Streams
-from penstock.tiers.host import _HostSlab
+from penstock.tiers.host import _HostAllocation
 from tests.support import inline, prepare_on, separate, simulated, thorough
 
 EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -67,10 +67,10 @@ def test_the_report_is_bytes_per_parameter_on_each_tier(precision: str, master: 
             options=penstock.Options(tile_bytes=4096),
         )
         numel = padded_numel(model)
-        homes = {"param": params, "grad": grads}
+        storages = {"param": params, "grad": grads}
         expected: dict[tuple[str, str], int] = {}
         for kind, nbytes in PER_PARAMETER[precision, master].items():
-            expected[kind, homes.get(kind, optimizer_tier)] = nbytes * numel
+            expected[kind, storages.get(kind, optimizer_tier)] = nbytes * numel
         reach = streams is inline
         if not reach and params != optimizer_tier:  # the update writes beside its state, and publishes
             cell = "master", optimizer_tier
@@ -94,15 +94,15 @@ def test_the_allocator_holds_what_the_report_says_and_less_than_a_page_a_cell_mo
     cells = [cell for plan, *_ in store.table() for cell in plan.cells]
     reported = optimizer.locations().bytes(tier="cpu")
     assert reported == sum(cell.nbytes for cell in cells)
-    arenas = [slab._arena for slab in store._left if isinstance(slab, _HostSlab)]
+    arenas = [allocation._arena for allocation in store._left if isinstance(allocation, _HostAllocation)]
     assert all(arena.used == arena.capacity for arena in arenas), "planned exactly"
     assert 0 <= sum(arena.capacity for arena in arenas) - reported < PAGE_BYTES * len(cells)
-    slabs: dict[str, set[int]] = {}
-    for section in store._sections:
-        pointers = slabs.setdefault(section.plan.home, set())
-        pointers |= {tensor.untyped_storage().data_ptr() for tensor in section.tensors}
-    assert set(map(len, slabs.values())) == {1}, "one slab for each home"
-    assert len(arenas) == len(slabs)
+    allocations: dict[str, set[int]] = {}
+    for segment in store._segments:
+        pointers = allocations.setdefault(segment.plan.storage, set())
+        pointers |= {tensor.untyped_storage().data_ptr() for tensor in segment.tensors}
+    assert set(map(len, allocations.values())) == {1}, "one slab for each home"
+    assert len(arenas) == len(allocations)
     numel = sum(p.numel() for p in model.parameters())
     state = reported - optimizer.locations().bytes(kind="staging")
     slots = len(list(model.parameters()))
@@ -178,13 +178,15 @@ def test_a_closed_engine_is_garbage() -> None:
     model = stack()
     optimizer = prepare_on(separate(), model, adamw(model), placement=EVERYTHING_ON_CPU)
     step(model, optimizer)
-    slabs = {
-        slab._arena._slab.data_ptr() for slab in optimizer._engine.context.store._left if isinstance(slab, _HostSlab)
+    allocations = {
+        allocation._arena._allocation.data_ptr()
+        for allocation in optimizer._engine.context.store._left
+        if isinstance(allocation, _HostAllocation)
     }
-    assert slabs <= {t.untyped_storage().data_ptr() for t in live_tensors()}
+    assert allocations <= {t.untyped_storage().data_ptr() for t in live_tensors()}
     optimizer.close()
     gc.collect()
-    assert not slabs & {t.untyped_storage().data_ptr() for t in live_tensors()}
+    assert not allocations & {t.untyped_storage().data_ptr() for t in live_tensors()}
 
 
 def live_tensors() -> list[torch.Tensor]:

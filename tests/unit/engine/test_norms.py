@@ -185,8 +185,10 @@ def test_updates_that_begin_in_backward_know_whether_it_is_finite(
     optimizer.backward(loss_of(model, batches(1, 1)[1][0][0]))
     with pytest.raises(EngineError, match="not finite"):
         optimizer.step()
-    homes = [unit.params for unit in optimizer._engine.context.units]
-    assert all(values.isfinite().all() for home in homes for section in home.sections for values in section.tensors)
+    storages = [unit.params for unit in optimizer._engine.context.units]
+    assert all(
+        values.isfinite().all() for storage in storages for segment in storage.segments for values in segment.tensors
+    )
     with suppress(EngineError):
         optimizer.close(keep_params=False)
 

@@ -16,7 +16,7 @@ from penstock.layout import ALIGNMENT_NUMEL
 from penstock.runtime.aio import File
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.streams import Streams
-from penstock.tiers.nvme import FileSlab
+from penstock.tiers.nvme import FileAllocation
 from penstock.tiers.staging import MOST_FILE_SLOTS, RING_BYTES
 from tests.accounts import swap_files
 from tests.support import inline, prepare_on, separate, shorten_rings, simulated
@@ -174,7 +174,12 @@ def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
 
 
 def files_of(optimizer: penstock.Optimizer) -> list[File]:
-    return [f for slab in optimizer._engine.context.store._left if isinstance(slab, FileSlab) for f in slab._files]
+    return [
+        f
+        for allocation in optimizer._engine.context.store._left
+        if isinstance(allocation, FileAllocation)
+        for f in allocation._files
+    ]
 
 
 def of_the_kernel() -> tuple[int, int]:

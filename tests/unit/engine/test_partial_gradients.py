@@ -44,11 +44,11 @@ def loss_of(model: Net, used: list[int], seed: int) -> Tensor:
 class Pair:
     """The engine and plain torch, side by side."""
 
-    def __init__(self, make: Callable[[], Streams], home: str, folder: Path, **rest: object) -> None:
+    def __init__(self, make: Callable[[], Streams], storage: str, folder: Path, **rest: object) -> None:
         self.model, self.plain = Net(), Net()
         given = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.sgd = torch.optim.SGD(self.plain.parameters(), lr=0.1)
-        placement = penstock.Placement(grads=home, nvme_path=folder)  # type: ignore[arg-type]
+        placement = penstock.Placement(grads=storage, nvme_path=folder)  # type: ignore[arg-type]
         self.optimizer = prepare_on(make(), self.model, given, precision="fp32", placement=placement, **rest)
 
     def backward(self, used: list[int], seed: int) -> None:
@@ -79,9 +79,9 @@ class Pair:
 @pytest.mark.parametrize(("make", "home", "to"), MOVES)
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_a_move_between_micro_batches_brings_nothing_of_the_last_step_back(
-    make: Callable[[], Streams], home: str, to: str, overlap: str, tmp_path: Path
+    make: Callable[[], Streams], storage: str, to: str, overlap: str, tmp_path: Path
 ) -> None:
-    pair = Pair(make, home, tmp_path, overlap=overlap)
+    pair = Pair(make, storage, tmp_path, overlap=overlap)
     pair.backward([0, 1, 2], seed=0)
     pair.check()
     pair.zero()
@@ -103,10 +103,10 @@ def test_a_move_between_micro_batches_brings_nothing_of_the_last_step_back(
 
 @pytest.mark.parametrize(("make", "home", "to"), MOVES)
 def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
-    make: Callable[[], Streams], home: str, to: str, tmp_path: Path
+    make: Callable[[], Streams], storage: str, to: str, tmp_path: Path
 ) -> None:
     """Some gradients of a unit have gone straight home, the others come after the move."""
-    pair = Pair(make, home, tmp_path)
+    pair = Pair(make, storage, tmp_path)
     pair.backward([0, 1, 2], seed=0)
     pair.check()
     pair.zero()
@@ -130,9 +130,9 @@ def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
 
 @pytest.mark.parametrize(("make", "home", "to"), MOVES)
 def test_a_gradient_set_by_hand_is_alone_until_another_comes(
-    make: Callable[[], Streams], home: str, to: str, tmp_path: Path
+    make: Callable[[], Streams], storage: str, to: str, tmp_path: Path
 ) -> None:
-    pair = Pair(make, home, tmp_path)
+    pair = Pair(make, storage, tmp_path)
     pair.backward([0, 1, 2], seed=0)
     pair.check()
     pair.zero()
@@ -166,10 +166,10 @@ def test_gradients_that_are_rounded_on_their_way_begin_at_zero(reduce: torch.dty
 
 
 @pytest.mark.parametrize("home", ["device", "cpu", "nvme"])
-def test_a_gradient_set_by_hand_before_any_backward_is_the_only_one(home: str, tmp_path: Path) -> None:
+def test_a_gradient_set_by_hand_before_any_backward_is_the_only_one(storage: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))  # gaps between slots
     given = torch.optim.AdamW(model.parameters(), lr=0.1)
-    placement = penstock.Placement(grads=home, nvme_path=tmp_path)  # type: ignore[arg-type]
+    placement = penstock.Placement(grads=storage, nvme_path=tmp_path)  # type: ignore[arg-type]
     optimizer = prepare_on(separate(), model, given, precision="fp32", placement=placement)
     optimizer.set_full_grad(model[0].weight, torch.ones(3, 5))
     assert torch.equal(optimizer.full_grad(model[0].weight), torch.ones(3, 5))

@@ -46,7 +46,7 @@ def assert_gradients(optimizer: penstock.Optimizer, model: nn.Module, plain: nn.
 def assert_released(optimizer: penstock.Optimizer) -> None:
     engine = optimizer._engine
     assert engine.gatherer.live_bytes == 0
-    assert {unit.holding.residency for unit in engine.context.units if not unit.resident} <= {UnitState.RELEASED}
+    assert {unit.holding.unit_state for unit in engine.context.units if not unit.resident} <= {UnitState.RELEASED}
 
 
 # Backwards of backwards
@@ -149,7 +149,7 @@ def test_what_a_recorded_graph_needs_goes_with_the_graph() -> None:
         model(x)
     assert all(unit.recorded.shown is None for unit in optimizer._engine.context.units)
     assert is_released(next(model.parameters()))
-    assert first.holding.residency is UnitState.RELEASED
+    assert first.holding.unit_state is UnitState.RELEASED
     optimizer.close()
 
 

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, EngineError, MemoryBudgetError, NvmeErr
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import UPDATE, Streams
-from tests.accounts import assert_table_agrees, file_bytes, slabs, tensor_bytes
+from tests.accounts import allocations, assert_table_agrees, file_bytes, tensor_bytes
 from tests.faults.failing_files import Faults
 from tests.support import (
     BreakingStreams,
@@ -93,10 +93,10 @@ def prepared(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Net()
-    homes = {kind: rest.pop(kind) for kind in ("params", "grads", "optimizer") if kind in rest}
+    storages = {kind: rest.pop(kind) for kind in ("params", "grads", "optimizer") if kind in rest}
     given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     settings = penstock.Options(**{"tile_bytes": 4096, **(options or {})})
-    placement = penstock.Placement(**homes, nvme_path=folder)
+    placement = penstock.Placement(**storages, nvme_path=folder)
     return model, prepare_on(streams, model, given, placement=placement, options=settings, **rest)
 
 
@@ -143,9 +143,9 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 @pytest.mark.parametrize(("home", "to"), PAIRS)
 @pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_every_kind_goes_there_and_back(
-    make: Callable[[], Streams], home: str, to: str, blocking: bool, tmp_path: Path
+    make: Callable[[], Streams], storage: str, to: str, blocking: bool, tmp_path: Path
 ) -> None:
-    model, optimizer = prepared(make(), tmp_path, params=home, grads=home, optimizer=home)
+    model, optimizer = prepared(make(), tmp_path, params=storage, grads=storage, optimizer=storage)
     train(model, optimizer)
     backward(model, optimizer, 1)
     before, rows = state(model, optimizer), optimizer.locations().to_dict()["bytes"]
@@ -155,11 +155,11 @@ def test_every_kind_goes_there_and_back(
             assert_table_agrees(optimizer, tmp_path)
         report = optimizer.locations()
         for other in KINDS:
-            report.assert_on(other, to if kind in (None, other) else home)
+            report.assert_on(other, to if kind in (None, other) else storage)
         assert_equal(state(model, optimizer), before)
         optimizer.reload_states(non_blocking=not blocking)
         assert_equal(state(model, optimizer), before)
-        optimizer._engine.mover._cleaned.synchronize()
+        optimizer._engine.offloader._cleaned.synchronize()
         assert_table_agrees(optimizer, tmp_path)
         again = optimizer.locations().to_dict()["bytes"]
         assert {k: v for k, v in again.items() if k in rows and k not in ("staging", "gathered")} == {
@@ -172,10 +172,10 @@ def test_every_kind_goes_there_and_back(
 
 @pytest.mark.parametrize("to", ["cpu", "nvme"])
 @pytest.mark.parametrize("home", ["device", thorough("cpu")])
-def test_device_memory_falls_to_what_is_left(home: str, to: str, tmp_path: Path) -> None:
+def test_device_memory_falls_to_what_is_left(storage: str, to: str, tmp_path: Path) -> None:
     """Every tensor that Python sees, the cpu tier's slabs aside: nothing keeps a copy, or a buffer of gradients."""
     bare = tensor_bytes()
-    model, optimizer = prepared(separate(), tmp_path, params=home, grads=home, optimizer="device")
+    model, optimizer = prepared(separate(), tmp_path, params=storage, grads=storage, optimizer="device")
     train(model, optimizer)
     backward(model, optimizer)
     held = tensor_bytes()
@@ -198,9 +198,9 @@ def test_what_autograd_saved_holds_no_copy(blocking: bool, tmp_path: Path) -> No
     train(model, optimizer)
     train(*expected)
     loss = loss_of(model, 1)
-    seen = [unit.full.untyped_storage() for unit in optimizer._engine.context.units]
+    seen = [unit.gathered_buffer.untyped_storage() for unit in optimizer._engine.context.units]
     optimizer.offload_states(non_blocking=not blocking)
-    assert not any(unit.leased for unit in optimizer._engine.context.units)
+    assert not any(unit.allocated for unit in optimizer._engine.context.units)
     if blocking:
         assert [storage.nbytes() for storage in seen] == [0] * len(seen)
     optimizer.backward(loss)
@@ -261,7 +261,7 @@ def test_staging_is_bounded_and_given_back(tmp_path: Path) -> None:
     assert 0 < staging < 40 * 4096 * 8
     optimizer.offload_states(to="nvme")
     assert optimizer.locations().bytes(kind="staging") == 0
-    assert slabs(optimizer) == [], "no buffer stays mapped"
+    assert allocations(optimizer) == [], "no buffer stays mapped"
     optimizer.reload_states()
     train(model, optimizer)
     assert optimizer.locations().bytes(kind="staging") == staging
@@ -273,14 +273,14 @@ def test_a_split_home_that_went_through_another_tier_takes_no_more_than_before(t
     thirds = {"device": 0.3, "cpu": 0.3, "nvme": 0.4}
     model, optimizer = prepared(separate(), tmp_path, optimizer=thirds)
     train(model, optimizer)
-    mapped, in_files = sum(arena.capacity for arena in slabs(optimizer)), file_bytes(tmp_path)
+    mapped, in_files = sum(arena.capacity for arena in allocations(optimizer)), file_bytes(tmp_path)
     for ways in (("nvme", "cpu"), ("cpu", "nvme")):
         for to in ways:
             optimizer.offload_states({"optimizer", "master"}, to)
             assert_table_agrees(optimizer, tmp_path)
         optimizer.reload_states()
         assert_table_agrees(optimizer, tmp_path)
-        assert sum(arena.capacity for arena in slabs(optimizer)) == mapped
+        assert sum(arena.capacity for arena in allocations(optimizer)) == mapped
         assert file_bytes(tmp_path) == in_files
     optimizer.close()
 
@@ -335,7 +335,7 @@ def test_what_is_on_its_way_out_is_in_the_table_until_it_is_gone(tmp_path: Path)
     assert any(row.in_flight for row in report.rows if row.kind == "exp_avg")
     assert not any(row.in_flight for row in report.rows if row.kind == "grad")
     optimizer.synchronize()
-    optimizer._engine.mover._cleaned.synchronize()
+    optimizer._engine.offloader._cleaned.synchronize()
     assert optimizer.locations().bytes(kind="leaving") == 0
     assert_table_agrees(optimizer)
     optimizer.close()
@@ -409,8 +409,8 @@ def test_moves_inside_forward_and_backward(
         lambda o, wait: (o.reload_states(), o.offload_states({"grad", "param"}, non_blocking=not wait)),
     ]
     on_cpu = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
-    for homes, blocking in (({}, True), ({}, False), (on_cpu, False), ({"params": "nvme"}, True)):
-        model, optimizer = prepared(make(), tmp_path, **homes)
+    for storages, blocking in (({}, True), ({}, False), (on_cpu, False), ({"params": "nvme"}, True)):
+        model, optimizer = prepared(make(), tmp_path, **storages)
         variant(model)
         for seed, move in enumerate(moves):
             with place(model, lambda m=move, o=optimizer, b=blocking: m(o, b)):
@@ -591,7 +591,7 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         optimizer.locations().assert_on(kind, "cpu")
     assert_table_agrees(optimizer)
     units = optimizer._engine.context.units
-    assert not any(unit.resident or unit.full.untyped_storage().nbytes() for unit in units)
+    assert not any(unit.resident or unit.gathered_buffer.untyped_storage().nbytes() for unit in units)
     assert_equal(state(model, optimizer), before)
     optimizer.reload_states()
     assert_equal(state(model, optimizer), before)

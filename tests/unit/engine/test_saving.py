@@ -354,7 +354,7 @@ def test_a_damaged_record_of_a_swap_file_is_no_checkpoint(blocking: bool, tmp_pa
     optimizer.save(tmp_path / "good")
     good = values(model, optimizer)
     trained = next(unit.trained for unit in optimizer._engine.context.units if unit.trained)
-    place = trained.optimizer.sections[0]._places[0]
+    place = trained.optimizer.segments[0]._places[0]
     with open(f"/proc/self/fd/{place.file._descriptor}", "r+b") as opened:  # it has no name
         opened.seek(place.offset + 5)
         byte = opened.read(1)

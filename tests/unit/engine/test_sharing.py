@@ -21,7 +21,7 @@ STEPS = WARM_UP_STEPS + MEASURED_STEPS
 
 
 def tiles(count: int, beside: Tier = Tier.CPU) -> list[TileUpdate]:
-    run = UpdateRun(0, 1000, hyper=None)  # type: ignore[arg-type]
+    run = UpdateRun(0, 1000, step_scalars=None)  # type: ignore[arg-type]
     divisible = beside is Tier.CPU
     return [TileUpdate(None, n, beside, [run], 1.0, DONE, divisible=divisible) for n in range(count)]  # type: ignore[arg-type]
 
@@ -204,11 +204,11 @@ def test_a_stretch_ends_where_the_device_takes_no_more_and_a_rest_is_shorter() -
 def test_a_stretch_of_neighbours_has_their_runs_joined_where_they_meet() -> None:
     (whole,) = UpdateSharing(1.0, separate(), lambda _: 3).divide(
         [
-            TileUpdate(None, n, Tier.CPU, [UpdateRun(100 * n, 100 * n + 100, hyper)], 1.0, DONE, divisible=True)  # type: ignore[arg-type]
-            for n, hyper in enumerate("aab")
+            TileUpdate(None, n, Tier.CPU, [UpdateRun(100 * n, 100 * n + 100, step_scalars)], 1.0, DONE, divisible=True)  # type: ignore[arg-type]
+            for n, step_scalars in enumerate("aab")
         ]
     )
-    assert [(run.start, run.stop, run.hyper) for run in whole.runs] == [(0, 200, "a"), (200, 300, "b")]
+    assert [(run.start, run.stop, run.step_scalars) for run in whole.runs] == [(0, 200, "a"), (200, 300, "b")]
 
 
 @pytest.mark.parametrize(("ring_bytes", "tiles_at_once"), [(1 << 30, 4), (2 * 2 * 2 * 2048, 2), (0, 1)])

@@ -181,11 +181,11 @@ def test_what_a_module_reads_of_its_parts_is_held_until_its_end_and_no_longer() 
 
 def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    hyper = FusedRule.hyper
+    step_scalars = FusedRule.step_scalars
 
     def noted(self: FusedRule, *given: Any, **named: Any) -> Any:
         read.append(1)
-        return hyper(self, *given, **named)
+        return step_scalars(self, *given, **named)
 
     monkeypatch.setattr(FusedRule, "hyper", noted)
     counts = []
@@ -215,10 +215,10 @@ def parameter_of(values: Tensor, start: int) -> UnitParameter:
 
 def test_a_parameter_that_shows_its_slot_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, parameter = torch.arange(20.0), parameter_of(torch.zeros(3, 3), 4)
-    parameter.expose(buffer)
+    parameter.point_to(buffer)
     assert torch.equal(parameter.tensor, buffer[4:13].view(3, 3))
     monkeypatch.setattr(UnitParameter, "view_in", lambda *_: pytest.fail("was made a view again"))
-    parameter.expose(buffer)
+    parameter.point_to(buffer)
 
 
 @pytest.mark.parametrize(
@@ -234,13 +234,13 @@ def test_a_parameter_that_shows_its_slot_is_left_as_it_is(monkeypatch: pytest.Mo
 )
 def test_a_parameter_that_shows_anything_else_is_made_its_view(given: Callable[[Tensor, Tensor], Tensor]) -> None:
     buffer, parameter = torch.arange(20.0), parameter_of(torch.zeros(3, 3), 4)
-    parameter.expose(buffer)
+    parameter.point_to(buffer)
     with torch.no_grad():
         data = given(parameter.tensor.data, buffer)
     if data.dtype != buffer.dtype:
         parameter.tensor.requires_grad_(False)
     parameter.tensor.data = data
-    parameter.expose(buffer)
+    parameter.point_to(buffer)
     assert parameter.tensor.data_ptr() == buffer[4:].data_ptr()
     assert (parameter.tensor.shape, parameter.tensor.stride()) == ((3, 3), (3, 1))
     assert parameter.tensor.dtype == buffer.dtype

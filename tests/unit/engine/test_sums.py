@@ -49,7 +49,7 @@ class Row:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     precision: str = "bf16"
     master: str = "remainder"
-    homes: tuple[str, ...] = KINDS
+    storages: tuple[str, ...] = KINDS
     overlap: str = "forward"
     streams: Callable[[], Streams] = inline
     tile_bytes: int = 4096
@@ -59,12 +59,12 @@ class Row:
     def prepare(self) -> tuple[nn.Module, penstock.Optimizer]:
         model, groups = model_and_groups()
         stock = self.optimizer(groups if self.groups else [p for g in groups for p in g["params"]], lr=1e-2)
-        homes = {kind: "nvme" if kind in self.homes else "cpu" for kind in KINDS}
+        storages = {kind: "nvme" if kind in self.storages else "cpu" for kind in KINDS}
         return model, prepare_on(
             self.streams(),
             model,
             stock,
-            placement=penstock.Placement(**homes, nvme_path=disks(1)),
+            placement=penstock.Placement(**storages, nvme_path=disks(1)),
             precision=self.precision,
             master=self.master,
             overlap=self.overlap,
@@ -81,9 +81,9 @@ ROWS = [
     Row("int8", options=INT8, tile_bytes=5120),
     Row("int8, one group", options=(*INT8, ("update_threads", 3)), groups=False, streams=separate),
     Row("bf16 states", options=(("state_dtype", "bf16"), ("rounding", "stochastic"))),
-    Row("optimizer alone", homes=("optimizer",), streams=late),
-    Row("all but gradients", homes=("params", "optimizer")),
-    Row("gradients alone", homes=("grads",)),
+    Row("optimizer alone", storages=("optimizer",), streams=late),
+    Row("all but gradients", storages=("params", "optimizer")),
+    Row("gradients alone", storages=("grads",)),
     Row("amsgrad", optimizer=partial(torch.optim.Adam, amsgrad=True)),
     Row("sgd", optimizer=torch.optim.SGD),
     Row("late", streams=late),
@@ -111,15 +111,15 @@ def iterate(model: nn.Module, optimizer: penstock.Optimizer, scale: float = 1.0)
 def stored(optimizer: penstock.Optimizer) -> Iterator[tuple[str, int, int]]:
     """Of every record that was written: its name, its checksum, and that of what is in the file."""
     for unit in optimizer._engine.context.units:
-        for home in unit.homes.values():
-            for section in home.sections:
-                for number in range(section.tiles if isinstance(section, FileRecords) else 0):
-                    assert isinstance(section, FileRecords)
-                    place, written = section._places[number], section._transfers[number]
-                    if written is not None and section._checksums:
+        for storage in unit.storages.values():
+            for segment in storage.segments:
+                for number in range(segment.tiles if isinstance(segment, FileRecords) else 0):
+                    assert isinstance(segment, FileRecords)
+                    place, written = segment._places[number], segment._transfers[number]
+                    if written is not None and segment._checksums:
                         buffer = page_aligned(place.nbytes)
                         place.file.read(place.offset, buffer).wait()
-                        yield section.name(number), written.checksum, checksum(buffer)
+                        yield segment.name(number), written.checksum, checksum(buffer)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_the_sum_of_each_record_is_that_of_its_bytes(row: Row, transfers: list[T
         iterate(model, optimizer)
         optimizer.synchronize()
         records = list(stored(optimizer))
-        assert records or row.homes == ("grads",)
+        assert records or row.storages == ("grads",)
         assert [(name, kept) for name, kept, _ in records] == [(name, found) for name, _, found in records]
     optimizer.close()
 

@@ -20,26 +20,26 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.sampled_from(DTYPES)), min_size=1, max_size=8))
 def test_leases_are_zero_aligned_apart_and_fill_the_slab_exactly(wanted: list[tuple[int, torch.dtype]]) -> None:
-    capacity = sum(Arena.lease_bytes(numel, dtype) for numel, dtype in wanted)
+    capacity = sum(Arena.allocated_bytes(numel, dtype) for numel, dtype in wanted)
     arena = Arena(capacity, CPU)
-    leases = [arena.lease(numel, dtype) for numel, dtype in wanted]
+    leases = [arena.allocate(numel, dtype) for numel, dtype in wanted]
     assert arena.used == capacity
-    for number, (lease, (numel, dtype)) in enumerate(zip(leases, wanted, strict=True)):
-        assert (lease.numel(), lease.dtype, lease.is_contiguous()) == (numel, dtype, True)
-        assert lease.data_ptr() % PAGE_BYTES == 0
-        assert not lease.any()
-        lease.fill_(number + 1)
-    for number, lease in enumerate(leases):
-        assert lease.eq(number + 1).all(), "no lease reaches into another"
+    for number, (allocate, (numel, dtype)) in enumerate(zip(leases, wanted, strict=True)):
+        assert (allocate.numel(), allocate.dtype, allocate.is_contiguous()) == (numel, dtype, True)
+        assert allocate.data_ptr() % PAGE_BYTES == 0
+        assert not allocate.any()
+        allocate.fill_(number + 1)
+    for number, allocate in enumerate(leases):
+        assert allocate.eq(number + 1).all(), "no lease reaches into another"
     arena.close()
 
 
 def test_sizes_are_rounded_to_pages_and_to_nothing_more() -> None:
-    assert Arena.lease_bytes(1, torch.int8) == PAGE_BYTES
-    assert Arena.lease_bytes(PAGE_BYTES, torch.int8) == PAGE_BYTES
-    assert Arena.lease_bytes(PAGE_BYTES // 4 + 1, torch.float32) == 2 * PAGE_BYTES
+    assert Arena.allocated_bytes(1, torch.int8) == PAGE_BYTES
+    assert Arena.allocated_bytes(PAGE_BYTES, torch.int8) == PAGE_BYTES
+    assert Arena.allocated_bytes(PAGE_BYTES // 4 + 1, torch.float32) == 2 * PAGE_BYTES
     five_gib_and_a_bit = (5 << 30) // 4 + 1
-    assert Arena.lease_bytes(five_gib_and_a_bit, torch.float32) == (5 << 30) + PAGE_BYTES, "no power of two"
+    assert Arena.allocated_bytes(five_gib_and_a_bit, torch.float32) == (5 << 30) + PAGE_BYTES, "no power of two"
 
 
 def test_an_empty_arena_maps_nothing() -> None:
@@ -55,19 +55,19 @@ def test_a_slab_that_the_host_refuses_is_a_budget_error_with_its_size() -> None:
 
 def test_more_than_was_planned_is_our_own_bug() -> None:
     arena = Arena(PAGE_BYTES, CPU)
-    arena.lease(1, torch.int8)
+    arena.allocate(1, torch.int8)
     with pytest.raises(AssertionError, match="planned too small"):
-        arena.lease(1, torch.int8)
+        arena.allocate(1, torch.int8)
     arena.close()
 
 
 def test_a_lease_outlives_the_arena_that_gave_it() -> None:
     arena = Arena(PAGE_BYTES, CPU)
-    lease = arena.lease(8, torch.float32)
-    lease.fill_(7)
+    allocate = arena.allocate(8, torch.float32)
+    allocate.fill_(7)
     arena.close()
     arena.close()
-    assert lease.eq(7).all()
+    assert allocate.eq(7).all()
 
 
 def test_a_cpu_needs_nothing_pinned() -> None:
@@ -80,7 +80,7 @@ def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypa
     pinned = pinning_on_cpu(monkeypatch)
     arena = Arena(5 * PAGE_BYTES, CPU)
     assert (arena.pinned, arena.pageable, list(pinned.values())) == (True, False, [5 * PAGE_BYTES])
-    assert list(pinned) == [arena.lease(1, torch.int8).data_ptr()]
+    assert list(pinned) == [arena.allocate(1, torch.int8).data_ptr()]
     arena.close()
     arena.close()
     assert pinned == {}
@@ -93,7 +93,7 @@ def test_what_the_system_does_not_pin_is_pageable_and_not_unregistered(monkeypat
     pinning_on_cpu(monkeypatch, limit=4 * PAGE_BYTES)
     arena = Arena(5 * PAGE_BYTES, CPU)
     assert (arena.pinned, arena.pageable) == (False, True)
-    assert not arena.lease(5 * PAGE_BYTES, torch.int8).any()
+    assert not arena.allocate(5 * PAGE_BYTES, torch.int8).any()
     arena.close()
 
 
@@ -101,9 +101,9 @@ def test_what_the_system_does_not_pin_is_pageable_and_not_unregistered(monkeypat
 def test_pages_are_faulted_in_to_the_last_one(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     monkeypatch.setattr(machine_arena, "TOUCH_BYTES", 2 * PAGE_BYTES)
     for pages in (1, 2, 7):
-        slab = torch.full((pages * PAGE_BYTES,), 7, dtype=torch.uint8)
-        machine_arena.touch(slab, threads)
-        assert not slab.any()
+        allocation = torch.full((pages * PAGE_BYTES,), 7, dtype=torch.uint8)
+        machine_arena.touch(allocation, threads)
+        assert not allocation.any()
 
 
 def test_a_slab_lies_on_the_node_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_slab_lies_on_the_node_of_its_device(monkeypatch: pytest.MonkeyPatch) 
     for node in (None, 1):
         monkeypatch.setattr(machine_arena, "device_node", lambda device, node=node: node)
         arena = Arena(2 * PAGE_BYTES, CPU)
-        address = arena.lease(1, torch.int8).data_ptr()
+        address = arena.allocate(1, torch.int8).data_ptr()
         arena.close()
     assert asked == [(address, 2 * PAGE_BYTES, 1)]
 
@@ -130,23 +130,23 @@ def test_a_slab_may_lie_in_huge_pages_and_no_child_has_it(monkeypatch: pytest.Mo
     """Python maps shared memory unless it is told not to, for which most kernels have no huge pages."""
     if pins:
         pinning_on_cpu(monkeypatch)
-    slab = Arena(4 << 20, CPU)
-    access, flags = flags_of(slab.lease(1, torch.int8).data_ptr())
+    allocation = Arena(4 << 20, CPU)
+    access, flags = flags_of(allocation.allocate(1, torch.int8).data_ptr())
     assert access == "rw-p"
     assert {"wf", "hg"} <= flags
-    slab.close()
+    allocation.close()
 
 
 def test_a_kernel_that_cannot_wipe_keeps_the_slab_from_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_arena, "MADV_WIPEONFORK", 12345)
-    slab = Arena(4 << 20, CPU)
-    assert "dc" in flags_of(slab.lease(1, torch.int8).data_ptr())[1]
-    slab.close()
+    allocation = Arena(4 << 20, CPU)
+    assert "dc" in flags_of(allocation.allocate(1, torch.int8).data_ptr())[1]
+    allocation.close()
 
 
 def test_a_child_finds_zeros_and_what_it_writes_is_its_own() -> None:
-    slab = Arena(4 << 20, CPU)
-    values = slab.lease(1 << 20, torch.float32).fill_(7)
+    allocation = Arena(4 << 20, CPU)
+    values = allocation.allocate(1 << 20, torch.float32).fill_(7)
     child = os.fork()
     if child == 0:
         found = values.any().item()
@@ -154,7 +154,7 @@ def test_a_child_finds_zeros_and_what_it_writes_is_its_own() -> None:
         os._exit(bool(found))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert values.eq(7).all()
-    slab.close()
+    allocation.close()
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,10 @@ def awake() -> Pool:
 
 @pytest.mark.parametrize("add", [False, True])
 def test_the_bits_do_not_depend_on_whose_threads_they_are(awake: Pool, add: bool) -> None:
-    src, homes = torch.randn(NUMEL), [torch.ones(NUMEL, dtype=torch.bfloat16) for _ in range(2)]
-    norms = [deposit(home, src, add=add, pool=pool) for home, pool in zip(homes, (None, awake), strict=True)]
-    assert torch.equal(*homes)
-    assert norms[0] == norms[1] == squared_norm(homes[0], pool=awake)
+    src, storages = torch.randn(NUMEL), [torch.ones(NUMEL, dtype=torch.bfloat16) for _ in range(2)]
+    norms = [deposit(storage, src, add=add, pool=pool) for storage, pool in zip(storages, (None, awake), strict=True)]
+    assert torch.equal(*storages)
+    assert norms[0] == norms[1] == squared_norm(storages[0], pool=awake)
 
 
 def test_no_thread_is_started_beside_torch_s(awake: Pool) -> None:

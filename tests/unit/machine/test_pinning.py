@@ -64,11 +64,11 @@ def torch_has_pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_module_of_any_accelerator_may_register_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Module()
     use(monkeypatch, module)
-    slab = Arena(5 * PAGE_BYTES, OTHER)
-    address = slab.lease(1, torch.int8).data_ptr()
-    assert (slab.pinned, slab.pageable) == (True, False)
-    slab.close()
-    slab.close()
+    allocation = Arena(5 * PAGE_BYTES, OTHER)
+    address = allocation.allocate(1, torch.int8).data_ptr()
+    assert (allocation.pinned, allocation.pageable) == (True, False)
+    allocation.close()
+    allocation.close()
     assert module.log == [("register", address, 5 * PAGE_BYTES), ("synchronize", OTHER), ("unregister", address)]
 
 
@@ -76,10 +76,10 @@ def test_the_module_of_any_accelerator_may_register_memory(monkeypatch: pytest.M
 def test_what_it_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     module = Module(answer)
     use(monkeypatch, module)
-    slab = Arena(5 * PAGE_BYTES, OTHER)
-    assert (slab.pinned, slab.pageable) == (False, True)
-    assert not slab.lease(5 * PAGE_BYTES, torch.int8).any()
-    slab.close()
+    allocation = Arena(5 * PAGE_BYTES, OTHER)
+    assert (allocation.pinned, allocation.pageable) == (False, True)
+    assert not allocation.allocate(5 * PAGE_BYTES, torch.int8).any()
+    allocation.close()
     assert len(module.log) == 1
 
 
@@ -88,14 +88,14 @@ def test_one_that_registers_nothing_copies_slabs_through_buffers_of_torch_s(
 ) -> None:
     use(monkeypatch, SimpleNamespace())
     assert not host_memory.can_register(OTHER)
-    slab = Arena(5 * PAGE_BYTES, OTHER)
-    assert (slab.pinned, slab.pageable, torch_has_pinned) == (False, True, [])
+    allocation = Arena(5 * PAGE_BYTES, OTHER)
+    assert (allocation.pinned, allocation.pageable, torch_has_pinned) == (False, True, [])
     ring = Arena(5 * PAGE_BYTES, OTHER, ring=True)
     assert (ring.pinned, ring.pageable, torch_has_pinned) == (True, False, [5 * PAGE_BYTES, 6 * PAGE_BYTES])
-    first, second = (ring.lease(8, torch.float32) for _ in range(2))
+    first, second = (ring.allocate(8, torch.float32) for _ in range(2))
     assert (first.data_ptr() % PAGE_BYTES, second.data_ptr() - first.data_ptr()) == (0, PAGE_BYTES), "files want pages"
     ring.close()
-    slab.close()
+    allocation.close()
 
 
 def test_what_is_not_registered_may_still_be_torch_s(
@@ -143,9 +143,9 @@ def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypat
     monkeypatch.setattr(torch.cuda, "device", Current)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(("synchronize", device)))
     one_node(monkeypatch)
-    slab = Arena(PAGE_BYTES, CUDA)
-    address = slab.lease(1, torch.int8).data_ptr()
-    slab.close()
+    allocation = Arena(PAGE_BYTES, CUDA)
+    address = allocation.allocate(1, torch.int8).data_ptr()
+    allocation.close()
     assert log == [
         ("current", CUDA),
         ("register", address, PAGE_BYTES, 0),
@@ -155,9 +155,9 @@ def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypat
     runtime.answer = 801
     launched: list[object] = []
     monkeypatch.setattr(torch, "ones", lambda *size, **rest: launched.append(rest["device"]))
-    slab = Arena(PAGE_BYTES, CUDA)
-    assert (slab.pinned, launched) == (False, [CUDA])
-    slab.close()
+    allocation = Arena(PAGE_BYTES, CUDA)
+    assert (allocation.pinned, launched) == (False, [CUDA])
+    allocation.close()
 
 
 def test_a_cpu_copies_nothing() -> None:

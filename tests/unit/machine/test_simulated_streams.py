@@ -78,10 +78,10 @@ def test_poison_comes_after_the_work_that_this_one_follows(streams: SimulatedStr
 
 def test_a_buffer_is_nan_from_lease_and_after_release(streams: SimulatedStreams) -> None:
     buffer = torch.ones(4)
-    streams.lease(buffer)
+    streams.allocate(buffer)
     assert buffer.isnan().all()
     buffer.fill_(1)
-    streams.retire(buffer)
+    streams.deallocate(buffer)
     assert buffer.isnan().all()
 
 

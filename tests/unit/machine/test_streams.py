@@ -151,9 +151,9 @@ def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage() -> None:
     streams = inline()
     buffer = torch.ones(1000)
     view, storage = buffer[10:20].view(2, 5), buffer.untyped_storage()
-    streams.retire(buffer)
+    streams.deallocate(buffer)
     assert storage.nbytes() == 0
-    streams.lease(buffer)
+    streams.allocate(buffer)
     assert storage.nbytes() == 4000
     buffer.fill_(3)
     assert buffer.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
@@ -518,8 +518,8 @@ class TestAcceleratorStreams:
         streams.submit(UPLOAD, lambda: None)
         with accelerator.stream(accelerator.Stream("another")):
             accelerator.log.clear()
-            streams.here()
-            streams.here()
+            streams.follow_current_stream()
+            streams.follow_current_stream()
             assert accelerator.log == ["another waits for compute"]
             streams.submit(UPLOAD, lambda: None)
         assert accelerator.log[1:] == ["upload waits for another"]
@@ -536,10 +536,10 @@ class TestAcceleratorStreams:
         buffer = streams.make_buffer(4, torch.float32)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.UntypedStorage, "resize_", resize)
-            streams.retire(buffer)
+            streams.deallocate(buffer)
             assert accelerator.log == ["upload waits for compute"], "compute may still read it"
-            streams.lease(buffer)
-            streams.lease(buffer)
+            streams.allocate(buffer)
+            streams.allocate(buffer)
         assert seen == [("upload", 0), ("upload", 16)]
         streams.close()
 
@@ -548,7 +548,7 @@ class TestAcceleratorStreams:
         accelerator.over = False
         buffer = torch.zeros(3)
         gone = weakref.ref(buffer)
-        streams.give_up((buffer,), until=streams.submit(UPLOAD, partial(zero, buffer)))
+        streams.keep_alive((buffer,), until=streams.submit(UPLOAD, partial(zero, buffer)))
         del buffer
         streams.submit(DOWNLOAD, lambda: None)
         assert gone() is not None, "the device is not past it"

@@ -51,7 +51,7 @@ def test_a_rule_is_the_one_that_the_engine_takes(rule: str) -> None:
     optimizer = OPTIMIZERS[rule]([torch.zeros(1)])
     chosen, update = rule_for(optimizer), Update(rule, BF16, page_aligned(MIB), tile_numel=1 << 10)
     assert (update._rule.name, update._rule.states) == (chosen.name, chosen.states)
-    assert update._hyper == chosen.hyper(optimizer.param_groups[0], step=2)
+    assert update._hyper == chosen.step_scalars(optimizer.param_groups[0], step=2)
 
 
 @pytest.mark.parametrize("precision", [BF16, FP32])
@@ -60,15 +60,15 @@ def test_every_tile_is_updated_and_stays_a_number(rule: str, precision: str) -> 
     space = page_aligned(2 * MIB)
     fill(space)
     update = Update(rule, precision, space, tile_numel=1 << 14)
-    before = [segment.param.clone() for segment in update._segments]
+    before = [update_slice.param.clone() for update_slice in update._update_slices]
     assert all(float(values.float().abs().max()) < 1e30 for values in before)
     pool = Pool(2)
     for _ in range(3):
         update.run(pool)
     pool.close()
-    for segment, old in zip(update._segments, before, strict=True):
-        assert bool((segment.param != old).any())
-        for values in (segment.param, *segment.states):
+    for update_slice, old in zip(update._update_slices, before, strict=True):
+        assert bool((update_slice.param != old).any())
+        for values in (update_slice.param, *update_slice.states):
             assert bool(values.float().isfinite().all())
         # Denormal numbers would be slower than those of any training.
         assert float((values.float().abs() > 1e-30).float().mean()) > 0.99

@@ -77,7 +77,7 @@ def rule_and_hyper(name: str, format_: StateFormat = FORMATS[0], step: int = 3) 
     optimizer = cls([torch.zeros(1)], lr=1e-2, **options)
     rule = rule_for(optimizer, format_)
     assert isinstance(rule, FusedRule)
-    return rule, rule.hyper(optimizer.param_groups[0], step)
+    return rule, rule.step_scalars(optimizer.param_groups[0], step)
 
 
 def make(
@@ -97,38 +97,38 @@ def make(
     return UpdateSlice(param, grad.to(grad_dtype), master, tuple(states), tuple(scales), first=3 * BLOCK_NUMEL)
 
 
-def copy_of(segment: UpdateSlice) -> UpdateSlice:
+def copy_of(update_slice: UpdateSlice) -> UpdateSlice:
     def clone(tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.clone()
 
     return replace(
-        segment,
-        param=clone(segment.param),
-        master=clone(segment.master),
-        states=tuple(map(clone, segment.states)),
-        scales=tuple(map(clone, segment.scales)),
+        update_slice,
+        param=clone(update_slice.param),
+        master=clone(update_slice.master),
+        states=tuple(map(clone, update_slice.states)),
+        scales=tuple(map(clone, update_slice.scales)),
     )
 
 
-def copy_to(segment: UpdateSlice, device: torch.device) -> UpdateSlice:
+def copy_to(update_slice: UpdateSlice, device: torch.device) -> UpdateSlice:
     """The same in the memory of a device, the gradient as well."""
     return replace(
-        segment,
-        param=segment.param.to(device, copy=True),
-        grad=segment.grad.to(device, copy=True),
-        master=None if segment.master is None else segment.master.to(device, copy=True),
-        states=tuple(state.to(device, copy=True) for state in segment.states),
-        scales=tuple(None if scale is None else scale.to(device, copy=True) for scale in segment.scales),
+        update_slice,
+        param=update_slice.param.to(device, copy=True),
+        grad=update_slice.grad.to(device, copy=True),
+        master=None if update_slice.master is None else update_slice.master.to(device, copy=True),
+        states=tuple(state.to(device, copy=True) for state in update_slice.states),
+        scales=tuple(None if scale is None else scale.to(device, copy=True) for scale in update_slice.scales),
     )
 
 
-def parts(segment: UpdateSlice) -> Iterator[tuple[str, Tensor]]:
-    yield "param", segment.param
-    if segment.master is not None:
-        yield "master", segment.master
-    for index, state in enumerate(segment.states):
+def parts(update_slice: UpdateSlice) -> Iterator[tuple[str, Tensor]]:
+    yield "param", update_slice.param
+    if update_slice.master is not None:
+        yield "master", update_slice.master
+    for index, state in enumerate(update_slice.states):
         yield f"state {index}", state
-    for index, scale in enumerate(segment.scales):
+    for index, scale in enumerate(update_slice.scales):
         if scale is not None:
             yield f"scale {index}", scale
 

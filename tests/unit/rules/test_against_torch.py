@@ -66,13 +66,13 @@ def start(optimizer: torch.optim.Optimizer, rule: Rule, parameter: Tensor) -> Up
     return UpdateSlice(parameter.detach().clone(), torch.empty_like(parameter), None, states)
 
 
-def apply(rule: Rule, segment: UpdateSlice, group: dict[str, Any], step: int, back_end: str) -> None:
+def apply(rule: Rule, update_slice: UpdateSlice, group: dict[str, Any], step: int, back_end: str) -> None:
     assert isinstance(rule, FusedRule)
-    hyper = rule.hyper(group, step)
+    step_scalars = rule.step_scalars(group, step)
     if back_end == "native":
-        rule.update(segment, hyper, 1.0, None)
+        rule.update(update_slice, step_scalars, 1.0, None)
     else:
-        update_reference(rule, segment, hyper, 1.0)
+        update_reference(rule, update_slice, step_scalars, 1.0)
 
 
 @pytest.mark.parametrize("steps", [1, 10, 100])
@@ -162,11 +162,11 @@ def test_the_form_of_the_master_never_changes_the_result() -> None:
     results: dict[str, list[Tensor]] = {}
     with_pool = Pool(2)
     for name, (param, master) in forms.items():
-        segment = UpdateSlice(param, torch.empty(NUMEL), master, (torch.zeros(NUMEL), torch.zeros(NUMEL)))
+        update_slice = UpdateSlice(param, torch.empty(NUMEL), master, (torch.zeros(NUMEL), torch.zeros(NUMEL)))
         for step, grad in enumerate(gradients(10), start=1):
-            segment.grad.copy_(grad)
-            rule.update(segment, rule.hyper(optimizer.param_groups[0], step), 0.5, with_pool)
-        results[name] = [read_master(param, master), *segment.states]
+            update_slice.grad.copy_(grad)
+            rule.update(update_slice, rule.step_scalars(optimizer.param_groups[0], step), 0.5, with_pool)
+        results[name] = [read_master(param, master), *update_slice.states]
     with_pool.close()
     for name, tensors in results.items():
         for actual, expected in zip(tensors, results["fp32"], strict=True):
@@ -175,12 +175,12 @@ def test_the_form_of_the_master_never_changes_the_result() -> None:
 
 def test_grad_scale_is_one_factor_on_the_gradient() -> None:
     grad = torch.randn(NUMEL)
-    rule, hyper = rule_and_hyper("adamw")
+    rule, step_scalars = rule_and_hyper("adamw")
     ones, zeros = torch.ones(NUMEL), torch.zeros(NUMEL)
     scaled = make(rule, ones, grad, (zeros, zeros), (torch.float32, None), torch.float32)
     plain = make(rule, ones, grad * torch.tensor(1 / 3), (zeros, zeros), (torch.float32, None), torch.float32)
-    rule.update(scaled, hyper, 1 / 3, None)
-    rule.update(plain, hyper, 1.0, None)
+    rule.update(scaled, step_scalars, 1 / 3, None)
+    rule.update(plain, step_scalars, 1.0, None)
     assert torch.equal(scaled.param, plain.param)
     assert torch.equal(scaled.states[0], plain.states[0])
 
@@ -200,14 +200,14 @@ def test_states_in_fewer_bits_train_as_well(format_: StateFormat) -> None:
         target = torch.randn(NUMEL, generator=generator)
         zeros = torch.zeros(NUMEL)
         storage = (torch.bfloat16, torch.int16 if master else None)
-        segment = make(rule, zeros, zeros, (zeros, zeros), storage, torch.float32)
+        update_slice = make(rule, zeros, zeros, (zeros, zeros), storage, torch.float32)
         curvature = 10 ** torch.empty(NUMEL).uniform_(-3, 1, generator=generator)
         for step in range(1, 801):
-            value = read_master(segment.param, segment.master)
+            value = read_master(update_slice.param, update_slice.master)
             noise = torch.randn(NUMEL, generator=generator) * 0.1
-            segment.grad.copy_(curvature * (value - target + noise))
-            rule.update(segment, rule.hyper(optimizer.param_groups[0], step), 1.0, None)
-        return float((read_master(segment.param, segment.master) - target).square().mean())
+            update_slice.grad.copy_(curvature * (value - target + noise))
+            rule.update(update_slice, rule.step_scalars(optimizer.param_groups[0], step), 1.0, None)
+        return float((read_master(update_slice.param, update_slice.master) - target).square().mean())
 
     exact = train(StateFormat(), master=True)
     assert train(format_, master=True) < exact + 0.02

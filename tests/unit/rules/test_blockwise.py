@@ -106,7 +106,7 @@ def test_borders_of_intervals_on_every_instruction_set(
     name: str, root_scale: float, isa: str, assert_same_bits: Check
 ) -> None:
     """The first update of SGD stores its gradient, that of Adagrad its square: values around every border, and 0."""
-    rule, hyper = rule_and_hyper(name, FORMATS[4], step=1)
+    rule, step_scalars = rule_and_hyper(name, FORMATS[4], step=1)
     signed = rule.states[0].signed
     values = table(signed)[:128] if signed else table(signed)
     logs = values.view(torch.int32).double()
@@ -121,8 +121,8 @@ def test_borders_of_intervals_on_every_instruction_set(
     zeros = torch.zeros_like(grad)
     expected = make(rule, zeros, grad * (1 if not signed else -1), (zeros,), (torch.float32, None), torch.float32)
     actual = copy_of(expected)
-    update_reference(rule, expected, hyper, 1.0)
-    rule.update(actual, hyper, 1.0, None)
+    update_reference(rule, expected, step_scalars, 1.0)
+    rule.update(actual, step_scalars, 1.0, None)
     for (_, result), (_, reference) in zip(parts(actual), parts(expected), strict=True):
         assert_same_bits(result, reference)
     assert (actual.scales[0] == root_scale**2).all()

@@ -26,11 +26,11 @@ def test_an_update_is_compiled_for_any_device_that_has_a_compiler(monkeypatch: p
     monkeypatch.setattr(device, "has_compiler", lambda of: bool(asked.append(of)) or True)
     monkeypatch.setattr(device, "rounds_as_host", lambda of: True)
     monkeypatch.setattr(device, "compile_pass", lambda function: function)
-    rule, hyper = rule_and_hyper("adamw")
-    segment = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
+    rule, step_scalars = rule_and_hyper("adamw")
+    update_slice = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
     update = DeviceUpdate()
     for _ in range(2):
-        update(rule, [(segment, hyper)], 1.0)
+        update(rule, [(update_slice, step_scalars)], 1.0)
     assert asked == [torch.device("cpu")], "asked once"
 
 
@@ -53,13 +53,13 @@ def test_a_compiler_that_rounds_otherwise_is_said_once(
     monkeypatch.setattr(device, "has_compiler", lambda of: True)
     monkeypatch.setattr(device, "rounds_as_host", lambda of: expected)
     monkeypatch.setattr(device, "compile_pass", lambda function: function)
-    rule, hyper = rule_and_hyper("adamw")
-    segment = make(rule, *random_inputs(512), (torch.float32, None), torch.float32)
+    rule, step_scalars = rule_and_hyper("adamw")
+    update_slice = make(rule, *random_inputs(512), (torch.float32, None), torch.float32)
     update = DeviceUpdate()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
-            update(rule, [(segment, hyper)], 1.0)
+            update(rule, [(update_slice, step_scalars)], 1.0)
     assert [f"torch {torch.__version__} compiles the update on cpu" in str(warning.message) for warning in seen] == [
         True
     ] * (not expected)

@@ -44,12 +44,12 @@ def test_every_small_size_at_any_alignment(
     assert_same_bits: Check,
 ) -> None:
     for numel in range(71):
-        home = guarded(torch.randn(numel).to(dst_dtype), numel % 5)
+        storage = guarded(torch.randn(numel).to(dst_dtype), numel % 5)
         src = guarded(torch.randn(numel).to(src_dtype), numel % 3).tensor
-        expected = expected_after(home.tensor, src, add)
-        norm = deposit(home.tensor, src, add=add, pool=None)
-        assert_same_bits(home.tensor, expected)
-        home.check()
+        expected = expected_after(storage.tensor, src, add)
+        norm = deposit(storage.tensor, src, add=add, pool=None)
+        assert_same_bits(storage.tensor, expected)
+        storage.check()
         assert norm == pytest.approx(math.fsum(x * x for x in expected.tolist()), rel=tolerance(dst_dtype))
         assert norm == squared_norm(expected, pool=None)
 
@@ -63,16 +63,16 @@ def test_what_is_written_past_the_cache_is_what_small_pieces_get(
     numel = (1 << 19) + 16384 + 37  # more than a MiB, with a block of the norm that is not whole
     src = torch.randn(numel).to(src_dtype)
     src[-70_000 : -70_000 + (1 << 16)] = all_halves(torch.bfloat16).to(src_dtype)
-    homes = [torch.full((numel + 128,), 7.0, dtype=dst_dtype) for _ in range(2)]
-    start = -homes[0].data_ptr() // dst_dtype.itemsize % 32 + offset
-    whole, pieces = (home[start : start + numel] for home in homes)
+    storages = [torch.full((numel + 128,), 7.0, dtype=dst_dtype) for _ in range(2)]
+    start = -storages[0].data_ptr() // dst_dtype.itemsize % 32 + offset
+    whole, pieces = (storage[start : start + numel] for storage in storages)
     norm = deposit(whole, src, add=False, pool=None)
     norms = [
         deposit(to, one, add=False, pool=None) for to, one in zip(pieces.split(16384), src.split(16384), strict=True)
     ]
-    assert_same_bits(homes[0], torch.cat([homes[0][:start], pieces, homes[0][start + numel :]]))
-    assert (homes[0][:start] == 7).all()
-    assert (homes[0][start + numel :] == 7).all()
+    assert_same_bits(storages[0], torch.cat([storages[0][:start], pieces, storages[0][start + numel :]]))
+    assert (storages[0][:start] == 7).all()
+    assert (storages[0][start + numel :] == 7).all()
     assert math.isnan(norm)
     assert math.isnan(sum(norms))
     finite = torch.where(src.isfinite(), src, 0)
@@ -223,25 +223,25 @@ def test_tensors_that_do_not_match_are_refused() -> None:
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
 @pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
 def test_a_part_is_written_as_a_view_of_it_would_be(dst_dtype: torch.dtype, add: bool, assert_same_bits: Check) -> None:
-    home, src = torch.randn(40).to(dst_dtype), torch.randn(3, 5).to(torch.bfloat16)
-    expected = home.clone()
+    storage, src = torch.randn(40).to(dst_dtype), torch.randn(3, 5).to(torch.bfloat16)
+    expected = storage.clone()
     norm = deposit(expected[7:22], src.view(-1), add=add, pool=None)
-    assert deposit_part(home, 7, 22, src, add=add, pool=None) == norm
-    assert_same_bits(home, expected)
+    assert deposit_part(storage, 7, 22, src, add=add, pool=None) == norm
+    assert_same_bits(storage, expected)
 
 
 def test_a_part_of_another_length_or_that_is_not_contiguous_is_refused() -> None:
-    home = torch.zeros(40)
+    storage = torch.zeros(40)
     with pytest.raises(ValueError, match="dst has 15 elements on cpu, src 16 on cpu: they must be alike"):
-        deposit_part(home, 7, 22, torch.ones(16), add=False, pool=None)
+        deposit_part(storage, 7, 22, torch.ones(16), add=False, pool=None)
     with pytest.raises(ValueError, match="src must be contiguous"):
-        deposit_part(home, 7, 22, torch.ones(5, 3).t(), add=False, pool=None)
+        deposit_part(storage, 7, 22, torch.ones(5, 3).t(), add=False, pool=None)
     with pytest.raises(ValueError, match="dst has 40 elements on cpu, src 39 on cpu: they must be alike"):
-        deposit_parts(home, torch.ones(39), [(0, 39)], add=False, pool=None)
+        deposit_parts(storage, torch.ones(39), [(0, 39)], add=False, pool=None)
     with pytest.raises(ValueError, match="elements 30 to 45 are not all in dst, which has 40"):
-        deposit_part(home, 30, 45, torch.ones(15), add=False, pool=None)
+        deposit_part(storage, 30, 45, torch.ones(15), add=False, pool=None)
 
 
 def test_a_tensor_of_rows_is_written_on_a_device() -> None:
-    home, src = torch.zeros(3, 5, device="meta"), torch.ones(3, 5, device="meta")
-    assert isinstance(deposit(home, src, add=True, pool=None), Tensor)
+    storage, src = torch.zeros(3, 5, device="meta"), torch.ones(3, 5, device="meta")
+    assert isinstance(deposit(storage, src, add=True, pool=None), Tensor)

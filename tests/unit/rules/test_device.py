@@ -41,11 +41,11 @@ def test_one_pass_gives_the_native_bits(
     name: str, storage: tuple[Any, Any], format_: StateFormat, assert_same_bits: Check
 ) -> None:
     for numel in (2000, 300):
-        rule, hyper = rule_and_hyper(name, format_)
+        rule, step_scalars = rule_and_hyper(name, format_)
         native = make(rule, *random_inputs(numel), storage, torch.bfloat16)
         device = copy_of(native)
-        rule.update(native, hyper, 0.7, None)
-        DeviceUpdate(one_pass)(rule, [(device, hyper)], 0.7)
+        rule.update(native, step_scalars, 0.7, None)
+        DeviceUpdate(one_pass)(rule, [(device, step_scalars)], 0.7)
         for (_, a), (_, b) in zip(parts(device), parts(native), strict=True):
             assert_same_bits(a, b)
 
@@ -79,11 +79,11 @@ def test_one_graph_of_the_native_bits_serves_every_step(
     backend = RoundedOnce()
     compiled = DeviceUpdate(compile_pass(one_pass, backend))
     for step, numel in ((3, 2048), (4, 2048), (5, 2000), (6, 1111)):
-        rule, hyper = rule_and_hyper(name, format_, step=step)
+        rule, step_scalars = rule_and_hyper(name, format_, step=step)
         native = make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16)
         traced = copy_of(native)
-        rule.update(native, hyper, 0.1 * step, None)
-        compiled(rule, [(traced, hyper)], 0.1 * step)
+        rule.update(native, step_scalars, 0.1 * step, None)
+        compiled(rule, [(traced, step_scalars)], 0.1 * step)
         for (_, a), (_, b) in zip(parts(traced), parts(native), strict=True):
             assert_same_bits(a, b)
     (graph,) = backend.graphs
@@ -97,11 +97,11 @@ def test_views_of_whatever_memory_compile_nothing_anew() -> None:
     torch._dynamo.reset()
     backend = RoundedOnce()
     compiled = DeviceUpdate(compile_pass(one_pass, backend))
-    rule, hyper = rule_and_hyper("lion")
-    segment = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
-    slab = torch.zeros(10, 4096, dtype=torch.uint8)
-    for param in (segment.param, torch.zeros(4096)[:2048], slab[1:3].view(-1).view(torch.float32)):
-        compiled(rule, [(replace(segment, param=param), hyper)], 1.0)
+    rule, step_scalars = rule_and_hyper("lion")
+    update_slice = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
+    allocation = torch.zeros(10, 4096, dtype=torch.uint8)
+    for param in (update_slice.param, torch.zeros(4096)[:2048], allocation[1:3].view(-1).view(torch.float32)):
+        compiled(rule, [(replace(update_slice, param=param), step_scalars)], 1.0)
     assert len(backend.graphs) == 1
 
 
@@ -116,24 +116,24 @@ def test_sizes_that_are_equal_by_chance_compile_nothing_anew(blocks: int) -> Non
 
     torch._dynamo.reset()
     compiled = DeviceUpdate(compile_pass(one_pass, backend))
-    rule, hyper = rule_and_hyper("adamw", StateFormat("int8"))
+    rule, step_scalars = rule_and_hyper("adamw", StateFormat("int8"))
     for sizes in ((256 * blocks,), (256 * 40,), (256 * 3, 512)):
         inputs = [make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16) for numel in sizes]
-        compiled(rule, [(segment, hyper) for segment in inputs], 0.7)
+        compiled(rule, [(update_slice, step_scalars) for update_slice in inputs], 0.7)
     assert len(graphs) == 1
 
 
 def test_the_limit_of_compilations_is_named() -> None:
-    rule, hyper = rule_and_hyper("adamw")
+    rule, step_scalars = rule_and_hyper("adamw")
     update = DeviceUpdate(compile_pass(one_pass, "eager"))
     torch._dynamo.reset()
     first, second = (
         make(rule, *random_inputs(512), (dtype, None), torch.bfloat16) for dtype in (torch.bfloat16, torch.float32)
     )
     with torch._dynamo.config.patch(recompile_limit=1):
-        update(rule, [(first, hyper)], 0.7)
+        update(rule, [(first, step_scalars)], 0.7)
         with pytest.warns(UserWarning, match="compiled 1 times, which is torch's limit"):
-            update(rule, [(second, hyper)], 0.7)
+            update(rule, [(second, step_scalars)], 0.7)
 
 
 def test_the_compiler_rounds_otherwise_for_our_functions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +149,9 @@ def test_the_compiler_rounds_otherwise_for_our_functions_alone(monkeypatch: pyte
 
     monkeypatch.setattr(compile_fx, "compile_fx", compiler)
     torch._dynamo.reset()
-    rule, hyper = rule_and_hyper("lion")
-    segment = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
-    DeviceUpdate(compile_pass(one_pass))(rule, [(segment, hyper)], 0.7)
+    rule, step_scalars = rule_and_hyper("lion")
+    update_slice = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
+    DeviceUpdate(compile_pass(one_pass))(rule, [(update_slice, step_scalars)], 0.7)
     torch.compile(lambda value: value + 1)(torch.ones(3))
     assert seen[0].items() >= ROUNDING.items()
     assert not (seen[1] or {}).keys() & ROUNDING.keys()
@@ -167,9 +167,9 @@ def test_factors_of_indices_fit_32_bits() -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    rule, hyper = rule_and_hyper("adamw", StateFormat("bf16", rounding="stochastic"))
-    segment = make(rule, *random_inputs(2048), (torch.bfloat16, None), torch.bfloat16)
-    DeviceUpdate(compile_pass(one_pass, backend))(rule, [(segment, hyper)], 0.7)
+    rule, step_scalars = rule_and_hyper("adamw", StateFormat("bf16", rounding="stochastic"))
+    update_slice = make(rule, *random_inputs(2048), (torch.bfloat16, None), torch.bfloat16)
+    DeviceUpdate(compile_pass(one_pass, backend))(rule, [(update_slice, step_scalars)], 0.7)
     from_inputs: set[Any] = set()
     factors = []
     for node in graphs[0].graph.nodes:
@@ -191,9 +191,9 @@ def test_many_rules_in_one_process_are_all_compiled(recwarn: pytest.WarningsReco
     torch._dynamo.reset()
     cases = [(name, format_) for name in ("sgd", "lion") for format_ in FORMATS]
     for name, format_ in cases:
-        rule, hyper = rule_and_hyper(name, format_)
-        segment = make(rule, *random_inputs(512), (torch.bfloat16, torch.int16), torch.bfloat16)
-        DeviceUpdate(compile_pass(one_pass, backend))(rule, [(segment, hyper)], 0.7)
+        rule, step_scalars = rule_and_hyper(name, format_)
+        update_slice = make(rule, *random_inputs(512), (torch.bfloat16, torch.int16), torch.bfloat16)
+        DeviceUpdate(compile_pass(one_pass, backend))(rule, [(update_slice, step_scalars)], 0.7)
     assert len(graphs) == len(cases) > torch._dynamo.config.recompile_limit
     assert not [w for w in recwarn if "torch.compile failed" in str(w.message)]
 
@@ -202,22 +202,22 @@ def test_a_compiler_that_fails_is_said_once_and_the_reference_runs(assert_same_b
     def broken(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
-    rule, hyper = rule_and_hyper("adamw")
+    rule, step_scalars = rule_and_hyper("adamw")
     expected = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
     actual = copy_of(expected)
     update = DeviceUpdate(broken)
     with pytest.warns(UserWarning, match=r"torch\.compile failed for the update on cpu \(RuntimeError: no compiler\)"):
-        update(rule, [(actual, hyper)], 1.0)
-    update(rule, [(actual, hyper)], 1.0)
+        update(rule, [(actual, step_scalars)], 1.0)
+    update(rule, [(actual, step_scalars)], 1.0)
     for _ in range(2):
-        update_reference(rule, expected, hyper, 1.0)
+        update_reference(rule, expected, step_scalars, 1.0)
     assert_same_bits(actual.param, expected.param)
 
 
 def test_without_a_compiler_the_reference_runs(assert_same_bits: Check) -> None:
-    rule, hyper = rule_and_hyper("lion")
+    rule, step_scalars = rule_and_hyper("lion")
     expected = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
     actual = copy_of(expected)
-    rule.on_device(rule, [(actual, hyper)], 1.0)
-    update_reference(rule, expected, hyper, 1.0)
+    rule.on_device(rule, [(actual, step_scalars)], 1.0)
+    update_reference(rule, expected, step_scalars, 1.0)
     assert_same_bits(actual.param, expected.param)

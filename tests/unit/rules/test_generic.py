@@ -62,12 +62,12 @@ def run(optimizer: Any, value: Tensor, format_: StateFormat, *, cut: int, steps:
     states = tuple(torch.zeros(NUMEL, dtype=spec.dtype) for spec in rule.states)
     scalars: Any = {}
     for step, grad in enumerate(gradients(steps), start=1):
-        hyper = rule.hyper(optimizer.param_groups[0], step, scalars)
+        step_scalars = rule.step_scalars(optimizer.param_groups[0], step, scalars)
         for start in range(0, NUMEL, cut):
             part = slice(start, start + cut)
-            segment = UpdateSlice(param[part], grad[part], None, tuple(s[part] for s in states), first=start)
-            rule.update(segment, hyper, 1.0, None)
-        scalars = rule.advance(hyper)
+            update_slice = UpdateSlice(param[part], grad[part], None, tuple(s[part] for s in states), first=start)
+            rule.update(update_slice, step_scalars, 1.0, None)
+        scalars = rule.advance(step_scalars)
     return param, dict(zip((spec.name for spec in rule.states), states, strict=True)), scalars
 
 
@@ -100,14 +100,14 @@ def test_threads_change_no_bit(cls: Any, options: dict[str, Any]) -> None:
     optimizer = cls(parameters(), **options)
     rule = rule_for(optimizer)
     states = [0.5 + 0.2 * torch.rand(numel, generator=generator) for _ in rule.states]
-    scalars = rule.advance(rule.hyper(optimizer.param_groups[0], 1))
-    hyper = rule.hyper(optimizer.param_groups[0], 2, scalars)
+    scalars = rule.advance(rule.step_scalars(optimizer.param_groups[0], 1))
+    step_scalars = rule.step_scalars(optimizer.param_groups[0], 2, scalars)
 
     def updated(threads: int, pool: Pool | None) -> list[Tensor]:
-        segment = UpdateSlice(value.clone(), grad, None, tuple(state.clone() for state in states))
+        update_slice = UpdateSlice(value.clone(), grad, None, tuple(state.clone() for state in states))
         torch.set_num_threads(threads)
-        rule.update(segment, hyper, 1.0, pool)
-        return [segment.param, *segment.states]
+        rule.update(update_slice, step_scalars, 1.0, pool)
+        return [update_slice.param, *update_slice.states]
 
     before, pool = torch.get_num_threads(), Pool(2)
     try:
@@ -187,9 +187,9 @@ def test_a_state_that_begins_after_prepare_is_refused() -> None:
     optimizer = torch.optim.RMSprop(parameters())
     rule = rule_for(optimizer)
     optimizer.param_groups[0]["momentum"] = 0.9
-    segment = UpdateSlice(torch.zeros(4), torch.ones(4), None, (torch.zeros(4),))
+    update_slice = UpdateSlice(torch.zeros(4), torch.ones(4), None, (torch.zeros(4),))
     with pytest.raises(ConfigError, match="began to keep 'momentum_buffer' after prepare"):
-        rule.update(segment, rule.hyper(optimizer.param_groups[0], 1), 1.0, None)
+        rule.update(update_slice, rule.step_scalars(optimizer.param_groups[0], 1), 1.0, None)
 
 
 def test_options_that_change_the_machinery_are_refused() -> None:
@@ -199,9 +199,9 @@ def test_options_that_change_the_machinery_are_refused() -> None:
 
 def test_equal_groups_are_not_compared() -> None:
     rule = rule_for(torch.optim.RMSprop(parameters()))
-    hyper = rule.hyper(torch.optim.RMSprop(parameters()).param_groups[0], 1)
-    assert isinstance(hyper, GenericScalars)
-    assert not hyper.keeps_zeros
+    step_scalars = rule.step_scalars(torch.optim.RMSprop(parameters()).param_groups[0], 1)
+    assert isinstance(step_scalars, GenericScalars)
+    assert not step_scalars.keeps_zeros
 
 
 def test_groups_with_other_options_are_not_merged() -> None:
@@ -310,11 +310,11 @@ def options(optimizer: Any) -> list[dict[str, Any]]:
 def test_what_a_class_writes_into_its_group_is_kept_saved_and_loaded(cls: Any, overlap: Any, tmp_path: Path) -> None:
     """It went with the copy of the group that the class had run on: a count stayed at 1, and the loss was another."""
     theirs, stock = trained(cls, range(6))
-    home = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
-    ours, optimizer = trained(cls, range(3), placement=home, overlap=overlap)
+    storage = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+    ours, optimizer = trained(cls, range(3), placement=storage, overlap=overlap)
     optimizer.save(tmp_path / "three")
     optimizer.close()
-    ours, optimizer = trained(cls, range(0), placement=home, overlap=overlap)
+    ours, optimizer = trained(cls, range(0), placement=storage, overlap=overlap)
     optimizer.load(tmp_path / "three")
     trained(cls, range(3, 6), optimizer, ours)
     assert options(optimizer) == options(stock)

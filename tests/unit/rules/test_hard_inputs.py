@@ -63,14 +63,14 @@ def test_a_hundred_steps_of_hard_gradients(
     actual = {isa: copy_of(expected) for isa in _native.isas()}
     try:
         for step in range(1, 101):
-            hyper = rule_and_hyper(name, format_, step)[1]
+            step_scalars = rule_and_hyper(name, format_, step)[1]
             grad = (benign if step < 80 else hard)(10 + step).to(grad_dtype)
-            update_reference(rule, replace(expected, grad=grad), hyper, 0.7)
-            for isa, segment in actual.items():
+            update_reference(rule, replace(expected, grad=grad), step_scalars, 0.7)
+            for isa, update_slice in actual.items():
                 _native.set_isa(isa)
-                rule.update(replace(segment, grad=grad), hyper, 0.7, None)
+                rule.update(replace(update_slice, grad=grad), step_scalars, 0.7, None)
                 if step in (1, 10, 79, 100):
-                    for (_, found), (_, wanted) in zip(parts(segment), parts(expected), strict=True):
+                    for (_, found), (_, wanted) in zip(parts(update_slice), parts(expected), strict=True):
                         assert_same_bits(found, wanted)
     finally:
         _native.set_isa(_native.isas()[0])
@@ -93,7 +93,7 @@ def test_a_hundred_steps_are_torchs_where_torch_is_exact(
         theirs.grad = grad.float()
         optimizer.step()
         ours.grad.copy_(grad)
-        rule.update(ours, rule.hyper(optimizer.param_groups[0], step), 1.0, None)
+        rule.update(ours, rule.step_scalars(optimizer.param_groups[0], step), 1.0, None)
         if step in (1, 10, 79, 100):
             assert_same_bits(ours.param, theirs.detach())
             for spec, state in zip(rule.states, ours.states, strict=True):
@@ -132,15 +132,15 @@ def test_any_values_at_all(
     actual = {isa: copy_of(expected) for isa in _native.isas()}
     try:
         for step in range(1, steps + 1):
-            hyper = rule_and_hyper(name, format_, step)[1]
-            update_reference(rule, expected, hyper, 0.7)
-            for isa, segment in actual.items():
+            step_scalars = rule_and_hyper(name, format_, step)[1]
+            update_reference(rule, expected, step_scalars, 0.7)
+            for isa, update_slice in actual.items():
                 _native.set_isa(isa)
-                rule.update(segment, hyper, 0.7, None)
+                rule.update(update_slice, step_scalars, 0.7, None)
     finally:
         _native.set_isa(_native.isas()[0])
-    for segment in actual.values():
-        for (_, found), (_, wanted) in zip(parts(segment), parts(expected), strict=True):
+    for update_slice in actual.values():
+        for (_, found), (_, wanted) in zip(parts(update_slice), parts(expected), strict=True):
             assert_same_bits(found, wanted)
 
 
@@ -152,10 +152,10 @@ def test_the_remainder_follows_fp32_exactly(name: str, isa: str, assert_same_bit
     fp32 = make(rule, benign(1), benign(5), moments, (torch.float32, None), torch.bfloat16)
     split = make(rule, benign(1), benign(5), moments, (torch.bfloat16, torch.int16), torch.bfloat16)
     for step in range(1, 101):
-        hyper = rule_and_hyper(name, step=step)[1]
+        step_scalars = rule_and_hyper(name, step=step)[1]
         grad = benign(10 + step).bfloat16()
-        update_reference(rule, replace(fp32, grad=grad), hyper, 0.7)
-        rule.update(replace(split, grad=grad), hyper, 0.7, None)
+        update_reference(rule, replace(fp32, grad=grad), step_scalars, 0.7)
+        rule.update(replace(split, grad=grad), step_scalars, 0.7, None)
         assert split.master is not None
         assert_same_bits(join_master(split.param, split.master), fp32.param)
         for found, wanted in zip(split.states, fp32.states, strict=True):
@@ -168,9 +168,9 @@ def test_nothing_to_update_changes_nothing(isa: str) -> None:
     for name in RULES:
         for storage in STORAGES:
             for format_ in FORMATS:
-                rule, hyper = rule_and_hyper(name, format_)
+                rule, step_scalars = rule_and_hyper(name, format_)
                 empty = torch.empty(0)
-                segment = make(rule, empty, empty, (empty, empty, empty), storage, torch.bfloat16)
-                rule.update(segment, hyper, 1.0, None)
-                update_reference(rule, segment, hyper, 1.0)
-                assert all(part.numel() == 0 for _, part in parts(segment))
+                update_slice = make(rule, empty, empty, (empty, empty, empty), storage, torch.bfloat16)
+                rule.update(update_slice, step_scalars, 1.0, None)
+                update_reference(rule, update_slice, step_scalars, 1.0)
+                assert all(part.numel() == 0 for _, part in parts(update_slice))

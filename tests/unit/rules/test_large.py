@@ -110,7 +110,7 @@ def test_a_gradient_of_more_than_two_to_the_31_is_deposited(mappings: Mappings, 
 def test_an_update_of_more_than_two_to_the_31(
     mappings: Mappings, format_: StateFormat, master: Any, assert_same_bits: Check
 ) -> None:
-    rule, hyper = rule_and_hyper("sgd" if format_.dtype == "fp32" else "lion", format_)
+    rule, step_scalars = rule_and_hyper("sgd" if format_.dtype == "fp32" else "lion", format_)
     beyond = make(rule, *random_inputs(BEYOND), (torch.bfloat16, master), torch.bfloat16)
     grad = mappings.zeros(BORDER + BEYOND, torch.bfloat16)
     grad[BORDER:] = beyond.grad
@@ -124,9 +124,9 @@ def test_an_update_of_more_than_two_to_the_31(
         ),
     )
     expected = replace(copy_of(beyond), first=BORDER)
-    rule.update(expected, hyper, 0.7, None)
+    rule.update(expected, step_scalars, 0.7, None)
     assert not torch.equal(expected.param, beyond.param)
-    rule.update(whole, hyper, 0.7, None)
+    rule.update(whole, step_scalars, 0.7, None)
     for (name, found), (_, wanted) in zip(parts(whole), parts(expected), strict=True):
         assert_same_bits(found[-wanted.numel() :], wanted), name
 
@@ -139,12 +139,12 @@ FIRSTS = [BORDER, 1 << 32, (1 << 32) * BLOCK_NUMEL, (1 << 45) + 3 * BLOCK_NUMEL]
 def test_random_bits_of_large_numbers(
     first: int, format_: StateFormat, master: Any, isa: str, assert_same_bits: Check
 ) -> None:
-    rule, hyper = rule_and_hyper("amsgrad", format_)
+    rule, step_scalars = rule_and_hyper("amsgrad", format_)
     start = replace(make(rule, *random_inputs(1111), (torch.bfloat16, master), torch.bfloat16), first=first)
     expected, actual, elsewhere = copy_of(start), copy_of(start), replace(copy_of(start), first=0)
-    update_reference(rule, expected, hyper, 0.7)
-    rule.update(actual, hyper, 0.7, None)
-    rule.update(elsewhere, hyper, 0.7, None)
+    update_reference(rule, expected, step_scalars, 0.7)
+    rule.update(actual, step_scalars, 0.7, None)
+    rule.update(elsewhere, step_scalars, 0.7, None)
     for (_, found), (_, wanted) in zip(parts(actual), parts(expected), strict=True):
         assert_same_bits(found, wanted)
     rounded = "state 0" if format_.dtype == "bf16" else "param"
@@ -195,10 +195,10 @@ def test_units_of_any_size_are_laid_out_and_numbered() -> None:
 
 
 def test_runs_join_past_the_border() -> None:
-    hyper, end = StepScalars(), (1 << 33) + 40
+    step_scalars, end = StepScalars(), (1 << 33) + 40
     tile = (SlotPiece(0, 0, end), SlotPiece(1, (1 << 33) + 256, 3 << 33), SlotPiece(2, 3 << 33, 4 << 33))
     bases = {0: 1 << 40, 1: 1 << 40, 2: (1 << 40) + BLOCK_NUMEL}
-    assert merge(tile, dict.fromkeys(range(3), hyper), bases) == [
-        UpdateRun(0, 3 << 33, hyper, 1 << 40),
-        UpdateRun(3 << 33, 4 << 33, hyper, (1 << 40) + BLOCK_NUMEL),
+    assert merge(tile, dict.fromkeys(range(3), step_scalars), bases) == [
+        UpdateRun(0, 3 << 33, step_scalars, 1 << 40),
+        UpdateRun(3 << 33, 4 << 33, step_scalars, (1 << 40) + BLOCK_NUMEL),
     ]

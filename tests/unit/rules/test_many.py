@@ -48,19 +48,19 @@ def several(
     name: str, storage: tuple[Any, Any], format_: StateFormat = FORMATS[0], steps: tuple[int, ...] = (3,)
 ) -> tuple[FusedRule, list[tuple[UpdateSlice, FusedScalars]]]:
     """Segments of some sizes, each of the next step in turn, numbered one after the other."""
-    segments = []
+    update_slices = []
     for index, numel in enumerate(SIZES):
-        rule, hyper = rule_and_hyper(name, format_, steps[index % len(steps)])
-        segment = make(rule, *random_inputs(numel), storage, torch.bfloat16)
-        segments.append((replace(segment, first=16 * index * BLOCK_NUMEL), hyper))
-    return rule, segments
+        rule, step_scalars = rule_and_hyper(name, format_, steps[index % len(steps)])
+        update_slice = make(rule, *random_inputs(numel), storage, torch.bfloat16)
+        update_slices.append((replace(update_slice, first=16 * index * BLOCK_NUMEL), step_scalars))
+    return rule, update_slices
 
 
 @pytest.mark.parametrize(("storage", "most"), [(REMAINDER, 60), (FULL, 59)], ids=str)
 def test_adamw_without_a_compiler_takes_no_more_operations_than_this(storage: tuple[Any, Any], most: int) -> None:
-    rule, hyper = rule_and_hyper("adamw")
-    segment = make(rule, *random_inputs(2048), storage, torch.bfloat16)
-    assert launches(lambda: update_reference(rule, segment, hyper, 0.7)) <= most
+    rule, step_scalars = rule_and_hyper("adamw")
+    update_slice = make(rule, *random_inputs(2048), storage, torch.bfloat16)
+    assert launches(lambda: update_reference(rule, update_slice, step_scalars, 0.7)) <= most
 
 
 @pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3]], ids=lambda f: f.dtype)
@@ -76,13 +76,13 @@ def test_scalars_reach_the_device_in_two_copies_however_many_segments_there_are(
 
     monkeypatch.setattr(device, "_on_device", note)
     rule, together = several("adamw", REMAINDER, format_, steps=(3, 4))
-    alone = [copy_of(segment) for segment, _ in together]
+    alone = [copy_of(update_slice) for update_slice, _ in together]
     DeviceUpdate(one_pass)(rule, together, 0.7)
     pieces = len(SIZES) + 1  # 777 are three blocks and a rest
     assert copies == [2, pieces if format_.stochastic else 1], "what is equal is there once"
-    for segment, (other, hyper) in zip(alone, together, strict=True):
-        DeviceUpdate(one_pass)(rule, [(segment, hyper)], 0.7)
-        for (_, a), (_, b) in zip(parts(other), parts(segment), strict=True):
+    for update_slice, (other, step_scalars) in zip(alone, together, strict=True):
+        DeviceUpdate(one_pass)(rule, [(update_slice, step_scalars)], 0.7)
+        for (_, a), (_, b) in zip(parts(other), parts(update_slice), strict=True):
             assert_same_bits(a, b)
 
 
@@ -115,12 +115,12 @@ def test_one_graph_serves_every_segment_of_a_call() -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    rule, segments = several("adamw", REMAINDER, steps=(3, 4, 5))
+    rule, update_slices = several("adamw", REMAINDER, steps=(3, 4, 5))
     update = DeviceUpdate(compile_pass(one_pass, backend))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            update(rule, segments, 0.7)
+            update(rule, update_slices, 0.7)
     assert len(graphs) == 1, "also for one element, and for one block"
 
 
@@ -134,13 +134,13 @@ def test_a_compiler_that_fails_midway_leaves_the_rest_to_the_reference(assert_sa
         one_pass(*arguments)
 
     rule, together = several("lion", REMAINDER)
-    alone = [copy_of(segment) for segment, _ in together]
+    alone = [copy_of(update_slice) for update_slice, _ in together]
     with pytest.warns(UserWarning, match=r"torch\.compile failed for the update on cpu"):
         DeviceUpdate(fails_at_the_third)(rule, together, 0.7)
-    for number, (segment, (other, hyper)) in enumerate(zip(alone, together, strict=True)):
+    for number, (update_slice, (other, step_scalars)) in enumerate(zip(alone, together, strict=True)):
         if number < 2:
-            DeviceUpdate(one_pass)(rule, [(segment, hyper)], 0.7)
+            DeviceUpdate(one_pass)(rule, [(update_slice, step_scalars)], 0.7)
         else:
-            update_reference(rule, segment, hyper, 0.7)
-        for (_, a), (_, b) in zip(parts(other), parts(segment), strict=True):
+            update_reference(rule, update_slice, step_scalars, 0.7)
+        for (_, a), (_, b) in zip(parts(other), parts(update_slice), strict=True):
             assert_same_bits(a, b)

@@ -29,13 +29,13 @@ pytestmark = [
 def test_the_reference_on_the_device_gives_the_same_bits(
     name: str, storage: tuple[Any, Any], format_: StateFormat, hard_fp32: Tensor, assert_same_bits: Check
 ) -> None:
-    rule, hyper = rule_and_hyper(name, format_)
+    rule, step_scalars = rule_and_hyper(name, format_)
     hard = (hard_fp32, hard_fp32, (hard_fp32, hard_fp32.abs(), hard_fp32.abs()))
     for inputs in (random_inputs(100_003), hard):
         host = make(rule, *inputs, storage, torch.bfloat16)
         there = copy_to(host, default_device())
-        rule.update(host, hyper, 0.7, None)
-        update_reference(rule, there, hyper, 0.7)
+        rule.update(host, step_scalars, 0.7, None)
+        update_reference(rule, there, step_scalars, 0.7)
         for (_, result), (_, reference) in zip(parts(there), parts(host), strict=True):
             assert_same_bits(result.cpu(), reference)
 

@@ -100,11 +100,11 @@ def of_rule(cls: Any, shared: dict[str, Any], group: dict[str, Any]) -> tuple[Te
     for parameter, options in zip(parameters, optimizer.param_groups, strict=True):
         state = optimizer.state[parameter]
         states = tuple(state.get(s.name, torch.zeros(512)).clone() for s in rule.states)
-        segment = UpdateSlice(parameter.detach().clone(), torch.empty(512), None, states)
+        update_slice = UpdateSlice(parameter.detach().clone(), torch.empty(512), None, states)
         for step in range(STEPS):
-            segment.grad.copy_(values(step))
-            rule.update(segment, rule.hyper(options, step + 1), 1.0, None)
-        found.append(segment.param)
+            update_slice.grad.copy_(values(step))
+            rule.update(update_slice, rule.step_scalars(options, step + 1), 1.0, None)
+        found.append(update_slice.param)
     return found[0], found[1]
 
 
@@ -193,10 +193,10 @@ def test_an_option_of_a_newer_version_is_refused_unless_it_asks_for_nothing(
     with pytest.raises(ConfigError, match=f"Parameter group 0: {refusal}"):
         rule_for(cls([torch.zeros(2)], lr=0.1, cautious=0.5))
     later = cls([torch.zeros(2)], lr=0.1).param_groups[0]
-    rule.hyper(later, 1)
+    rule.step_scalars(later, 1)
     later["cautious"] = 0.5
     with pytest.raises(ConfigError, match=refusal):
-        rule.hyper(later, 2)
+        rule.step_scalars(later, 2)
 
 
 def test_every_class_of_torch_is_run_like_torch_or_refused_with_the_reason() -> None:

@@ -95,16 +95,16 @@ def test_copy_is_memcpy(threads: int) -> None:
 def test_many_python_threads_share_a_pool() -> None:
     pool = Pool(3)
     optimizer = torch.optim.AdamW([torch.zeros(1)])
-    hyper = rule_for(optimizer).hyper(optimizer.param_groups[0], 1)
+    step_scalars = rule_for(optimizer).step_scalars(optimizer.param_groups[0], 1)
     numel, rounds = 150_001, 10
     generator = torch.Generator().manual_seed(5)
     value, grad = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
 
     def updates(pool: Pool | None) -> tuple[torch.Tensor, float]:
-        segment = UpdateSlice(value.clone(), grad.clone(), None, (torch.zeros(numel), torch.zeros(numel)))
+        update_slice = UpdateSlice(value.clone(), grad.clone(), None, (torch.zeros(numel), torch.zeros(numel)))
         for _ in range(rounds):
-            AdamRule("adamw").update(segment, hyper, 1.0, pool)
-        return segment.param, float(deposit(torch.zeros(numel), segment.param, add=True, pool=pool))
+            AdamRule("adamw").update(update_slice, step_scalars, 1.0, pool)
+        return update_slice.param, float(deposit(torch.zeros(numel), update_slice.param, add=True, pool=pool))
 
     expected, expected_norm = updates(None)
     results: list[tuple[torch.Tensor, float]] = []

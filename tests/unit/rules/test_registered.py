@@ -63,10 +63,10 @@ def test_the_example_of_the_page() -> None:
     names: dict[str, Any] = {}
     exec(block, names)
     cls, value, grads = names["RowNormalised"], normal(6, 9), [normal(6, 9, seed=s) for s in (1, 2)]
-    rule, segment = run(cls([nn.Parameter(value.clone())]), value, grads)
+    rule, update_slice = run(cls([nn.Parameter(value.clone())]), value, grads)
     theirs, _ = by_class(cls, value, grads)
     assert [spec.name for spec in rule.states] == ["mean"]
-    assert torch.equal(segment.param.view(6, 9), theirs)
+    assert torch.equal(update_slice.param.view(6, 9), theirs)
 
 
 def fresh() -> type[Descent]:
@@ -77,10 +77,10 @@ def test_a_registered_rule_is_believed() -> None:
     cls = fresh()
     assert register(cls)(DescentRule) is DescentRule
     value, grads = normal(12, 40), [normal(12, 40, seed=s) for s in (1, 2)]
-    rule, segment = run(cls([nn.Parameter(value.clone())]), value, grads)
+    rule, update_slice = run(cls([nn.Parameter(value.clone())]), value, grads)
     theirs, kept = by_class(cls, value, grads)
-    assert torch.equal(segment.param.view(12, 40), theirs)
-    assert torch.equal(state(rule, segment, "mean", 480).view(12, 40), kept["mean"])
+    assert torch.equal(update_slice.param.view(12, 40), theirs)
+    assert torch.equal(state(rule, update_slice, "mean", 480).view(12, 40), kept["mean"])
     unstated: Any = rule
     assert unstated.working_bytes((1024, 1024)) >= 6 * 4 * 1024**2
 

@@ -55,7 +55,7 @@ def test_options_that_need_another_state_cannot_be_turned_on_later() -> None:
         rule = rule_for(optimizer)
         optimizer.param_groups[0].update(change)
         with pytest.raises(ConfigError, match=f"{message} was turned on after prepare"):
-            rule.hyper(optimizer.param_groups[0], 1)
+            rule.step_scalars(optimizer.param_groups[0], 1)
 
 
 def test_the_tensor_among_several_numbers_is_named() -> None:
@@ -98,6 +98,6 @@ def test_other_classes_are_named() -> None:
 def test_equal_groups_give_equal_values() -> None:
     optimizer = torch.optim.AdamW([{"params": params()}, {"params": params()}, {"params": params(), "lr": 0.5}])
     rule = rule_for(optimizer)
-    first, second, third = (rule.hyper(group, 4) for group in optimizer.param_groups)
+    first, second, third = (rule.step_scalars(group, 4) for group in optimizer.param_groups)
     assert first == second != third
     assert hash(first) == hash(second)

@@ -30,67 +30,67 @@ from tests.unit.rules.segments import (
 Check = Callable[[Tensor, Tensor], None]
 
 
-def touched(segment: UpdateSlice) -> list[Tensor]:
-    return [segment.grad, *(tensor for _, tensor in parts(segment))]
+def touched(update_slice: UpdateSlice) -> list[Tensor]:
+    return [update_slice.grad, *(tensor for _, tensor in parts(update_slice))]
 
 
 def check(
-    rule: FusedRule, hyper: FusedScalars, segment: UpdateSlice, pool: Pool | None, assert_same_bits: Check
+    rule: FusedRule, step_scalars: FusedScalars, update_slice: UpdateSlice, pool: Pool | None, assert_same_bits: Check
 ) -> None:
     """Update a segment with sums of everything, hold them against those of the bytes, and the values against those of
     an update without."""
-    plain, before = copy_of(segment), [checksum(tensor) for tensor in touched(segment)]
-    rule.update(plain, hyper, 0.7, pool)
-    sums = RecordChecksums(touched(segment))
-    rule.update_many([(segment, hyper)], 0.7, pool, sums)
-    found = [sums.of(tensor) for tensor in touched(segment)]
-    assert found == [(b, checksum(tensor)) for b, tensor in zip(before, touched(segment), strict=True)]
-    for (_, actual), (_, expected) in zip(parts(segment), parts(plain), strict=True):
+    plain, before = copy_of(update_slice), [checksum(tensor) for tensor in touched(update_slice)]
+    rule.update(plain, step_scalars, 0.7, pool)
+    sums = RecordChecksums(touched(update_slice))
+    rule.update_many([(update_slice, step_scalars)], 0.7, pool, sums)
+    found = [sums.of(tensor) for tensor in touched(update_slice)]
+    assert found == [(b, checksum(tensor)) for b, tensor in zip(before, touched(update_slice), strict=True)]
+    for (_, actual), (_, expected) in zip(parts(update_slice), parts(plain), strict=True):
         assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f"{f.dtype}-{f.rounding}")
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_storage_and_gradient(name: str, format_: StateFormat, isa: str, assert_same_bits: Check) -> None:
-    rule, hyper = rule_and_hyper(name, format_)
+    rule, step_scalars = rule_and_hyper(name, format_)
     for storage, grad_dtype in zip(STORAGES, cycle(GRADS), strict=False):
-        check(rule, hyper, make(rule, *random_inputs(3 * 256 + 39), storage, grad_dtype), None, assert_same_bits)
+        check(rule, step_scalars, make(rule, *random_inputs(3 * 256 + 39), storage, grad_dtype), None, assert_same_bits)
 
 
 @pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3], FORMATS[4]], ids=lambda f: f.dtype)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 32767, 32768, 32769, 100_001])
 def test_pieces_are_joined(format_: StateFormat, threads: int, numel: int, assert_same_bits: Check) -> None:
-    rule, hyper = rule_and_hyper("adamw", format_)
+    rule, step_scalars = rule_and_hyper("adamw", format_)
     pool = Pool(threads)
-    check(rule, hyper, make(rule, *random_inputs(numel), STORAGES[2], GRADS[1]), pool, assert_same_bits)
+    check(rule, step_scalars, make(rule, *random_inputs(numel), STORAGES[2], GRADS[1]), pool, assert_same_bits)
     pool.close()
 
 
 def test_native_code_sums_all_that_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else everything would be right, and summed from memory by `RecordChecksums.of`."""
-    rule, hyper = rule_and_hyper("adamw", FORMATS[4])
-    segment = make(rule, *random_inputs(1000), STORAGES[2], GRADS[1])
-    sums = RecordChecksums(touched(segment))
-    rule.update_many([(segment, hyper)], 0.7, None, sums)
+    rule, step_scalars = rule_and_hyper("adamw", FORMATS[4])
+    update_slice = make(rule, *random_inputs(1000), STORAGES[2], GRADS[1])
+    sums = RecordChecksums(touched(update_slice))
+    rule.update_many([(update_slice, step_scalars)], 0.7, None, sums)
     lengths: list[int] = []
     crc32c = _native.crc32c
     monkeypatch.setattr(_native, "crc32c", lambda at, nbytes: lengths.append(nbytes) or crc32c(at, nbytes))
-    for tensor in touched(segment):
+    for tensor in touched(update_slice):
         sums.of(tensor)
     assert set(lengths) == {0}
 
 
 def test_states_that_a_group_does_not_use_are_as_they_were(assert_same_bits: Check) -> None:
     rule, _ = rule_and_hyper("amsgrad")
-    _, hyper = rule_and_hyper("adamw")
-    assert rule.used(hyper) < len(rule.states)
-    check(rule, hyper, make(rule, *random_inputs(1000), STORAGES[2], GRADS[1]), None, assert_same_bits)
+    _, step_scalars = rule_and_hyper("adamw")
+    assert rule.used(step_scalars) < len(rule.states)
+    check(rule, step_scalars, make(rule, *random_inputs(1000), STORAGES[2], GRADS[1]), None, assert_same_bits)
 
 
 def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
     """Two runs of a buffer with a gap between them, padding between the kinds and a tail."""
-    rule, hyper = rule_and_hyper("adamw", FORMATS[4])
+    rule, step_scalars = rule_and_hyper("adamw", FORMATS[4])
     numel = 5 * 256
     whole = make(rule, *random_inputs(numel), STORAGES[2], GRADS[1])
     assert whole.master is not None
@@ -107,7 +107,7 @@ def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
     def run(start: int, stop: int) -> tuple[UpdateSlice, StepScalars]:
         part, blocks = slice(start, stop), slice(start // 256, -(-stop // 256))
         values, scales = states[::2], states[1::2]
-        segment = UpdateSlice(
+        update_slice = UpdateSlice(
             whole.param[part],
             whole.grad[part],
             master[part],
@@ -115,7 +115,7 @@ def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
             tuple(scale[blocks] for scale in scales),
             first=start,
         )
-        return segment, hyper
+        return update_slice, step_scalars
 
     before, param = checksum(record), whole.param.clone()
     sums = RecordChecksums([record])
@@ -134,7 +134,7 @@ def test_memory_that_nothing_passed_is_summed_as_it_is() -> None:
 
 
 def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, hyper = rule_and_hyper("adamw")
+    rule, step_scalars = rule_and_hyper("adamw")
     asked: list[Any] = []
     update = _native.update
 
@@ -143,7 +143,9 @@ def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) ->
         return update(*args, **kwargs)
 
     monkeypatch.setattr(_native, "update", note)
-    rule.update_many([(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), hyper)], 1.0, None, RecordChecksums([]))
+    rule.update_many(
+        [(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), step_scalars)], 1.0, None, RecordChecksums([])
+    )
     assert asked == [[]]
 
 

@@ -61,14 +61,14 @@ def run(
     """Update one parameter by the rule of an optimizer, with its first group's options."""
     group = optimizer.param_groups[0]
     rule = rule_for(optimizer, format_).part(group)
-    segment = segment_of(rule, value, storage)
+    update_slice = segment_of(rule, value, storage)
     scalars: Mapping[str, Any] = {}
     for step, grad in enumerate(grads, 1):
-        segment.grad.copy_(grad.flatten())
-        hyper = rule.hyper(group, step, scalars)
-        scalars = rule.advance(hyper)
-        rule.update_many([(segment, hyper)], scale, None)
-    return rule, segment
+        update_slice.grad.copy_(grad.flatten())
+        step_scalars = rule.step_scalars(group, step, scalars)
+        scalars = rule.advance(step_scalars)
+        rule.update_many([(update_slice, step_scalars)], scale, None)
+    return rule, update_slice
 
 
 def by_class(
@@ -83,10 +83,10 @@ def by_class(
     return parameter.detach(), dict(optimizer.state[parameter])
 
 
-def state(rule: Rule, segment: UpdateSlice, name: str, numel: int) -> Tensor:
+def state(rule: Rule, update_slice: UpdateSlice, name: str, numel: int) -> Tensor:
     k = [spec.name for spec in rule.states].index(name)
-    stored = segment.states[k]
-    return read_state(rule.states[k], stored[:numel], segment.scale(k))
+    stored = update_slice.states[k]
+    return read_state(rule.states[k], stored[:numel], update_slice.scale(k))
 
 
 @MUON
@@ -105,10 +105,10 @@ def test_muon_is_that_of_torch_bit_for_bit(shape: tuple[int, int], options: dict
         return torch.optim.Muon(params, **options)
 
     value, grads = normal(*shape), [normal(*shape, seed=s) for s in (1, 2, 3)]
-    rule, segment = run(make([nn.Parameter(value.clone())]), value, grads)
+    rule, update_slice = run(make([nn.Parameter(value.clone())]), value, grads)
     theirs, kept = by_class(make, value, grads)
-    assert torch.equal(segment.param.view(shape), theirs)
-    assert torch.equal(state(rule, segment, "momentum_buffer", value.numel()).view(shape), kept["momentum_buffer"])
+    assert torch.equal(update_slice.param.view(shape), theirs)
+    assert torch.equal(state(rule, update_slice, "momentum_buffer", value.numel()).view(shape), kept["momentum_buffer"])
 
 
 @MUON
@@ -118,16 +118,16 @@ def test_masters_hold_what_fp32_does(storage: tuple[Any, Any]) -> None:
     value, grads = normal(*shape), [normal(*shape, seed=s) for s in (1, 2, 3)]
     optimizer = torch.optim.Muon([nn.Parameter(value.clone())], lr=0.02)
     _, plain = run(optimizer, value, grads)
-    _, segment = run(optimizer, value, grads, storage=storage)
+    _, update_slice = run(optimizer, value, grads, storage=storage)
     param, master = split_master(plain.param)
     if storage[1] == torch.int16:
-        assert segment.master is not None
-        assert torch.equal(segment.param, param)
-        assert torch.equal(segment.master, master)
+        assert update_slice.master is not None
+        assert torch.equal(update_slice.param, param)
+        assert torch.equal(update_slice.master, master)
     else:
-        assert segment.master is not None
-        assert torch.equal(segment.master, plain.param)
-        assert torch.equal(segment.param, plain.param.bfloat16())
+        assert update_slice.master is not None
+        assert torch.equal(update_slice.master, plain.param)
+        assert torch.equal(update_slice.param, plain.param.bfloat16())
 
 
 @MUON
@@ -138,12 +138,12 @@ def test_a_gradient_in_bf16_is_scaled_and_stays(scale: float) -> None:
     optimizer = torch.optim.Muon([nn.Parameter(value.clone())], lr=0.02)
     rule = rule_for(optimizer)
     given = segment_of(rule, value)
-    segment = UpdateSlice(given.param, grad.flatten().clone(), None, given.states, given.scales, 0, shape)
-    rule.update(segment, rule.hyper(optimizer.param_groups[0], 1), scale, None)
+    update_slice = UpdateSlice(given.param, grad.flatten().clone(), None, given.states, given.scales, 0, shape)
+    rule.update(update_slice, rule.step_scalars(optimizer.param_groups[0], 1), scale, None)
     theirs, kept = by_class(lambda p: torch.optim.Muon(p, lr=0.02), value, [grad.float() * scale])
-    assert torch.equal(segment.param.view(shape), theirs)
-    assert torch.equal(state(rule, segment, "momentum_buffer", 480).view(shape), kept["momentum_buffer"])
-    assert torch.equal(segment.grad.view(shape), grad)
+    assert torch.equal(update_slice.param.view(shape), theirs)
+    assert torch.equal(state(rule, update_slice, "momentum_buffer", 480).view(shape), kept["momentum_buffer"])
+    assert torch.equal(update_slice.grad.view(shape), grad)
 
 
 @MUON
@@ -163,9 +163,9 @@ def test_momentum_in_fewer_bits(format_: StateFormat, tolerance: float) -> None:
     exact = [run(optimizer, value, grads[:n]) for n in (1, 3)]
     found = [run(optimizer, value, grads[:n], format_) for n in (1, 3)]
     assert torch.equal(found[0][1].param, exact[0][1].param)
-    for (rule, segment), (plain, ours) in zip(found, exact, strict=True):
+    for (rule, update_slice), (plain, ours) in zip(found, exact, strict=True):
         assert rule.states[0].dtype in (torch.bfloat16, torch.uint8)
-        a, b = (state(*pair, "momentum_buffer", 16 * 36) for pair in ((rule, segment), (plain, ours)))
+        a, b = (state(*pair, "momentum_buffer", 16 * 36) for pair in ((rule, update_slice), (plain, ours)))
         torch.testing.assert_close(a, b, rtol=tolerance, atol=0.01)
     if format_.stochastic:
         again, nearest = (run(optimizer, value, grads, f)[1].states[0] for f in (format_, StateFormat("bf16")))
@@ -204,12 +204,12 @@ def test_parts_are_made_orthogonal_by_themselves(shape: Any, split: Any, shapes:
     value, grads = normal(*shape), [normal(*shape, seed=s) for s in (1, 2)]
     named = [("w", nn.Parameter(value.clone()))]
     optimizer = MuonAdamW(named, lr=0.02, split={"w": split}, adjust_lr_fn="original")
-    _, segment = run(optimizer, value, grads)
+    _, update_slice = run(optimizer, value, grads)
     cuts = [value, *grads]
     columns = shape[-1]
     rows = [tensor.reshape(-1, columns).split([n for n, _ in shapes]) for tensor in cuts]
     for k, (_, ours) in enumerate(
-        zip(shapes, segment.param.view(-1, columns).split([n for n, _ in shapes]), strict=True)
+        zip(shapes, update_slice.param.view(-1, columns).split([n for n, _ in shapes]), strict=True)
     ):
         theirs, _ = by_class(lambda p: torch.optim.Muon(p, lr=0.02), rows[0][k], [rows[1][k], rows[2][k]])
         assert torch.equal(ours, theirs), k
@@ -239,14 +239,16 @@ def test_the_iteration_in_fp32_is_nearer_to_orthogonal() -> None:
 @pytest.mark.parametrize("shape", [(12, 40), (64,), (3, 4, 5)])
 def test_rules_are_what_the_class_does(make: Callable[[Any], torch.optim.Optimizer], shape: Any) -> None:
     value, grads = normal(*shape), [normal(*shape, seed=s) for s in (1, 2, 3)]
-    rule, segment = run(make([nn.Parameter(value.clone())]), value, grads)
+    rule, update_slice = run(make([nn.Parameter(value.clone())]), value, grads)
     theirs, kept = by_class(make, value, grads)
-    assert torch.equal(segment.param.view(shape), theirs)
+    assert torch.equal(update_slice.param.view(shape), theirs)
     for spec in rule.states:
-        assert torch.equal(state(rule, segment, spec.name, kept[spec.name].numel()), kept[spec.name].flatten()), (
+        assert torch.equal(state(rule, update_slice, spec.name, kept[spec.name].numel()), kept[spec.name].flatten()), (
             spec.name
         )
-        assert segment.states[[s.name for s in rule.states].index(spec.name)][kept[spec.name].numel() :].eq(0).all()
+        assert (
+            update_slice.states[[s.name for s in rule.states].index(spec.name)][kept[spec.name].numel() :].eq(0).all()
+        )
 
 
 def test_lamb_is_that_of_the_paper() -> None:
@@ -291,11 +293,11 @@ def test_an_update_takes_no_more_than_its_working_bytes(make: Any, dtype: Any) -
     if dtype == "int8" and make is torch.optim.Adafactor:
         return  # which is refused
     rule: Any = rule_for(optimizer, StateFormat(dtype, "stochastic"))
-    segment = segment_of(rule, value, (torch.bfloat16, torch.int16), padding=0)
-    segment.grad.normal_()
-    hyper, held, most = rule.hyper(optimizer.param_groups[0], 1), 0, 0
+    update_slice = segment_of(rule, value, (torch.bfloat16, torch.int16), padding=0)
+    update_slice.grad.normal_()
+    step_scalars, held, most = rule.step_scalars(optimizer.param_groups[0], 1), 0, 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        rule.update(segment, hyper, 0.5, None)
+        rule.update(update_slice, step_scalars, 0.5, None)
     for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
             held += event.nbytes()
@@ -321,17 +323,17 @@ def test_segments_of_whole_parameters_are_checked() -> None:
     rule = rule_for(Lamb([nn.Parameter(torch.zeros(2, 3))]))
     piece = UpdateSlice(torch.zeros(6), torch.zeros(6), None, (torch.zeros(6), torch.zeros(6)))
     with pytest.raises(EngineError, match="Lamb looks at whole parameters"):
-        rule.update(piece, rule.hyper(Lamb([nn.Parameter(torch.zeros(2, 3))]).param_groups[0], 1), 1.0, None)
+        rule.update(piece, rule.step_scalars(Lamb([nn.Parameter(torch.zeros(2, 3))]).param_groups[0], 1), 1.0, None)
 
 
 def test_a_scheduler_that_comes_between_changes_nothing() -> None:
     lr = torch.tensor(0.01)
     optimizer = Lamb([nn.Parameter(torch.zeros(2, 3))], lr=lr)
-    hyper: Any = rule_for(optimizer).hyper(optimizer.param_groups[0], 1)
+    step_scalars: Any = rule_for(optimizer).step_scalars(optimizer.param_groups[0], 1)
     lr.fill_(5.0)
-    assert hyper.group["lr"] == pytest.approx(0.01)
-    assert not hyper.keeps_zeros
-    assert "params" not in hyper.group
+    assert step_scalars.group["lr"] == pytest.approx(0.01)
+    assert not step_scalars.keeps_zeros
+    assert "params" not in step_scalars.group
 
 
 @MUON

@@ -55,9 +55,9 @@ def test_steps_are_few_and_what_they_add_is_bounded() -> None:
 
 
 def payload(cut: ActivationStorage, number: int) -> Iterator[tuple[torch.Tensor, int]]:
-    for section in cut.home.sections:
-        (tensor,) = section.tensors  # type: ignore[attr-defined]
-        yield tensor, (number + section.plan.start) % 251
+    for segment in cut.storage.segments:
+        (tensor,) = segment.tensors  # type: ignore[attr-defined]
+        yield tensor, (number + segment.plan.start) % 251
 
 
 SIZES = st.lists(st.tuples(st.integers(0, 40 * PAGE_BYTES), st.integers(0, 1 << 16)), max_size=40)
@@ -77,13 +77,13 @@ def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[
                 live.append((number, cuts.take(nbytes)))
                 wanted += round_up(nbytes, PAGE_BYTES)
                 most = max(most, wanted)
-                assert sum(s.plan.numel for s in live[-1][1].home.sections) == nbytes
+                assert sum(s.plan.numel for s in live[-1][1].storage.segments) == nbytes
                 for tensor, value in payload(live[-1][1], number):
                     tensor.fill_(value)
             elif live:
                 number, cut = live.pop(which % len(live))
                 assert all(bool((tensor == value).all()) for tensor, value in payload(cut, number))
-                wanted -= round_up(cut.home.stop, PAGE_BYTES)
+                wanted -= round_up(cut.storage.stop, PAGE_BYTES)
                 cuts.drop(cut)
             holes = sorted(cuts._holes)
             assert all(a.block != b.block or a.stop < b.start for a, b in pairwise(holes)), "neighbours are one hole"
@@ -93,7 +93,7 @@ def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[
         for _, cut in live:
             cuts.drop(cut)
         del live
-        cuts.rest()
+        cuts.release_memory()
         assert cuts.capacity == 0
         assert not list(store.table())
         store.close()
@@ -107,9 +107,9 @@ def test_bytes_of_a_home_are_taken_again_once_its_copies_are_over(note: str) -> 
     cuts = cuts_of(store)
     first, second, third = cuts.take(4 * PAGE_BYTES), cuts.take(2 * PAGE_BYTES), cuts.take(PAGE_BYTES)
     copies, other = HostEvent(), HostEvent()
-    getattr(first.home, note)(copies)
-    getattr(third.home, note)(other)
-    taken = {section.tensors[0].data_ptr() for section in first.home.sections}
+    getattr(first.storage, note)(copies)
+    getattr(third.storage, note)(other)
+    taken = {segment.tensors[0].data_ptr() for segment in first.storage.segments}
     for cut in (second, first, third):
         cuts.drop(cut)
     cuts.take(2 * PAGE_BYTES)
@@ -119,7 +119,7 @@ def test_bytes_of_a_home_are_taken_again_once_its_copies_are_over(note: str) -> 
     again = cuts.take(3 * PAGE_BYTES)
     assert copies.done(), "it was waited for"
     assert not other.done(), "and nothing beyond that"
-    assert {section.tensors[0].data_ptr() for section in again.home.sections} == taken
+    assert {segment.tensors[0].data_ptr() for segment in again.storage.segments} == taken
     assert cuts.capacity == 7 * PAGE_BYTES, "no more is taken"
     other.run(lambda: None)
     late.join()
@@ -131,7 +131,7 @@ def test_copies_that_fail_leave_their_bytes_to_others() -> None:
     store = store_with()
     cuts = cuts_of(store)
     cut, failing = cuts.take(PAGE_BYTES), HostEvent()
-    cut.home.note_write(failing)
+    cut.storage.note_write(failing)
     cuts.drop(cut)
     failing.run(lambda: (_ for _ in ()).throw(OSError("no")))  # type: ignore[arg-type]
     cuts.take(PAGE_BYTES)
@@ -145,15 +145,15 @@ def test_slabs_go_when_nothing_is_left_in_them_and_on_them() -> None:
     cuts = cuts_of(store)
     kept, left = cuts.take(3 * PAGE_BYTES), cuts.take(PAGE_BYTES)
     event = HostEvent()
-    left.home.note_read(event)
+    left.storage.note_read(event)
     cuts.drop(left)
     late = threading.Timer(0.05, event.run, [lambda: None])
     late.start()
-    cuts.rest()
+    cuts.release_memory()
     assert event.done(), "it is waited for"
     assert cuts.capacity == 3 * PAGE_BYTES
     cuts.drop(kept)
-    cuts.rest()
+    cuts.release_memory()
     assert not list(store.table())
     late.join()
     store.close()
@@ -177,7 +177,7 @@ def test_a_home_is_dropped_on_any_thread_while_others_are_taken() -> None:
         threads[-1].start()
     for thread in threads:
         thread.join()
-    cuts.rest()
+    cuts.release_memory()
     assert cuts.capacity == 0
     store.close()
 
@@ -195,27 +195,27 @@ def test_in_files_tiles_go_to_all_folders_and_come_back(tmp_path: Path) -> None:
     for number in range(60):
         if live and draw.random() < 0.5:
             cut, expected = live.pop(draw.randrange(len(live)))
-            for section in cut.home.sections:
-                assert isinstance(section, Records)
-                for first, last, (values,) in section.visit(0, section.numel):
+            for segment in cut.storage.segments:
+                assert isinstance(segment, Records)
+                for first, last, (values,) in segment.visit(0, segment.numel):
                     assert bool((values == expected).all())
                     assert last - first <= 2 * PAGE_BYTES
             cuts.drop(cut)
         else:
             nbytes = draw.randint(1, 13 * PAGE_BYTES)
             cut = cuts.take(nbytes)
-            for section in cut.home.sections:
-                for _, _, (values,) in section.visit(0, section.numel, modify=True):
+            for segment in cut.storage.segments:
+                for _, _, (values,) in segment.visit(0, segment.numel, modify=True):
                     values.fill_(number)
             live.append((cut, number))
-            most = max(most, sum(round_up(c.home.stop, PAGE_BYTES) for c, _ in live))
+            most = max(most, sum(round_up(c.storage.stop, PAGE_BYTES) for c, _ in live))
     sizes = [file_bytes(folder) for folder in folders]
     assert sum(sizes) == cuts.capacity
     assert max(sizes) - min(sizes) == 0
     assert cuts.capacity <= most + max(most // 8, 3 * PAGE_BYTES) + 3 * PAGE_BYTES
     for cut, _ in live:
         cuts.drop(cut)
-    cuts.rest()
+    cuts.release_memory()
     assert not any(map(file_bytes, folders))
     store.close()
 

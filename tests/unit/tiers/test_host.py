@@ -19,9 +19,9 @@ PAGE = 4096
 RING = bounce_bytes(PAGE)
 
 
-def plan(home: str, pages: int) -> SegmentPlan:
-    cell = CellPlan("a", home, Tier.CPU, torch.uint8, pages * PAGE)
-    return SegmentPlan(home, Tier.CPU, (cell,), 0, pages * PAGE, PAGE)
+def plan(storage: str, pages: int) -> SegmentPlan:
+    cell = CellPlan("a", storage, Tier.CPU, torch.uint8, pages * PAGE)
+    return SegmentPlan(storage, Tier.CPU, (cell,), 0, pages * PAGE, PAGE)
 
 
 #: In the order in which an engine plans them.
@@ -30,17 +30,19 @@ PLANS = [plan("param", 100), plan("grad", 100), plan("optimizer", 400), plan("sh
 
 def take(tier: HostTier, *plans: SegmentPlan, pin: bool = True) -> dict[str, MemorySegment]:
     reserved = Store([tier]).reserve(plans, pin=pin)
-    made = {plan.home: reserved.make(plan) for plan in plans}
-    assert all(isinstance(section, MemorySegment) for section in made.values())
+    made = {plan.storage: reserved.make(plan) for plan in plans}
+    assert all(isinstance(segment, MemorySegment) for segment in made.values())
     return made  # type: ignore[return-value]
 
 
 def pinned_homes(tier: HostTier) -> list[str]:
-    slabs = tier.reserve({plan.home: [plan] for plan in PLANS})
-    homes = [home for home in ("param", "grad", "optimizer", "shadow", "staging") if slabs[home].pinned]
-    for slab in slabs.values():
-        slab.close()
-    return homes
+    allocations = tier.reserve({plan.storage: [plan] for plan in PLANS})
+    storages = [
+        storage for storage in ("param", "grad", "optimizer", "shadow", "staging") if allocations[storage].pinned
+    ]
+    for allocation in allocations.values():
+        allocation.close()
+    return storages
 
 
 def test_everything_is_pinned_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +53,7 @@ def test_everything_is_pinned_where_nothing_forbids_it(monkeypatch: pytest.Monke
         made = take(tier, *PLANS)
     assert sorted(pinned.values()) == [pages * PAGE for pages in (10, 100, 100, 100, 400)], "in exact size"
     assert tier.pinned_bytes == 710 * PAGE
-    assert [section.bounce for section in made.values()] == [None] * 5
+    assert [segment.bounce for segment in made.values()] == [None] * 5
     assert tier.own == ()
 
 
@@ -65,7 +67,7 @@ def test_a_budget_goes_first_to_what_a_device_copies_in_every_step(monkeypatch: 
     assert f"pass {RING:,} bytes of pinned buffers" in str(said[0].message)
     assert str(said[0].message).endswith(f"Options(pinned_bytes={309 * PAGE + RING:,}) has no room for more: raise it.")
     assert sum(pinned.values()) == tier.pinned_bytes == 210 * PAGE + RING
-    assert [home for home, section in made.items() if section.bounce is None] == ["param", "grad", "staging"]
+    assert [storage for storage, segment in made.items() if segment.bounce is None] == ["param", "grad", "staging"]
     assert made["shadow"].bounce() is made["optimizer"].bounce(), "one ring for all"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,9 +82,9 @@ def test_what_the_system_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch) ->
     ) as said:
         assert pinned_homes(tier) == ["param", "grad", "staging"]
     assert len(said) == 1
-    ((section, slab),) = tier.own
-    assert slab.pinned
-    assert sum(tensor.numel() for tensor in section.tensors) == RING
+    ((segment, allocation),) = tier.own
+    assert allocation.pinned
+    assert sum(tensor.numel() for tensor in segment.tensors) == RING
     tier.close()
     assert (tier.own, tier.pinned_bytes) == ((), 0)
 
@@ -116,11 +118,11 @@ def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch: pyte
     touched: list[int] = []
     monkeypatch.setattr(host_memory, "device_node", lambda device: 1)
     monkeypatch.setattr(host_memory, "prefer_node", lambda address, nbytes, node: near.append(nbytes))
-    monkeypatch.setattr(host_memory, "touch", lambda slab, threads: touched.append(slab.numel()))
+    monkeypatch.setattr(host_memory, "touch", lambda allocation, threads: touched.append(allocation.numel()))
     tier = HostTier(CPU, tile_bytes=PAGE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = take(tier, *(replace(plan, copied=plan.home != "optimizer") for plan in PLANS))
+        made = take(tier, *(replace(plan, copied=plan.storage != "optimizer") for plan in PLANS))
     assert sorted(pinned.values()) == [pages * PAGE for pages in (10, 100, 100, 100)]
     assert sorted(near) == sorted(touched) == [pages * PAGE for pages in (10, 100, 100, 100, 400)]
     assert tier.own == (), "nothing passes buffers"
@@ -157,7 +159,7 @@ def test_the_table_counts_the_buffers_and_gives_them_back(monkeypatch: pytest.Mo
     pinned = pinning_on_cpu(monkeypatch)
     store = Store([HostTier(CPU, tile_bytes=PAGE)])
     made = store.reserve([PLANS[0]], pin=False).make(PLANS[0])
-    rows = [(cell.kind, cell.nbytes, slab.pinned) for plan, slab, _ in store.table() for cell in plan.cells]
+    rows = [(cell.kind, cell.nbytes, allocation.pinned) for plan, allocation, _ in store.table() for cell in plan.cells]
     assert rows == [("param", 100 * PAGE, False)] + [("staging", PAGE, True)] * (RING // PAGE)
     store.leave(made)
     store.free(made)

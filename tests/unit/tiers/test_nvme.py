@@ -8,25 +8,27 @@ import torch
 
 from penstock.config import Tier
 from penstock.errors import NvmeError
-from penstock.tiers.nvme import FileSlab, NvmeTier, Striping
+from penstock.tiers.nvme import FileAllocation, NvmeTier, Striping
 from penstock.tiers.storage import CellPlan, SegmentPlan, record_sizes
-from penstock.tiers.tier import Slab
+from penstock.tiers.tier import Allocation
 from tests.accounts import file_bytes, swap_files
 
 PAGE = 4096
 
 
-def section(tiles: int, record_pages: int = 1, last_pages: int | None = None, home: str = "optimizer") -> SegmentPlan:
+def segment(
+    tiles: int, record_pages: int = 1, last_pages: int | None = None, storage: str = "optimizer"
+) -> SegmentPlan:
     """`tiles` records of some pages, the last one of fewer."""
     tile_numel = record_pages * PAGE // 4
     last = (last_pages or record_pages) * PAGE // 4
     numel = (tiles - 1) * tile_numel + last
     cell = CellPlan("u", "exp_avg", Tier.NVME, torch.float32, numel)
-    return SegmentPlan(home, Tier.NVME, (cell,), 0, numel, tile_numel)
+    return SegmentPlan(storage, Tier.NVME, (cell,), 0, numel, tile_numel)
 
 
 def sizes(tiles: int, record_pages: int = 1, last_pages: int | None = None) -> list[int]:
-    return record_sizes(section(tiles, record_pages, last_pages))
+    return record_sizes(segment(tiles, record_pages, last_pages))
 
 
 class TestExtents:
@@ -75,51 +77,51 @@ def folders(path: Path, count: int) -> list[Path]:
     return parents
 
 
-def slab_of(made: NvmeTier, *plans: SegmentPlan) -> Slab:
-    (slab,) = made.reserve({"optimizer": plans}).values()
-    return slab
+def slab_of(made: NvmeTier, *plans: SegmentPlan) -> Allocation:
+    (allocation,) = made.reserve({"optimizer": plans}).values()
+    return allocation
 
 
 def test_files_are_as_large_as_what_was_planned(tmp_path: Path) -> None:
     parents = folders(tmp_path, 2)
-    plans = section(3, 2), section(2)
+    plans = segment(3, 2), segment(2)
     made = tier(parents)
-    slab = slab_of(made, *plans)
+    allocation = slab_of(made, *plans)
     found = [file_bytes(parent) for parent in parents]
     assert found == [4 * PAGE, 4 * PAGE]
-    sections = [slab.make(plan) for plan in plans]
-    assert [each.tiles for each in sections] == [3, 2]
-    for each in sections:  # every record has a place of its own, inside its file
+    segments = [allocation.make(plan) for plan in plans]
+    assert [each.tiles for each in segments] == [3, 2]
+    for each in segments:  # every record has a place of its own, inside its file
         for _ in each.visit(0, each.numel, modify=True):
             pass
-    assert isinstance(slab, FileSlab)
-    assert [file._native.bytes_written for file in slab._files] == found
-    assert not any(file._native.bytes_read for file in slab._files), "what was never written is not read"
+    assert isinstance(allocation, FileAllocation)
+    assert [file._native.bytes_written for file in allocation._files] == found
+    assert not any(file._native.bytes_read for file in allocation._files), "what was never written is not read"
     made.close()
-    slab.close()
+    allocation.close()
     assert not any(map(file_bytes, parents))
 
 
 def test_each_home_has_a_file_of_its_own_in_each_folder(tmp_path: Path) -> None:
     parents = folders(tmp_path, 2)
     made = tier(parents)
-    _slabs = made.reserve({"param": [section(4, home="param")], "optimizer": [section(2, 3)]})
+    _allocations = made.reserve({"param": [segment(4, storage="param")], "optimizer": [segment(2, 3)]})
     for parent in parents:
-        for home, nbytes in (("optimizer", 3 * PAGE), ("param", 2 * PAGE)):
-            assert [path.stat().st_size for path in swap_files(parent, home)] == [nbytes]
+        for storage, nbytes in (("optimizer", 3 * PAGE), ("param", 2 * PAGE)):
+            assert [path.stat().st_size for path in swap_files(parent, storage)] == [nbytes]
     made.close()
 
 
 def test_a_home_that_leaves_gives_its_space_back(tmp_path: Path) -> None:
     made = tier([tmp_path])
-    slabs = made.reserve({"param": [section(1, home="param")], "optimizer": [section(2)]})
-    for _ in (one := slabs["param"].make(section(1, home="param"))).visit(0, one.numel, modify=True):
+    allocations = made.reserve({"param": [segment(1, storage="param")], "optimizer": [segment(2)]})
+    for _ in (one := allocations["param"].make(segment(1, storage="param"))).visit(0, one.numel, modify=True):
         pass
-    slabs["param"].close()
+    allocations["param"].close()
     assert file_bytes(tmp_path) == 2 * PAGE
-    slabs["optimizer"].close()
+    allocations["optimizer"].close()
     assert swap_files(tmp_path) == []
-    again = slab_of(made, section(3))
+    again = slab_of(made, segment(3))
     assert file_bytes(tmp_path) == 3 * PAGE
     again.close()
     again.close()
@@ -129,37 +131,37 @@ def test_a_home_that_leaves_gives_its_space_back(tmp_path: Path) -> None:
 def test_files_have_no_name_so_that_none_is_left_behind(tmp_path: Path) -> None:
     """However the process ends, and whoever cleans the folder meanwhile."""
     made = tier([tmp_path])
-    slab = slab_of(made, section(1))
+    allocation = slab_of(made, segment(1))
     assert file_bytes(tmp_path) == PAGE
     assert list(tmp_path.iterdir()) == []
-    slab.close()
+    allocation.close()
     made.close()
 
 
 def test_folders_that_no_record_goes_to_are_left_alone(tmp_path: Path) -> None:
     """Such as those of a small model on many disks: a file of no bytes is none."""
     parents = folders(tmp_path, 5)
-    planned = section(2)
+    planned = segment(2)
     made = tier(parents)
-    slab = slab_of(made, planned)
+    allocation = slab_of(made, planned)
     assert [len(swap_files(parent)) for parent in parents] == [1, 1, 0, 0, 0]
-    home = slab.make(planned)
-    for _, _, (values,) in home.visit(0, home.numel, modify=True):
+    storage = allocation.make(planned)
+    for _, _, (values,) in storage.visit(0, storage.numel, modify=True):
         values.fill_(3.0)
-    assert all(bool(values.eq(3).all()) for _, _, (values,) in home.visit(0, home.numel))
+    assert all(bool(values.eq(3).all()) for _, _, (values,) in storage.visit(0, storage.numel))
     made.close()
 
 
 def test_a_folder_that_cannot_be_used_leaves_nothing_in_the_others(tmp_path: Path) -> None:
     made = tier([tmp_path, tmp_path / "missing"])
     with pytest.raises(NvmeError, match="missing"):
-        slab_of(made, section(4))
+        slab_of(made, segment(4))
     assert swap_files(tmp_path) == []
 
 
 def test_close_may_come_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = tier([tmp_path])
-    slab_of(made, section(1))
+    slab_of(made, segment(1))
     made.close()
     with caplog.at_level(logging.WARNING):
         made.close()

@@ -32,7 +32,7 @@ PLANS = [
 ]
 
 
-def section(plans: list[CellPlan] = PLANS, numel: int = NUMEL) -> SegmentPlan:
+def segment(plans: list[CellPlan] = PLANS, numel: int = NUMEL) -> SegmentPlan:
     return SegmentPlan("optimizer", Tier.NVME, tuple(plans), 0, numel, TILE)
 
 
@@ -40,9 +40,9 @@ class TestRecordLayout:
     def test_sizes_are_whole_pages_of_all_kinds_together(self) -> None:
         whole = TILE * (2 + 1 + 4) + 4 * 4 + 48  # the scales are padded to a cache line
         assert whole < 2 * PAGE
-        assert record_sizes(section()) == [2 * PAGE, 2 * PAGE, PAGE]
-        assert record_sizes(section(PLANS[3:], TILE)) == [PAGE], "one that is full is not padded"
-        assert record_sizes(section(PLANS[3:], 256)) == [PAGE]
+        assert record_sizes(segment()) == [2 * PAGE, 2 * PAGE, PAGE]
+        assert record_sizes(segment(PLANS[3:], TILE)) == [PAGE], "one that is full is not padded"
+        assert record_sizes(segment(PLANS[3:], 256)) == [PAGE]
 
     def test_views_have_the_kinds_dtypes_lie_apart_and_begin_on_cache_lines(self) -> None:
         layout = RecordLayout(PLANS)
@@ -66,26 +66,26 @@ def file(tmp_path: Path) -> Iterator[File]:
 
 def records(file: File, *, checksums: bool = True) -> FileRecords:
     places, offset = [], 0
-    for nbytes in record_sizes(section()):
+    for nbytes in record_sizes(segment()):
         places.append(RecordPlace(file, offset, nbytes))
         offset += nbytes
-    return FileRecords(section(), places, checksums=checksums)
+    return FileRecords(segment(), places, checksums=checksums)
 
 
-def number(home: FileRecords) -> None:
+def number(storage: FileRecords) -> None:
     """Every value is the index of its element, as far as its dtype goes."""
-    for start, stop, views in home.visit(0, NUMEL, modify=True):
-        for kind, view in zip(home.plan.cells, views, strict=True):
+    for start, stop, views in storage.visit(0, NUMEL, modify=True):
+        for kind, view in zip(storage.plan.cells, views, strict=True):
             view.copy_(torch.arange(start // kind.grain, -(-stop // kind.grain)) % 100)
 
 
 def test_never_written_tiles_are_zeros_whatever_the_buffer_held(file: File) -> None:
-    home = records(file)
-    for first, _, views in home.visit(0, TILE, modify=True):
+    storage = records(file)
+    for first, _, views in storage.visit(0, TILE, modify=True):
         assert first == 0
         for view in views:
             view.fill_(7)
-    seen = [(first, last, [int(v.count_nonzero()) for v in views]) for first, last, views in home.visit(0, NUMEL)]
+    seen = [(first, last, [int(v.count_nonzero()) for v in views]) for first, last, views in storage.visit(0, NUMEL)]
     assert seen == [
         (0, TILE, [TILE, TILE, 4, TILE]),
         (TILE, 2 * TILE, [0, 0, 0, 0]),
@@ -95,10 +95,10 @@ def test_never_written_tiles_are_zeros_whatever_the_buffer_held(file: File) -> N
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_what_was_written_is_read(file: File, checksums: bool) -> None:
-    home = records(file, checksums=checksums)
-    number(home)
-    for start, stop, views in home.visit(0, NUMEL):
-        for kind, view in zip(home.plan.cells, views, strict=True):
+    storage = records(file, checksums=checksums)
+    number(storage)
+    for start, stop, views in storage.visit(0, NUMEL):
+        for kind, view in zip(storage.plan.cells, views, strict=True):
             assert torch.equal(view.long(), torch.arange(start // kind.grain, -(-stop // kind.grain)) % 100)
 
 
@@ -112,41 +112,41 @@ def test_what_was_written_is_read(file: File, checksums: bool) -> None:
     ],
 )
 def test_a_range_is_visited_tile_by_tile(file: File, start: int, stop: int, pieces: list[tuple[int, int]]) -> None:
-    home = records(file)
-    number(home)
+    storage = records(file)
+    number(storage)
     seen = []
-    for first, last, (master, *_, exp_avg_sq) in home.visit(start, stop, modify=True):
+    for first, last, (master, *_, exp_avg_sq) in storage.visit(start, stop, modify=True):
         seen.append((first, last))
         assert exp_avg_sq.tolist() == [index % 100 for index in range(first, last)]
         master.fill_(-1)
     assert seen == pieces
-    written = torch.cat([views[0].clone() for _, _, views in home.visit(0, NUMEL)])
+    written = torch.cat([views[0].clone() for _, _, views in storage.visit(0, NUMEL)])
     assert int(written.eq(-1).sum()) == stop - start
     assert bool(written[start:stop].eq(-1).all())
 
 
 def test_a_look_writes_nothing(file: File) -> None:
-    home = records(file)
-    number(home)
+    storage = records(file)
+    number(storage)
     before = file._native.bytes_written
-    for _, _, views in home.visit(0, NUMEL):
+    for _, _, views in storage.visit(0, NUMEL):
         views[0].fill_(5)
     assert file._native.bytes_written == before
-    assert not any(bool(views[0].eq(5).all()) for _, _, views in home.visit(0, NUMEL))
+    assert not any(bool(views[0].eq(5).all()) for _, _, views in storage.visit(0, NUMEL))
 
 
 def test_a_visitor_that_fails_keeps_the_tile_as_it_was(file: File) -> None:
-    home = records(file)
-    number(home)
+    storage = records(file)
+    number(storage)
 
     def fail() -> None:
-        for _, _, views in home.visit(0, NUMEL, modify=True):
+        for _, _, views in storage.visit(0, NUMEL, modify=True):
             views[0].fill_(5)
             raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011 - its own
         fail()
-    assert next(home.visit(0, TILE))[2][0].tolist() == [index % 100 for index in range(TILE)]
+    assert next(storage.visit(0, TILE))[2][0].tolist() == [index % 100 for index in range(TILE)]
 
 
 def damage(file: File, offset: int) -> None:
@@ -157,20 +157,20 @@ def damage(file: File, offset: int) -> None:
 
 
 def test_bytes_that_changed_in_the_file_are_an_error_that_names_them(file: File) -> None:
-    home = records(file)
-    number(home)
+    storage = records(file)
+    number(storage)
     damage(file, 2 * PAGE)
-    next(home.visit(0, TILE))
+    next(storage.visit(0, TILE))
     kinds = "master and exp_avg and exp_avg_scale and exp_avg_sq"
     with pytest.raises(NvmeError, match=f"{kinds} of unit 'layers.0', tile 1.*checksum"):
-        next(home.visit(TILE, 2 * TILE))
+        next(storage.visit(TILE, 2 * TILE))
 
 
 def test_without_checksums_nobody_looks(file: File) -> None:
-    home = records(file, checksums=False)
-    number(home)
+    storage = records(file, checksums=False)
+    number(storage)
     damage(file, 0)
-    assert next(home.visit(0, TILE))[2][0].tolist() != [index % 100 for index in range(TILE)]
+    assert next(storage.visit(0, TILE))[2][0].tolist() != [index % 100 for index in range(TILE)]
 
 
 def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:
@@ -183,23 +183,23 @@ def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:
         def synchronize(self) -> None:
             self.waited = True
 
-    home = records(file)
-    whole = Storage([home])
+    storage = records(file)
+    whole = Storage([storage])
     assert whole.written is DONE
-    home.last_stores[1] = event = Open()  # type: ignore[assignment] # as much of an event as is asked for
+    storage.last_stores[1] = event = Open()  # type: ignore[assignment] # as much of an event as is asked for
     assert not whole.written.done()
     whole.written.synchronize()
     assert event.waited
     assert whole.written.done()
-    home.last_stores[2] = later = Open()  # type: ignore[assignment]
-    list(home.visit(0, TILE))
+    storage.last_stores[2] = later = Open()  # type: ignore[assignment]
+    list(storage.visit(0, TILE))
     assert not later.waited, "of another tile"
-    list(home.visit(2 * TILE, NUMEL))
+    list(storage.visit(2 * TILE, NUMEL))
     assert later.waited
 
 
 def test_a_record_has_the_name_that_its_unit_has_now(file: File) -> None:
-    home = records(file)
-    assert home.name(1) == "master and exp_avg and exp_avg_scale and exp_avg_sq of unit 'layers.0', tile 1"
-    home.plan = replace(home.plan, cells=tuple(replace(cell, unit="layers") for cell in home.plan.cells))
-    assert home.name(1).endswith("of unit 'layers', tile 1")
+    storage = records(file)
+    assert storage.name(1) == "master and exp_avg and exp_avg_scale and exp_avg_sq of unit 'layers.0', tile 1"
+    storage.plan = replace(storage.plan, cells=tuple(replace(cell, unit="layers") for cell in storage.plan.cells))
+    assert storage.name(1).endswith("of unit 'layers', tile 1")

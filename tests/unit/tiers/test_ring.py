@@ -19,8 +19,8 @@ def test_a_record_that_another_thread_drops_meanwhile_is_forgotten_all_the_same(
         def __init__(self) -> None:
             self.kept: dict[int, KeptRecord] = Dropped()
 
-    section, buffer = Section(), torch.zeros(8, dtype=torch.uint8)
+    segment, buffer = Section(), torch.zeros(8, dtype=torch.uint8)
     slot = RingSlot({PASSING: buffer}, {PASSING: buffer})
-    slot.keep(section, 0, buffer, DONE)
+    slot.keep(segment, 0, buffer, DONE)
     slot.forget()
     assert not slot.holds

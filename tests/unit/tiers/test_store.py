@@ -12,24 +12,24 @@ from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
-from penstock.tiers.tier import Slab, Store, TierMemory, bytes_on
+from penstock.tiers.tier import Allocation, Store, TierMemory, bytes_on
 from tests.accounts import cells
 
 CPU = torch.device("cpu")
 
 
-def section(home: str, tier: Tier, *kinds: tuple[str, torch.dtype, int], numel: int = 2048) -> SegmentPlan:
+def segment(storage: str, tier: Tier, *kinds: tuple[str, torch.dtype, int], numel: int = 2048) -> SegmentPlan:
     """`kinds`: name, dtype, and elements that one value belongs to."""
     cells = tuple(CellPlan("a", name, tier, dtype, numel // grain, grain) for name, dtype, grain in kinds)
-    return SegmentPlan(home, tier, cells, 0, numel, 512)
+    return SegmentPlan(storage, tier, cells, 0, numel, 512)
 
 
 PLANS = [
-    section("param", Tier.DEVICE, ("param", torch.bfloat16, 1), numel=300),
-    section("optimizer", Tier.CPU, ("exp_avg", torch.float32, 1), ("exp_avg_sq", torch.float32, 1), numel=2000),
-    section("shadow", Tier.CPU),  # the parameters are in reach: it keeps nothing
-    section("master", Tier.CPU, ("master", torch.int16, 1), numel=5),
-    section("optimizer", Tier.CPU, ("exp_avg", torch.float32, 1), ("exp_avg_sq", torch.float32, 1), numel=10),
+    segment("param", Tier.DEVICE, ("param", torch.bfloat16, 1), numel=300),
+    segment("optimizer", Tier.CPU, ("exp_avg", torch.float32, 1), ("exp_avg_sq", torch.float32, 1), numel=2000),
+    segment("shadow", Tier.CPU),  # the parameters are in reach: it keeps nothing
+    segment("master", Tier.CPU, ("master", torch.int16, 1), numel=5),
+    segment("optimizer", Tier.CPU, ("exp_avg", torch.float32, 1), ("exp_avg_sq", torch.float32, 1), numel=10),
 ]
 
 
@@ -46,21 +46,21 @@ def test_every_plan_becomes_cells_of_zeros_on_its_tier_in_order() -> None:
     store = Store([DeviceTier(CPU), HostTier(CPU)])
     reserved = store.reserve(PLANS)
     assert list(store.table()) == [], "what is reserved is not there yet"
-    sections = [reserved.make(plan) for plan in PLANS]
+    segments = [reserved.make(plan) for plan in PLANS]
     assert cells(store) == [cell for plan in PLANS for cell in plan.cells]
-    for made, plan in zip(sections, PLANS, strict=True):
+    for made, plan in zip(segments, PLANS, strict=True):
         assert isinstance(made, MemorySegment)
         assert made.tier is plan.tier
         for value, cell in zip(made.tensors, plan.cells, strict=True):
             assert (value.numel(), value.dtype, value.device) == (cell.numel, cell.dtype, CPU)
             assert not value.any()
-    assert not any(slab.pinned for _, slab, _ in store.table() if slab)
+    assert not any(allocation.pinned for _, allocation, _ in store.table() if allocation)
     store.close()
     assert list(store.table()) == []
 
 
 def test_a_section_has_a_cell_for_each_kind() -> None:
-    plan = section(
+    plan = segment(
         "optimizer", Tier.CPU, ("exp_avg", torch.uint8, 1), ("exp_avg_scale", torch.float32, 256), numel=1024
     )
     store = Store([DeviceTier(CPU), HostTier(CPU)])
@@ -84,20 +84,20 @@ class Watched(TierMemory):
         self._refuses = refuses
         self.log: list[str] = []
 
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Slab]:
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
         if self._refuses:
             raise MemoryBudgetError("no room")
-        self.log += [f"{home} reserved" for home in wanted]
-        slabs = self._tier.reserve(wanted, pin=pin)
-        for home, slab in slabs.items():
-            slab.close = partial(self._close, home, slab.close)  # type: ignore[method-assign]
-        return slabs
+        self.log += [f"{storage} reserved" for storage in wanted]
+        allocations = self._tier.reserve(wanted, pin=pin)
+        for storage, allocation in allocations.items():
+            allocation.close = partial(self._close, storage, allocation.close)  # type: ignore[method-assign]
+        return allocations
 
     def close(self) -> None:
         self._tier.close()
 
-    def _close(self, home: str, close: Callable[[], None]) -> None:
-        self.log.append(f"{home} closed")
+    def _close(self, storage: str, close: Callable[[], None]) -> None:
+        self.log.append(f"{storage} closed")
         close()
 
 
@@ -106,8 +106,8 @@ def test_what_a_home_has_on_a_tier_lies_in_one_slab_and_goes_with_its_last_secti
     store = Store([DeviceTier(CPU), tier])
     reserved = store.reserve(PLANS)
     _, first, _, master, second = (reserved.make(plan) for plan in PLANS)
-    slabs = [{tensor.untyped_storage().data_ptr() for tensor in s.tensors} for s in (first, second, master)]
-    assert slabs[0] == slabs[1] != slabs[2]
+    allocations = [{tensor.untyped_storage().data_ptr() for tensor in s.tensors} for s in (first, second, master)]
+    assert allocations[0] == allocations[1] != allocations[2]
     tier.log.clear()
     store.leave(first)
     store.free(first)
@@ -125,7 +125,7 @@ def test_a_tier_that_has_no_room_leaves_nothing_taken_on_the_others(tmp_path: Pa
     files = Watched(NvmeTier([tmp_path], queue_depth=1, checksums=True))
     store = Store([DeviceTier(CPU), Watched(HostTier(CPU), refuses=True), files])
     with pytest.raises(MemoryBudgetError, match="no room"):
-        store.reserve([*PLANS, section("grad", Tier.NVME, ("grad", torch.bfloat16, 1))])
+        store.reserve([*PLANS, segment("grad", Tier.NVME, ("grad", torch.bfloat16, 1))])
     assert files.log == ["grad reserved", "grad closed"]
     assert list(tmp_path.iterdir()) == []
     store.close()
@@ -136,6 +136,6 @@ def test_disks_refuse_before_memory_is_taken(tmp_path: Path) -> None:
     host = Watched(HostTier(CPU))
     store = Store([host, NvmeTier([tmp_path / "missing"], queue_depth=1, checksums=True)])
     with pytest.raises(NvmeError, match="missing"):
-        store.reserve([PLANS[1], section("grad", Tier.NVME, ("grad", torch.bfloat16, 1))])
+        store.reserve([PLANS[1], segment("grad", Tier.NVME, ("grad", torch.bfloat16, 1))])
     assert host.log == []
     store.close()

@@ -17,7 +17,7 @@ from penstock.engine.forward_backward.order import ActivePasses, BackwardOrder, 
 from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
-from penstock.engine.step.owner_thread import UnderWay, in_backward
+from penstock.engine.step.owner_thread import OwnerThread, in_backward
 from penstock.engine.step.step import Stepper
 from penstock.engine.unit.unit import Holder, Unit
 from penstock.errors import EngineError
@@ -32,8 +32,8 @@ class Backward:
         gatherer: gathers and releases units.
         reducer: takes the gradients.
         passes: the units that compute works on, and the order in which units are used.
-        under_way: refuses other threads during a backward.
-        handles: the gradient proxies in `.grad` between backwards.
+        owner_thread: refuses other threads during a backward.
+        proxies: the gradient proxies in `.grad` between backwards.
         updates: begins updates during backward; `None` where updates wait for the step.
         uses: the forwards whose backward is still to come.
         is_open: True while a backward is under way.
@@ -47,8 +47,8 @@ class Backward:
     gatherer: Gatherer
     reducer: Reducer
     passes: ActivePasses
-    under_way: UnderWay
-    handles: GradientProxies
+    owner_thread: OwnerThread
+    proxies: GradientProxies
     updates: Stepper | None
     uses: BackwardOrder = field(default_factory=BackwardOrder)
     is_open: bool = False
@@ -136,7 +136,7 @@ class Backward:
             self._arrived.setdefault(unit, set()).add(index)
         self.reducer.add(unit, index, grad)
         if len(parameter.tensor._post_accumulate_grad_hooks or ()) > 1:
-            self.handles.show_to_hooks(parameter)
+            self.proxies.show_to_hooks(parameter)
 
     def abandon(self) -> None:
         """Drop the gradients and gathers of a backward that ended with an exception."""
@@ -148,13 +148,13 @@ class Backward:
 
     def check(self) -> None:
         """Take over values that the user put into `.grad`, and refuse a backward after gradients were clipped."""
-        self.handles.look()
+        self.proxies.look()
         self.context.gradient_scale.check_not_clipped()
 
     def _open(self) -> None:
         """Begin a backward if none is open, and queue the callback for its end."""
         if self.is_open:
-            self.under_way.enter("backward")  # raises an error in a thread other than this backward's
+            self.owner_thread.enter("backward")  # raises an error in a thread other than this backward's
             return
         if not self.loss_is_scaled:
             self.check()  # a value that was set is in the storage before the first gradient is added to it
@@ -165,8 +165,8 @@ class Backward:
                 "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                 "a GradScaler."
             )
-        self.handles.take_off()  # autograd would add to the proxies
-        self.under_way.enter("backward")  # raises beside another thread's forward, which would release these gathers
+        self.proxies.take_off()  # autograd would add to the proxies
+        self.owner_thread.enter("backward")  # raises beside another thread's forward, which would release these gathers
         self.is_open = True
         self.passes.backward.start()
         # Runs after the last node of this backward: it reduces and releases the units that no later unit has ended.
@@ -212,7 +212,7 @@ class Backward:
         if not user_records():
             for unit in self.context.units:
                 unit.recorded.end_unmarked()
-        self.handles.put_on()
+        self.proxies.put_on()
         self._close()
 
     def _close(self) -> None:
@@ -227,7 +227,7 @@ class Backward:
             unit.holding.forget_unseen_saves()  # after the release, which depends on it
         self.gatherer.drop_unused()
         self.passes.note()
-        self.under_way.leave("backward")  # last: another thread's forward may begin now
+        self.owner_thread.leave("backward")  # last: another thread's forward may begin now
 
 
 def inside_a_node() -> bool:

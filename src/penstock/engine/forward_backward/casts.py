@@ -184,11 +184,11 @@ class InputCasts:
             return None
         return LayerCast(self._dtype, self._device_type, masks=forward is nn.MultiheadAttention.forward)
 
-    def let_products_mix(self, model: nn.Module, planted: AttributePatches) -> None:
+    def let_products_mix(self, model: nn.Module, patches: AttributePatches) -> None:
         """Let submodules multiply fp32 results of their buffers with values in the compute dtype."""
         for module in model.modules():
             if self._of_layers and module is not model and has_fp32_buffers(module):
-                planted.plant(module, "forward", _with_products(module.forward, self._dtype, self._device_type))
+                patches.plant(module, "forward", _with_products(module.forward, self._dtype, self._device_type))
 
 
 class LayerCast:

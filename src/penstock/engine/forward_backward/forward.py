@@ -23,7 +23,7 @@ from penstock.engine.forward_backward.order import (
 )
 from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors
 from penstock.engine.step.context import EngineContext
-from penstock.engine.step.owner_thread import UnderWay, in_backward
+from penstock.engine.step.owner_thread import OwnerThread, in_backward
 from penstock.engine.unit.dtensor import own_elements
 from penstock.engine.unit.unit import Holder, Membership, Unit
 from penstock.errors import EngineError
@@ -178,11 +178,11 @@ class Forward:
         gatherer: gathers and releases units.
         backward: holds units whose forward runs again in backward.
         passes: the units that compute works on, and the order in which units are used.
-        under_way: refuses other threads during a forward.
+        owner_thread: refuses other threads during a forward.
         casts: casts floating-point inputs.
         activations: offloads saved tensors; `None` leaves them on the device.
         membership: the parameters that modules hold, checked when a forward of the model begins.
-        anchors: the hooks of each module.
+        hooked_modules: the hooks of each module.
         owners: the unit of each parameter.
     """
 
@@ -190,7 +190,7 @@ class Forward:
     gatherer: Gatherer
     backward: Backward
     passes: ActivePasses
-    under_way: UnderWay
+    owner_thread: OwnerThread
     casts: InputCasts
     activations: ActivationOffload | None
 
@@ -198,7 +198,7 @@ class Forward:
         self._calls = self.passes.calls
         self._releases = True  # some units are released after their use
         self.membership = Membership(self.context.model, self.context.units)
-        self.anchors: dict[nn.Module, ModuleHooks] = {}
+        self.hooked_modules: dict[nn.Module, ModuleHooks] = {}
         self.owners = {parameter.tensor: unit for unit in self.context.units for parameter in unit.parameters}
         self._saved = SavedTensors(self.gatherer.owner_of, self.owners, self.backward.bring, self.activations)
 
@@ -218,19 +218,19 @@ class Forward:
             if not unit.holding.forwards:
                 return False
         # As in `before`: other threads are refused, and `_calls` may be of a forward that an interrupt ended.
-        return in_backward() or self.under_way.goes_on_here()
+        return in_backward() or self.owner_thread.goes_on_here()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Gather the units of a module before it runs; return its inputs if they were cast."""
-        units = self.passes.anchors.get(module, ())
+        units = self.passes.hooked_modules.get(module, ())
         recomputing = in_backward()
         # Raises an error beside another thread's forward, which would release the units that this one computes with.
-        if not recomputing and self.under_way.enter("forward"):
+        if not recomputing and self.owner_thread.enter("forward"):
             if self._calls:
                 self.lose()  # a new forward, and calls are left: an interrupt ended the last one
             # Losing that forward has reset all counts, also that of this call, whose end would then do nothing.
-            if (anchor := self.anchors.get(module)) is not None:
-                anchor.entered = anchor.entered or 1
+            if (hooked_module := self.hooked_modules.get(module)) is not None:
+                hooked_module.entered = hooked_module.entered or 1
         if self._calls and all(unit.holding.forwards for unit in units) and module is not self.context.model:
             self._enter(ForwardCall(module), units)  # a module inside a block that holds its units: nothing to do
             return None
@@ -260,7 +260,7 @@ class Forward:
         recomputing = in_backward()
         if not self._calls or self._calls[-1].module is not module:
             return  # another hook failed before ours ran
-        if not (recomputing or self.under_way.goes_on_here()):
+        if not (recomputing or self.owner_thread.goes_on_here()):
             return  # `before` has raised an error in this thread: another one runs the same module
         call = self._calls.pop()
         if call.saved_hooks is not None:
@@ -269,7 +269,7 @@ class Forward:
         for unit in call.reads:
             unit.holding.drop(Holder.FORWARD)
             self.gatherer.release(unit)
-        for unit in self.passes.anchors.get(module, ()):
+        for unit in self.passes.hooked_modules.get(module, ()):
             unit.holding.drop(Holder.FORWARD)
             if not unit.holding.forwards:
                 finished.append(unit)
@@ -285,7 +285,7 @@ class Forward:
         if not (self._calls or recomputing):
             self._end(complete=output is not None)
             self.passes.note()  # before another thread's forward may begin
-            self.under_way.leave("forward")  # after the releases: another thread's forward may begin from here on
+            self.owner_thread.leave("forward")  # after the releases: another thread's forward may begin from here on
         else:
             self.passes.note()
 
@@ -294,7 +294,7 @@ class Forward:
         if not self._calls or unit.holding.is_held:
             return
         # Not for another thread: it reads at a different point on each rank (ordering rule 4).
-        if not (in_backward() or self.under_way.goes_on_here()):
+        if not (in_backward() or self.owner_thread.goes_on_here()):
             return
         check_transform(unit, self._calls[-1].module)
         if in_backward():
@@ -309,8 +309,8 @@ class Forward:
             if call.saved_hooks is not None and self._saved.are_innermost():
                 call.saved_hooks.__exit__()
         self._calls.clear()
-        for anchor in self.anchors.values():
-            anchor.entered = 0  # their ends were never reported
+        for hooked_module in self.hooked_modules.values():
+            hooked_module.entered = 0  # their ends were never reported
         self._end(complete=False)
         for unit in self.context.units:
             # The counts would keep the units gathered for ever.
@@ -322,7 +322,7 @@ class Forward:
         self.membership.check()
         if self.backward.is_open:
             self.backward.abandon()  # it failed, and autograd reports no failure: its units are still held
-        self.backward.handles.look()
+        self.backward.proxies.look()
         self.passes.begin_forward()
         # Ranks announce a forward at its first gather: in a `gathered` block one rank alone may run one.
         self.gatherer.announce = partial(self.context.ranks.begin_forward, recorded=user_records())

@@ -17,7 +17,7 @@ from penstock.engine.unit.unit import Unit, UnitState, views_elsewhere
 from penstock.rules.wire import WireFormat
 from penstock.runtime.modes import user_records
 from penstock.runtime.streams import COLLECTIVE, DONE, READ, UPLOAD, Event, Pending
-from penstock.tiers.storage import Storage, buffer_home
+from penstock.tiers.storage import Storage, buffer_storage
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class QuantizedGather:
 
     def gather(self, unit: Unit) -> None:
         """Gather the shards of all ranks. The work follows `unit.event`, after which this rank's shard is there."""
-        form, full, what = self._format, unit.full, unit.label
+        form, full, what = self._format, unit.gathered_buffer, unit.label
         assert form is not None, "gathers are exact"
         packed, free = self._take(form.packed_bytes(unit.layout.numel))
         start, stop = unit.own_range
@@ -187,20 +187,21 @@ class Gatherer:
             return None
         storage = tensor.untyped_storage()._cdata
         unit = self._buffers.get(storage)
-        is_its = unit is not None and not unit.resident and unit.full.untyped_storage()._cdata == storage
+        is_its = unit is not None and not unit.resident and unit.gathered_buffer.untyped_storage()._cdata == storage
         return unit if is_its else None
 
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by compute that is issued from here on."""
-        self.context.streams.here()  # the unit may be gathered, and another stream of compute has waited for that
-        if unit.holding.residency in _EMPTY:
+        # The unit may be gathered, and another stream of compute has waited for it (ordering rule 2).
+        self.context.streams.follow_current_stream()
+        if unit.holding.unit_state in _EMPTY:
             self._make_room(unit)
             self._start(unit)
-        if unit.holding.residency is UnitState.GATHERING:
+        if unit.holding.unit_state is UnitState.GATHERING:
             if unit in self._in_part:
                 self._gather_rest(unit)  # at the latest here: every rank uses its units in this order
             unit.event.wait()  # site gather.over: compute reads the buffer after the work that fills it
-            unit.expose()
+            unit.point_to()
             unit.holding.become(UnitState.GATHERED)
             self._ahead_bytes -= self._ahead.pop(unit, 0)
             self._updated.discard(unit)
@@ -209,7 +210,7 @@ class Gatherer:
     def acquire_exact(self, unit: Unit) -> None:
         """Make the unit's parameters usable with the exact values of its storage."""
         if self.packing.carries(unit) and unit not in self._exact:
-            if unit.holding.residency not in _EMPTY and unit not in self._in_part:
+            if unit.holding.unit_state not in _EMPTY and unit not in self._in_part:
                 self.acquire(unit)  # the gather under way ends before the next one fills the same memory
                 unit.holding.become(UnitState.OUTDATED)
             self._exact.add(unit)
@@ -219,7 +220,7 @@ class Gatherer:
         """Start to gather the units that come next, in order, as many as the budgets allow."""
         soonest = next(iter(self._ahead), None)
         for unit in upcoming:
-            if unit.holding.residency not in _EMPTY:
+            if unit.holding.unit_state not in _EMPTY:
                 continue
             nbytes = 0 if unit.resident else unit.nbytes
             if self._ahead_bytes + nbytes > self.prefetch_budget or self._live_bytes_with(unit) > self.live_budget:
@@ -243,7 +244,7 @@ class Gatherer:
         elif unit in self._exact and not unit.holding.blocks:
             # The unit stays gathered. The next forward computes with the rounded values of a new gather.
             self._exact.discard(unit)
-            if unit.holding.residency is UnitState.GATHERED:
+            if unit.holding.unit_state is UnitState.GATHERED:
                 unit.holding.become(UnitState.OUTDATED)
                 if unit.holding.is_held:  # its holder does not acquire it again
                     self.acquire(unit)
@@ -252,7 +253,7 @@ class Gatherer:
         """Drop gathers ahead of use that were not used, and free buffers that were kept for views that are gone."""
         for unit in list(self._ahead):
             self._drop(unit)
-        for unit in [unit for unit in self._lingering if not views_elsewhere(unit.full)]:
+        for unit in [unit for unit in self._lingering if not views_elsewhere(unit.gathered_buffer)]:
             self._free(unit)
 
     def outdate(self, unit: Unit) -> None:
@@ -260,10 +261,10 @@ class Gatherer:
         assert not unit.holding.is_held, f"unit '{unit.name}' is updated while it is in use"
         assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
         unit.recorded.outdate()
-        if unit.trained and any(section.tier is not Tier.DEVICE for section in unit.trained.optimizer.sections):
+        if unit.trained and any(segment.tier is not Tier.DEVICE for segment in unit.trained.optimizer.segments):
             self._updated.add(unit)  # the update may still run when the unit is gathered ahead
         if unit.resident or unit.spec.persistent:
-            if unit.holding.residency is UnitState.GATHERED:
+            if unit.holding.unit_state is UnitState.GATHERED:
                 unit.holding.become(UnitState.OUTDATED)
         else:
             self._retire(unit)
@@ -278,31 +279,31 @@ class Gatherer:
         for unit in units:
             if unit.resident:
                 # Without waiting, no unit that needs a collective: ranks would issue those in different orders.
-                if wait or (unit.params.written.done() and not unit.stale):
+                if wait or (unit.params.written.done() and not unit.other_shards_outdated):
                     self.acquire(unit)
-                elif unit.holding.residency is not UnitState.GATHERED:  # a gathered one is in use
-                    unit.hide()
+                elif unit.holding.unit_state is not UnitState.GATHERED:  # a gathered one is in use
+                    unit.unset()
 
     def forget(self, unit: Unit) -> None:
         """Free the buffer of a unit that is not in use, also if it is persistent."""
         if not unit.resident:
             self._retire(unit)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Free buffers that are kept between gathers. No gather is under way."""
         self.packing.clear()
 
     def lend(self, unit: Unit) -> Tensor:
         """Return the full buffer, with memory, so that it can become the storage of the parameters."""
-        if not (unit.resident or unit.leased):
-            self._lease(unit)
+        if not (unit.resident or unit.allocated):
+            self._allocate(unit)
             unit.holding.become(UnitState.OUTDATED)
-        return unit.full
+        return unit.gathered_buffer
 
     def become_home(self, unit: Unit) -> None:
         """Make the full buffer, which holds the parameters, their storage: the unit is resident from now on."""
-        assert unit.holding.residency is not UnitState.GATHERING
-        assert unit.leased, f"unit '{unit.name}' has no memory to become a home"
+        assert unit.holding.unit_state is not UnitState.GATHERING
+        assert unit.allocated, f"unit '{unit.name}' has no memory to become a home"
         self.live_bytes -= unit.nbytes
         self._lingering.pop(unit, None)
         unit.resident = True
@@ -316,7 +317,7 @@ class Gatherer:
         """
         if unit.is_whole:
             unit.note_versions()  # writes to these parameters went to their storage
-        before, in_use = unit.full, unit.holding.is_held
+        before, in_use = unit.gathered_buffer, unit.holding.is_held
         resizable, recorded = before.untyped_storage().resizable(), unit.recorded.is_alive
         if recorded:  # the graph has views of this memory, and nothing announces its backward
             unit.recorded.keep(before if resizable else before.clone())
@@ -329,10 +330,10 @@ class Gatherer:
             unit.event = moved
         else:  # a part of a slab, or still read by the copies: its memory goes with the old storage
             unit.event = DONE
-            unit.full = self.context.streams.make_buffer(before.numel(), before.dtype)
+            unit.gathered_buffer = self.context.streams.make_buffer(before.numel(), before.dtype)
             if in_use:
-                unit.full.copy_(before)
-                unit.expose()
+                unit.gathered_buffer.copy_(before)
+                unit.point_to()
         if not in_use:
             self._retire(unit)
 
@@ -352,7 +353,7 @@ class Gatherer:
         gather the same units ahead (ordering rule 4).
         """
         left = sum(other.nbytes for other in self._lingering)
-        has_memory = unit.resident or (unit.leased and unit not in self._lingering)
+        has_memory = unit.resident or (unit.allocated and unit not in self._lingering)
         return self.live_bytes - left + (0 if has_memory else unit.nbytes)
 
     def _follows_host(self, unit: Unit) -> bool:
@@ -381,10 +382,10 @@ class Gatherer:
         recorded, holding = unit.recorded, unit.holding
         self._in_part.discard(unit)  # its collective was issued on no rank
         self._exact.discard(unit)
-        if not unit.leased:
+        if not unit.allocated:
             if recorded.shown is not None and not recorded.is_alive:
                 recorded.forget()
-                unit.hide()
+                unit.unset()
             return
         try:
             # site release.gather_over
@@ -395,46 +396,48 @@ class Gatherer:
                     part.synchronize()  # site release.failed_gather_over
             holding.empty_views()
         if recorded.is_alive:
-            if recorded.is_new and holding.residency is UnitState.GATHERED:
-                recorded.keep(unit.full)
+            if recorded.is_new and holding.unit_state is UnitState.GATHERED:
+                recorded.keep(unit.gathered_buffer)
                 self._replace_full(unit)
             assert recorded.shown is not None
-            unit.expose(recorded.shown)
+            unit.point_to(recorded.shown)
         else:
             recorded.forget()
-            unit.hide()
-        if views_elsewhere(unit.full) and (holding.shown or not unit.full.untyped_storage().resizable()):
+            unit.unset()
+        if views_elsewhere(unit.gathered_buffer) and (
+            holding.shown or not unit.gathered_buffer.untyped_storage().resizable()
+        ):
             self._replace_full(unit)
         holding.note_emptied()
-        if views_elsewhere(unit.full) and not holding.empties_views:
-            self.context.streams.spoil(unit.full)
+        if views_elsewhere(unit.gathered_buffer) and not holding.empties_views:
+            self.context.streams.poison(unit.gathered_buffer)
             holding.become(UnitState.OUTDATED)
             self._lingering[unit] = None
         else:
             self._free(unit)
 
-    def _lease(self, unit: Unit) -> None:
-        self.context.streams.lease(unit.full)
+    def _allocate(self, unit: Unit) -> None:
+        self.context.streams.allocate(unit.gathered_buffer)
         self.live_bytes += unit.nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def _free(self, unit: Unit) -> None:
         self._lingering.pop(unit, None)
-        self.context.streams.retire(unit.full)
+        self.context.streams.deallocate(unit.gathered_buffer)
         unit.holding.become(UnitState.RELEASED)
         self.live_bytes -= unit.nbytes
 
     def _replace_full(self, unit: Unit) -> None:
         """Leave the memory of the full buffer to its views, and give the unit another buffer without memory."""
-        self._buffers.pop(unit.full.untyped_storage()._cdata, None)
-        self.context.streams.hand_over(unit.full)
-        buffer = self.context.streams.make_buffer(unit.full.numel(), unit.full.dtype)
+        self._buffers.pop(unit.gathered_buffer.untyped_storage()._cdata, None)
+        self.context.streams.transfer_to_compute(unit.gathered_buffer)
+        buffer = self.context.streams.make_buffer(unit.gathered_buffer.numel(), unit.gathered_buffer.dtype)
         buffer.untyped_storage().resize_(0)
-        unit.full = buffer
+        unit.gathered_buffer = buffer
 
     def _start(self, unit: Unit) -> None:
         """Start a gather: bring this rank's shard of the unit. The collective for the other shards may follow later."""
-        is_shared = unit.stale if unit.replica is not None else self.context.ranks.shards > 1
+        is_shared = unit.other_shards_outdated if unit.replica is not None else self.context.ranks.shards > 1
         # Not for a replica whose other shards are outdated: forwards of different kinds may gather that one.
         if is_shared and unit.replica is None and self.announce is not None:
             announce, self.announce = self.announce, None
@@ -453,22 +456,26 @@ class Gatherer:
 
     def _fill(self, unit: Unit) -> Event:
         """Allocate the full buffer and copy this rank's shard into it, or the whole unit from a replica."""
-        if not unit.leased:
-            self._lease(unit)
+        if not unit.allocated:
+            self._allocate(unit)
         self._lingering.pop(unit, None)
-        self._buffers[unit.full.untyped_storage()._cdata] = unit
+        self._buffers[unit.gathered_buffer.untyped_storage()._cdata] = unit
         replica = unit.replica
-        if replica is not None and not unit.stale:
-            return self.context.movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
+        if replica is not None and not unit.other_shards_outdated:
+            return self.context.transfers.copy(
+                replica, buffer_storage(unit.gathered_buffer), Label("gather", unit.name)
+            )
         # The storage orders the copy after the last update, and the next update after the copy (ordering rule 6).
         source, start, stop = self._source(unit)
-        return self.context.movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
+        return self.context.transfers.copy(
+            source, buffer_storage(unit.gathered_buffer[start:stop]), Label("gather", unit.name)
+        )
 
     def _source(self, unit: Unit) -> tuple[Storage, int, int]:
         """Return the storage that a gather begins with on this rank, and its range in the full buffer."""
         secondary = unit.secondary
         # No secondary shard is there, or it is from before the last update, or it may be rounded.
-        if secondary is None or unit.stale or unit in self._exact:
+        if secondary is None or unit.other_shards_outdated or unit in self._exact:
             return unit.params, *unit.own_range
         return secondary, *_range_of(unit, secondary)
 
@@ -490,15 +497,15 @@ class Gatherer:
         if unit.secondary is None or not (self.context.model.training or user_records()):
             return
         start, stop = _range_of(unit, unit.secondary)
-        unit.stale = False
+        unit.other_shards_outdated = False
         # The copy becomes the event of the buffer, which is released after it (ordering rule 1).
-        gathered = buffer_home(unit.full[start:stop], written=unit.event)  # site gather.secondary_source
-        unit.event = self.context.movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
+        gathered = buffer_storage(unit.gathered_buffer[start:stop], written=unit.event)  # site gather.secondary_source
+        unit.event = self.context.transfers.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
 
     def _all_gather(self, unit: Unit, *, inside: bool) -> None:
         """Gather the shards of other ranks as they are: inside this rank's node, or of all ranks."""
         _, start, stop = self._source(unit)
-        full, own, layout, what = unit.full, unit.full[start:stop], unit.layout, unit.label
+        full, own, layout, what = unit.gathered_buffer, unit.gathered_buffer[start:stop], unit.layout, unit.label
         # The collective reads this rank's shard, so it follows the upload (ordering rule 3).
         event = unit.event = self.context.streams.submit(
             COLLECTIVE,
@@ -514,12 +521,12 @@ class Gatherer:
         unit.is_rounded = inside and self.packing.carries(unit)  # secondary shards are kept as they were gathered
         self.context.ranks.submitted(event)  # the program's next collectives follow it, on every rank
         if unit.replica is not None:  # the shards of all ranks are written back to it
-            unit.stale = False
+            unit.other_shards_outdated = False
             if not unit.resident:
                 # site gather.replica_source
-                home, label = buffer_home(full, written=event), Label("save", unit.name, PARAM)
+                storage, label = buffer_storage(full, written=event), Label("save", unit.name, PARAM)
                 # The copy becomes the event of the buffer, which is released after it (ordering rule 1).
-                unit.event = self.context.movement.copy(home, unit.replica, label)
+                unit.event = self.context.transfers.copy(storage, unit.replica, label)
 
 
 def _range_of(unit: Unit, secondary: Storage) -> tuple[int, int]:

@@ -46,7 +46,7 @@ class ModelGuards:
         model: the prepared model.
         units: the units of all its parameters.
         hooks: tell if a forward is under way, and have the gradient proxies.
-        planted: patches the methods in, and removes them.
+        patches: patches the methods in, and removes them.
         replaced: other patches on the modules, which are left out of copies.
     """
 
@@ -55,27 +55,27 @@ class ModelGuards:
         model: nn.Module,
         units: Sequence[Unit],
         hooks: Hooks,
-        planted: AttributePatches,
+        patches: AttributePatches,
         replaced: AttributePatches,
     ) -> None:
         self._hooks = hooks
         self._places = {p.tensor: (unit, p) for unit in units for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        self._attached = replaced, planted
+        self._attached = replaced, patches
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 saves = module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
                 loads = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 self._handles += [saves, loads]
-            planted.plant(module, "_apply", partial(self._apply, module))
+            patches.plant(module, "_apply", partial(self._apply, module))
             refuse = partial(refuse_wrapper, module)
             # `DistributedDataParallel` iterates over this attribute first of all. The first item raises the error.
-            planted.plant(module, "_ddp_params_and_buffers_to_ignore", map(refuse, repeat("DistributedDataParallel")))
-            planted.plant(module, "_replicate_for_data_parallel", partial(refuse, "DataParallel"))
+            patches.plant(module, "_ddp_params_and_buffers_to_ignore", map(refuse, repeat("DistributedDataParallel")))
+            patches.plant(module, "_replicate_for_data_parallel", partial(refuse, "DataParallel"))
             # A parameter alone is copied by its class, or refuses it while it is released.
-            planted.plant(module, "__reduce_ex__", partial(self._reduce_module, module))
+            patches.plant(module, "__reduce_ex__", partial(self._reduce_module, module))
         for parameter, (_, own) in self._places.items():
-            planted.plant(parameter, OWNER, ParameterOwner(self.read, own.name))
+            patches.plant(parameter, OWNER, ParameterOwner(self.read, own.name))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -172,7 +172,7 @@ class ModelGuards:
                 own.hide_gradient()
             type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
             for own in with_gradient:
-                self._hooks.handles.show(own)
+                self._hooks.proxies.show(own)
             return module
         own_parameters = self._parameters_of(module.parameters(recurse))
         for dtype, device in {(own.tensor.dtype, own.tensor.device) for own in own_parameters}:
@@ -231,10 +231,10 @@ METHODS = (
 )
 
 
-def retire(optimizer: torch.optim.Optimizer, planted: AttributePatches) -> None:
+def disable_original_optimizer(optimizer: torch.optim.Optimizer, patches: AttributePatches) -> None:
     """Patch the methods of the optimizer that was passed to `prepare`: they raise an error."""
     for name in METHODS:
-        planted.plant(optimizer, name, _refusing(type(optimizer).__name__, name))
+        patches.plant(optimizer, name, _refusing(type(optimizer).__name__, name))
 
 
 def _refusing(kind: str, method: str) -> Callable[..., NoReturn]:

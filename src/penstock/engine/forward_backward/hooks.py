@@ -16,7 +16,7 @@ from penstock.engine.forward_backward.saved_tensors import ActivationOffload, Sa
 from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
-from penstock.engine.step.owner_thread import UnderWay, in_backward
+from penstock.engine.step.owner_thread import OwnerThread, in_backward
 from penstock.engine.step.step import Stepper
 from penstock.engine.unit.dtensor import is_divided
 from penstock.engine.unit.parameter import KeptSavedTensor, ReadWatch, weakly
@@ -35,9 +35,9 @@ class Hooks:
         activations: offloads saved tensors; `None` leaves them on the device.
 
     Attributes:
-        under_way: the thread that runs the model. It refuses other threads.
+        owner_thread: the thread that runs the model. It refuses other threads.
         passes: the forwards and backwards under way, and the order in which units are used.
-        handles: the gradient proxies in `.grad` between backwards.
+        proxies: the gradient proxies in `.grad` between backwards.
         read: gathers a unit whose parameters a forward reads.
     """
 
@@ -52,17 +52,17 @@ class Hooks:
     ) -> None:
         self._context = context
         self._activations = activations
-        self.under_way = UnderWay(self._clean_up)
+        self.owner_thread = OwnerThread(self._clean_up)
         if activations is not None:
-            activations.end_lost = self.under_way.end_lost
-        anchors: dict[nn.Module, tuple[Unit, ...]] = {}
+            activations.end_lost = self.owner_thread.end_lost
+        hooked_modules: dict[nn.Module, tuple[Unit, ...]] = {}
         for unit in context.units:
-            for anchor in unit.spec.anchors:
-                anchors[anchor] = (*anchors.get(anchor, ()), unit)
-        self.passes = passes = ActivePasses(context, gatherer, anchors)
-        self.handles = GradientProxies(context)
-        self.backward = Backward(context, gatherer, reducer, passes, self.under_way, self.handles, updates)
-        self.forward = Forward(context, gatherer, self.backward, passes, self.under_way, casts, activations)
+            for hooked_module in unit.spec.hooked_modules:
+                hooked_modules[hooked_module] = (*hooked_modules.get(hooked_module, ()), unit)
+        self.passes = passes = ActivePasses(context, gatherer, hooked_modules)
+        self.proxies = GradientProxies(context)
+        self.backward = Backward(context, gatherer, reducer, passes, self.owner_thread, self.proxies, updates)
+        self.forward = Forward(context, gatherer, self.backward, passes, self.owner_thread, casts, activations)
         self._handles: list[RemovableHandle] = []
         self._attach_to_modules(casts)
         self._attach_to_parameters()
@@ -70,7 +70,7 @@ class Hooks:
     def _attach_to_modules(self, casts: InputCasts) -> None:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(engine_entry(self.forward.before)), untraced(engine_entry(self.forward.after))
-        never_compile(Forward.has_nothing_to_do, in_backward, UnderWay.goes_on_here, UnderWay.is_over)
+        never_compile(Forward.has_nothing_to_do, in_backward, OwnerThread.goes_on_here, OwnerThread.is_over)
         # Torch before 2.13 calls these beside compiled code as well.
         never_compile(SavedTensors._pack, Gatherer.owner_of, is_divided, SavedView.__init__, KeptSavedTensor.__init__)
         never_compile(SavedTensors._unpack, KeptSavedTensor.take)
@@ -87,10 +87,10 @@ class Hooks:
             for unit in {owners[p] for p in module.parameters(recurse=False) if p in owners}:
                 unit.reads.append(watch)
             watch.update()
-        for module, units in {model: (), **self.passes.anchors}.items():
-            anchor = ModuleHooks(units, module is model, before, after, may_pass, casts.of_layer(module))
-            self._handles += anchor.attach(module)
-            self.forward.anchors[module] = anchor
+        for module, units in {model: (), **self.passes.hooked_modules}.items():
+            hooked_module = ModuleHooks(units, module is model, before, after, may_pass, casts.of_layer(module))
+            self._handles += hooked_module.attach(module)
+            self.forward.hooked_modules[module] = hooked_module
 
     def _attach_to_parameters(self) -> None:
         for unit in self._context.units:
@@ -116,10 +116,10 @@ class Hooks:
                 watch.end()
         self.backward.closed = True
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Free memory, between steps, that the next forward can allocate again."""
         if self._activations is not None:
-            self._activations.rest()
+            self._activations.release_memory()
 
     def close(self) -> None:
         """Drop the memory of offloaded activations, which is freed with the store. Nothing is under way."""

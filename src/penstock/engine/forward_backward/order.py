@@ -249,7 +249,7 @@ class ActivePasses:
 
     Arguments:
         gatherer: gathers each unit when it is used, and the units that are expected after it.
-        anchors: the units that each module's forward needs.
+        hooked_modules: the units that each module's forward needs.
 
     Attributes:
         calls: the forwards under way, outer ones first.
@@ -257,10 +257,12 @@ class ActivePasses:
         forward, backward: the order of units in each, learned from the last pass.
     """
 
-    def __init__(self, context: EngineContext, gatherer: Gatherer, anchors: Mapping[nn.Module, Sequence[Unit]]) -> None:
+    def __init__(
+        self, context: EngineContext, gatherer: Gatherer, hooked_modules: Mapping[nn.Module, Sequence[Unit]]
+    ) -> None:
         self._context = context
         self._gatherer = gatherer
-        self.anchors = anchors
+        self.hooked_modules = hooked_modules
         self.calls: list[ForwardCall] = []
         self.active: list[Unit] = []
         units = context.units
@@ -286,6 +288,8 @@ class ActivePasses:
         observer = self._context.streams.observer
         if observer is None or not observer.is_traced:
             return
-        units = self.active[-1:] or [u for call in self.calls[::-1] for u in self.anchors.get(call.module, ())][:1]
+        units = (
+            self.active[-1:] or [u for call in self.calls[::-1] for u in self.hooked_modules.get(call.module, ())][:1]
+        )
         verb = "backward" if self.active else "forward"
         observer.turn_to(Label(verb, units[0].name) if units else NO_LABEL)

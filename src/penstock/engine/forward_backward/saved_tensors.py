@@ -19,7 +19,7 @@ from penstock.runtime.modes import engine_entry
 from penstock.runtime.streams import DONE, Event, Streams, all_of
 from penstock.tiers.allocation import ActivationPool, ActivationStorage
 from penstock.tiers.staging import Buffers, transit_ring
-from penstock.tiers.storage import CellPlan, Ring, SegmentPlan, buffer_home
+from penstock.tiers.storage import CellPlan, Ring, SegmentPlan, buffer_storage
 from penstock.tiers.transfer import Transfers
 from penstock.trace import Label
 
@@ -73,7 +73,7 @@ class SavedActivation:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.cut.home.stop
+        return self.cut.storage.stop
 
 
 class ActivationOffload:
@@ -97,7 +97,7 @@ class ActivationOffload:
         )
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
-        self._movement = Transfers(self._streams, self._ring)
+        self._transfers = Transfers(self._streams, self._ring)
         self._leaving: deque[SavedActivation] = deque()
         self._known: dict[tuple[object, ...], SavedActivation] = {}  # tensors whose bytes leave, by their keys
         self._last: Callable[[], SavedActivation | None] = lambda: None
@@ -107,7 +107,7 @@ class ActivationOffload:
     def begin(self) -> None:
         """Begin to offload saved tensors: the outermost forward begins on this thread."""
         self.end()
-        self._kept_storages = {unit.full.untyped_storage()._cdata for unit in self._context.units}
+        self._kept_storages = {unit.gathered_buffer.untyped_storage()._cdata for unit in self._context.units}
         self._takes = True
 
     def end(self) -> None:
@@ -116,10 +116,10 @@ class ActivationOffload:
             self._takes = False
             self._let_go(AHEAD_BYTES)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Free unused memory and files. The next forward allocates some again."""
         self._let_go(0)  # tensors whose bytes leave hold cuts, which hold slabs
-        self._cuts.rest()
+        self._cuts.release_memory()
 
     def close(self) -> None:
         """Drop memory that is freed with the store. Graphs that still exist keep the memory of their tensors."""
@@ -149,7 +149,7 @@ class ActivationOffload:
             cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, TensorVersion(tensor), held, key
         )
         weakref.finalize(saved, _give_back, self._cuts, cut, held, weakref.ref(self._streams))
-        saved.arrived = self._movement.copy(buffer_home(here), cut.home, Label("save", "activation"))
+        saved.arrived = self._transfers.copy(buffer_storage(here), cut.storage, Label("save", "activation"))
         self._known[key] = saved
         self._leaving.append(saved)
         self._last = weakref.ref(saved)
@@ -175,8 +175,8 @@ class ActivationOffload:
         if saved.here.values is None:
             # The copy starts after all compute so far, which may have used this memory last (ordering rule 1).
             saved.here.values = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
-            back = buffer_home(saved.here.values)
-            saved.arrived = self._movement.copy(saved.cut.home, back, Label("bring", "activation"))
+            back = buffer_storage(saved.here.values)
+            saved.arrived = self._transfers.copy(saved.cut.storage, back, Label("bring", "activation"))
 
     def _let_go(self, most_bytes: int) -> None:
         """Free tensors whose copies are over. Above `most_bytes` that leave, compute waits for the first ones."""
@@ -207,7 +207,7 @@ def _give_back(cuts: ActivationPool, cut: ActivationStorage, held: _Bytes, strea
     if values is not None and back_end is not None:
         # A copy may still read or write the device memory (ordering rule 1).
         # site activations.unwanted_write, activations.unwanted_reads
-        back_end.give_up((values,), until=all_of([cut.home.memory.written, cut.home.read]))
+        back_end.keep_alive((values,), until=all_of([cut.storage.memory.written, cut.storage.read]))
     cuts.drop(cut)
 
 
@@ -295,8 +295,8 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> SavedView | SavedActivation | KeptSavedTensor:
         own, outside = (own_elements(tensor), spec_of(tensor)) if is_divided(tensor) else (tensor, None)
         unit = self.owner_of(own)
-        if unit is not None and own.dtype == unit.full.dtype and not (own.is_conj() or own.is_neg()):
-            start = int(own.storage_offset() - unit.full.storage_offset())
+        if unit is not None and own.dtype == unit.gathered_buffer.dtype and not (own.is_conj() or own.is_neg()):
+            start = int(own.storage_offset() - unit.gathered_buffer.storage_offset())
             index = unit.layout.slot_at(start)
             version = unit.parameters[index].tensor._version
             same = version == tensor._version  # otherwise it is a view of `.data`, which has its own counter
@@ -326,7 +326,7 @@ class SavedTensors:
     def _rebuilt(self, saved: SavedView) -> Tensor:
         """Gather the unit, and make the same view of its present buffer."""
         unit, parameter = saved.unit, saved.unit.parameters[saved.index]
-        if not unit.full.numel():
+        if not unit.gathered_buffer.numel():
             raise EngineError(
                 f"A backward needs parameter '{parameter.name}', and its optimizer was closed "
                 "since the forward. Call backward before close()."
@@ -334,5 +334,7 @@ class SavedTensors:
         if saved.version is not None:
             check_version(parameter.tensor, saved.version, parameter.name)
         self.bring(unit)
-        view = unit.full.as_strided(saved.shape, saved.stride, unit.full.storage_offset() + saved.start)
+        view = unit.gathered_buffer.as_strided(
+            saved.shape, saved.stride, unit.gathered_buffer.storage_offset() + saved.start
+        )
         return view if saved.outside is None else wrapped(view, saved.outside)

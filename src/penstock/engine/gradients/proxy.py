@@ -76,7 +76,7 @@ class GradientProxy(Tensor):
             EngineError: the optimizer is closed.
         """
         parameter, answers = self._of(), self._answers()
-        if parameter is None or parameter.handle is None or answers is None:
+        if parameter is None or parameter.proxy is None or answers is None:
             raise EngineError(
                 f"This stood for the gradient of '{self._name}', whose optimizer is closed: the gradient is gone."
             )
@@ -121,7 +121,7 @@ GradientProxy.__deepcopy__ = _refused("copy.deepcopy")  # type: ignore[method-as
 
 def _refuse(what: str, args: Iterable[Any]) -> NoReturn:
     """Refuse an operation, and name what to call instead."""
-    names = [handle._name for handle in _handles_in(args)]
+    names = [proxy._name for proxy in _handles_in(args)]
     which = f"'{names[0]}'" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
     cause = next((cause for part, cause in _CAUSES.items() if part in what), "")
     raise EngineError(
@@ -149,16 +149,16 @@ def _handles_in(values: Iterable[Any]) -> list[GradientProxy]:
 # Supported operations
 
 
-def _alias(func: Any, handle: GradientProxy) -> GradientProxy:
-    return handle.another()
+def _alias(func: Any, proxy: GradientProxy) -> GradientProxy:
+    return proxy.another()
 
 
 def _norm(
-    func: Any, handle: GradientProxy, norm_type: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    func: Any, proxy: GradientProxy, norm_type: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     if dim not in (None, [], ()) or keepdim:
-        _refuse(f"{func} of some dimensions", (handle,))
-    return _norms([handle], norm_type, dtype)[0]
+        _refuse(f"{func} of some dimensions", (proxy,))
+    return _norms([proxy], norm_type, dtype)[0]
 
 
 def _foreach_norm(func: Any, tensors: Sequence[Tensor], norm_type: float = 2, dtype: Any = None) -> list[Tensor]:
@@ -169,23 +169,23 @@ def _foreach_norm(func: Any, tensors: Sequence[Tensor], norm_type: float = 2, dt
     return [next(ours if isinstance(t, GradientProxy) else others) for t in tensors]
 
 
-def _norms(handles: Sequence[GradientProxy], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
-    if not handles:
+def _norms(proxies: Sequence[GradientProxy], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
+    if not proxies:
         return []
     # One by one: a list may include gradients of several engines.
-    values = [source.norm(parameter, float(norm_type)) for parameter, source in (h.resolve() for h in handles)]
+    values = [source.norm(parameter, float(norm_type)) for parameter, source in (h.resolve() for h in proxies)]
     # In fp32: a norm in bf16 would have 8 significant bits. One copy to the device for all.
-    made = torch.tensor(values, dtype=dtype or torch.float32, device=handles[0].device)
+    made = torch.tensor(values, dtype=dtype or torch.float32, device=proxies[0].device)
     return [made[0]] if len(values) == 1 else list(made.unbind())
 
 
 def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
     """Multiply, divide or zero a gradient, or a list of gradients, which may include plain tensors."""
     found = [tensors] if isinstance(tensors, Tensor) else tensors
-    handles = [tensor for tensor in found if isinstance(tensor, GradientProxy)]
-    number = None if factor is None else _number(func, handles, factor)
-    for handle in handles:
-        parameter, source = handle.resolve()
+    proxies = [tensor for tensor in found if isinstance(tensor, GradientProxy)]
+    number = None if factor is None else _number(func, proxies, factor)
+    for proxy in proxies:
+        parameter, source = proxy.resolve()
         if number is None:
             source.drop([parameter])
         else:
@@ -196,31 +196,31 @@ def _change(func: Any, tensors: Any, factor: Any = None) -> Any:
     return tensors if isinstance(tensors, Tensor) else None
 
 
-def _number(func: Any, handles: Sequence[GradientProxy], factor: Any) -> float:
+def _number(func: Any, proxies: Sequence[GradientProxy], factor: Any) -> float:
     """Return the factor of a multiplication or division."""
     is_number = isinstance(factor, int | float) or (
         isinstance(factor, Tensor) and not isinstance(factor, GradientProxy) and factor.numel() == 1
     )
     if not is_number:
-        _refuse(f"{func} by other than a number", (*handles, factor))
+        _refuse(f"{func} by other than a number", (*proxies, factor))
     number = float(factor)
     if func.overloadpacket not in (aten.div_, aten._foreach_div_):
         return number
     if number == 0:
-        _refuse(f"{func} by 0", handles)
+        _refuse(f"{func} by 0", proxies)
     return 1 / number
 
 
-def _add(func: Any, handle: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
+def _add(func: Any, proxy: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
     """Store a gradient that autograd accumulates; refuse every other addition."""
     accumulates = in_backward() and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
-    if not (accumulates and isinstance(handle, GradientProxy) and alpha == 1):
-        _refuse(str(func), (handle, grad))
-    parameter, _ = handle.resolve()
-    if parameter.handle is not handle:
-        _refuse(str(func), (handle, grad))
+    if not (accumulates and isinstance(proxy, GradientProxy) and alpha == 1):
+        _refuse(str(func), (proxy, grad))
+    parameter, _ = proxy.resolve()
+    if parameter.proxy is not proxy:
+        _refuse(str(func), (proxy, grad))
     parameter.arrived = grad
-    return handle if func.overloadpacket is aten.add_ else handle.another()
+    return proxy if func.overloadpacket is aten.add_ else proxy.another()
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -264,19 +264,19 @@ class GradientProxies:
 
     def show(self, parameter: UnitParameter) -> None:
         """Set the proxy of a parameter with a gradient. Each parameter has one, which is reused."""
-        handle = parameter.handle
+        proxy = parameter.proxy
         # A module that converts itself in its forward, as routers do, leaves its parameters in another dtype.
-        if handle is None or handle.dtype != parameter.tensor.dtype:
+        if proxy is None or proxy.dtype != parameter.tensor.dtype:
             assert self.answers is not None
-            parameter.handle = GradientProxy(parameter, weakref.ref(self.answers))
+            parameter.proxy = GradientProxy(parameter, weakref.ref(self.answers))
         parameter.show_gradient()
 
     def show_to_hooks(self, parameter: UnitParameter) -> None:
         """Set a proxy for the user's hooks, which autograd calls after ours: with no `.grad` they would do nothing."""
         self.show(parameter)
-        assert isinstance(parameter.handle, GradientProxy)
+        assert isinstance(parameter.proxy, GradientProxy)
         # Not the parameter's own proxy: an addition to it is not autograd's.
-        parameter.tensor.grad = parameter.handle.another()
+        parameter.tensor.grad = parameter.proxy.another()
 
     def take_off(self) -> None:
         """Remove all proxies, at the beginning of a backward: autograd would add to them."""
@@ -289,7 +289,7 @@ class GradientProxies:
         self.take_off()
         for unit, _ in self._units:
             for parameter in unit.parameters:
-                parameter.handle = None
+                parameter.proxy = None
 
     @engine_entry
     def look(self) -> None:
@@ -298,6 +298,6 @@ class GradientProxies:
         self.answers.look()
 
 
-def is_handle_of(grad: Tensor, parameter: UnitParameter) -> bool:
+def is_proxy_of(grad: Tensor, parameter: UnitParameter) -> bool:
     """Return True if a `.grad` is a proxy of the parameter's own gradient, such as its `detach()`."""
     return isinstance(grad, GradientProxy) and grad._of() is parameter

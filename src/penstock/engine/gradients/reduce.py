@@ -23,7 +23,7 @@ from penstock.runtime.host_memory import Words
 from penstock.runtime.streams import COLLECTIVE, DEVICE_UPDATE, DONE, DOWNLOAD, Event, Streams, across, all_of
 from penstock.runtime.system import compute_pool
 from penstock.runtime.topology import Grid
-from penstock.tiers.storage import Storage, buffer_home
+from penstock.tiers.storage import Storage, buffer_storage
 from penstock.trace import Label
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -43,27 +43,27 @@ class BufferRing:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._free: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Event]]] = {}
-        self._leased: dict[tuple[int, torch.dtype], int] = {}
+        self._allocated: dict[tuple[int, torch.dtype], int] = {}
 
-    def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D buffer with undefined contents."""
         key = (numel, dtype)
         free = self._free.setdefault(key, deque())
-        self._leased[key] = self._leased.get(key, 0) + 1
+        self._allocated[key] = self._allocated.get(key, 0) + 1
         # Prefer an idle buffer; allocate another only while the ring is not full.
-        if free and (free[0][1].done() or len(free) + self._leased[key] > BUFFERS_OF_A_SIZE):
+        if free and (free[0][1].done() or len(free) + self._allocated[key] > BUFFERS_OF_A_SIZE):
             buffer, event = free.popleft()
             # site reduce.buffer_free
             event.wait()  # a collective or a copy of an earlier gradient may still read the buffer (ordering rule 3)
         else:
             buffer = torch.empty(numel, dtype=dtype, device=self._streams.device)
-        self._streams.lease(buffer)
+        self._streams.allocate(buffer)
         return buffer
 
     def give_back(self, buffer: Tensor, event: Event) -> None:
         """Return a buffer to the ring. Work on it is over after `event`."""
         key = (buffer.numel(), buffer.dtype)
-        self._leased[key] -= 1
+        self._allocated[key] -= 1
         self._free.setdefault(key, deque()).append((buffer, event))
 
     @property
@@ -193,7 +193,7 @@ class ReducedGradient:
 
     Attributes:
         gradient: the state of the unit's gradient.
-        home: the storage that receives the values.
+        storage: the storage that receives the values.
         values: the shard, in the reduce dtype.
         parts: the range of each slot in it.
         adds: the storage holds earlier micro-batches, to which this one is added.
@@ -203,7 +203,7 @@ class ReducedGradient:
     """
 
     gradient: UnitGradient
-    home: Storage
+    storage: Storage
     values: Tensor
     parts: Sequence[SlotPiece]
     adds: bool
@@ -237,11 +237,11 @@ class GradientSinks:
         self._agrees = agrees
         self._values: dict[Storage, Tensor | None] = {}
 
-    def values(self, home: Storage) -> Tensor | None:
+    def values(self, storage: Storage) -> Tensor | None:
         """Return the values of a storage if compute reaches them, else `None`."""
-        if home not in self._values:
-            self._values[home] = reached(home, self._context.streams)
-        return self._values[home]
+        if storage not in self._values:
+            self._values[storage] = reached(storage, self._context.streams)
+        return self._values[storage]
 
     def clear(self) -> None:
         """Forget all storages, which are about to move or to be freed."""
@@ -249,7 +249,7 @@ class GradientSinks:
 
     def receive(self, reduced: ReducedGradient) -> None:
         """Measure the gradient, and write it if compute reaches the storage. Runs on the stream of collectives."""
-        gradient, values = reduced.gradient, self.values(reduced.home)
+        gradient, values = reduced.gradient, self.values(reduced.storage)
         if values is not None:
             _clear(values, reduced.stale)
             gradient.flawed = None  # set while the storage was out of reach; the norms measured here replace it
@@ -266,44 +266,46 @@ class GradientSinks:
 
     def send_home(self, reduced: ReducedGradient, received: Event) -> Event:
         """Submit the transfer to the storage; return the event after which the buffer of the reduced values is free."""
-        home = reduced.home
-        if self.values(home) is not None:
+        storage = reduced.storage
+        if self.values(storage) is not None:
             # The step, updates and the next micro-batch wait for the storage's last write (ordering rule 3).
-            home.note_write(received)  # site reduce.written_in_place
+            storage.note_write(received)  # site reduce.written_in_place
             return received
         if not reduced.adds:
             # The copy reads the buffer, so it follows the collective that fills it (ordering rule 3).
             # site reduce.first_received
-            return self._context.movement.copy(buffer_home(reduced.values, written=received), home, reduced.label)
+            return self._context.transfers.copy(
+                buffer_storage(reduced.values, written=received), storage, reduced.label
+            )
         # A part that is cut between two segments in memory is added on the device too: it has to be measured whole.
-        add = self._add_on_device if len(home.sections) > 1 or home.in_files else self._add_on_host
+        add = self._add_on_device if len(storage.segments) > 1 or storage.in_files else self._add_on_host
         return add(reduced, received)
 
     def _add_on_host(self, reduced: ReducedGradient, received: Event) -> Event:
         """Add to a storage in one piece of host memory: a tile is copied while the one before is added."""
-        ((home,),) = (section.tensors for section in reduced.home.sections)
+        ((storage,),) = (segment.tensors for segment in reduced.storage.segments)
         pool = self._context.pool
 
         def add(start: int, landed: Tensor) -> None:
             if start == 0:  # before the first addition: tiles run in order
-                _clear(home, reduced.stale)
-            deposit(home[start : start + landed.numel()], landed, add=True, pool=pool)
-            if start + landed.numel() == home.numel():  # the last tile
-                reduced.gradient.measure(reduced.parts, squared_norms(home, reduced.ranges, pool=pool))
+                _clear(storage, reduced.stale)
+            deposit(storage[start : start + landed.numel()], landed, add=True, pool=pool)
+            if start + landed.numel() == storage.numel():  # the last tile
+                reduced.gradient.measure(reduced.parts, squared_norms(storage, reduced.ranges, pool=pool))
 
         # A read-modify-write: it follows the collective, which makes the summands, and all reads and writes of the
         # storage by an earlier micro-batch, an update or a move (ordering rule 3).
-        after = all_of([received, reduced.home.memory.free])  # site host_sum.received, host_sum.storage_free
-        values = reduced.values[: home.numel()]
-        added = self._context.movement.land(values, add, after=after, label=reduced.label)
-        reduced.home.note_write(added)  # site host_sum.written: the next micro-batch and the update follow the sum
+        after = all_of([received, reduced.storage.memory.free])  # site host_sum.received, host_sum.storage_free
+        values = reduced.values[: storage.numel()]
+        added = self._context.transfers.land(values, add, after=after, label=reduced.label)
+        reduced.storage.note_write(added)  # site host_sum.written: the next micro-batch and the update follow the sum
         return added
 
     def _add_on_device(self, reduced: ReducedGradient, received: Event) -> Event:
         """Copy the values of a storage in files or on several tiers to the device, add, and copy the sum back."""
-        streams, movement, pool = self._context.streams, self._context.movement, self._context.pool
-        total = self._buffers.lease(reduced.values.numel(), self._dtype)
-        brought = movement.copy(reduced.home, buffer_home(total), reduced.label)
+        streams, transfers, pool = self._context.streams, self._context.transfers, self._context.pool
+        total = self._buffers.allocate(reduced.values.numel(), self._dtype)
+        brought = transfers.copy(reduced.storage, buffer_storage(total), reduced.label)
 
         def add() -> None:
             _clear(total, reduced.stale)
@@ -316,15 +318,15 @@ class GradientSinks:
         # site device_sum.received, device_sum.loaded
         added = streams.submit(DEVICE_UPDATE, add, after=(received, brought), nbytes=nbytes, label=reduced.label)
         # site device_sum.added
-        saved = movement.copy(buffer_home(total, written=added), reduced.home, reduced.label)
+        saved = transfers.copy(buffer_storage(total, written=added), reduced.storage, reduced.label)
         self._buffers.give_back(total, saved)  # the copy back reads it last
         return saved
 
 
-def _clear(home: Tensor, stale: Ranges) -> None:
+def _clear(storage: Tensor, stale: Ranges) -> None:
     """Zero ranges with values from before `zero_grad`."""
     for start, stop in stale:
-        home[start:stop] = 0
+        storage[start:stop] = 0
 
 
 def _flaw(values: Tensor, before: Tensor | None) -> Tensor:
@@ -418,18 +420,19 @@ class Reducer:
         """Add a gradient from autograd: to its storage where compute reaches that, else to the flat gradient."""
         assert unit.trained is not None
         self.changes += 1
-        self._streams.here()  # autograd returns a gradient on the stream that its parameter was used on
+        # Autograd returns a gradient on the stream that its parameter was used on (ordering rule 2).
+        self._streams.follow_current_stream()
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
         start, stop = slot.start, slot.start + slot.numel
         flat = grad if grad.is_contiguous() else grad.reshape(-1)
-        home = None  # the values of the storage, if they may be written here with the bits that reducing would give
+        storage = None  # the values of the storage, if they may be written here with the bits that reducing would give
         if not self.has_peers and self._reduce_dtype in (flat.dtype, torch.float32):
-            home = self._sinks.values(gradient.home)
-        if home is not None:
+            storage = self._sinks.values(gradient.storage)
+        if storage is not None:
             # Copies of a move may still write the storage (ordering rule 3).
-            gradient.home.memory.written.wait()  # site reduce.storage_moved
-            target, held, measures = home, slot_index in gradient.present, not self._measures_late
+            gradient.storage.memory.written.wait()  # site reduce.storage_moved
+            target, held, measures = storage, slot_index in gradient.present, not self._measures_late
         else:
             target, held = self._collected(gradient, unit.layout.numel), slot_index in gradient.arrived
             measures = self._measures_collected
@@ -439,7 +442,7 @@ class Reducer:
         else:
             into, flat = target[start:stop], flat.view(-1)
             into.add_(flat) if held else into.copy_(flat)
-        if home is None:
+        if storage is None:
             gradient.arrived[slot_index] = norm
             return
         if norm is None:
@@ -456,7 +459,7 @@ class Reducer:
             return
         self.changes += 1
         # Autograd may have written gradients on another stream of compute: make the current one follow it.
-        self._streams.here()
+        self._streams.follow_current_stream()
         pending = self._collected(gradient, unit.layout.numel)
         self._clear_the_rest(unit, gradient)
         gradient.pending, gradient.due = None, False
@@ -465,11 +468,11 @@ class Reducer:
 
         full = pending
         if pending.dtype != self._reduce_dtype:
-            full = self.buffers.lease(unit.layout.numel, self._reduce_dtype)
+            full = self.buffers.allocate(unit.layout.numel, self._reduce_dtype)
             full.copy_(pending)
             self.buffers.give_back(pending, DONE)  # read and next written by compute alone
         sharded = self._ranks.shards > 1
-        values = self.buffers.lease(unit.shard_numel, self._reduce_dtype) if sharded else full
+        values = self.buffers.allocate(unit.shard_numel, self._reduce_dtype) if sharded else full
         reduced = self._begin(unit, gradient, values, arrived)
         flaws = gradient.flaws = None
         if self._agrees and not self.accumulates:
@@ -488,7 +491,7 @@ class Reducer:
                 self._ranks.agree(flaws)
 
         # If the reduction writes the storage, it follows the updates that read it (ordering rule 3).
-        free = DONE if self._sinks.values(reduced.home) is None else reduced.home.memory.free
+        free = DONE if self._sinks.values(reduced.storage) is None else reduced.storage.memory.free
         received = self._streams.submit(
             COLLECTIVE,
             communicate,
@@ -514,7 +517,7 @@ class Reducer:
         norms = [norm for index, _, _ in parts if (norm := arrived.get(index)) is not None]
         known = norms if len(norms) == len(parts) else None
         label = Label("save", unit.name, GRAD)
-        return ReducedGradient(gradient, gradient.home, values, parts, adds, stale, known, label)
+        return ReducedGradient(gradient, gradient.storage, values, parts, adds, stale, known, label)
 
     def tell_host(self, unit: Unit) -> None:
         """Copy to the host whether a gradient is finite: reading it later from the device would wait for compute."""
@@ -531,19 +534,19 @@ class Reducer:
             across(told, self._flaws(gradient) if agreed is None else agreed)()
 
         gradient.flaws = told
-        home = gradient.home
+        storage = gradient.storage
         heard = self._streams.submit(
             DOWNLOAD,
             tell,
-            after=(home.memory.written,),  # site reduce.norm_measured: the flag is that of the final values
+            after=(storage.memory.written,),  # site reduce.norm_measured: the flag is that of the final values
             writes=(told,),
             nbytes=told.element_size(),
             label=Label("tell", unit.name),
         )
         # site reduce.norm_told
-        home.note_write(heard)  # a wait for the gradient is then a wait for the flag too (ordering rule 5)
+        storage.note_write(heard)  # a wait for the gradient is then a wait for the flag too (ordering rule 5)
         if agreed is not None:  # the collective and the copy may still use its memory (ordering rule 1)
-            self._streams.give_up((agreed,), until=heard)
+            self._streams.keep_alive((agreed,), until=heard)
 
     def close(self) -> None:
         """Free every buffer. Precondition: work on them is over."""
@@ -560,7 +563,7 @@ class Reducer:
             gradient.pending, gradient.rests, gradient.due = None, False, False
             gradient.arrived = {}
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Free the buffers, before storages move. Flat gradients that were not reduced yet are kept in host memory."""
         measure_late(self._context.units, self._streams)  # compute may not reach the next storage
         self._sinks.clear()
@@ -576,9 +579,9 @@ class Reducer:
         """Return the flat gradient being collected, on the device: a new one, or the one kept in host memory."""
         if gradient.pending is None:
             dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
-            gradient.pending = self.buffers.lease(numel, dtype)
+            gradient.pending = self.buffers.allocate(numel, dtype)
         if gradient.rests:
-            buffer = self.buffers.lease(numel, gradient.pending.dtype)
+            buffer = self.buffers.allocate(numel, gradient.pending.dtype)
             gradient.pending, gradient.rests = buffer.copy_(gradient.pending), False
         return gradient.pending
 
@@ -590,9 +593,10 @@ class Reducer:
             for parameter in unit.parameters:
                 parameter.drop_gradient()
             if unit.trained:
-                home = unit.trained.gradient.home
-                home.memory.written.synchronize()  # site reduce.over_before_zero: it writes what the next gradient does
-                unit.trained.gradient = UnitGradient(home)
+                storage = unit.trained.gradient.storage
+                # Pending work writes where the next gradient is written (ordering rule 3).
+                storage.memory.written.synchronize()  # site reduce.over_before_zero
+                unit.trained.gradient = UnitGradient(storage)
 
     def forget(self, unit: Unit, index: int) -> None:
         """Drop the gradient of one slot: it counts as absent, whatever its storage holds."""

@@ -34,12 +34,12 @@ class HalfMovedEvent(FailedStateEvent):
     """The storage of a unit is half exchanged: a load would write to some of the old one, and is refused as well."""
 
 
-def tear(units: Iterable[Unit], error: BaseException, event: type[FailedStateEvent] = FailedStateEvent) -> None:
+def mark_failed(units: Iterable[Unit], error: BaseException, event: type[FailedStateEvent] = FailedStateEvent) -> None:
     """Mark the state of units as failed: every wait for one of their storages raises the error."""
     for unit in units:
-        for home in unit.updated_homes:
+        for storage in unit.updated_storages:
             # site failure.noted
-            home.note_write(event(error))  # the last write: every use of the storage waits for it (ordering rule 7)
+            storage.note_write(event(error))  # the last write: every use of the storage waits for it (ordering rule 7)
 
 
 def state_has_failed(units: Iterable[Unit]) -> bool:
@@ -83,7 +83,7 @@ def failing_as_a_whole(units: Sequence[Unit], verb: str, *, moves: bool = False)
             )
         failed = EngineError(f"{text} ({str(error) or type(error).__name__})")
         failed.__cause__ = error
-        tear(units, failed, HalfMovedEvent if moves else FailedStateEvent)
+        mark_failed(units, failed, HalfMovedEvent if moves else FailedStateEvent)
         if moves or isinstance(error, PenstockError) or not isinstance(error, Exception):
             raise
         raise failed from error
@@ -181,7 +181,7 @@ class StateAccess:
         self._places = {p: (unit, index) for unit in context.units for index, p in enumerate(unit.spec.parameters)}
         self._given_state: set[nn.Parameter] = set()  # by `set_state`, before the first update
 
-    def go_on_from(self, other: "StateAccess") -> None:
+    def take_over_counts(self, other: "StateAccess") -> None:
         """Take over step counts, scalars, and the set of parameters that have state."""
         self._steps.update(other._steps)
         self._scalars.update(other._scalars)
@@ -190,8 +190,8 @@ class StateAccess:
     def finish(self) -> None:
         """Wait on the host until everything that was written has reached its storage."""
         for unit in self._context.units:
-            for home in unit.homes.values():
-                home.written.synchronize()  # site access.written
+            for storage in unit.storages.values():
+                storage.written.synchronize()  # site access.written
 
     def param(self, parameter: nn.Parameter) -> Tensor:
         """Return the parameter at master precision, in fp32."""
@@ -222,7 +222,7 @@ class StateAccess:
             return torch.zeros(unit.parameters[index].whole_shape, dtype=torch.float32, device="cpu")
 
         def read(start: int, stop: int) -> Pieces:
-            for first, last, (values,) in gradient.home.visit(start, stop):
+            for first, last, (values,) in gradient.storage.visit(start, stop):
                 yield first, last, values.float() * self._context.gradient_scale.value
 
         return self._assembled(unit, index, self._own(unit, index, read))
@@ -244,7 +244,7 @@ class StateAccess:
                 if index not in gradient.held:
                     continue
                 counts = float(unit.parameters[index].counts)  # else other ranks have it alike, and one counts
-                for _, _, (values,) in gradient.home.visit(start, stop):
+                for _, _, (values,) in gradient.storage.visit(start, stop):
                     norm = counts * float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
                     of_unit[index] = greater(of_unit[index], norm) if greatest else of_unit[index] + norm**norm_type
             totals += of_unit
@@ -330,15 +330,15 @@ class StateAccess:
         for part in unit.parts():
             if part.slot == index and index in (gradient := trained.gradient).held:
                 values = torch.empty(part.stop - part.start, dtype=torch.float32, device="cpu")
-                for first, last, (kept,) in gradient.home.visit(part.start, part.stop):
+                for first, last, (kept,) in gradient.storage.visit(part.start, part.stop):
                     values[first - part.start : last - part.start] = kept
                 self._write_grad(gradient, part, values * factor)
         self._reducer.changes += 1
 
     def _write_grad(self, gradient: UnitGradient, part: SlotPiece, values: Tensor) -> None:
         """Write a part of a gradient in the dtype of its storage, and measure it."""
-        rounded = values.to(gradient.home.plans[0].cells[0].dtype)
-        for first, last, (kept,) in gradient.home.visit(part.start, part.stop, modify=True):
+        rounded = values.to(gradient.storage.plans[0].cells[0].dtype)
+        for first, last, (kept,) in gradient.storage.visit(part.start, part.stop, modify=True):
             kept.copy_(rounded[first - part.start : last - part.start])
         gradient.squared_norms[part.slot] = squared_norm(rounded, pool=None)
         gradient.unmeasured.discard(part.slot)
@@ -496,7 +496,7 @@ class StateAccess:
             ranks.broadcast_part(part, rank)
             whole[start:stop] = part.cpu()
         # Only a read of a file fails on one rank alone. Without the agreement the others would use values of no file.
-        if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
+        if unit.layout.shards > 1 and any(storage.in_files for storage in unit.storages.values()):
             ranks.control_group.agree(failure)
         elif failure is not None:
             raise failure

@@ -51,7 +51,7 @@ class GatheredBlocks:
             for unit in units:
                 unit.holding.take(Holder.BLOCK)
                 self._gatherer.acquire_exact(unit)
-            before = {unit: unit.full.clone() for unit in units} if modify else {}
+            before = {unit: unit.gathered_buffer.clone() for unit in units} if modify else {}
         except BaseException:
             self._let_go(outer)
             raise
@@ -66,7 +66,7 @@ class GatheredBlocks:
             for unit in units:
                 if modify:
                     for parameter in unit.parameters:
-                        parameter.take_in(unit.full)
+                        parameter.take_in(unit.gathered_buffer)
                     self._take_over(unit, before[unit])
                     unit.count_writes(_changed(unit, before[unit]))
                     unit.note_versions()
@@ -101,11 +101,13 @@ class GatheredBlocks:
 
     def _take_over(self, unit: Unit, before: Tensor) -> None:
         """Store the first rank's gathered buffer on every rank. Master weights of unchanged elements stay."""
-        self._context.ranks.broadcast(unit.full)  # else each rank would store the values that were written on it
+        self._context.ranks.broadcast(
+            unit.gathered_buffer
+        )  # else each rank would store the values that were written on it
         alike = [slot for slot in unit.layout.slots if slot.region is None]  # whole on all tensor-parallel ranks
-        broadcast_alike([unit.full[slot.start : slot.stop] for slot in alike], self._context.ranks)
+        broadcast_alike([unit.gathered_buffer[slot.start : slot.stop] for slot in alike], self._context.ranks)
         start, stop = unit.own_range
-        now, before = unit.full[start:stop], before[start:stop]
+        now, before = unit.gathered_buffer[start:stop], before[start:stop]
         for first, last, weights in unit.visit(0, stop - start, modify=True):
             new, old = now[first:last], before[first:last]
             if unit.trained is None:
@@ -121,23 +123,25 @@ class GatheredBlocks:
 
 def _changed(unit: Unit, before: Tensor) -> list[int]:
     """List the slots whose bits in the gathered buffer have changed."""
-    pairs = [(unit.full[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots]
+    pairs = [
+        (unit.gathered_buffer[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots
+    ]
     return [index for index, (new, old) in enumerate(pairs) if not torch.equal(as_bytes(new), as_bytes(old))]
 
 
 def _restore(unit: Unit, values: Tensor) -> None:
     """Restore the values of before, in the gathered buffer and in the storage that a block may have written."""
-    unit.full.copy_(values)
+    unit.gathered_buffer.copy_(values)
     _write_replica(unit)
     start, stop = unit.own_range
     for first, last, weights in unit.visit(0, stop - start, modify=True):
         weights.param.copy_(values[start + first : start + last])
-        if weights.shadow is not None:  # a move in the block may have copied written values
-            weights.shadow.copy_(values[start + first : start + last])
+        if weights.param_staging is not None:  # a move in the block may have copied written values
+            weights.param_staging.copy_(values[start + first : start + last])
 
 
 def _write_replica(unit: Unit) -> None:
     """Copy the gathered buffer into the replica of a unit that has one apart from it."""
     if unit.replica is not None and not unit.resident:
         for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
-            values.copy_(unit.full[first:last])
+            values.copy_(unit.gathered_buffer[first:last])

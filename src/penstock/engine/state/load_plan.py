@@ -286,7 +286,9 @@ class LoadPlanner:
 def _check_grains(checkpoint: Checkpoint, table: UnitTable, here: SlotRange, part: SlotPart) -> None:
     """Refuse states that have fewer values in a tile than the rule reads from it."""
     unit = here.unit
-    grains = {cell.kind: cell.grain for home in table.homes if home.name == OPTIMIZER for cell in home.cells}
+    grains = {
+        cell.kind: cell.grain for storage in table.storages if storage.name == OPTIMIZER for cell in storage.cells
+    }
     is_whole = not part.inside and part.stop - part.start == part.slot.numel
     for state in unit.rule.states:
         if state.name not in grains:
@@ -321,14 +323,14 @@ def write_weights(tile: Tile, run: Destination) -> None:
 
 
 def _write_piece(weights: WeightRange, param: Tensor | None, master: Tensor | None) -> None:
-    written = weights.param if weights.shadow is None else weights.shadow
+    written = weights.param if weights.param_staging is None else weights.param_staging
     # Without a master here, the saved parameter is copied: rounding the saved master again could change it.
     is_same = weights.master is None or (master is not None and master.dtype == weights.master.dtype)
     if param is not None and ((param.dtype == written.dtype and is_same) or not written.dtype.is_floating_point):
         written.copy_(param)
         if weights.master is not None and master is not None:
             weights.master.copy_(master)
-        if weights.shadow is not None:
+        if weights.param_staging is not None:
             weights.param.copy_(written)
     elif master is not None and master.dtype == torch.float32:
         weights.write(master)
@@ -341,9 +343,9 @@ def write_averages(tile: Tile, run: Destination) -> None:
     """Write the averages of a run, after its parameters. An average that the tile lacks begins with the parameters."""
     trained = run.unit.trained
     assert trained is not None
-    for kind, home in trained.averages.items():
+    for kind, storage in trained.averages.items():
         saved = tile.values(kind)
-        for first, last, (values,) in home.visit(run.start, run.stop, modify=True):
+        for first, last, (values,) in storage.visit(run.start, run.stop, modify=True):
             if saved is not None:
                 values.copy_(saved[run.inside + first - run.start : run.inside + last - run.start])
                 continue
@@ -355,7 +357,7 @@ def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], o
     """Write the optimizer states of a run from `saved` formats to `own` ones. Parameters that were frozen get zeros."""
     trained = run.unit.trained
     assert trained is not None
-    there = tile.homes.get(OPTIMIZER, {})
+    there = tile.storages.get(OPTIMIZER, {})
     of_other_shapes = {
         spec.name: numel for spec in own if (numel := run.unit.spec.numel_of_its_own(spec.name)) is not None
     }

@@ -23,7 +23,7 @@ from penstock.checkpoint.reader import Checkpoint, stands_for
 from penstock.checkpoint.tiles import TileReader, digest, read_together
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.gradients.reduce import Reducer
-from penstock.engine.state.access import StateAccess, check_loadable, state_has_failed, tear
+from penstock.engine.state.access import StateAccess, check_loadable, mark_failed, state_has_failed
 from penstock.engine.state.load_plan import (
     LoadPlan,
     LoadPlanner,
@@ -248,7 +248,7 @@ class StateLoader:
             error = torn
         # Units that the checkpoint leaves out were not written: one that leaves them out too can still be loaded.
         saved = checkpoint.manifest.parameters
-        tear((u for u in self._context.units if not all(saved[name].left_out for name in u.spec.names)), error)
+        mark_failed((u for u in self._context.units if not all(saved[name].left_out for name in u.spec.names)), error)
         return error
 
     def _read_tiles(self, taken: LoadPlan, readers: LocalRanks | None) -> None:
@@ -279,8 +279,8 @@ class StateLoader:
         """Tell the rest of the engine that all storages have new values."""
         for unit in self._context.units:
             averages = unit.trained.averages.values() if unit.trained is not None else ()
-            for home in (*unit.updated_homes, *averages):
-                home.note_write(DONE)  # in place of the error of failed state, which every use would raise
+            for storage in (*unit.updated_storages, *averages):
+                storage.note_write(DONE)  # in place of the error of failed state, which every use would raise
             unit.count_writes()  # refuses the backward of a graph that has read other weights
             # Each rank has written its own shard of a replica: the others are outdated until they are gathered.
             unit.outdate_parts()

@@ -39,16 +39,16 @@ class _Move:
     """
 
     unit: Unit
-    homes: dict[str, Storage]
+    storages: dict[str, Storage]
     stale: bool = False
 
     def finish(self) -> Exception | None:
         """Wait until everything has arrived or failed; return the first error."""
         failure: Exception | None = None
-        for home in self.homes.values():
+        for storage in self.storages.values():
             try:
                 # Each, also behind one that failed: memory lives until the last copy into it is over (ordering rule 1).
-                home.written.synchronize()  # site offload.arrived
+                storage.written.synchronize()  # site offload.arrived
             except Exception as error:
                 failure = failure or error
         return failure
@@ -56,7 +56,10 @@ class _Move:
     def left(self) -> list[Segment]:
         """List the old segments of the unit that are freed after the move."""
         return [
-            s for name, home in self.homes.items() for s in self.unit.homes[name].sections if s not in home.sections
+            s
+            for name, storage in self.storages.items()
+            for s in self.unit.storages[name].segments
+            if s not in storage.segments
         ]
 
 
@@ -88,13 +91,13 @@ class StateOffloader:
         self._cleaned: Event = DONE  # the old storage of the last move was freed by a thread
         self._clean_up: Callable[[], None] | None = None  # frees it, as long as no thread does
 
-    def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool, keep: bool) -> None:
+    def offload(self, storages: Collection[str], to: Tier, *, pin: bool, wait: bool, keep: bool) -> None:
         """Move storages to the cpu or the nvme tier. Those that are there stay as they are. Collective.
 
         Precondition: no update is under way, and gradients have arrived.
 
         Arguments:
-            homes: the names of the storages: param, grad, master, optimizer.
+            storages: the names of the storages: param, grad, master, optimizer.
             to: the tier that they move to.
             pin: page-lock the host memory.
             wait: return when the move is done. Else the state is in flight, and its old memory is freed once it has
@@ -106,19 +109,19 @@ class StateOffloader:
                 moved, on any rank.
         """
         self._gatherer.drop_unused()
-        self._reducer.rest()
-        if PARAM in homes:
+        self._reducer.release_memory()
+        if PARAM in storages:
             for unit in self._context.units:
                 if not unit.holding.is_held:
                     self._gatherer.forget(unit)
-        self._gatherer.rest()
-        wanted = {unit: self._offloaded(unit, homes, to) for unit in self._context.units}
-        if any(_parts_from_shadow(unit, plans, homes, to) for unit, plans in wanted.items()):
+        self._gatherer.release_memory()
+        wanted = {unit: self._offloaded(unit, storages, to) for unit in self._context.units}
+        if any(_parts_from_shadow(unit, plans, storages, to) for unit, plans in wanted.items()):
             # Parameter staging joins parameters and optimizer states of two tiers. After the move tiles are copied
             # instead. The staging of all units goes, as they share slabs.
             for unit in self._context.units:
                 if unit.trained is not None:
-                    wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
+                    wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.storages[SHADOW].plans]
         self._keep = keep
         if not keep:
             self.finish()  # the clean-up of the last reload may still keep memory
@@ -128,8 +131,8 @@ class StateOffloader:
     def reload(self, *, wait: bool) -> None:
         """Move every storage to the tier of the placement. Collective. Needs and raises the same as `offload`."""
         self._gatherer.drop_unused()
-        self._reducer.rest()
-        self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait, back=True)
+        self._reducer.release_memory()
+        self._move({unit: plan.segments for unit, plan in self._plans.items()}, pin=True, wait=wait, back=True)
         # Not within a backward: pinning memory may wait for device work that later work completes (ordering rule 5).
         self._context.staging.take()
 
@@ -137,7 +140,7 @@ class StateOffloader:
     def is_away(self) -> bool:
         """True if a storage is not where the placement wants it."""
         return any(
-            unit.homes[n].plans != tuple(p) for unit, plan in self._plans.items() for n, p in plan.sections.items()
+            unit.storages[n].plans != tuple(p) for unit, plan in self._plans.items() for n, p in plan.segments.items()
         )
 
     def finish(self) -> None:
@@ -150,18 +153,18 @@ class StateOffloader:
     def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool = False) -> None:
         self.finish()  # else the memory of two moves would be allocated at once
         changes = {
-            unit: {name: plans for name, plans in homes.items() if tuple(plans) != unit.homes[name].plans}
-            for unit, homes in wanted.items()
+            unit: {name: plans for name, plans in storages.items() if tuple(plans) != unit.storages[name].plans}
+            for unit, storages in wanted.items()
         }
-        changes = {unit: homes for unit, homes in changes.items() if homes}
+        changes = {unit: storages for unit, storages in changes.items() if storages}
         if changes:
             self._exchange(changes, pin=pin, wait=wait, back=back)
             self._context.staging.replan()
             self._gatherer.show_resident(self._context.units, wait=wait)
 
     def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool) -> None:
-        new = [plan for unit, homes in changes.items() for plan in self._new_sections(unit, homes)]
-        old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
+        new = [plan for unit, storages in changes.items() for plan in self._new_segments(unit, storages)]
+        old = [plan for unit, storages in changes.items() for name in storages for plan in unit.storages[name].plans]
         transit = transit_ring([*old, *new])
         ring, buffers, moves = Ring(), Buffers(self._context.store), list[_Move]()
         verb = "reload_states()" if back else "offload_states()"
@@ -170,15 +173,15 @@ class StateOffloader:
             # 1. No rank copies before all have allocated: else some would move, and the others would not.
             with self._context.ranks.control_group.together(verb):
                 reserved = self._context.store.reserve(
-                    [*new, *transit.sections()], pin=pin, apart=self._away(new), keep=self._keep
+                    [*new, *transit.segments()], pin=pin, apart=self._away(new), keep=self._keep
                 )
                 undo.callback(reserved.cancel)
-                moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
+                moves += [_Move(unit, self._make(unit, storages, reserved)) for unit, storages in changes.items()]
                 ring.fill(buffers.make_slots(transit, reserved))
             undo.callback(_wait, moves, ring)  # if the rest fails, memory lives until its copies end (ordering rule 1)
-            movement = Transfers(self._context.streams, ring)  # 2.
+            transfers = Transfers(self._context.streams, ring)  # 2.
             for move in moves:
-                self._copy_unit(move, movement)
+                self._copy_unit(move, transfers)
             if wait:
                 self._context.ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
             ring.forget()  # else later reads would use its records, and updates behind the clean-up wait for those
@@ -186,10 +189,10 @@ class StateOffloader:
             self._context.staging.give_back(self._plan_now)
             undo.pop_all()
         with failing_as_a_whole(self._context.units, verb, moves=True):
-            left = [section for move in moves for section in self._commit(move)]  # 3.
+            left = [segment for move in moves for segment in self._commit(move)]  # 3.
         # Compute has read the old segments, and copies of them may still run on other streams than the one that their
         # memory belongs to (ordering rule 1).
-        written = [home.memory.written for move in moves for home in move.homes.values()]
+        written = [storage.memory.written for move in moves for storage in move.storages.values()]
         # site offload.old_memory_unused
         over = all_of(_Settled(event) for event in (self._context.streams.now(), ring.free, *written))
 
@@ -216,41 +219,41 @@ class StateOffloader:
     def _plan_now(self) -> StagingPlan:
         """Plan the buffers that tiles pass, which depend on the tiers of the storages."""
         return self._plan_staging(
-            [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._context.units]
+            [{name: storage.plans for name, storage in unit.shard_storages.items()} for unit in self._context.units]
         )
 
-    def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SegmentPlan]]:
+    def _offloaded(self, unit: Unit, storages: Collection[str], to: Tier) -> dict[str, Sequence[SegmentPlan]]:
         """Plan the segments of a unit's named storages on a tier."""
         wanted: dict[str, Sequence[SegmentPlan]] = {}
-        named = {*homes, SECONDARY} if PARAM in homes else set(homes)
-        for name in named & unit.homes.keys():
-            plans: Sequence[SegmentPlan] = unit.homes[name].plans
+        named = {*storages, SECONDARY} if PARAM in storages else set(storages)
+        for name in named & unit.storages.keys():
+            plans: Sequence[SegmentPlan] = unit.storages[name].plans
             if name == PARAM and not to.is_memory:
                 plans = unit.params.plans  # files hold shards
             elif name == PARAM and unit.replica is None:
-                plans = self._plans[unit].sections[PARAM]
+                plans = self._plans[unit].segments[PARAM]
             there = to if name != SECONDARY or to.is_memory else Tier.CPU  # backward reads it: files would be slower
             wanted[name] = [plan if plan.tier is there or not plan.cells else plan.on(there) for plan in plans]
         return wanted
 
-    def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SegmentPlan]:
+    def _new_segments(self, unit: Unit, storages: Wanted) -> Iterator[SegmentPlan]:
         """Yield the segments that need memory or space of their own."""
-        for name, plans in homes.items():
+        for name, plans in storages.items():
             if not (name == PARAM and self._becomes_resident(unit, plans)):
-                yield from (plan for plan in plans if plan.cells and plan not in unit.homes[name].plans)
+                yield from (plan for plan in plans if plan.cells and plan not in unit.storages[name].plans)
 
-    def _away(self, sections: Collection[SegmentPlan]) -> Collection[SegmentPlan]:
+    def _away(self, segments: Collection[SegmentPlan]) -> Collection[SegmentPlan]:
         """Return those of the new segments that the next reload frees."""
-        return set(sections).difference(*(plans for plan in self._plans.values() for plans in plan.sections.values()))
+        return set(segments).difference(*(plans for plan in self._plans.values() for plans in plan.segments.values()))
 
     def _becomes_resident(self, unit: Unit, params: Sequence[SegmentPlan]) -> bool:
-        return self._plans[unit].resident and list(params) == list(self._plans[unit].sections[PARAM])
+        return self._plans[unit].resident and list(params) == list(self._plans[unit].segments[PARAM])
 
-    def _make(self, unit: Unit, homes: Wanted, reserved: Reservation) -> dict[str, Storage]:
+    def _make(self, unit: Unit, storages: Wanted, reserved: Reservation) -> dict[str, Storage]:
         """Make the new storages of a unit. Segments that stay are shared with the old ones."""
         made = {}
-        for name, plans in homes.items():
-            here = {section.plan: section for section in unit.homes[name].sections}
+        for name, plans in storages.items():
+            here = {segment.plan: segment for segment in unit.storages[name].segments}
             if name == PARAM and self._becomes_resident(unit, plans):
                 # The gathered buffer itself: views of it that autograd saved stay valid.
                 made[name] = Storage([MemorySegment(plans[0], [self._gatherer.lend(unit)])])
@@ -266,47 +269,47 @@ class StateOffloader:
         if name == GRAD:
             assert unit.trained is not None
             gradient = unit.trained.gradient
-            return bool(gradient.held) and gradient.home is unit.homes[GRAD] and _is_whole(gradient.home)
-        return name in (MASTER, OPTIMIZER) and _is_whole(unit.homes[name])
+            return bool(gradient.held) and gradient.storage is unit.storages[GRAD] and _is_whole(gradient.storage)
+        return name in (MASTER, OPTIMIZER) and _is_whole(unit.storages[name])
 
     def _take_back_lent(self, units: Collection[Unit]) -> None:
         for unit in units:
             self._gatherer.release(unit)
 
-    def _copy_unit(self, move: _Move, movement: Transfers) -> None:
+    def _copy_unit(self, move: _Move, transfers: Transfers) -> None:
         """Submit the copies of a unit. A copy that cannot be submitted becomes a failed write of its storage."""
         # Parameter staging last: it is copied from the parameters.
         for name in (PARAM, SECONDARY, GRAD, MASTER, OPTIMIZER, SHADOW):
-            if name in move.homes:
+            if name in move.storages:
                 try:
-                    self._copy_home(move, name, move.homes[name], movement)
+                    self._copy_home(move, name, move.storages[name], transfers)
                 except Exception as error:
-                    move.homes[name].note_write(FailedEvent(error))
+                    move.storages[name].note_write(FailedEvent(error))
 
-    def _copy_home(self, move: _Move, name: str, new: Storage, movement: Transfers) -> None:
+    def _copy_home(self, move: _Move, name: str, new: Storage, transfers: Transfers) -> None:
         unit, label = move.unit, Label("move", move.unit.name, name)
         if name == PARAM:
-            self._copy_params(move, new, movement, label)
+            self._copy_params(move, new, transfers, label)
         elif name == GRAD:
             assert unit.trained is not None
             if unit.trained.gradient.held:
-                movement.copy(unit.trained.gradient.home, new, label)
+                transfers.copy(unit.trained.gradient.storage, new, label)
         elif name == SHADOW:
-            params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
-            movement.copy(params, new, label)  # follows the last write of the parameters (ordering rule 3)
-        elif name != SECONDARY or not unit.stale:  # an outdated secondary shard has no values
-            movement.copy(unit.homes[name], new, label)
+            params = self._own_part(unit, move.storages[PARAM]) if PARAM in move.storages else unit.params
+            transfers.copy(params, new, label)  # follows the last write of the parameters (ordering rule 3)
+        elif name != SECONDARY or not unit.other_shards_outdated:  # an outdated secondary shard has no values
+            transfers.copy(unit.storages[name], new, label)
 
-    def _copy_params(self, move: _Move, new: Storage, movement: Transfers, label: Label) -> None:
+    def _copy_params(self, move: _Move, new: Storage, transfers: Transfers, label: Label) -> None:
         unit = move.unit
-        if unit.holding.residency is UnitState.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
+        if unit.holding.unit_state is UnitState.GATHERED and unit.allocated and self._becomes_resident(unit, new.plans):
             return  # the gathered buffer has the values
         becomes_replica = self._becomes_replica(unit, new)
         if becomes_replica == (unit.replica is not None):
-            movement.copy(unit.homes[PARAM], new, label)
+            transfers.copy(unit.storages[PARAM], new, label)
         else:
             move.stale = becomes_replica and unit.layout.shards > 1
-            movement.copy(unit.params, self._own_part(unit, new), label)
+            transfers.copy(unit.params, self._own_part(unit, new), label)
 
     def _becomes_replica(self, unit: Unit, params: Storage) -> bool:
         return self._plans[unit].replicated and not params.in_files
@@ -318,36 +321,36 @@ class StateOffloader:
     def _commit(self, move: _Move) -> list[Segment]:
         """Put the new storages in the place of the old ones. Return the segments to free."""
         unit, left = move.unit, move.left()
-        for section in left:
-            self._context.store.leave(section)
-        for name, home in move.homes.items():
+        for segment in left:
+            self._context.store.leave(segment)
+        for name, storage in move.storages.items():
             if name != PARAM:
-                unit.exchange(name, home)
-        if PARAM in move.homes:
-            params = move.homes[PARAM]
+                unit.exchange(name, storage)
+        if PARAM in move.storages:
+            params = move.storages[PARAM]
             if self._becomes_resident(unit, params.plans):
                 self._gatherer.become_home(unit)
-                self._context.store.enter(params.sections[0], None)
+                self._context.store.enter(params.segments[0], None)
             elif unit.resident:
                 self._gatherer.leave_home(unit, moved=params.memory.written)
             unit.replica = params if self._becomes_replica(unit, params) else None
             unit.params = self._own_part(unit, params)
-            unit.stale = unit.stale or move.stale
+            unit.other_shards_outdated = unit.other_shards_outdated or move.stale
         return left
 
 
-def _parts_from_shadow(unit: Unit, wanted: Wanted, homes: Collection[str], to: Tier) -> bool:
+def _parts_from_shadow(unit: Unit, wanted: Wanted, storages: Collection[str], to: Tier) -> bool:
     """Return True if a move separates a unit's parameter staging from its other state, or moves the staging itself."""
     if unit.trained is None:
         return False
-    moves = any(tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD})
-    shadow = unit.homes[SHADOW].plans
-    return moves or (MASTER in homes and any(plan.cells and plan.tier is not to for plan in shadow))
+    moves = any(tuple(wanted[name]) != unit.storages[name].plans for name in wanted.keys() - {GRAD})
+    param_staging = unit.storages[SHADOW].plans
+    return moves or (MASTER in storages and any(plan.cells and plan.tier is not to for plan in param_staging))
 
 
-def _is_whole(home: Storage) -> bool:
+def _is_whole(storage: Storage) -> bool:
     """Return True if all segments of a storage have the same kinds, at least one."""
-    kinds = {tuple((cell.kind, cell.dtype) for cell in section.plan.cells) for section in home.sections}
+    kinds = {tuple((cell.kind, cell.dtype) for cell in segment.plan.cells) for segment in storage.segments}
     return len(kinds) == 1 and () not in kinds
 
 

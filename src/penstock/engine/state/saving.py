@@ -24,7 +24,7 @@ from penstock.checkpoint.format import Manifest, SavedGroup, SavedParameter, enc
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.reader import LATEST, next_serial
 from penstock.checkpoint.save import Save, check_seen
-from penstock.checkpoint.tables import BoxExtent, HomeTable, draw_table, kept_homes
+from penstock.checkpoint.tables import BoxExtent, HomeTable, draw_table, kept_storages
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.config import MASTER, OPTIMIZER, PARAM
 from penstock.engine.state.access import StateAccess
@@ -166,9 +166,9 @@ class StateSaver:
             # Inside: after an interrupt here, updates would wait for a save that no thread ever ends.
             self._job = job
             for source in save.sources:
-                for home in source.homes:
+                for storage in source.storages:
                     # A write follows all reads: else a tile would have values of two steps (ordering rule 3).
-                    home.note_read(source.copied)  # site save.read
+                    storage.note_read(source.copied)  # site save.read
             worker.submit(save.run, job)
             undo.pop_all()  # the save owns the folder and the ring from here on
         except BaseException:
@@ -227,16 +227,18 @@ class StateSaver:
         for unit in self._context.units:
             if unit.trained is None and not frozen:
                 continue
-            homes = _homes(unit)
-            tables = [_home_table(name, home) for name, home in homes.items()]
-            tile_numel = unit.params.sections[0].tile_numel
+            storages = _storages(unit)
+            tables = [_home_table(name, storage) for name, storage in storages.items()]
+            tile_numel = unit.params.segments[0].tile_numel
             table = draw_table(unit.name, unit.layout, tables, tile_numel, self._context.ranks.grid, offset)
             if not table.checksums or not table.slots:
                 continue
             offset += table.nbytes
             # A read follows the last write: the update of this step (ordering rule 3).
-            ready = all_of([begun, *(home.written for home in homes.values())])  # site save.compute, save.written
-            sources.append(UnitSource(table, tuple(homes.values()), ready, HostEvent()))
+            ready = all_of(
+                [begun, *(storage.written for storage in storages.values())]
+            )  # site save.compute, save.written
+            sources.append(UnitSource(table, tuple(storages.values()), ready, HostEvent()))
         return sources
 
     def _manifest(
@@ -311,17 +313,20 @@ def _check_request(path: str | PathLike[str], keep: int | None, if_busy: str) ->
         raise ConfigError(f"save({str(path)!r}): name the checkpoint; 'latest' stands for the newest one.")
 
 
-def _homes(unit: Unit) -> dict[str, Storage]:
+def _storages(unit: Unit) -> dict[str, Storage]:
     """Choose the storages of a unit that a checkpoint keeps."""
-    homes = {PARAM: unit.params}
+    storages = {PARAM: unit.params}
     if unit.trained is None:
-        return homes
-    homes |= {MASTER: unit.trained.master, OPTIMIZER: unit.trained.optimizer, **unit.trained.averages}
-    return {name: homes[name] for name in kept_homes({name: home.plans[0].cells for name, home in homes.items()})}
+        return storages
+    storages |= {MASTER: unit.trained.master, OPTIMIZER: unit.trained.optimizer, **unit.trained.averages}
+    return {
+        name: storages[name]
+        for name in kept_storages({name: storage.plans[0].cells for name, storage in storages.items()})
+    }
 
 
-def _home_table(name: str, home: Storage) -> HomeTable:
+def _home_table(name: str, storage: Storage) -> HomeTable:
     tiers: dict[str, int] = {}
-    for plan in home.plans:
+    for plan in storage.plans:
         tiers[plan.tier.value] = tiers.get(plan.tier.value, 0) + sum(cell.nbytes for cell in plan.cells)
-    return HomeTable(name, home.plans[0].cells, tuple(tiers.items()))
+    return HomeTable(name, storage.plans[0].cells, tuple(tiers.items()))

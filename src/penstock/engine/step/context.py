@@ -148,7 +148,7 @@ class EngineContext:
         pool: the threads of host arithmetic.
         store: the table of all segments, with their memory and files.
         staging: the buffers of updates and gathers.
-        movement: transfers between storages.
+        transfers: transfers between storages.
         rule: the arithmetic of the optimizer.
         gradient_scale: the factor of a gradient in its storage.
         param_groups: those of the optimizer, which users and schedulers change between steps; none without one.
@@ -161,7 +161,7 @@ class EngineContext:
     pool: Pool
     store: Store
     staging: Staging
-    movement: Transfers
+    transfers: Transfers
     rule: Rule
     gradient_scale: GradientScale
     param_groups: Sequence[dict[str, Any]]

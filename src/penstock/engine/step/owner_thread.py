@@ -23,7 +23,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class UnderWay:
+class OwnerThread:
     """The thread that runs a model, and the forward, backward or method that it runs.
 
     Arguments:

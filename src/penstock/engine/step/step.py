@@ -40,23 +40,23 @@ def measure_late(units: Iterable[Unit], streams: Streams) -> None:
         if unit.trained is None or not unit.trained.gradient.unmeasured:
             continue
         gradient = unit.trained.gradient
-        home = reached(gradient.home, streams)
+        storage = reached(gradient.storage, streams)
         # The copy of a move may still write a storage that has moved: it is measured before.
-        assert home is not None, "gradients are measured before their home moves"
+        assert storage is not None, "gradients are measured before their home moves"
         for part in unit.parts():
             if part.slot in gradient.unmeasured:
                 late.append((gradient, part))
-                values.append(home[part.start : part.stop])
+                values.append(storage[part.start : part.stop])
     for (gradient, part), norm in zip(late, squared_norms_of(values), strict=True):
         gradient.measure([part], [norm])
 
 
-def reached(home: Storage, streams: Streams) -> Tensor | None:
+def reached(storage: Storage, streams: Streams) -> Tensor | None:
     """Return the values of a storage of one kind if compute reaches all of them in one piece, else `None`."""
-    section, *others = home.sections
-    if others or not in_reach(section.tier, Tier.DEVICE, streams.reach):
+    segment, *others = storage.segments
+    if others or not in_reach(segment.tier, Tier.DEVICE, streams.reach):
         return None
-    (values,) = section.tensors
+    (values,) = segment.tensors
     return values
 
 
@@ -183,10 +183,12 @@ class Stepper:
         failure: Exception | None = None
         for unit, trained in self._units:  # all, also after a failure: their collectives precede the one here
             try:
-                for home in unit.homes.values():  # raise the error of an earlier update or move that has failed by now
-                    home.written.check()
+                for (
+                    storage
+                ) in unit.storages.values():  # raise the error of an earlier update or move that has failed by now
+                    storage.written.check()
                 # The host reads the norm, which the work that writes the gradient takes (ordering rule 5).
-                trained.gradient.home.memory.written.synchronize()  # site step.gradient_measured
+                trained.gradient.storage.memory.written.synchronize()  # site step.gradient_measured
             except Exception as error:
                 failure = failure or error
         try:  # after the waits: this reads the storages
@@ -383,7 +385,7 @@ class Stepper:
         # The event from before the tiles that are done, which the others need not follow; and the reads of a save that
         # began since then (ordering rule 3).
         # site step.rest_complete, step.rest_reads
-        complete = all_of([begun.complete, *(home.read for home in unit.updated_homes)])
+        complete = all_of([begun.complete, *(storage.read for storage in unit.updated_storages)])
         tiles = self._updater.tiles(unit, plan, scale, complete, singly=True)
         done = {tile.number for tile in begun.tiles}
         return [tile for tile in tiles if tile.number not in done]
@@ -396,8 +398,8 @@ class Stepper:
         # All units: which of them were being updated differs between ranks, and a rank that gathered another unit would
         # wait there for ranks that raise.
         for unit, _ in self._units:
-            for home in unit.updated_homes:
-                home.note_write(FailedEvent(error))
+            for storage in unit.updated_storages:
+                storage.note_write(FailedEvent(error))
 
 
 def _as_fp32(value: float) -> float:

@@ -37,7 +37,7 @@ class UpdateRun:
 
     start: int
     stop: int
-    hyper: StepScalars
+    step_scalars: StepScalars
     base: int = 0  # added to the index of an element in the shard: its number among all elements of the optimizer
     slot: int = field(default=0, compare=False)  # of the first piece
 
@@ -60,7 +60,7 @@ class TileUpdate:
         count: the number of tiles.
         in_place: compute itself updates the tiles, and reaches all of them where they rest.
         divisible: the host or the device may update the tiles (`UpdateSharing`).
-        homes: the storages that the update works on, by name.
+        storages: the storages that the update works on, by name.
     """
 
     unit: Unit
@@ -75,7 +75,7 @@ class TileUpdate:
     count: int = 1
     in_place: bool = False
     divisible: bool = False
-    homes: Mapping[str, Storage] = field(default_factory=dict)
+    storages: Mapping[str, Storage] = field(default_factory=dict)
 
     @property
     def runs_on(self) -> Tier:
@@ -125,15 +125,15 @@ class Updater:
             key = id(rule), group, step, tuple(scalars.items()) if scalars else ()
             found = known.get(key)
             if found is None:
-                hyper = rule.hyper(self._context.param_groups[group], step, scalars)
-                found = known[key] = hyper, rule.advance(hyper)
+                step_scalars = rule.step_scalars(self._context.param_groups[group], step, scalars)
+                found = known[key] = step_scalars, rule.advance(step_scalars)
             plan[index] = found
         return plan
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise `ConfigError` for a group with an option that the rule does not honour."""
         for group in param_groups:
-            self._context.rule.hyper(group, step=1)
+            self._context.rule.step_scalars(group, step=1)
 
     def complete(self, unit: Unit) -> Event:
         """Return the event after which the memory of a unit may be updated. Records have events of their own."""
@@ -141,7 +141,9 @@ class Updater:
         # After the write of the gradient, and after all reads of the storages that are written, as those of a save or a
         # gather (ordering rule 3).
         # site update.gradient_written, update.storage_free
-        return all_of([unit.trained.gradient.home.memory.written, *[home.memory.free for home in unit.updated_homes]])
+        return all_of(
+            [unit.trained.gradient.storage.memory.written, *[storage.memory.free for storage in unit.updated_storages]]
+        )
 
     def tiles(self, unit: Unit, plan: Plan, scale: float, complete: Event, *, singly: bool = False) -> list[TileUpdate]:
         """List the tile ranges of a unit that are to be updated, in order.
@@ -155,23 +157,25 @@ class Updater:
         """
         trained = unit.trained
         assert trained is not None
-        hypers = {index: hyper for index, (hyper, _) in plan.items()}
+        all_step_scalars = {index: step_scalars for index, (step_scalars, _) in plan.items()}
         # See `UpdateRun.base`.
         parameters, own, slots = unit.spec.parameters, unit.own_range[0], unit.layout.slots
         bases = {index: self._firsts[parameters[index]] + own - slots[index].start for index in plan}
         updates: list[TileUpdate] = []
         number = 0
         while number < len(trained.tiles):
-            section, _ = trained.optimizer.tile(number)
+            segment, _ = trained.optimizer.tile(number)
             update = TileUpdate(unit, number, trained.update_tier(number), (), scale, complete)
             # The segment may have moved since it was planned: state on the device is updated there.
-            update.streamed = section.plan.streamed == "all" and update.beside is not Tier.DEVICE
-            update.divisible = section.plan.streamed == "some" and update.beside is not Tier.DEVICE
-            update.homes = _homes(unit, number)
+            update.streamed = segment.plan.streamed == "all" and update.beside is not Tier.DEVICE
+            update.divisible = segment.plan.streamed == "some" and update.beside is not Tier.DEVICE
+            update.storages = _storages(unit, number)
             if update.runs_on is Tier.DEVICE or not (singly or update.divisible):
                 update.count, update.in_place = self._stretch(update, update.runs_on)
             count = update.count
-            update.runs = merge(unit.pieces(number, count) if count > 1 else trained.tiles[number], hypers, bases)
+            update.runs = merge(
+                unit.pieces(number, count) if count > 1 else trained.tiles[number], all_step_scalars, bases
+            )
             if update.runs:
                 updates.append(update)
             number += count
@@ -184,7 +188,7 @@ class Updater:
         """
         if tile.unit.spec.whole_numel:
             return TileRange(1, in_place=False)
-        stretch = self._pipelines[on].stretch(tile.number, tile.homes)
+        stretch = self._pipelines[on].stretch(tile.number, tile.storages)
         # Updates on the host run on their stream, never as part of compute.
         return stretch if on is Tier.DEVICE else stretch._replace(in_place=False)
 
@@ -225,19 +229,19 @@ class Updater:
 
     def _update_in_place(self, tiles: Sequence[TileUpdate], label: Label) -> None:
         """Update tiles that compute reaches where they rest, of any units, in one call of the rule."""
-        segments: list[tuple[UpdateSlice, StepScalars]] = []
+        update_slices: list[tuple[UpdateSlice, StepScalars]] = []
         nbytes = 0
         for tile in tiles:
             brought = self._pipelines[tile.beside].bring(
-                tile.number, tile.homes, after=tile.complete, label=NO_LABEL, count=tile.count
+                tile.number, tile.storages, after=tile.complete, label=NO_LABEL, count=tile.count
             )
             # Nothing is copied, but saves, gathers and moves on streams of their own may still read or write these
             # values, and compute does not follow those streams by itself (ordering rule 3).
             brought.ready.wait()  # site update.in_place_free
-            segments += self._segments(tile, brought.views)
+            update_slices += self._update_slices(tile, brought.views)
             nbytes += _touched(brought.views)
         (scale,), (rule,) = {tile.scale for tile in tiles}, {tile.unit.rule for tile in tiles}
-        work = partial(rule.update_many, segments, scale, self._context.pool)
+        work = partial(rule.update_many, update_slices, scale, self._context.pool)
         self._context.streams.compute(work, label=label, nbytes=nbytes)
 
     def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
@@ -249,7 +253,7 @@ class Updater:
         # An update on the host computes checksums in its own pass; else the transfers do.
         sums = tile.runs_on is Tier.CPU and tile.unit.rule.sums
         brought = self._pipelines[tile.runs_on].bring(
-            tile.number, tile.homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
+            tile.number, tile.storages, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
         )
         work = partial(self._apply, tile, brought, allowed)
         # State on the device is updated by compute itself. The rest has two streams: streamed updates run on the device
@@ -269,16 +273,16 @@ class Updater:
         assert trained is not None
         written = all_of(tile.written for tile in tiles)  # site update.tiles_written
         # site update.gradient_read
-        trained.gradient.home.note_read(written)  # the next micro-batch overwrites it after that (ordering rule 3)
-        for home in unit.updated_homes:
+        trained.gradient.storage.note_read(written)  # the next micro-batch overwrites it after that (ordering rule 3)
+        for storage in unit.updated_storages:
             # A write that is recorded stands for all writes before it, which these tiles have followed. They have not
             # followed the other tiles of the same step.
             # site update.written, update.earlier_tiles_written, update.later_tiles_written
-            home.note_write(all_of([home.memory.written, written]) if goes_on else written)
+            storage.note_write(all_of([storage.memory.written, written]) if goes_on else written)
         # After these records: the copy follows the last write of the staging, and records its own write in the storage
         # of the parameters.
-        if any(trained.is_shadowed(tile.number) for tile in tiles):
-            self._context.movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
+        if any(trained.has_param_staging(tile.number) for tile in tiles):
+            self._context.transfers.copy(trained.param_staging, unit.params, Label("publish", unit.name))
 
     def count(self, unit: Unit, plan: Plan) -> None:
         """Count an update of each parameter, once all tiles of its unit were submitted on all ranks."""
@@ -293,18 +297,18 @@ class Updater:
         updates = allowed is None or allowed()
         sums = RecordChecksums(record.buffer for record in brought.summed)
         if updates:
-            segments = self._segments(tile, brought.views)
-            tile.unit.rule.update_many(segments, tile.scale, self._context.pool, sums)
+            update_slices = self._update_slices(tile, brought.views)
+            tile.unit.rule.update_many(update_slices, tile.scale, self._context.pool, sums)
         for record in brought.summed:  # also without an update: the record is stored all the same
             record.check(sums)
         if updates and tile.then is not None:
             tile.then()
 
-    def _segments(self, tile: TileUpdate, views: Mapping[str, Views]) -> Iterator[tuple[UpdateSlice, StepScalars]]:
+    def _update_slices(self, tile: TileUpdate, views: Mapping[str, Views]) -> Iterator[tuple[UpdateSlice, StepScalars]]:
         """Yield the views that the rule updates, for each run of a tile."""
         unit, trained = tile.unit, tile.unit.trained
         assert trained is not None
-        first = tile.number * unit.params.sections[0].tile_numel  # the first element of the views in the shard
+        first = tile.number * unit.params.segments[0].tile_numel  # the first element of the views in the shard
         (grad,) = views[GRAD]
         # The staging if there is one: the parameter is out of reach, and gets the same bits when it is published.
         (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
@@ -315,10 +319,13 @@ class Updater:
             shape = unit.layout.slots[run.slot].shape if unit.spec.whole_numel else ()
             if start == 0 and stop == len(param) and trained.fields.scales.count(None) == len(scales):
                 # The run is all of it. Slicing would take as long as the update of a small unit.
-                yield UpdateSlice(param, grad, master, states, first=run.base + run.start, shape=shape), run.hyper
+                yield (
+                    UpdateSlice(param, grad, master, states, first=run.base + run.start, shape=shape),
+                    run.step_scalars,
+                )
                 continue
             part, blocks = slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
-            segment = UpdateSlice(
+            update_slice = UpdateSlice(
                 param=param[part],
                 grad=grad[part],
                 master=None if master is None else master[part],
@@ -328,7 +335,7 @@ class Updater:
                 first=run.base + run.start,
                 shape=shape,
             )
-            yield segment, run.hyper
+            yield update_slice, run.step_scalars
 
 
 def use_staged(streams: Streams, stream: str | None, staged: StagedTile, work: Callable[[], None]) -> Event:
@@ -358,31 +365,33 @@ def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
     """Make one tile range of neighbouring tiles of a unit."""
     runs: list[UpdateRun] = []
     for run in (run for tile in tiles for run in tile.runs):
-        if runs and (runs[-1].stop, runs[-1].hyper, runs[-1].base) == (run.start, run.hyper, run.base):
+        if runs and (runs[-1].stop, runs[-1].step_scalars, runs[-1].base) == (run.start, run.step_scalars, run.base):
             run = replace(run, start=runs.pop().start)
         runs.append(run)
     return replace(tiles[0], runs=runs, count=sum(tile.count for tile in tiles))
 
 
-def _homes(unit: Unit, number: int) -> dict[str, Storage]:
+def _storages(unit: Unit, number: int) -> dict[str, Storage]:
     """Return the storages that the update of a tile works on, by name."""
     trained = unit.trained
     assert trained is not None
-    homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
-    return homes | ({SHADOW: trained.shadow} if trained.is_shadowed(number) else {PARAM: unit.params})
+    storages = {GRAD: trained.gradient.storage, MASTER: trained.master, OPTIMIZER: trained.optimizer}
+    return storages | ({SHADOW: trained.param_staging} if trained.has_param_staging(number) else {PARAM: unit.params})
 
 
 def _touched(views: Mapping[str, Views]) -> int:
     """Return the bytes that an update reads (all values) and writes (all but the gradient)."""
     total = 0
-    for home, of_home in views.items():
+    for storage, of_home in views.items():
         for values in of_home:
-            total += values.nbytes if home == GRAD else 2 * values.nbytes
+            total += values.nbytes if storage == GRAD else 2 * values.nbytes
     return total
 
 
-def merge(pieces: Iterable[SlotPiece], hypers: Mapping[int, StepScalars], bases: Mapping[int, int]) -> list[UpdateRun]:
-    """Make the runs of the pieces whose slots are in `hypers`: neighbours with equal scalars become one run.
+def merge(
+    pieces: Iterable[SlotPiece], all_step_scalars: Mapping[int, StepScalars], bases: Mapping[int, int]
+) -> list[UpdateRun]:
+    """Make the runs of the pieces whose slots are in `all_step_scalars`: neighbours with equal scalars become one run.
 
     A run includes the gap between two pieces, which holds zeros in every kind. Neighbours stay apart if the update
     would not keep these zeros, or if their elements are not numbered one after the other (`UpdateRun.base`).
@@ -390,15 +399,15 @@ def merge(pieces: Iterable[SlotPiece], hypers: Mapping[int, StepScalars], bases:
     runs: list[UpdateRun] = []
     goes_on = False  # no run may include a parameter without a gradient
     for piece in pieces:
-        hyper = hypers.get(piece.slot)
-        if hyper is not None:
+        step_scalars = all_step_scalars.get(piece.slot)
+        if step_scalars is not None:
             base, last = bases[piece.slot], runs[-1] if goes_on else None
-            meets = last is not None and (last.stop == piece.start or hyper.keeps_zeros)
-            if last is not None and meets and (last.hyper, last.base) == (hyper, base):
+            meets = last is not None and (last.stop == piece.start or step_scalars.keeps_zeros)
+            if last is not None and meets and (last.step_scalars, last.base) == (step_scalars, base):
                 last.stop = piece.stop
             else:
-                runs.append(UpdateRun(piece.start, piece.stop, hyper, base, piece.slot))
-        goes_on = hyper is not None
+                runs.append(UpdateRun(piece.start, piece.stop, step_scalars, base, piece.slot))
+        goes_on = step_scalars is not None
     return runs
 
 

@@ -44,28 +44,30 @@ def make_unit(
     spec, layout = plan.spec, plan.layout
     # In the order of the plan, in which they were reserved: a slab hands out its memory one segment after the other,
     # and a segment that is made out of order would get another one's memory.
-    homes = {
-        name: Storage([reserved.make(section) for section in sections]) for name, sections in plan.sections.items()
+    storages = {
+        name: Storage([reserved.make(segment) for segment in segments]) for name, segments in plan.segments.items()
     }
     full = None
     if not plan.resident:
         full = streams.make_buffer(layout.numel, spec.dtype)
         # One tensor for good, with memory while the unit is gathered: views that autograd saves see the next gather.
-        streams.retire(full)
-    unit = Unit(spec, index, layout, parameters, rank=rank, home=homes[PARAM], replicated=plan.replicated, full=full)
-    unit.secondary, unit.stale = homes.get(SECONDARY), SECONDARY in homes  # it is empty
+        streams.deallocate(full)
+    unit = Unit(
+        spec, index, layout, parameters, rank=rank, storage=storages[PARAM], replicated=plan.replicated, full=full
+    )
+    unit.secondary, unit.other_shards_outdated = storages.get(SECONDARY), SECONDARY in storages  # it is empty
     if spec.trainable:
-        unit.trained = make_trained(plan, homes, rank)
+        unit.trained = make_trained(plan, storages, rank)
     return unit
 
 
-def make_trained(plan: UnitPlan, homes: Mapping[str, Storage], rank: int) -> TrainingState:
+def make_trained(plan: UnitPlan, storages: Mapping[str, Storage], rank: int) -> TrainingState:
     """Make the state of a trained unit beside its parameters."""
     return TrainingState(
-        gradient=UnitGradient(homes[GRAD]),
-        master=homes[MASTER],
-        optimizer=homes[OPTIMIZER],
-        shadow=homes[SHADOW],
+        gradient=UnitGradient(storages[GRAD]),
+        master=storages[MASTER],
+        optimizer=storages[OPTIMIZER],
+        param_staging=storages[SHADOW],
         fields=plan.fields,
         tiles=plan.layout.tiles(rank, plan.tile_numel),
     )
@@ -83,7 +85,7 @@ def fill_unit(unit: Unit, flats: Sequence[FlatValues] | None) -> None:
     """
     if flats is not None:
         _write(unit, flats)
-    unit.hide()  # frees their own memory, before the values of the next unit arrive
+    unit.unset()  # frees their own memory, before the values of the next unit arrive
     unit.note_versions()  # after the last write here: only the user's writes are refused
 
 
@@ -135,15 +137,15 @@ def _write_own(unit: Unit, weights: WeightRange, at: int, value: Tensor) -> None
         param.copy_(as_param(value, param.dtype))
         return
     # The update starts from the staging where there is one, and the gather from the parameter: the same bits.
-    written = param if weights.shadow is None else _at(weights.shadow, at, value)
+    written = param if weights.param_staging is None else _at(weights.param_staging, at, value)
     master = None if weights.master is None else _at(weights.master, at, value)
     write_given(written, master, value)
-    if weights.shadow is not None:
+    if weights.param_staging is not None:
         param.copy_(written)
 
 
-def _at(home: Tensor, start: int, value: Tensor) -> Tensor:
-    return home[start : start + value.numel()]
+def _at(storage: Tensor, start: int, value: Tensor) -> Tensor:
+    return storage[start : start + value.numel()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,10 +170,10 @@ def place(unit: Unit, plan: UnitPlan) -> None:
     unit.spec, unit.layout, unit.name = plan.spec, plan.layout, plan.spec.name
     slots = enumerate(zip(plan.spec.parameters, plan.layout.slots, strict=True))
     unit.parameters = tuple(known[tensor].placed(slot, index) for index, (tensor, slot) in slots)
-    for home in {unit.params, unit.homes[PARAM], *([unit.secondary] if unit.secondary is not None else [])}:
-        for section in home.sections:
-            section.plan = replace(
-                section.plan, cells=tuple(replace(cell, unit=unit.name) for cell in section.plan.cells)
+    for storage in {unit.params, unit.storages[PARAM], *([unit.secondary] if unit.secondary is not None else [])}:
+        for segment in storage.segments:
+            segment.plan = replace(
+                segment.plan, cells=tuple(replace(cell, unit=unit.name) for cell in segment.plan.cells)
             )
 
 
@@ -188,12 +190,14 @@ def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> N
 
     No work on them is under way. The caller's thread writes at once, as in `fill_unit`.
     """
-    homes = {name: Storage([reserved.make(section) for section in sections]) for name, sections in plan.beside.items()}
-    unit.trained = make_trained(plan, homes, unit.rank)
+    storages = {
+        name: Storage([reserved.make(segment) for segment in segments]) for name, segments in plan.beside.items()
+    }
+    unit.trained = make_trained(plan, storages, unit.rank)
     for start in range(0, unit.shard_numel, plan.tile_numel):  # a tile at a time: in fp32 it is larger
         stop = min(start + plan.tile_numel, unit.shard_numel)
         for _, _, weights in unit.visit(start, stop, modify=True):
-            if weights.shadow is None and weights.master is None:
+            if weights.param_staging is None and weights.master is None:
                 continue  # the parameters are their own master
-            written = weights.param if weights.shadow is None else weights.shadow
+            written = weights.param if weights.param_staging is None else weights.param_staging
             write_master(written, weights.master, weights.param.float().to(written.device))

@@ -616,9 +616,9 @@ class InitialisedValues(FirstValues):
             done.update(fresh)
             inside = set(module.modules())
             # A tied parameter once for each module that owns it, as in apply().
-            initialise(self._model, module, self._owners, [p for anchor, p in gone if anchor in inside])
+            initialise(self._model, module, self._owners, [p for hooked_module, p in gone if hooked_module in inside])
             for index, spec in enumerate(specs):
-                if last[spec.anchors[0]] == number:
+                if last[spec.hooked_modules[0]] == number:
                     yield index, [cut_to(in_memory(stand_ins.get(p, p)), p) for p in spec.parameters]
                     for parameter in spec.parameters:
                         if parameter in stand_ins:
@@ -626,7 +626,7 @@ class InitialisedValues(FirstValues):
                     # Its parameters are placeholders from here on, and read as NaN. A later write by a module around
                     # them would be lost in silence: `initialise` checks that one of each unit still reads as NaN.
                     if spec.dtype.is_floating_point:
-                        gone.append((spec.anchors[0], stand_ins.get(spec.parameters[0], spec.parameters[0])))
+                        gone.append((spec.hooked_modules[0], stand_ins.get(spec.parameters[0], spec.parameters[0])))
 
 
 def open_source(

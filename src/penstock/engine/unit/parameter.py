@@ -95,7 +95,7 @@ def weakly(method: Callable[..., Any], owner: object, *values: int) -> Callable[
 # ----------------------------------------------------------------------------------------------------------------------
 # The class of a parameter while its unit is released: torch refuses operations on values that are not there.
 #
-# `parameter.__class__` is a subclass of its own class from `hide` to `expose`, as in torch's lazy parameters. Torch
+# `parameter.__class__` is a subclass of its own class from `unset` to `point_to`, as in torch's lazy parameters. Torch
 # calls `__torch_function__` of that subclass before it runs an operation:
 #
 #     shape, dtype, grad, hooks, ...   run: they need no values
@@ -327,7 +327,7 @@ class UnitParameter:
     Attributes:
         name: its name in the model.
         required_grad: True if it was trained, and not frozen, when it was prepared.
-        handle: its gradient proxy, once one was made.
+        proxy: its gradient proxy, once one was made.
         left: the value that the engine has left in `.grad`: the gradient proxy, or `None`.
         arrived: the gradient that autograd has added to the gradient proxy, until it is taken.
         counts: True if this rank's elements count in a norm: of those that `tp` ranks have alike, the first rank's do.
@@ -342,10 +342,10 @@ class UnitParameter:
         "_version",
         "arrived",
         "counts",
-        "handle",
         "index",
         "left",
         "name",
+        "proxy",
         "required_grad",
         "slot",
         "tensor",
@@ -357,7 +357,7 @@ class UnitParameter:
         self.slot = slot
         self.name = slot.name
         self.required_grad = tensor.requires_grad
-        self.handle: Tensor | None = None
+        self.proxy: Tensor | None = None
         self.left: Tensor | None = None
         self.arrived: Tensor | None = None
         self.counts = counts
@@ -372,7 +372,7 @@ class UnitParameter:
         """Return the same parameter with another slot, and with its state before `prepare`."""
         other = copy(self)
         other.slot, other.index, other.name = slot, index, slot.name
-        other.handle = other.left = other.arrived = None
+        other.proxy = other.left = other.arrived = None
         return other
 
     @property
@@ -391,7 +391,7 @@ class UnitParameter:
         slot = self.slot
         return buffer[slot.start : slot.stop].view(slot.shape)
 
-    def expose(self, buffer: Tensor) -> None:
+    def point_to(self, buffer: Tensor) -> None:
         """Make it point at its values: its slot in a buffer of the unit."""
         tensor, slot = self.tensor, self.slot
         tensor.__class__ = self._kind
@@ -406,7 +406,7 @@ class UnitParameter:
         if not is_view_already:
             tensor.data = self.view_in(buffer)
 
-    def hide(self, placeholder: Tensor) -> None:
+    def unset(self, placeholder: Tensor) -> None:
         """Replace its values by a placeholder, of which one element stands for all."""
         self.tensor.__class__ = self._kind
         self.tensor.data = placeholder.expand(self.slot.shape)
@@ -435,7 +435,7 @@ class UnitParameter:
     def leave(self, value: Tensor | None) -> None:
         """Return it to the user: with a value from `as_before`, or without elements."""
         self.hide_gradient()
-        self.handle = None
+        self.proxy = None
         self.tensor.__class__ = self._kind
         empty = torch.empty(0, dtype=self._dtype, device=self._device)
         give_values(self.tensor, empty if value is None else value)
@@ -495,11 +495,11 @@ class UnitParameter:
 
     def show_gradient(self) -> None:
         """Set `.grad` to the gradient proxy."""
-        self.tensor.grad = self.left = self.handle
+        self.tensor.grad = self.left = self.proxy
 
     def hide_gradient(self) -> None:
         """Clear `.grad` if it is a gradient proxy; a tensor that the user has set stays."""
-        if self.handle is not None and type(self.tensor.grad) is type(self.handle):
+        if self.proxy is not None and type(self.tensor.grad) is type(self.proxy):
             self.tensor.grad = None
         self.left = None
 
@@ -514,12 +514,12 @@ class DividedParameter(UnitParameter):
 
     __slots__ = ()
 
-    def expose(self, buffer: Tensor) -> None:
+    def point_to(self, buffer: Tensor) -> None:
         """Make its elements point at its slot in a buffer of the unit."""
         self.tensor.__class__ = self._kind
         give_elements(self.tensor, self.view_in(buffer))
 
-    def hide(self, placeholder: Tensor) -> None:
+    def unset(self, placeholder: Tensor) -> None:
         """Replace its elements by a placeholder."""
         self.tensor.__class__ = self._kind
         # `to_local()` and `full_tensor()` look at the class of the elements, not at that of the parameter.

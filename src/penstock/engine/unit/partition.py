@@ -37,7 +37,7 @@ class UnitSpec:
 
     Attributes:
         name: the block's name, or `root`; with a suffix where the block gives several units.
-        anchors: modules whose forward needs the unit's parameters, the block first.
+        hooked_modules: modules whose forward needs the unit's parameters, the block first.
         inside: every module below the anchors.
         run_by: class of the module that runs the block; empty for the rest of the model.
         names, parameters: its parameters, in the model's order.
@@ -48,7 +48,7 @@ class UnitSpec:
     """
 
     name: str
-    anchors: tuple[nn.Module, ...]
+    hooked_modules: tuple[nn.Module, ...]
     inside: frozenset[nn.Module]
     run_by: str
     names: tuple[str, ...]
@@ -74,16 +74,16 @@ class UnitSpec:
 
     def contains(self, other: "UnitSpec") -> bool:
         """Return True if the other unit's forward runs inside a forward of this one."""
-        return not self.inside.isdisjoint(other.anchors)
+        return not self.inside.isdisjoint(other.hooked_modules)
 
     def spans(self, other: "UnitSpec") -> bool:
         """Return True if a forward of the other unit is, or runs inside, a forward of this one."""
-        return self.contains(other) or not set(self.anchors).isdisjoint(other.anchors)
+        return self.contains(other) or not set(self.hooked_modules).isdisjoint(other.hooked_modules)
 
     @cached_property
     def is_beside_codes(self) -> bool:
         """True if it is frozen and its modules have quantised codes: it may hold their scales and offsets."""
-        beside = (other for module in self.anchors for other in module.parameters(recurse=False))
+        beside = (other for module in self.hooked_modules for other in module.parameters(recurse=False))
         return not self.trainable and any(_is_code(other, trains=False) for other in beside)
 
 
@@ -181,13 +181,13 @@ def find_units(
         specs.append(_placed(spec, model, block, blocks, owners, names))
     # The same order on every rank: collectives over all units, as of first values, are issued in it (ordering rule 4).
     order = {module: index for index, module in enumerate(blocks.values())}
-    return sorted(specs, key=lambda spec: order[spec.anchors[0]])
+    return sorted(specs, key=lambda spec: order[spec.hooked_modules[0]])
 
 
 def _block_of_all(owners: _OwnersOf, parameters: Iterable[nn.Parameter]) -> str:
     """Find the block that parameters are in. Parameters of several blocks, such as tied ones, belong to the rest."""
-    homes = {block for parameter in parameters for block, _ in owners.get(parameter, ())}
-    return homes.pop() if len(homes) == 1 else ROOT
+    storages = {block for parameter in parameters for block, _ in owners.get(parameter, ())}
+    return storages.pop() if len(storages) == 1 else ROOT
 
 
 def _placed(
@@ -199,17 +199,17 @@ def _placed(
     names: Mapping[nn.Parameter, str],
 ) -> UnitSpec:
     """Return the spec with the names of its parameters and the modules that need them."""
-    anchors = [blocks[block]]
+    hooked_modules = [blocks[block]]
     # Each module with such a parameter: an encoder, a head or a layer may be called by itself.
-    anchors += [module for parameter in spec.parameters for _, module in owners.get(parameter, ())]
+    hooked_modules += [module for parameter in spec.parameters for _, module in owners.get(parameter, ())]
     if spec.persistent:
-        anchors += blocks.values()
-    unique = tuple(dict.fromkeys(anchors))
+        hooked_modules += blocks.values()
+    unique = tuple(dict.fromkeys(hooked_modules))
     before = dict(zip(spec.parameters, spec.names, strict=False))  # of parameters that the model has no longer
     return replace(
         spec,
-        anchors=unique,
-        inside=frozenset(module for anchor in unique for module in anchor.modules()) - set(unique),
+        hooked_modules=unique,
+        inside=frozenset(module for hooked_module in unique for module in hooked_module.modules()) - set(unique),
         run_by=_run_by(model, block),
         names=tuple(names[p] if p in names else before[p] for p in spec.parameters),
     )

@@ -81,20 +81,20 @@ class UnitPlan:
     Attributes:
         spec: the parameters and modules.
         layout: the slots of the parameters in the unit's flat buffer.
-        homes: the tiers and dtypes of every unit.
+        storages: the tiers and dtypes of every unit.
         replicated: True if every rank holds all parameters, not its shard alone.
         resident: True if compute reads the parameters in their storage.
-        sections: the segments, by storage. Those of the parameters are of the whole unit where it is replicated.
+        segments: the segments, by storage. Those of the parameters are of the whole unit where it is replicated.
         own_params: the segments of this rank's shard of the parameters.
         fields: the kinds of the optimizer's storage.
     """
 
     spec: UnitSpec
     layout: FlatLayout
-    homes: StoragePlan
+    storages: StoragePlan
     replicated: bool
     resident: bool
-    sections: Mapping[str, Sequence[SegmentPlan]]
+    segments: Mapping[str, Sequence[SegmentPlan]]
     own_params: Sequence[SegmentPlan]
     fields: StateFields
 
@@ -106,7 +106,7 @@ class UnitPlan:
     @property
     def tile_numel(self) -> int:
         """The number of elements of a tile."""
-        return self.homes.tile_of(self.spec)
+        return self.storages.tile_of(self.spec)
 
     @property
     def full_bytes(self) -> int:
@@ -114,24 +114,24 @@ class UnitPlan:
         return self.layout.numel * self.spec.dtype.itemsize
 
     @property
-    def shard_sections(self) -> dict[str, Sequence[SegmentPlan]]:
+    def shard_segments(self) -> dict[str, Sequence[SegmentPlan]]:
         """The segments of this rank's shard."""
-        return {**self.sections, PARAM: self.own_params}
+        return {**self.segments, PARAM: self.own_params}
 
     @property
     def beside(self) -> dict[str, Sequence[SegmentPlan]]:
         """The segments of a trained unit's storages beside its parameters."""
-        return {name: sections for name, sections in self.sections.items() if name not in (PARAM, SECONDARY)}
+        return {name: segments for name, segments in self.segments.items() if name not in (PARAM, SECONDARY)}
 
-    def all_sections(self) -> Iterator[SegmentPlan]:
+    def all_segments(self) -> Iterator[SegmentPlan]:
         """Yield every segment, in the order in which `make_unit` makes them."""
-        for sections in self.sections.values():
-            yield from sections
+        for segments in self.segments.values():
+            yield from segments
 
 
 def plan_units(
     specs: Sequence[UnitSpec],
-    homes: StoragePlan,
+    storages: StoragePlan,
     grid: Grid,
     reach: Reach,
     resting: Mapping[str, UnitPlan] | None = None,
@@ -140,7 +140,7 @@ def plan_units(
 
     Arguments:
         specs: the parameters and modules of each unit, in order.
-        homes: the tiers and dtypes of their kinds.
+        storages: the tiers and dtypes of their kinds.
         grid: the number of shards, and this rank's.
         reach: the memory that compute reads in place.
         resting: by name, units whose parameters are in their storage already, and stay there.
@@ -149,9 +149,9 @@ def plan_units(
     owners = OwnerAssignment(grid.shards)
     layouts = [resting[s.name].layout if s.name in resting else lay_out(s, grid.shards, owners) for s in specs]
     # Files hold every byte once, whatever the stage: parameters in files are sharded, and gathered from their shards.
-    replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or grid.shards == 1)
+    replicated = all(tier.is_memory for tier in storages.params) and (not storages.sharded_params or grid.shards == 1)
     tiles = [
-        [_tiles(layout.shard_numel(rank), homes.tile_of(spec)) for rank in range(grid.shards)]
+        [_tiles(layout.shard_numel(rank), storages.tile_of(spec)) for rank in range(grid.shards)]
         for spec, layout in zip(specs, layouts, strict=True)
     ]
     trained = [index for index, spec in enumerate(specs) if spec.trainable]
@@ -168,34 +168,34 @@ def plan_units(
         return dict(zip(chosen, split(of_units, fractions, bytes_of_units), strict=True))
 
     new = [index for index, spec in enumerate(specs) if spec.name not in resting]
-    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, range(grid.shards) if replicated else own_rank)
+    params = cut(new, storages.params, lambda spec: spec.dtype.itemsize, range(grid.shards) if replicated else own_rank)
     for index, spec in enumerate(specs):
         if spec.name in resting:
-            params[index] = tuple(TierRange(p.tier, p.start, p.stop) for p in resting[spec.name].sections[PARAM])
-    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize)
-    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes)
+            params[index] = tuple(TierRange(p.tier, p.start, p.stop) for p in resting[spec.name].segments[PARAM])
+    grads = cut(trained, storages.grads, lambda spec: storages.grad_dtype.itemsize)
+    optimizer = cut(trained, storages.optimizer, storages.optimizer_bytes)
     plans = []
     for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True)):
         own = part(params[i], *layout.shard_range(grid.shard_rank)) if replicated else tuple(params[i])
         in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, reach) and reach.reads_in_place
-        make = partial(_sections, spec=spec, homes=homes)
-        sections: dict[str, Sequence[SegmentPlan]] = {PARAM: make(PARAM, params[i])}
-        kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
+        make = partial(_segments, spec=spec, storages=storages)
+        segments: dict[str, Sequence[SegmentPlan]] = {PARAM: make(PARAM, params[i])}
+        kinds, fields = _optimizer_kinds(spec, storages.tile_of(spec))
         if spec.trainable:
-            sections[GRAD] = make(GRAD, grads[i], [KindPlan(GRAD, homes.grad_dtype)])
-            sections[MASTER] = make(MASTER, optimizer[i], homes.master_kinds(spec))
-            sections[OPTIMIZER] = make(OPTIMIZER, optimizer[i], kinds)
-            sections[SHADOW] = _shadow(spec, homes, optimizer[i], own, reach)
-        if homes.secondary is not None and not replicated and not spec.persistent:
-            sections[SECONDARY] = _secondary(spec, layout, homes, params[i])
+            segments[GRAD] = make(GRAD, grads[i], [KindPlan(GRAD, storages.grad_dtype)])
+            segments[MASTER] = make(MASTER, optimizer[i], storages.master_kinds(spec))
+            segments[OPTIMIZER] = make(OPTIMIZER, optimizer[i], kinds)
+            segments[SHADOW] = _shadow(spec, storages, optimizer[i], own, reach)
+        if storages.secondary is not None and not replicated and not spec.persistent:
+            segments[SECONDARY] = _secondary(spec, layout, storages, params[i])
         plans.append(
             UnitPlan(
                 spec=spec,
                 layout=layout,
-                homes=homes,
+                storages=storages,
                 replicated=replicated,
                 resident=replicated and in_place,
-                sections=sections,
+                segments=segments,
                 own_params=make(PARAM, own),
                 fields=fields,
             )
@@ -204,27 +204,27 @@ def plan_units(
 
 
 def _shadow(
-    spec: UnitSpec, homes: StoragePlan, optimizer: Sequence[TierRange], params: Sequence[TierRange], reach: Reach
+    spec: UnitSpec, storages: StoragePlan, optimizer: Sequence[TierRange], params: Sequence[TierRange], reach: Reach
 ) -> list[SegmentPlan]:
     """Plan the parameter staging of this rank's shard: empty where the update reaches the parameters."""
-    sections = []
+    segments = []
     for update, param in product(optimizer, params):
         start, stop = max(update.start, param.start), min(update.stop, param.stop)
         if start < stop:
-            needed = _needs_shadow(param.tier, update.tier, homes.streams(spec), reach)
+            needed = _needs_shadow(param.tier, update.tier, storages.streams(spec), reach)
             kinds = [KindPlan(MASTER, spec.dtype)] if needed else []
-            sections += _sections(SHADOW, [TierRange(update.tier, start, stop)], kinds, spec=spec, homes=homes)
-    return sections
+            segments += _segments(SHADOW, [TierRange(update.tier, start, stop)], kinds, spec=spec, storages=storages)
+    return segments
 
 
 def _secondary(
-    spec: UnitSpec, layout: FlatLayout, homes: StoragePlan, params: Sequence[TierRange]
+    spec: UnitSpec, layout: FlatLayout, storages: StoragePlan, params: Sequence[TierRange]
 ) -> list[SegmentPlan]:
     """Plan this rank's part of a gathered unit: on the device if its parameters are there, else on the cpu."""
-    assert homes.secondary is not None
+    assert storages.secondary is not None
     tier = Tier.DEVICE if all(span.tier is Tier.DEVICE for span in params) else Tier.CPU
-    span = TierRange(tier, 0, layout.numel // homes.secondary)
-    return _sections(SECONDARY, [span], spec=spec, homes=homes)
+    span = TierRange(tier, 0, layout.numel // storages.secondary)
+    return _segments(SECONDARY, [span], spec=spec, storages=storages)
 
 
 def _optimizer_kinds(spec: UnitSpec, tile_numel: int) -> tuple[list[KindPlan], StateFields]:
@@ -264,35 +264,35 @@ def _needs_shadow(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reac
     return params.is_memory and optimizer.is_memory and not in_reach(params, optimizer, reach)
 
 
-def _sections(
-    home: str,
+def _segments(
+    storage: str,
     spans: Iterable[TierRange],
     kinds: Sequence[KindPlan] | None = None,
     *,
     spec: UnitSpec,
-    homes: StoragePlan,
+    storages: StoragePlan,
 ) -> list[SegmentPlan]:
     """Plan the segments of one storage: one for each range of tiles on one tier.
 
     Arguments:
-        home: the name of the storage.
+        storage: the name of the storage.
         spans: its tiles.
         kinds: its kinds; `None` for values of the unit's dtype under the storage's name.
         spec: the unit.
-        homes: the tiers and dtypes of every unit.
+        storages: the tiers and dtypes of every unit.
     """
-    kinds = [KindPlan(home, spec.dtype)] if kinds is None else kinds
+    kinds = [KindPlan(storage, spec.dtype)] if kinds is None else kinds
     return [
         SegmentPlan(
-            home,
+            storage,
             tier,
             tuple(CellPlan(spec.name, k.name, tier, k.dtype, -(-(stop - start) // k.grain), k.grain) for k in kinds),
             start,
             stop - start,
-            homes.tile_of(spec),
+            storages.tile_of(spec),
             # The host updates tiles on its tiers, and the device gets the parameters or their staging alone.
-            copied=homes.streams(spec) != "none" or home not in (MASTER, OPTIMIZER),
-            streamed=homes.streams(spec),
+            copied=storages.streams(spec) != "none" or storage not in (MASTER, OPTIMIZER),
+            streamed=storages.streams(spec),
         )
         for tier, start, stop in spans
     ]

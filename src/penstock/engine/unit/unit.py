@@ -38,7 +38,7 @@ class UnitGradient:
     """The gradient of a unit since the last `zero_grad`.
 
     Attributes:
-        home: the storage of this rank's shard of the reduced gradient, summed over ranks and micro-batches.
+        storage: the storage of this rank's shard of the reduced gradient, summed over ranks and micro-batches.
         present: slots that got a gradient on this rank.
         squared_norms: squared norm of this rank's part of each slot, of the values that the storage has once it is
             written.
@@ -55,7 +55,7 @@ class UnitGradient:
             `flaws`.
     """
 
-    home: Storage
+    storage: Storage
     present: set[int] = field(default_factory=set)
     squared_norms: dict[int, float | Tensor] = field(default_factory=dict)
     unmeasured: set[int] = field(default_factory=set)
@@ -144,17 +144,17 @@ class UnitHolders:
     """
 
     def __init__(self) -> None:
-        self.residency = UnitState.OUTDATED
+        self.unit_state = UnitState.OUTDATED
         self.forwards = self.backwards = self.unannounced = self.blocks = 0
         self.used = False
         self.empties_views = False
         self.shown = False
 
-    def become(self, residency: UnitState) -> None:
+    def become(self, unit_state: UnitState) -> None:
         """Change to another state."""
         # A transition that is not in the table would release a unit under a reader, or gather twice into one buffer.
-        assert residency in _FOLLOWS[self.residency], f"{self.residency.name} -> {residency.name}"
-        self.residency = residency
+        assert unit_state in _FOLLOWS[self.unit_state], f"{self.unit_state.name} -> {unit_state.name}"
+        self.unit_state = unit_state
 
     def take(self, holder: Holder) -> None:
         """Count one more holder of this kind: the unit stays gathered until it is dropped."""
@@ -300,7 +300,7 @@ class WeightRange(NamedTuple):
     """The parameters of a range of elements, with the staging and the master weights of their fp32 values."""
 
     param: Tensor
-    shadow: Tensor | None
+    param_staging: Tensor | None
     master: Tensor | None
 
     def read(self) -> Tensor:
@@ -317,8 +317,8 @@ class WeightRange(NamedTuple):
 
     def _beside_master(self) -> Tensor:
         """Return the tensor that the master completes: the staging, or the parameter on the master's device."""
-        if self.shadow is not None:
-            return self.shadow
+        if self.param_staging is not None:
+            return self.param_staging
         return self.param if self.master is None else self.param.to(self.master.device)
 
 
@@ -344,14 +344,14 @@ class StateFields:
 class TrainingState:
     """State that only a trainable unit has: gradient, master weights, optimizer states, and their tiles.
 
-    A storage that neither the rule nor the precision needs is empty; so are segments of `shadow` whose parameters the
-    update reaches. `averages` are made later, by kind, and no update writes them.
+    A storage that neither the rule nor the precision needs is empty; so are segments of `param_staging` whose
+    parameters the update reaches. `averages` are made later, by kind, and no update writes them.
     """
 
     gradient: UnitGradient
     master: Storage
     optimizer: Storage
-    shadow: Storage
+    param_staging: Storage
     fields: StateFields
     tiles: Sequence[tuple[SlotPiece, ...]]
     averages: dict[str, Storage] = field(default_factory=dict)
@@ -359,13 +359,13 @@ class TrainingState:
     def update_tier(self, number: int) -> Tier:
         """Return the tier where a tile is updated: the device if its states are there, else the host."""
         # By the states' current tier: they are most of the bytes of an update, and storages may have moved.
-        section, _ = self.optimizer.tile(number)
-        return Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
+        segment, _ = self.optimizer.tile(number)
+        return Tier.DEVICE if segment.tier is Tier.DEVICE else Tier.CPU
 
-    def is_shadowed(self, number: int) -> bool:
+    def has_param_staging(self, number: int) -> bool:
         """Return True if the update of a tile writes its parameters' staging."""
-        section, _ = self.shadow.tile(number)
-        return bool(section.plan.cells)
+        segment, _ = self.param_staging.tile(number)
+        return bool(segment.plan.cells)
 
 
 class Unit:
@@ -377,7 +377,7 @@ class Unit:
         layout: where each parameter is in the flat buffer.
         parameters: one `UnitParameter` for each slot, in order.
         rank: the rank whose shard this process has.
-        home: the storage of the parameters: of the whole unit if it is replicated, else of this rank's shard.
+        storage: the storage of the parameters: of the whole unit if it is replicated, else of this rank's shard.
         replicated: True if every rank has all of it.
         full: the gathered buffer that compute reads; `None` where it reads the storage itself.
 
@@ -394,7 +394,7 @@ class Unit:
         parameters: Sequence[UnitParameter],
         *,
         rank: int,
-        home: Storage,
+        storage: Storage,
         replicated: bool,
         full: Tensor | None,
     ) -> None:
@@ -408,12 +408,12 @@ class Unit:
         self.own_range = layout.shard_range(rank)
         self.shard_numel = layout.shard_numel(rank)
         # The part shares the events of the whole: a gather that copies the replica waits for an update of the shard.
-        self.params = home.part(*self.own_range) if replicated else home
-        self.replica = home if replicated else None
+        self.params = storage.part(*self.own_range) if replicated else storage
+        self.replica = storage if replicated else None
         self.resident = full is None  # compute reads the replica: there is no gather and no release
         if full is None:  # the storage's own memory, in one segment: parameters are views of it
-            (full,) = home.sections[0].tensors
-        self.full = full
+            (full,) = storage.segments[0].tensors
+        self.gathered_buffer = full
         self.trained: TrainingState | None = None
         self.holding = UnitHolders()
         self.recorded = RecordedGraphs()
@@ -426,7 +426,7 @@ class Unit:
         # Other shards outdated: the other ranks' parts of the replica are from before the last update, and so is
         # `secondary`, or it is empty. The same on every rank, because it decides whether an all-gather is issued, and
         # among which ranks: a rank that issued one alone would wait for ever (ordering rule 4).
-        self.stale = False
+        self.other_shards_outdated = False
         self.is_rounded = False  # the last gather carried rounded values, not those of the storage
         # NaN: a read past the class of a parameter shows it, instead of computing with values of another unit.
         self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
@@ -440,9 +440,9 @@ class Unit:
         return not (self.resident or self.spec.persistent)
 
     @property
-    def leased(self) -> bool:
+    def allocated(self) -> bool:
         """True if the gathered buffer has memory of its own."""
-        return not self.resident and self.holding.residency is not UnitState.RELEASED
+        return not self.resident and self.holding.unit_state is not UnitState.RELEASED
 
     @property
     def label(self) -> str:
@@ -461,75 +461,77 @@ class Unit:
         return self.trained is not None and any(parameter.requires_grad for parameter in self.spec.parameters)
 
     @property
-    def homes(self) -> dict[str, Storage]:
+    def storages(self) -> dict[str, Storage]:
         """Every storage, by name."""
-        homes = {PARAM: self.replica or self.params}
+        storages = {PARAM: self.replica or self.params}
         if self.secondary is not None:
-            homes[SECONDARY] = self.secondary
+            storages[SECONDARY] = self.secondary
         if self.trained is not None:
             trained = self.trained
-            homes |= {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
-            homes |= {SHADOW: trained.shadow, **trained.averages}
-        return homes
+            storages |= {GRAD: trained.gradient.storage, MASTER: trained.master, OPTIMIZER: trained.optimizer}
+            storages |= {SHADOW: trained.param_staging, **trained.averages}
+        return storages
 
     @property
-    def updated_homes(self) -> list[Storage]:
+    def updated_storages(self) -> list[Storage]:
         """Every storage that an update writes."""
-        trained = () if self.trained is None else (self.trained.master, self.trained.optimizer, self.trained.shadow)
+        trained = (
+            () if self.trained is None else (self.trained.master, self.trained.optimizer, self.trained.param_staging)
+        )
         return [self.replica or self.params, *trained]
 
     @property
-    def shard_homes(self) -> dict[str, Storage]:
+    def shard_storages(self) -> dict[str, Storage]:
         """Every storage, of this rank's shard alone."""
-        return self.homes | {PARAM: self.params}
+        return self.storages | {PARAM: self.params}
 
-    def exchange(self, name: str, home: Storage) -> None:
+    def exchange(self, name: str, storage: Storage) -> None:
         """Replace a storage, by its name: any but that of the parameters.
 
         The new storage has its own events, and those of the old one are not waited for any more. So the copy between
         the two follows the old one's events and is recorded in the new one before this call (ordering rule 3).
         """
         if name == SECONDARY:
-            self.secondary = home
+            self.secondary = storage
         elif name == GRAD:
             assert self.trained is not None
-            self.trained.gradient.home = home
+            self.trained.gradient.storage = storage
         else:
             assert name in (MASTER, OPTIMIZER, SHADOW)  # the fields have the names of their storages
-            setattr(self.trained, name, home)
+            setattr(self.trained, name, storage)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, WeightRange]]:
         """Yield the parameters of a range of this rank's shard, piece by piece. See `Storage.visit`.
 
         The caller's thread reads and writes at once, without a wait: updates and copies of these storages are over.
         """
-        others = [] if self.trained is None else [self.trained.shadow, self.trained.master]
+        others = [] if self.trained is None else [self.trained.param_staging, self.trained.master]
         for first, last, ((param,), *rest) in visit_together([self.params, *others], start, stop, modify=modify):
             # A storage that is empty for these elements has no views of them.
-            shadow, master = (views[0] if views else None for views in rest) if rest else (None, None)
-            yield first, last, WeightRange(param, shadow, master)
+            param_staging, master = (views[0] if views else None for views in rest) if rest else (None, None)
+            yield first, last, WeightRange(param, param_staging, master)
 
     @property
     def shown(self) -> Tensor:
         """The buffer that the parameters are views of where they are no placeholders."""
         kept = self.recorded.shown  # for graphs, whose backward no hook announces
-        return kept if kept is not None and self.holding.residency is not UnitState.GATHERED else self.full
+        return kept if kept is not None and self.holding.unit_state is not UnitState.GATHERED else self.gathered_buffer
 
-    def expose(self, buffer: Tensor | None = None) -> None:
+    def point_to(self, buffer: Tensor | None = None) -> None:
         """Make the parameters point at their values in the gathered buffer, or in another one like it."""
-        buffer = self.full if buffer is None else buffer
+        buffer = self.gathered_buffer if buffer is None else buffer
         # The work that fills the buffer is over, or compute waits for it: from here on any kernel may read it
         # (ordering rule 2).
         for parameter in self.parameters:
-            parameter.expose(buffer)
+            parameter.point_to(buffer)
         for watch in self.reads:  # last: it asks whether any parameter of its module is still released
             watch.update()
 
-    def hide(self) -> None:
+    def unset(self) -> None:
         """Replace the parameters by placeholders with one element of memory, which refuse reads and writes."""
         # Before the buffer's memory is freed: a view of it would have the values of its next owner (ordering rule 1).
         for parameter in self.parameters:
-            parameter.hide(self.placeholder)
+            parameter.unset(self.placeholder)
         # Torch allows writes of all elements of a placeholder at once (`fill_`): undo them.
         self.placeholder.copy_(self._nothing)
         for watch in self.reads:
@@ -538,8 +540,8 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """True if the parameters hold all of their values: there are neither master weights nor staging."""
-        copies = (self.trained.master, self.trained.shadow) if self.trained else ()
-        return not any(plan.cells for home in copies for plan in home.plans)
+        copies = (self.trained.master, self.trained.param_staging) if self.trained else ()
+        return not any(plan.cells for storage in copies for plan in storage.plans)
 
     def note_versions(self) -> None:
         """Accept the current values of the parameters as those of storage and master: only later writes are refused."""
@@ -572,7 +574,7 @@ class Unit:
 
     def outdate_parts(self) -> None:
         """Record that this rank's part was written: its copies of other shards are outdated until they are gathered."""
-        self.stale = self.layout.shards > 1 and (self.replica is not None or self.secondary is not None)
+        self.other_shards_outdated = self.layout.shards > 1 and (self.replica is not None or self.secondary is not None)
 
     @property
     def is_dropped(self) -> bool:
@@ -582,7 +584,7 @@ class Unit:
     def drop(self) -> None:
         """Drop every tensor. The work on them is over: this waits for nothing."""
         self.trained = None
-        self.full = torch.empty(0, dtype=self.spec.dtype, device="cpu")
+        self.gathered_buffer = torch.empty(0, dtype=self.spec.dtype, device="cpu")
         self.params = self.replica = self.secondary = None  # type: ignore[assignment]
 
     def contains(self, other: "Unit") -> bool:
@@ -599,8 +601,8 @@ class Unit:
 
     def pieces(self, number: int, count: int) -> Iterator[SlotPiece]:
         """Yield the pieces of slots that lie in `count` tiles from tile `number` on, each parameter's in one piece."""
-        first = number * self.params.sections[0].tile_numel
-        last = first + count * self.params.sections[0].tile_numel
+        first = number * self.params.segments[0].tile_numel
+        last = first + count * self.params.segments[0].tile_numel
         # Not tile by tile: a parameter that lies in several tiles would be cut into as many pieces.
         for slot, start, stop in self.parts():
             if max(start, first) < min(stop, last):
@@ -733,15 +735,15 @@ class Membership:
         """Copy the values of a parameter that was given other memory, where that loses nothing; else refuse."""
         parameter = unit.parameters[index]
         given = parameter.memory
-        if given.shape != parameter.slot.shape or given.device != unit.full.device or not unit.resident:
+        if given.shape != parameter.slot.shape or given.device != unit.gathered_buffer.device or not unit.resident:
             raise _lost(parameter)
-        own = parameter.view_in(unit.full)
+        own = parameter.view_in(unit.gathered_buffer)
         values = given.detach().to(own.dtype)
         if not torch.equal(values, own):  # equal: a module has converted it for its own forward
             if not unit.is_whole or given.dtype != own.dtype:
                 raise _lost(parameter)
             own.copy_(values)
-        parameter.expose(unit.full)
+        parameter.point_to(unit.gathered_buffer)
 
 
 def _held_by(modules: Sequence[nn.Module]) -> list[object]:
