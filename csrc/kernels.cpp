@@ -91,8 +91,8 @@ auto halved(R x) {
   }
 }
 
-// Operations that the compiler's vectors lack, or that GCC 12 makes slower code of: all code for one instruction set. Behind each
-// is the time of a kernel without it, measured from the cache on a Zen 4.
+// What the compiler's vectors have no word for, or what GCC 12 makes slower code of: all that is written for one instruction
+// set. Behind it is the time of a kernel without it, measured from the cache on a Zen 4.
 //
 // - fused: x * y + z, rounded once; root: the square root. A loop over the lanes becomes the same instruction, but later than
 //   GCC decides what to put inline: updates 1.7 to 3.1.
@@ -104,6 +104,7 @@ auto halved(R x) {
 // - widened: signed bytes as words; pairs_of: bytes in pairs, the first of each in the low bits: unpacking int8 1.05 to 1.09.
 // - packed: the bytes of words that are bytes, those of x and of y in turns of 8; packed_signs: their signs: packing fp8 1.22.
 // - store_bytes, store_halves: the low bits of words. By itself GCC narrows into memory, which is slow: states in int8 1.04.
+// - looked_up: of each 16 bytes of a table those that 4 bits choose: unpacking fp8 into bf16 2.2.
 // - largest_of: of 8 words: packing int8 and int4 1.05.
 // - fused_down: rounded down; with_sign, with_second_bytes: states in int8 1.06.
 #if defined(__AVX512BW__)
@@ -142,6 +143,7 @@ Shorts widened(const unsigned char* from) { return (Shorts)_mm512_cvtepi8_epi16(
 Words pairs_of(const unsigned char* from) { return (Words)_mm512_cvtepu16_epi32(read<__m256i>(from)); }
 Bytes packed(Halves x, Halves y) { return (Bytes)_mm512_packus_epi16((__m512i)x, (__m512i)y); }
 Bytes packed_signs(Halves x, Halves y) { return (Bytes)_mm512_packs_epi16((__m512i)x, (__m512i)y); }
+Bytes looked_up(Bytes table, Bytes choice) { return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)choice); }
 #elif defined(__AVX2__)
 Floats fused(Floats x, Floats y, Floats z) { return _mm256_fmadd_ps(x, y, z); }
 Doubles fused(Doubles x, Doubles y, Doubles z) { return _mm256_fmadd_pd(x, y, z); }
@@ -172,6 +174,7 @@ Shorts widened(const unsigned char* from) { return (Shorts)_mm256_cvtepi8_epi16(
 Words pairs_of(const unsigned char* from) { return (Words)_mm256_cvtepu16_epi32(read<__m128i>(from)); }
 Bytes packed(Halves x, Halves y) { return (Bytes)_mm256_packus_epi16((__m256i)x, (__m256i)y); }
 Bytes packed_signs(Halves x, Halves y) { return (Bytes)_mm256_packs_epi16((__m256i)x, (__m256i)y); }
+Bytes looked_up(Bytes table, Bytes choice) { return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)choice); }
 #elif defined(__aarch64__)
 Floats fused(Floats x, Floats y, Floats z) { return vfmaq_f32(z, x, y); }
 Doubles fused(Doubles x, Doubles y, Doubles z) { return vfmaq_f64(z, x, y); }
@@ -411,6 +414,44 @@ struct V {
    private:
     static Doubles square(Doubles sum, Doubles x) { return add_product(x, x, sum); }
   };
+
+  static constexpr bool has_tables = register_bytes > 16;  // else looking up is no instruction of all processors
+#if defined(__AVX2__)
+  // The bf16 of codes of e4m3 times a factor. The low four bits of a code choose from a table, a byte at a time; what is
+  // above is two steps of the exponent each, 1 of the high byte. Codes below 16 have tables of their own.
+  class Bf16OfE4m3 {
+   public:
+    static constexpr size_t width = register_bytes;
+    explicit Bf16OfE4m3(V factor) {
+      alignas(64) unsigned char codes[32];
+      for (unsigned char i = 0; i < 32; ++i) codes[i] = i;
+      const Bytes words = words_of(codes, factor), more = words_of(codes + 32 - V::width, factor);
+      low_below_ = pick<Bytes>([](size_t i) { return 2 * (i % 16); }, words, more);
+      high_below_ = pick<Bytes>([](size_t i) { return 2 * (i % 16) + 1; }, words, more);
+      low_ = pick<Bytes>([](size_t i) { return 32 + 2 * (i % 16); }, words, more);
+      high_ = pick<Bytes>([](size_t i) { return 32 + 2 * (i % 16) + 1; }, words, more) - (unsigned char)1;
+    }
+    void put(unsigned short* to, const unsigned char* from) const {
+      const Longs loaded = read<Longs>(from);  // unpacking is by 16 bytes
+      const Bytes codes = (Bytes)pick<Longs>([](size_t i) { return i / 2 + i % 2 * half_of<Longs>; }, loaded, loaded);
+      const Bytes choice = codes & (unsigned char)15;
+      const Bytes steps = Bytes((Halves)codes >> 4) & (unsigned char)7;
+      const auto is_below = steps == 0;
+      const Bytes magnitude = is_below ? looked_up(high_below_, choice) : looked_up(high_, choice) + steps;
+      const Bytes high = magnitude | (codes & (unsigned char)0x80);
+      const Bytes low = is_below ? looked_up(low_below_, choice) : looked_up(low_, choice);
+      write(to, pick<Bytes>([](size_t i) { return i / 16 * 16 + i % 16 / 2 + i % 2 * width; }, low, high));
+      write(to + V::width, pick<Bytes>([](size_t i) { return i / 16 * 16 + 8 + i % 16 / 2 + i % 2 * width; }, low, high));
+    }
+
+   private:
+    static Bytes words_of(const unsigned char* codes, V factor) {
+      return (Bytes)to_bf16(from_fp16(load_e4m3(codes)) * factor);
+    }
+
+    Bytes low_, high_, low_below_, high_below_;
+  };
+#endif
 
  private:
   // Codes of e4m3 without their signs; `high` are the high words.

@@ -1,4 +1,4 @@
-// Block quantization of values between ranks, packed and unpacked in one pass. Included by kernels_impl.h.
+// What goes between ranks in fewer bits, packed and unpacked in one pass. Included by kernels_impl.h.
 //
 // The reference is src/penstock/rules/wire.py, operation by operation. Each format says what its largest code stands for
 // (`top`), the largest scale with which that is finite (`most`), and goes between codes and values counted in scales
@@ -120,6 +120,16 @@ void pack(unsigned char* packed, const void* values_address, size_t begin, size_
   }
 }
 
+// A block of bf16 by tables of its 32 least codes, each times the scale: of a scale with which all of them are normal
+// numbers, and finite, all other values are those of 16 to 31 with larger exponents. Says whether it did.
+template <class Vec>
+bool unpack_by_tables(unsigned short* to, const unsigned char* codes, float scale) {
+  if (!(scale >= 0x1p-100f && scale <= 0x1p119f)) return false;
+  const typename Vec::Bf16OfE4m3 tables(Vec::splat(scale * WireFp8::unit));
+  for (size_t i = 0; i < block_numel; i += tables.width) tables.put(to + i, codes + i);
+  return true;
+}
+
 template <class Format, class Stored, bool add>
 void unpack(void* values_address, const unsigned char* packed, size_t begin, size_t end) noexcept {
   auto* to = static_cast<typename Stored::Word*>(values_address) + begin * block_numel;
@@ -128,6 +138,13 @@ void unpack(void* values_address, const unsigned char* packed, size_t begin, siz
     float scale;
     __builtin_memcpy(&scale, from, sizeof scale);
     for (size_t line = 0; line < Format::code_bytes; line += 64) __builtin_prefetch(from + ahead_bytes + line);
+    if constexpr (V::has_tables && Format::id == Wire::fp8 && std::is_same_v<Stored, Bf16>) {
+      if (unpack_by_tables<V>(to, from + sizeof scale, scale)) {
+        to += block_numel;
+        from += sizeof scale + Format::code_bytes;
+        continue;
+      }
+    }
     const V factor = V::splat(scale * Format::unit);  // a power of two: no scale of a block is too large for it
     Format::decode(from + sizeof scale, [&](size_t v, V codes) {
       V value = codes * factor;
