@@ -118,6 +118,6 @@ class Meter:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.over:
-            terminalreporter.segment("CPU seconds above the budget (a report: it fails nothing)")
+            terminalreporter.section("CPU seconds above the budget (a report: it fails nothing)")
             for line in self.over:
                 terminalreporter.write_line(line)

@@ -18,7 +18,7 @@ from penstock.rules.formats import (
     write_param,
     write_state,
 )
-from penstock.rules.rule import BLOCK_NUMEL, StateSpec, UpdateSlice, fp32
+from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, StateSpec, UpdateSlice, fp32
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which devices torch compiles kernels for, and how to have these kernels round as the host's do.
@@ -227,6 +227,49 @@ def update_reference(rule: Any, update_slice: UpdateSlice, step_scalars: Any, gr
         one_pass(*_arguments(rule, piece, step_scalars, *_numbers(rule, piece, step_scalars, grad_scale)))
 
 
+def update_in_torch(rule: Any, update_slices: Iterable[tuple[UpdateSlice, Any]], grad_scale: float) -> None:
+    """Update slices of one device as `update_reference` does, small ones of equal scalars and dtypes together.
+
+    An operation of a device costs the host the same for few elements as for many.
+    """
+    batches: dict[tuple[Any, ...], list[UpdateSlice]] = {}
+    for update_slice, step_scalars in update_slices:
+        # Alone: in a batch an element has another number, and other neighbours in its block of 256.
+        if _rounds_by_its_place(rule, update_slice) or any(scale is not None for scale in update_slice.scales):
+            update_reference(rule, update_slice, step_scalars, grad_scale)
+            continue
+        master = None if update_slice.master is None else update_slice.master.dtype
+        key = step_scalars, update_slice.param.dtype, update_slice.grad.dtype, master
+        batch = batches.setdefault(key, [])
+        if batch and sum(each.param.numel() for each in (*batch, update_slice)) > PIECE_NUMEL:
+            _update_together(rule, batch, step_scalars, grad_scale)
+            batch.clear()
+        batch.append(update_slice)
+    for (step_scalars, *_), batch in batches.items():
+        _update_together(rule, batch, step_scalars, grad_scale)
+
+
+def _rounds_by_its_place(rule: Any, update_slice: UpdateSlice) -> bool:
+    """Return True if random bits round some of a slice: they depend on the number of each element."""
+    rounded = [state.dtype for state in update_slice.states]
+    rounded += [update_slice.param.dtype] if update_slice.master is None else []
+    return rule.format.stochastic and torch.bfloat16 in rounded
+
+
+def _update_together(rule: Any, batch: Sequence[UpdateSlice], step_scalars: Any, grad_scale: float) -> None:
+    """Update slices as one: copy them one after the other, update the copy, and copy back what was written."""
+    if len(batch) == 1:
+        update_reference(rule, batch[0], step_scalars, grad_scale)
+        return
+    columns = list(zip(*(_written(update_slice) for update_slice in batch), strict=True))
+    param, *others = copies = [torch.cat(column) for column in columns]
+    master = others.pop(0) if batch[0].master is not None else None
+    grads = torch.cat([update_slice.grad for update_slice in batch])
+    update_reference(rule, UpdateSlice(param, grads, master, tuple(others)), step_scalars, grad_scale)
+    for column, copy in zip(columns, copies, strict=True):
+        torch._foreach_copy_(list(column), list(torch.split(copy, [target.numel() for target in column])))
+
+
 class DeviceUpdate:
     """Updates segments by `one_pass`, compiled, where torch has a compiler for the device, and else as it is.
 
@@ -247,8 +290,7 @@ class DeviceUpdate:
         """
         device = update_slices[0][0].param.device
         if not self._pass.compiles(device):
-            for update_slice, step_scalars in update_slices:
-                update_reference(rule, update_slice, step_scalars, grad_scale)
+            update_in_torch(rule, update_slices, grad_scale)
             return
         whole, filled = _in_blocks(update_slices)
         for (update_slice, step_scalars), numbers in zip(

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.step import update
 from penstock.tiers import staging, storage
 from tests.accounts import swap_files
 from tests.parity.resuming import SMALL, Run, Values, different, iterate, values
@@ -200,7 +199,6 @@ def test_an_update_that_ran_out_of_memory_is_told_in_words_where_it_is_met_again
 
     with monkeypatch.context() as patch:
         patch.setattr(type(optimizer._engine.context.rule), "update_many", fails)
-        patch.setattr(update, "update_many", fails)
         with suppress(error, penstock.EngineError):
             iterate(run, *prepared, 1, 0, 1)
     for call in (

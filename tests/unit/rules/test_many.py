@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.rules import StateFormat, UpdateSlice, device
-from penstock.rules.device import DeviceUpdate, compile_pass, one_pass, update_reference
+from penstock.rules.device import DeviceUpdate, compile_pass, one_pass, update_in_torch, update_reference
 from penstock.rules.fused import FusedRule, FusedScalars
 from penstock.rules.rule import BLOCK_NUMEL
-from tests.unit.rules.segments import FORMATS, STORAGES, copy_of, make, parts, random_inputs, rule_and_hyper
+from tests.unit.rules.segments import FORMATS, RULES, STORAGES, copy_of, make, parts, random_inputs, rule_and_hyper
 
 Check = Callable[[Tensor, Tensor], None]
 REMAINDER, FULL = STORAGES[2], STORAGES[3]
@@ -56,11 +56,49 @@ def several(
     return rule, update_slices
 
 
+@pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f"{f.dtype}-{f.rounding}")
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("name", RULES)
+def test_small_segments_are_updated_together_as_they_are_alone(
+    name: str, storage: tuple[Any, Any], format_: StateFormat, assert_same_bits: Check
+) -> None:
+    rule, together = several(name, storage, format_, steps=(3, 3, 4))
+    alone = [copy_of(update_slice) for update_slice, _ in together]
+    update_in_torch(rule, together, 0.7)
+    for update_slice, (other, step_scalars) in zip(alone, together, strict=True):
+        update_reference(rule, update_slice, step_scalars, 0.7)
+        for (_, a), (_, b) in zip(parts(other), parts(update_slice), strict=True):
+            assert_same_bits(a, b)
+
+
+def test_batches_hold_no_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporaries are bounded by the piece, however many update_slices there are."""
+    seen = []
+
+    def note(rule: FusedRule, update_slice: UpdateSlice, *rest: Any) -> None:
+        seen.append(update_slice.param.numel())
+        update_reference(rule, update_slice, *rest)
+
+    monkeypatch.setattr("penstock.rules.device.PIECE_NUMEL", 1000)
+    monkeypatch.setattr("penstock.rules.device.update_reference", note)
+    rule, update_slices = several("adamw", REMAINDER)
+    update_in_torch(rule, update_slices, 0.7)
+    assert seen == [300, 2048, 1 + 777, 256]
+
+
 @pytest.mark.parametrize(("storage", "most"), [(REMAINDER, 60), (FULL, 59)], ids=str)
 def test_adamw_without_a_compiler_takes_no_more_operations_than_this(storage: tuple[Any, Any], most: int) -> None:
     rule, step_scalars = rule_and_hyper("adamw")
     update_slice = make(rule, *random_inputs(2048), storage, torch.bfloat16)
     assert launches(lambda: update_reference(rule, update_slice, step_scalars, 0.7)) <= most
+
+
+def test_many_small_segments_take_hardly_more_operations_than_one() -> None:
+    rule, update_slices = several("adamw", REMAINDER)
+    alone = launches(lambda: update_in_torch(rule, update_slices[:1], 0.7))
+    assert (
+        launches(lambda: update_in_torch(rule, update_slices, 0.7)) <= alone + 9
+    )  # five arrays together, four apart again
 
 
 @pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3]], ids=lambda f: f.dtype)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from penstock.engine.unit.dtensor import (
 )
 from penstock.engine.unit.partition import UnitSpec
 from penstock.errors import ConfigError, EngineError
-from penstock.layout import FlatLayout
+from penstock.layout import FlatLayout, round_up
 from penstock.runtime.collectives import Collectives, LocalRanks, as_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -229,23 +230,29 @@ def misfit(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+_GRAIN_BYTES = 16  # any dtype may begin there
 _PACKED_BYTES = 1 << 20  # at most, of several tensors: a larger one goes by itself
 
 
-def broadcast_together(tensors: Sequence[Tensor], broadcast: Callable[[Tensor], None]) -> None:
-    """Overwrite tensors with those of another rank, small ones in one broadcast. Collective.
+def copies_of_first_rank(tensors: Sequence[Tensor], ranks: Collectives, device: torch.device) -> list[Tensor]:
+    """Return flat copies of tensors, with the first rank's values. Small ones share memory and a broadcast. Collective.
 
     Arguments:
-        tensors: contiguous, in the same order, and of the same shapes and dtypes as on the other ranks.
-        broadcast: overwrites one tensor.
+        tensors: in the same order, and of the same shapes and dtypes, as on the other ranks.
+        ranks: all ranks that get the values.
+        device: the device of the collectives.
     """
+    flats: list[Tensor] = []
     for numbers in packs([tensor.nbytes for tensor in tensors]):
-        several = [as_bytes(tensors[number].view(-1)) for number in numbers]
-        packed = several[0] if len(several) == 1 else torch.cat(several)
+        several = [tensors[number] for number in numbers]
+        starts = [0, *accumulate(round_up(tensor.nbytes, _GRAIN_BYTES) for tensor in several)]
+        packed = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        for tensor, start in zip(several, starts, strict=False):
+            flats.append(packed[start : start + tensor.nbytes].view(tensor.dtype))
+            flats[-1].view(tensor.shape).copy_(tensor)
         if packed.numel():
-            broadcast(packed)
-        if len(several) > 1:
-            torch._foreach_copy_(several, list(torch.split(packed, [each.numel() for each in several])))
+            ranks.broadcast(packed)
+    return flats
 
 
 def broadcast_alike(tensors: Sequence[Tensor], ranks: Collectives) -> None:
@@ -255,8 +262,15 @@ def broadcast_alike(tensors: Sequence[Tensor], ranks: Collectives) -> None:
         tensors: contiguous, in the same order, and of the same shapes and dtypes as on the other ranks.
         ranks: all ranks.
     """
-    if ranks.grid.tp > 1:
-        broadcast_together(tensors, ranks.broadcast_alike)
+    if ranks.grid.tp == 1:
+        return
+    for numbers in packs([tensor.nbytes for tensor in tensors]):
+        several = [as_bytes(tensors[number].view(-1)) for number in numbers]
+        packed = several[0] if len(several) == 1 else torch.cat(several)
+        if packed.numel():
+            ranks.broadcast_alike(packed)
+        if len(several) > 1:
+            torch._foreach_copy_(several, list(torch.split(packed, [each.numel() for each in several])))
 
 
 def packs(sizes: Sequence[int]) -> Iterator[range]:
@@ -363,19 +377,13 @@ class FirstRankValues(FirstValues):
         # By sizes that are the same on ranks with uneven parts of a parameter: all have the same number of broadcasts.
         for together in packs([sum(most_bytes(p) for p in spec.parameters) for spec in specs]):
             parameters = [parameter for number in together for parameter in specs[number].parameters]
-            flats = [_copied(own_elements(parameter), self._device) for parameter in parameters]
-            broadcast_together(flats, self._ranks.broadcast)
+            flats = copies_of_first_rank([own_elements(p).detach() for p in parameters], self._ranks, self._device)
             alike = [flat for parameter, flat in zip(parameters, flats, strict=True) if box_of(parameter) is None]
             broadcast_alike(alike, self._ranks)
             del alike
             flats = flats[::-1]  # each is dropped once it is used
             for number in together:
                 yield number, [in_memory(flats.pop()) for _ in specs[number].parameters]
-
-
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy values to a device, flat, whatever strides they have: a broadcast overwrites the copy."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach()).view(-1)
 
 
 class GivenValues(FirstValues):
@@ -693,10 +701,8 @@ def align_buffers(model: nn.Module, ranks: Collectives, device: torch.device) ->
     # broadcast of another size than the other ranks expect would end the process group.
     for numbers in packs([buffer.nbytes for buffer in buffers]):
         several = [buffers[number] for number in numbers]
-        values = [_copied(buffer, device) for buffer in several]
-        broadcast_together(values, ranks.broadcast)
-        for buffer, value in zip(several, values, strict=True):
-            if not torch.equal(as_bytes(_copied(buffer, device)), as_bytes(value)):
+        for buffer, value in zip(several, copies_of_first_rank(several, ranks, device), strict=True):
+            if not torch.equal(as_bytes(buffer.detach().contiguous().view(-1)), as_bytes(value)):
                 write_buffer(buffer, value.view(buffer.shape))
 
 
