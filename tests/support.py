@@ -259,6 +259,13 @@ class Interrupted:
     where: str = ""
 
 
+def _in_a_finalizer(frame: FrameType | None) -> bool:
+    """Whether a frame runs for a `__del__`, from which Python lets no error out."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextmanager
 def interrupt(
     lines: int, error: type[BaseException] = KeyboardInterrupt, *, also: Collection[CodeType] = ()
@@ -280,7 +287,7 @@ def interrupt(
                 place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
                 happened.places.setdefault(place, happened.lines)
                 # A `with` is met again at its end, before its lock is let go of: no signal of the system comes there.
-                if happened.lines >= lines and is_new and not happened.where:
+                if happened.lines >= lines and is_new and not happened.where and not _in_a_finalizer(frame):
                     happened.where = place
                     raise error
             return at_line

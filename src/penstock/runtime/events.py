@@ -162,9 +162,10 @@ class HostEvent(Event):
         return self._finished.is_set() and (self._pending is None or self._pending.done())
 
     def check(self) -> None:
-        """Raise the error of work that is over."""
-        if self.done():
-            self.synchronize()
+        """Raise the error of work that is over. Never blocks."""
+        # Of this class alone: to synchronize with a device's part, which a subclass has, is a wait of the host.
+        if HostEvent.done(self):
+            HostEvent.synchronize(self)
 
 
 class PendingEvent(HostEvent):

@@ -185,7 +185,7 @@ class Arena:
         if not register(self._allocation, self._device):
             return False
         # The lock belongs to the memory, which outlives the arena as long as a tensor in it does.
-        self._memory.give_up_lock = partial(unregister, self._allocation.data_ptr(), self._device)
+        self._memory.unlock = partial(unregister, self._allocation.data_ptr(), self._device)
         return True
 
     def _take_torchs(self) -> bool:
@@ -348,11 +348,11 @@ class _Memory(mmap.mmap):
     """Private anonymous memory, in huge pages where the kernel has some. Few kernels have them for shared memory.
 
     Attributes:
-        give_up_lock: ends the page lock, if there is one. Called when the last tensor in the memory is dropped at the
+        unlock: ends the page lock, if there is one. Called when the last tensor in the memory is dropped at the
             latest: the driver would keep the pages.
     """
 
-    give_up_lock: Callable[[], None] | None = None
+    unlock: Callable[[], None] | None = None
     _process = 0
 
     def __new__(cls, capacity: int) -> "_Memory":
@@ -373,9 +373,9 @@ class _Memory(mmap.mmap):
 
     def unregister(self) -> None:
         """End the page lock, if there is one."""
-        keep_alive, self.give_up_lock = self.give_up_lock, None
-        if keep_alive is not None:
-            keep_alive()
+        unlock, self.unlock = self.unlock, None
+        if unlock is not None:
+            unlock()
 
     def __del__(self) -> None:
         # At the exit the device's context, with all registrations, may be gone; a child has none.
