@@ -41,7 +41,7 @@ class Part:
 
     def arguments(self, *, quick: bool, peers: bool, given: Mapping[str, str]) -> list[str]:
         """The command line of the script."""
-        line = [self.script, *(self.quick if quick else self.gathered_buffer)]
+        line = [self.script, *(self.quick if quick else self.full)]
         if self.contenders:
             line += ["--contenders", ",".join(self.asked(peers=peers))]
         for name in self.takes:

@@ -100,7 +100,7 @@ class Entry:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        self.owner_thread = ""
+        self.under_way = ""
         self.counts[row["status"]] = self.counts.get(row["status"], 0) + 1
 
 

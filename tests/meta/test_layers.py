@@ -78,7 +78,19 @@ LISTS = {
     "rehearsal.engine_internals": (("rehearsal", "planner"), {*OPEN, "forecast", "probe", "ext.observe.timeline"}),
     "integrations.engine_internals": (
         OUTSIDE,
-        {"", "errors", "files", "losses", "optim", "parallel", "ring", "footprint", "planner", "doctor"},
+        {
+            "",
+            "errors",
+            "ext.observe.timeline",
+            "files",
+            "footprint",
+            "losses",
+            "optim",
+            "parallel",
+            "planner",
+            "ring",
+            "doctor",
+        },
     ),
 }
 

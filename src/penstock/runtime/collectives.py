@@ -610,6 +610,6 @@ class LocalRanks:
 
 
 def _place(rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Identify the host of a rank: by the machine, and by the launcher's ranks per host."""
+    """Return the host of a rank: by the machine, and by the launcher's ranks per host."""
     machine = boot_id() or platform.node()
     return machine, rank // ranks_of_host(environment) if "LOCAL_WORLD_SIZE" in environment else 0
