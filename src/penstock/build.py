@@ -122,7 +122,7 @@ class Adoption:
         return changed
 
     def cancel(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._reserved.cancel()
 
     def make(self) -> None:

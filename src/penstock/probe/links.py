@@ -23,7 +23,7 @@ from penstock.trace import NO_LABEL
 MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20  # of a copy
 PIECE_BYTES = 16 << 20  # in which the engine's copies come, about
 UPDATE_BYTES = 64 << 20
-#: Below so many seconds copies are small: a page-locked slab takes its time as well.
+#: Below so many seconds copies are small: a page-locked allocation takes its time as well.
 LITTLE_SECONDS = 0.75
 
 
@@ -87,7 +87,7 @@ class Link:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._host.clear()  # leases are given up before their slab is
+        self._host.clear()  # leases are given up before their allocation is
         self._closing.close()
 
     def cases(self) -> dict[str, Callable[[], float]]:

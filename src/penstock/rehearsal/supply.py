@@ -104,7 +104,7 @@ class _NoValues(FirstValues):
 
 
 class HollowArena(Arena):
-    """A slab of host memory that is only counted."""
+    """An allocation of host memory that is only counted."""
 
     def __init__(self, capacity: int, device: torch.device, *, pin: bool = True, ring: bool = False) -> None:
         del ring

@@ -40,7 +40,7 @@ def can_register(device: torch.device) -> bool:
 
 
 def register(allocation: Tensor, device: torch.device) -> bool:
-    """Page-lock a slab for a device. Return True if that was possible."""
+    """Page-lock an allocation for a device. Return True if that was possible."""
     if device.type == "cuda":
         return _register_for_cuda(allocation, device)
     module = _module(device)
@@ -56,7 +56,7 @@ def unregister(address: int, device: torch.device) -> None:
     """Undo `register`.
 
     Arguments:
-        address: the address of the slab.
+        address: the address of the allocation.
         device: the device that it was registered for.
     """
     module: Any = torch.get_device_module(device)
@@ -93,7 +93,7 @@ def pinned_buffer(nbytes: int, device: torch.device, alignment: int) -> Tensor |
 
 
 def _register_for_cuda(allocation: Tensor, device: torch.device) -> bool:
-    """Page-lock a slab with cuda's runtime. Return True if that was possible."""
+    """Page-lock an allocation with cuda's runtime. Return True if that was possible."""
     with torch.cuda.device(device):
         if int(torch.cuda.cudart().cudaHostRegister(allocation.data_ptr(), allocation.numel(), 0)) == 0:  # type: ignore[no-untyped-call]
             return True
@@ -115,12 +115,12 @@ def _module(device: torch.device) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # Arenas: host memory in exact sizes, mapped once, from which tensors are cut.
 #
-# `tensor.pin_memory()` rounds up to a power of two and needs a second copy while it pins. An arena maps its slab
+# `tensor.pin_memory()` rounds up to a power of two and needs a second copy while it pins. An arena maps its allocation
 # anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where there is an
-# accelerator, the slab lies on the device's NUMA node. If the device copies from it, it is faulted in by several
+# accelerator, the allocation lies on the device's NUMA node. If the device copies from it, it is faulted in by several
 # threads, and page-locked once. Pages that are never touched cost nothing.
 #
-# The child of a fork finds zeros in a slab. Parent and child do not see each other's writes, and no page is copied when
+# The child of a fork finds zeros in an allocation. Parent and child do not see each other's writes, and no page is copied when
 # the parent writes to it while children live.
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -133,22 +133,22 @@ TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
 
 
 class Arena:
-    """A slab of host memory, from which tensors are cut.
+    """An allocation of host memory, from which tensors are cut.
 
     Arguments:
-        capacity: the size of the slab, in bytes.
+        capacity: the size of the allocation, in bytes.
         device: the device that computes.
-        pin: page-lock the slab for `device`, unless that is a cpu. A slab that cannot be page-locked stays pageable.
-        ring: the slab is for a few buffers. Where mapped memory cannot be page-locked, it is torch's own pinned memory,
+        pin: page-lock the allocation for `device`, unless that is a cpu. An allocation that cannot be page-locked stays pageable.
+        ring: the allocation is for a few buffers. Where mapped memory cannot be page-locked, it is torch's own pinned memory,
             which may be larger.
 
     Attributes:
-        capacity: the size of the slab, in bytes.
+        capacity: the size of the allocation, in bytes.
         used: the bytes that tensors were cut from.
-        pinned: True if the slab is page-locked.
+        pinned: True if the allocation is page-locked.
 
     Raises:
-        MemoryBudgetError: the slab cannot be mapped.
+        MemoryBudgetError: the allocation cannot be mapped.
     """
 
     def __init__(self, capacity: int, device: torch.device, *, pin: bool = True, ring: bool = False) -> None:
@@ -169,7 +169,7 @@ class Arena:
         self._memory = memory
         self._allocation = torch.frombuffer(memory, dtype=torch.uint8)
         if needs_pinning(device):
-            # Before the first touch, which decides the node of a page. Also for pageable slabs: the threads of the
+            # Before the first touch, which decides the node of a page. Also for pageable allocations: the threads of the
             # updates run on that node too.
             node = device_node(device)
             if node is not None:
@@ -177,7 +177,7 @@ class Arena:
             self.pinned = pin and (self._register() or (ring and self._take_torchs()))
 
     def _register(self) -> bool:
-        """Page-lock the slab for the device. Return True if that was possible."""
+        """Page-lock the allocation for the device. Return True if that was possible."""
         assert self._allocation is not None
         if not can_register(self._device):
             return False
@@ -189,7 +189,7 @@ class Arena:
         return True
 
     def _take_torchs(self) -> bool:
-        """Use torch's own pinned memory for the slab. Return True if torch has some."""
+        """Use torch's own pinned memory for the allocation. Return True if torch has some."""
         buffer = pinned_buffer(self.capacity, self._device, PAGE_BYTES)
         if buffer is None:
             return False
@@ -197,18 +197,18 @@ class Arena:
         return True
 
     def fault_in(self) -> None:
-        """Fault in every page of the slab, by several threads."""
+        """Fault in every page of the allocation, by several threads."""
         if self._allocation is not None:
             touch(self._allocation, update_cores(self._device).count)
 
     @staticmethod
     def available() -> "HostMemory | None":
-        """Return how much host memory is left for slabs; `None` if that is unknown."""
+        """Return how much host memory is left for allocations; `None` if that is unknown."""
         return available_host_memory()
 
     @property
     def pageable(self) -> bool:
-        """True if the device copies from the slab and it is not page-locked."""
+        """True if the device copies from the allocation and it is not page-locked."""
         return needs_pinning(self._device) and not self.pinned
 
     @staticmethod
@@ -217,7 +217,7 @@ class Arena:
         return -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Cut a tensor from the slab.
+        """Cut a tensor from the allocation.
 
         Arguments:
             numel: its number of elements.
@@ -238,7 +238,7 @@ class Arena:
         self.used = 0
 
     def close(self) -> None:
-        """End the page lock and drop the slab. Its memory is freed with the last tensor in it."""
+        """End the page lock and drop the allocation. Its memory is freed with the last tensor in it."""
         if self._allocation is not None:
             self._memory.unregister()  # waits for copies of the device (ordering rule 1)
             del self._memory
@@ -384,7 +384,7 @@ class _Memory(mmap.mmap):
 
 
 def touch(allocation: Tensor, threads: int) -> None:
-    """Write zeros to every page of a slab, by several threads. Page-locking untouched pages would use one."""
+    """Write zeros to every page of an allocation, by several threads. Page-locking untouched pages would use one."""
 
     def clear(start: int) -> None:
         # Through ctypes, which releases the GIL, so that the threads run in parallel.

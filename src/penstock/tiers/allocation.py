@@ -1,12 +1,12 @@
-"""Storage of changing sizes, cut from a few large slabs. Saved activations have other sizes with every batch.
+"""Storage of changing sizes, cut from a few large allocations. Saved activations have other sizes with every batch.
 
-    slab 0    | extent | hole | extent | extent | hole |
-    slab 1    | extent |                hole           |
+    allocation 0    | extent | hole | extent | extent | hole |
+    allocation 1    | extent |                hole           |
 
-Mapping and pinning memory is slow, and delays collectives that are under way. So slabs grow in steps, and are not
+Mapping and pinning memory is slow, and delays collectives that are under way. So allocations grow in steps, and are not
 allocated for each tensor or each size. A storage is one extent in the smallest hole that holds it. Where no hole does,
 it is several segments in the largest holes. Neighbouring holes are joined. So there is room whenever as many bytes are
-free, and the slabs hold no more than
+free, and the allocations hold no more than
 
     the most bytes that were wanted at once, each storage rounded up to whole pages, + the last step
 
@@ -34,16 +34,18 @@ from penstock.runtime.streams import all_of
 from penstock.tiers.storage import CellPlan, Segment, SegmentPlan, Storage
 from penstock.tiers.tier import Store
 
-FIRST_BYTES = 16 << 20  # of the first slab, unless more is wanted at once
-STEP_BYTES = 256 << 20  # from here on slabs are no longer as large as all before, until an eighth of these is more
-LEAST_PINNED = 1 << 20  # less room in the budget of pinned memory is not worth a slab
+FIRST_BYTES = 16 << 20  # of the first allocation, unless more is wanted at once
+STEP_BYTES = (
+    256 << 20
+)  # from here on allocations are no longer as large as all before, until an eighth of these is more
+LEAST_PINNED = 1 << 20  # less room in the budget of pinned memory is not worth an allocation
 
 
 def step_bytes(present: int, missing: int) -> int:
-    """Return the bytes of the next slab.
+    """Return the bytes of the next allocation.
 
     Arguments:
-        present: bytes of all slabs.
+        present: bytes of all allocations.
         missing: bytes that are wanted beyond those that are free.
     """
     return max(missing, min(max(present, FIRST_BYTES), STEP_BYTES), present // 8)
@@ -70,12 +72,12 @@ class ActivationStorage(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A slab of memory, or one folder's part of a slab of files.
+    """An allocation of memory, or one folder's part of an allocation of files.
 
     Attributes:
-        segment: the whole slab, as one segment.
+        segment: the whole allocation, as one segment.
         record: the number of the folder's record in files.
-        space: the number of the folder; in memory 0 for pinned and 1 for pageable slabs. Extents are taken from one
+        space: the number of the folder; in memory 0 for pinned and 1 for pageable allocations. Extents are taken from one
             space at a time.
     """
 
@@ -88,7 +90,7 @@ class ActivationPool:
     """Allocates storages of any size.
 
     Arguments:
-        store: the table that slabs are entered in.
+        store: the table that allocations are entered in.
         tier: the tier of the storages.
         unit: the name of the storages' unit in the table.
         kind: the name of their kind in the table. Values are bytes.
@@ -111,7 +113,7 @@ class ActivationPool:
 
     @property
     def capacity(self) -> int:
-        """Bytes of all slabs."""
+        """Bytes of all allocations."""
         return sum(block.segment.tile_numel for block in self._blocks.values())
 
     @property
@@ -145,7 +147,7 @@ class ActivationPool:
         self._dropped.append(cut)
 
     def release_memory(self) -> None:
-        """Free the storages that were dropped, and the slabs without storages, once work on them is over."""
+        """Free the storages that were dropped, and the allocations without storages, once work on them is over."""
         self._sweep(math.inf)
         for segment in {block.segment for block in self._blocks.values()}:
             whole = [
@@ -161,7 +163,7 @@ class ActivationPool:
                 self._store.free(segment)
 
     def close(self) -> None:
-        """Forget the slabs, which are freed with the store. Storages that are left keep their memory."""
+        """Forget the allocations, which are freed with the store. Storages that are left keep their memory."""
         self._blocks.clear()
         self._holes.clear()
         self._dropped.clear()
@@ -199,10 +201,10 @@ class ActivationPool:
         return hole._replace(stop=cut)
 
     def _grow(self, missing: int) -> None:
-        """Allocate another slab."""
+        """Allocate another allocation."""
         nbytes = step_bytes(self.capacity, missing)
         pinnable = self._store.tiers[self._tier].pinnable(nbytes) // PAGE_BYTES * PAGE_BYTES
-        if pinnable >= LEAST_PINNED:  # the rest of the budget first, then pageable slabs
+        if pinnable >= LEAST_PINNED:  # the rest of the budget first, then pageable allocations
             nbytes = min(nbytes, pinnable)
         try:
             self._add(nbytes)

@@ -51,7 +51,7 @@ class _DeviceAllocation(Allocation):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The cpu tier: host memory in slabs of exact size, pinned where a device copies from it or to it.
+# The cpu tier: host memory in allocations of exact size, pinned where a device copies from it or to it.
 #
 # Slabs that the budget or the system does not let pin are pageable. A device copies from pageable memory only while the
 # host waits, so copies between the two pass a few pinned bounce buffers.
@@ -77,7 +77,7 @@ class HostTier(TierMemory):
         device: the device that copies from the host.
         pinned_bytes: the most bytes that may be page-locked; `None` sets no limit.
         tile_bytes: bytes of a bounce buffer.
-        arena: the class of slabs' memory.
+        arena: the class of allocations' memory.
 
     Attributes:
         pinned_bytes: bytes that are page-locked now.

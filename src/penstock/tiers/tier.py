@@ -49,7 +49,7 @@ class Allocation(ABC):
 
     @abstractmethod
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
-        """Make the next of the segments that the slab is for.
+        """Make the next of the segments that the allocation is for.
 
         Arguments:
             plan: the segment.
@@ -58,12 +58,12 @@ class Allocation(ABC):
         """
 
     def rewind(self) -> bool:
-        """Prepare to make the same segments again, from the first one on. Return True if the slab can do that."""
+        """Prepare to make the same segments again, from the first one on. Return True if the allocation can do that."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Give the slab back. Its segments were dropped, or are not used any more."""
+        """Free the allocation. Its segments were dropped, or are not used any more."""
 
 
 class TierMemory(ABC):
@@ -79,7 +79,7 @@ class TierMemory(ABC):
 
     @abstractmethod
     def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
-        """Allocate a slab for each storage's segments.
+        """Allocate an allocation for each storage's segments.
 
         Arguments:
             wanted: the segments that will be made, in order, by the storage's name.
@@ -94,16 +94,16 @@ class TierMemory(ABC):
         """Return how many of some bytes can still be pinned, as far as the tier knows."""
         return nbytes
 
-    def close(self) -> None:  # noqa: B027 - most tiers have nothing beside their slabs
-        """Give back everything that is no slab."""
+    def close(self) -> None:  # noqa: B027 - most tiers have nothing beside their allocations
+        """Free everything that is no allocation."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The table of training state: segments, and the slabs that they are made of. It depends on no engine.
+# The table of training state: segments, and the allocations that they are made of. It depends on no engine.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-#: Key of a slab: its tier, and its name there or the name of its storage.
+#: Key of an allocation: its tier, and its name there or the name of its storage.
 Place = tuple[Tier, str]
 
 
@@ -112,7 +112,7 @@ class Reservation:
 
     Arguments:
         store: the table that segments are entered in.
-        allocations: the slabs by tier and storage. Segments in `apart` have slabs of their own.
+        allocations: the allocations by tier and storage. Segments in `apart` have allocations of their own.
         apart: see `Store.reserve`.
     """
 
@@ -136,7 +136,7 @@ class Reservation:
         return segment
 
     def cancel(self) -> None:
-        """Give everything back, with the segments that were made. No work is under way on them."""
+        """Free everything, with the segments that were made. No work is under way on them."""
         self._store.take_back(self._allocations.values())
 
 
@@ -144,7 +144,7 @@ class Store:
     """The table: all segments of one engine on this rank.
 
     Attributes:
-        tiers: the tiers that slabs come from.
+        tiers: the tiers that allocations come from.
     """
 
     def __init__(self, tiers: Collection[TierMemory]) -> None:
@@ -165,13 +165,13 @@ class Store:
         apart: Collection[SegmentPlan] = frozenset(),
         keep: bool = False,
     ) -> Reservation:
-        """Allocate slabs for segments. The segments of one storage on one tier share a slab.
+        """Allocate allocations for segments. The segments of one storage on one tier share an allocation.
 
         Arguments:
             plans: segments, in the order in which those of a storage are made.
-            apart: those that are freed while others of their storage stay. They have slabs of their own.
+            apart: those that are freed while others of their storage stay. They have allocations of their own.
             pin: page-lock host memory that a device copies from.
-            keep: keep the slabs of `apart` and of the buffers when they are freed, for the next request of the same.
+            keep: keep the allocations of `apart` and of the buffers when they are freed, for the next request of the same.
 
         Raises:
             MemoryBudgetError, NvmeError: there is not enough. Nothing is allocated.
@@ -185,7 +185,7 @@ class Store:
         except (MemoryBudgetError, NvmeError):
             if not self.give_back_kept():
                 raise
-            allocations = self._take(wanted, pin)  # there may be enough without the kept slabs
+            allocations = self._take(wanted, pin)  # there may be enough without the kept allocations
         for place, allocation in allocations.items():
             allocation.plans, allocation.pin = tuple(wanted[place]), pin
             allocation.keep = keep and (allocation.plans[0] in apart or allocation.plans[0].storage == STAGING)
@@ -193,7 +193,7 @@ class Store:
         return Reservation(self, allocations, apart)
 
     def _take(self, wanted: Mapping[Place, Sequence[SegmentPlan]], pin: bool) -> dict[Place, Allocation]:
-        """Return slabs: kept ones of the same segments, and new ones."""
+        """Return allocations: kept ones of the same segments, and new ones."""
         allocations: dict[Place, Allocation] = {}
         try:
             with self._lock:
@@ -214,7 +214,7 @@ class Store:
         return allocations
 
     def give_back_kept(self) -> bool:
-        """Give back all kept slabs. Return True if there were some."""
+        """Free all kept allocations. Return True if there were some."""
         with self._lock:
             allocations, self._kept = [*self._kept.values()], {}
         close_all(allocations)
@@ -232,13 +232,13 @@ class Store:
                 self._leaving[segment] = self._segments.pop(segment)
 
     def free(self, segment: Segment, *, keep: bool = False) -> None:
-        """Free a segment that is leaving. Its slab is given back with the last of its segments.
+        """Free a segment that is leaving. Its allocation is given back with the last of its segments.
 
         No work is under way on the segment.
 
         Arguments:
             segment: the segment.
-            keep: keep the slab, if it was reserved for that.
+            keep: keep the allocation, if it was reserved for that.
         """
         segment.drop()
         with self._lock:
@@ -250,7 +250,7 @@ class Store:
                     self._put(allocation, keep=keep)
 
     def _put(self, allocation: Allocation, *, keep: bool) -> None:
-        """Keep a slab whose segments are freed in place of the one kept before, or close it."""
+        """Keep an allocation whose segments are freed in place of the one kept before, or close it."""
         left: Allocation | None = allocation
         if keep and allocation.keep and allocation.rewind():
             place = allocation.plans[0].tier, allocation.plans[0].storage
@@ -259,7 +259,7 @@ class Store:
             left.close()
 
     def take_back(self, allocations: Collection[Allocation]) -> None:
-        """Give slabs back, with every segment that was made of them. No work is under way on them."""
+        """Free allocations, with every segment that was made of them. No work is under way on them."""
         with self._lock:
             for segment in [segment for segment, allocation in self._segments.items() if allocation in allocations]:
                 del self._segments[segment]
@@ -272,7 +272,7 @@ class Store:
         """List everything that takes memory or space, in the order of allocation, and the tiers' own buffers.
 
         Returns:
-            For each segment its plan, its slab, and its state: "leaving", "kept" (without values), or `None`.
+            For each segment its plan, its allocation, and its state: "leaving", "kept" (without values), or `None`.
         """
         with self._lock:
             here, leaving, kept = [*self._segments.items()], [*self._leaving.items()], [*self._kept.values()]

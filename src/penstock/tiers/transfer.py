@@ -487,7 +487,7 @@ class TileStreamer:
         up, down = CopyRoute(self._beside, True), CopyRoute(Tier.CPU, True)
         load: Work = partial(segment.load, number, host)
         put: Work = partial(segment.store, number, host)
-        # What a buffer still holds was checked, or made by an update: without a way back nobody needs its checksum.
+        # A record in a buffer was checked, or made by an update: if it is not written back, no checksum is needed.
         if sums and (back or kept is None) and (summed := segment.summed(number, host)) is not None:
             assert not passes, "an update sums what it works on"
             tile.summed.append(summed)

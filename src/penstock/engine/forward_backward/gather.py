@@ -328,7 +328,7 @@ class Gatherer:
             # Keep the same torch storage: views that autograd saved read the values of the next gather. The copies to
             # the new storage may still read it: `_retire` waits for them before the memory is freed (ordering rule 1).
             unit.event = moved
-        else:  # a part of a slab, or still read by the copies: its memory goes with the old storage
+        else:  # a part of an allocation, or still read by the copies: its memory goes with the old storage
             unit.event = DONE
             unit.gathered_buffer = self.context.streams.make_buffer(before.numel(), before.dtype)
             if in_use:

@@ -31,7 +31,7 @@ from penstock.trace import Label
 #
 # With activation checkpointing these are the inputs of the checkpointed blocks, and tensors outside of the blocks. Only
 # tensors that are saved during the model's forward are offloaded. Parameters and small tensors stay. The memory is cut
-# from a few slabs for tensors of all sizes (`tiers/allocation.py`).
+# from a few allocations for tensors of all sizes (`tiers/allocation.py`).
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +118,7 @@ class ActivationOffload:
 
     def release_memory(self) -> None:
         """Free unused memory and files. The next forward allocates some again."""
-        self._let_go(0)  # tensors whose bytes leave hold cuts, which hold slabs
+        self._let_go(0)  # tensors whose bytes leave hold cuts, which hold allocations
         self._cuts.release_memory()
 
     def close(self) -> None:

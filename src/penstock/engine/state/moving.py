@@ -118,7 +118,7 @@ class StateOffloader:
         wanted = {unit: self._offloaded(unit, storages, to) for unit in self._context.units}
         if any(_parts_from_shadow(unit, plans, storages, to) for unit, plans in wanted.items()):
             # Parameter staging joins parameters and optimizer states of two tiers. After the move tiles are copied
-            # instead. The staging of all units goes, as they share slabs.
+            # instead. The staging of all units goes, as they share allocations.
             for unit in self._context.units:
                 if unit.trained is not None:
                     wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.storages[SHADOW].plans]
