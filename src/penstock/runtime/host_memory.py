@@ -120,8 +120,8 @@ def _module(device: torch.device) -> Any:
 # accelerator, the allocation lies on the device's NUMA node. If the device copies from it, it is faulted in by several
 # threads, and page-locked once. Pages that are never touched cost nothing.
 #
-# The child of a fork finds zeros in an allocation. Parent and child do not see each other's writes, and no page is copied when
-# the parent writes to it while children live.
+# The child of a fork finds zeros in an allocation. Parent and child do not see each other's writes, and no page is
+# copied when the parent writes to it while children live.
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -138,9 +138,10 @@ class Arena:
     Arguments:
         capacity: the size of the allocation, in bytes.
         device: the device that computes.
-        pin: page-lock the allocation for `device`, unless that is a cpu. An allocation that cannot be page-locked stays pageable.
-        ring: the allocation is for a few buffers. Where mapped memory cannot be page-locked, it is torch's own pinned memory,
-            which may be larger.
+        pin: page-lock the allocation for `device`, unless that is a cpu. An allocation that cannot be page-locked
+            stays pageable.
+        ring: the allocation is for a few buffers. Where mapped memory cannot be page-locked, it is torch's own pinned
+            memory, which may be larger.
 
     Attributes:
         capacity: the size of the allocation, in bytes.
@@ -169,8 +170,8 @@ class Arena:
         self._memory = memory
         self._allocation = torch.frombuffer(memory, dtype=torch.uint8)
         if needs_pinning(device):
-            # Before the first touch, which decides the node of a page. Also for pageable allocations: the threads of the
-            # updates run on that node too.
+            # Before the first touch, which decides the node of a page. Also for pageable allocations: the threads of
+            # the updates run on that node too.
             node = device_node(device)
             if node is not None:
                 prefer_node(self._allocation.data_ptr(), capacity, node)

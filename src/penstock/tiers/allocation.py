@@ -77,8 +77,8 @@ class _Block(NamedTuple):
     Attributes:
         segment: the whole allocation, as one segment.
         record: the number of the folder's record in files.
-        space: the number of the folder; in memory 0 for pinned and 1 for pageable allocations. Extents are taken from one
-            space at a time.
+        space: the number of the folder; in memory 0 for pinned and 1 for pageable allocations. Extents are taken from
+            one space at a time.
     """
 
     segment: Segment

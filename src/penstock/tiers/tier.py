@@ -171,7 +171,8 @@ class Store:
             plans: segments, in the order in which those of a storage are made.
             apart: those that are freed while others of their storage stay. They have allocations of their own.
             pin: page-lock host memory that a device copies from.
-            keep: keep the allocations of `apart` and of the buffers when they are freed, for the next request of the same.
+            keep: keep the allocations of `apart` and of the buffers when they are freed, for the next request of the
+                same.
 
         Raises:
             MemoryBudgetError, NvmeError: there is not enough. Nothing is allocated.

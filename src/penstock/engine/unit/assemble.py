@@ -42,8 +42,8 @@ def make_unit(
         reserved: the memory and files that were reserved for it.
     """
     spec, layout = plan.spec, plan.layout
-    # In the order of the plan, in which they were reserved: an allocation hands out its memory one segment after the other,
-    # and a segment that is made out of order would get another one's memory.
+    # In the order of the plan, in which they were reserved: an allocation hands out its memory one segment after the
+    # other, and a segment that is made out of order would get another one's memory.
     storages = {
         name: Storage([reserved.make(segment) for segment in segments]) for name, segments in plan.segments.items()
     }
