@@ -45,7 +45,7 @@ class Watch:
             allocated.pop(id(buffer), None)
             give_back(ring, buffer, event)
 
-        patch.setattr(BufferRing, "lease", watched)
+        patch.setattr(BufferRing, "allocate", watched)
         patch.setattr(BufferRing, "give_back", returned)
 
 

@@ -123,7 +123,7 @@ class Elsewhere:
 
     def _show(self, report: pytest.TestReport) -> None:
         if self.config.option.capture == "no":
-            for name, text in report.segments:
+            for name, text in report.sections:
                 if name.endswith(report.when or ""):
                     sys.stdout.write(text)
 
@@ -147,7 +147,7 @@ def _failure(item: pytest.Item, when: Any, start: float, text: str, printed: str
         outcome="failed",
         longrepr=text,
         when=when,
-        segments=[(f"Captured stdout {when}", printed)] if printed else [],
+        sections=[(f"Captured stdout {when}", printed)] if printed else [],
         duration=stop - start,
         start=start,
         stop=stop,

@@ -16,7 +16,7 @@ ROWS = re.findall(r"^\| (.*?) \| (\d+) \| (\d+) \| (\d+) \| .* \|$", PAGE, re.MU
 RINGS = 0.6
 
 
-@pytest.mark.parametrize(("homes", "device", "host", "disk"), ROWS)
+@pytest.mark.parametrize(("storages", "device", "host", "disk"), ROWS)
 def test_bytes_per_parameter(storages: str, device: str, host: str, disk: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(64)])

@@ -209,8 +209,10 @@ def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
         file = File(queue, tmp_path / "file", NBYTES)
         fault("write", 1, ALWAYS, delay_ms=100)
         file.write(0, source)
+        native = file._native
+        assert native is not None
         file.close()
-        assert file._native.bytes_written == NBYTES
+        assert native.bytes_written == NBYTES
     assert (tmp_path / "file").read_bytes() == source.numpy().tobytes()
     fault("write", ALWAYS)
 

@@ -184,7 +184,7 @@ from penstock.runtime.aio import File, Queue
 from penstock.runtime.host_memory import Arena
 
 CHUNK = 1 << 20
-source = Arena(4 * CHUNK, torch.device("cpu")).lease(4 * CHUNK, torch.uint8).fill_(7)
+source = Arena(4 * CHUNK, torch.device("cpu")).allocate(4 * CHUNK, torch.uint8).fill_(7)
 with Queue(1) as queue:
     file = File(queue, sys.argv[1], 4 * CHUNK)
     resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK + CHUNK // 2, resource.RLIM_INFINITY))
@@ -212,7 +212,7 @@ from penstock.runtime.aio import File, Queue
 from penstock.runtime.host_memory import Arena
 
 queue = Queue(2)
-source = Arena(64 << 20, torch.device("cpu")).lease(64 << 20, torch.uint8).fill_(7)
+source = Arena(64 << 20, torch.device("cpu")).allocate(64 << 20, torch.uint8).fill_(7)
 file = File(queue, sys.argv[1], 64 << 20)
 transfer = file.write(0, source)
 assert not transfer.done()

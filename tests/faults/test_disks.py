@@ -120,7 +120,7 @@ def test_a_full_disk_is_refused_before_anything_is_made(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("row", "home"),
+    ("row", "storage"),
     [
         pytest.param(row, storage, id=f"{name(row)}, {storage}")
         for row, storage in ((ROWS[0], "master"), (ROWS[0], "optimizer"), (ROWS[1], "param"), (ROWS[3], "optimizer"))

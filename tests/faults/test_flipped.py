@@ -60,7 +60,7 @@ STREAMS: list[Callable[[], Streams]] = [inline, thorough(partial(simulated, most
 
 
 @pytest.mark.parametrize("streams", STREAMS)
-@pytest.mark.parametrize(("home", "place"), [*product(HOMES, PLACES)])
+@pytest.mark.parametrize(("storage", "place"), [*product(HOMES, PLACES)])
 def test_a_flipped_byte_is_refused_by_the_update(
     storage: str, place: str, streams: Callable[[], Streams], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_block_that_is_unfrozen_trains_the_same_everywhere(make_streams, devic
         assert_same(run(make_streams(), device, placement, before=freeze, after=unfreeze), expected, "unfrozen")
 
 
-@pytest.mark.parametrize("home", ["device", "cpu", {"device": 0.5, "cpu": 0.5}], ids=str)
+@pytest.mark.parametrize("storage", ["device", "cpu", {"device": 0.5, "cpu": 0.5}], ids=str)
 def test_a_model_that_nothing_trains_computes_the_same(make_streams, device, storage):
     model, plain = build(), build().to(device, torch.bfloat16)
     optimizer = prepare_on(make_streams(), model, None, placement=penstock.Placement(params=storage), options=OPTIONS)
@@ -107,7 +107,7 @@ def test_a_model_that_nothing_trains_computes_the_same(make_streams, device, sto
     optimizer.close()
 
 
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("storage", ["cpu", "nvme"])
 def test_muon_is_the_same_wherever_it_rests(make_streams, device, uncompiled, storage, tmp_path):
     """The device updates all matrices; AdamW has the rest."""
 

@@ -79,7 +79,7 @@ def plain(row, device) -> Outcome:
 _exact: dict[object, Outcome] = {}
 
 
-@pytest.mark.parametrize("home", list(HOMES))
+@pytest.mark.parametrize("storage", list(HOMES))
 @pytest.mark.parametrize("row", [EXACT_ROWS[0], *(thorough(row) for row in EXACT_ROWS[1:])], ids=str)
 def test_no_placement_changes_a_bit(make_streams, device, uncompiled, row, storage):
     """The device's reference update rounds as the host's does; so all placements have to be equal, bit by bit."""
@@ -107,7 +107,9 @@ def assert_exact(found, expected, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [*ROWS, *map(thorough, OTHER_ROWS)], ids=str)
-@pytest.mark.parametrize("home", [storage if storage in ("device", "cpu") else thorough(storage) for storage in HOMES])
+@pytest.mark.parametrize(
+    "storage", [storage if storage in ("device", "cpu") else thorough(storage) for storage in HOMES]
+)
 def test_every_placement_trains_like_plain_torch(make_streams, device, storage, row):
     """With the updates that a user has there: compiled on a device that has a compiler."""
     expected, found = plain(row, device), run(make_streams(), storage, row, device)

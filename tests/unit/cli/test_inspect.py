@@ -47,7 +47,7 @@ def damage(folder: Path, numbers: list[int]) -> list[str]:
         key = keys[number]
         record = key.unit.records(key.number)[-1]
         data[record.offset] ^= 16
-        names.append(f"{record.home.name} of unit '{key.unit.name}', tile {key.number}")
+        names.append(f"{record.storage.name} of unit '{key.unit.name}', tile {key.number}")
     keys[0].file.write_bytes(data)
     return names
 

@@ -197,7 +197,7 @@ HALF = {"device": 0.5, "cpu": 0.5}
 
 
 @pytest.mark.parametrize(
-    "homes",
+    "storages",
     [
         pytest.param({"optimizer": HALF}, id="the optimizer"),
         pytest.param({"optimizer": HALF, "params": "cpu", "grads": "cpu"}, id="the optimizer, the rest on the cpu"),

@@ -76,7 +76,7 @@ class Pair:
         self.sgd.zero_grad()
 
 
-@pytest.mark.parametrize(("make", "home", "to"), MOVES)
+@pytest.mark.parametrize(("make", "storage", "to"), MOVES)
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_a_move_between_micro_batches_brings_nothing_of_the_last_step_back(
     make: Callable[[], Streams], storage: str, to: str, overlap: str, tmp_path: Path
@@ -101,7 +101,7 @@ def test_a_move_between_micro_batches_brings_nothing_of_the_last_step_back(
     pair.optimizer.close()
 
 
-@pytest.mark.parametrize(("make", "home", "to"), MOVES)
+@pytest.mark.parametrize(("make", "storage", "to"), MOVES)
 def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
     make: Callable[[], Streams], storage: str, to: str, tmp_path: Path
 ) -> None:
@@ -128,7 +128,7 @@ def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
     pair.optimizer.close()
 
 
-@pytest.mark.parametrize(("make", "home", "to"), MOVES)
+@pytest.mark.parametrize(("make", "storage", "to"), MOVES)
 def test_a_gradient_set_by_hand_is_alone_until_another_comes(
     make: Callable[[], Streams], storage: str, to: str, tmp_path: Path
 ) -> None:
@@ -165,7 +165,7 @@ def test_gradients_that_are_rounded_on_their_way_begin_at_zero(reduce: torch.dty
     optimizer.close()
 
 
-@pytest.mark.parametrize("home", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize("storage", ["device", "cpu", "nvme"])
 def test_a_gradient_set_by_hand_before_any_backward_is_the_only_one(storage: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))  # gaps between slots
     given = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -140,7 +140,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("blocking", [thorough(True, id="blocking"), pytest.param(False, id="in flight")])
-@pytest.mark.parametrize(("home", "to"), PAIRS)
+@pytest.mark.parametrize(("storage", "to"), PAIRS)
 @pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_every_kind_goes_there_and_back(
     make: Callable[[], Streams], storage: str, to: str, blocking: bool, tmp_path: Path
@@ -171,7 +171,7 @@ def test_every_kind_goes_there_and_back(
 
 
 @pytest.mark.parametrize("to", ["cpu", "nvme"])
-@pytest.mark.parametrize("home", ["device", thorough("cpu")])
+@pytest.mark.parametrize("storage", ["device", thorough("cpu")])
 def test_device_memory_falls_to_what_is_left(storage: str, to: str, tmp_path: Path) -> None:
     """Every tensor that Python sees, the cpu tier's slabs aside: nothing keeps a copy, or a buffer of gradients."""
     bare = tensor_bytes()

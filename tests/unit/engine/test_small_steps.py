@@ -187,7 +187,7 @@ def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: p
         read.append(1)
         return step_scalars(self, *given, **named)
 
-    monkeypatch.setattr(FusedRule, "hyper", noted)
+    monkeypatch.setattr(FusedRule, "step_scalars", noted)
     counts = []
     for blocks in (1, 3):
         model, optimizer, x = prepared(blocks=blocks)

@@ -85,7 +85,7 @@ def test_a_buffer_is_nan_from_lease_and_after_release(streams: SimulatedStreams)
     assert buffer.isnan().all()
 
 
-@pytest.mark.parametrize("verb", ["lease", "retire"])
+@pytest.mark.parametrize("verb", ["allocate", "deallocate"])
 def test_a_buffer_that_work_still_writes_cannot_change_hands(
     streams: SimulatedStreams, gate: threading.Event, verb: str
 ) -> None:

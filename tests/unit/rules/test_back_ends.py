@@ -64,8 +64,8 @@ def test_every_small_size_at_any_alignment(
     rule, step_scalars = rule_and_hyper(name, format_)
     for numel in SIZES:
         expected = make(rule, *random_inputs(numel), storage, torch.bfloat16)
-        storages = [guarded(tensor, numel % 5 + i) for i, (_, tensor) in enumerate(parts(expected))]
-        tensors = iter(storage.tensor for storage in storages)
+        guards = [guarded(tensor, numel % 5 + i) for i, (_, tensor) in enumerate(parts(expected))]
+        tensors = iter(guard.tensor for guard in guards)
         actual = replace(
             expected,
             param=next(tensors),
@@ -76,8 +76,8 @@ def test_every_small_size_at_any_alignment(
         update_reference(rule, expected, step_scalars, 0.7)
         rule.update(actual, step_scalars, 0.7, None)
         check_all(actual, expected, assert_same_bits, numel)
-        for storage in storages:
-            storage.check()
+        for guard in guards:
+            guard.check()
 
 
 @pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3], FORMATS[4]], ids=lambda f: f.dtype)

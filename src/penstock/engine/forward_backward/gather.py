@@ -395,8 +395,10 @@ class Gatherer:
                 with contextlib.suppress(Exception):
                     part.synchronize()  # site release.failed_gather_over
             holding.empty_views()
+        was_gathered = holding.unit_state is UnitState.GATHERED
+        holding.become(UnitState.OUTDATED)  # first: wherever an interrupt stops this, the next use gathers again
         if recorded.is_alive:
-            if recorded.is_new and holding.unit_state is UnitState.GATHERED:
+            if recorded.is_new and was_gathered:
                 recorded.keep(unit.gathered_buffer)
                 self._replace_full(unit)
             assert recorded.shown is not None
@@ -411,7 +413,6 @@ class Gatherer:
         holding.note_emptied()
         if views_elsewhere(unit.gathered_buffer) and not holding.empties_views:
             self.context.streams.poison(unit.gathered_buffer)
-            holding.become(UnitState.OUTDATED)
             self._lingering[unit] = None
         else:
             self._free(unit)
@@ -423,9 +424,9 @@ class Gatherer:
 
     def _free(self, unit: Unit) -> None:
         self._lingering.pop(unit, None)
-        self.context.streams.deallocate(unit.gathered_buffer)
-        unit.holding.become(UnitState.RELEASED)
+        unit.holding.become(UnitState.RELEASED)  # first: an interrupt leaves no unit that counts on memory it lost
         self.live_bytes -= unit.nbytes
+        self.context.streams.deallocate(unit.gathered_buffer)
 
     def _replace_full(self, unit: Unit) -> None:
         """Leave the memory of the full buffer to its views, and give the unit another buffer without memory."""

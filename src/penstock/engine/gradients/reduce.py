@@ -274,9 +274,8 @@ class GradientSinks:
         if not reduced.adds:
             # The copy reads the buffer, so it follows the collective that fills it (ordering rule 3).
             # site reduce.first_received
-            return self._context.transfers.copy(
-                buffer_storage(reduced.values, written=received), storage, reduced.label
-            )
+            source = buffer_storage(reduced.values, written=received)
+            return self._context.transfers.copy(source, storage, reduced.label)
         # A part that is cut between two segments in memory is added on the device too: it has to be measured whole.
         add = self._add_on_device if len(storage.segments) > 1 or storage.in_files else self._add_on_host
         return add(reduced, received)

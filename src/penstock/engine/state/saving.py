@@ -235,9 +235,8 @@ class StateSaver:
                 continue
             offset += table.nbytes
             # A read follows the last write: the update of this step (ordering rule 3).
-            ready = all_of(
-                [begun, *(storage.written for storage in storages.values())]
-            )  # site save.compute, save.written
+            # site save.compute, save.written
+            ready = all_of([begun, *(storage.written for storage in storages.values())])
             sources.append(UnitSource(table, tuple(storages.values()), ready, HostEvent()))
         return sources
 

@@ -493,11 +493,14 @@ class Unit:
         """
         if name == SECONDARY:
             self.secondary = storage
-        elif name == GRAD:
-            assert self.trained is not None
+            return
+        assert self.trained is not None
+        if name == GRAD:
             self.trained.gradient.storage = storage
+        elif name == SHADOW:
+            self.trained.param_staging = storage
         else:
-            assert name in (MASTER, OPTIMIZER, SHADOW)  # the fields have the names of their storages
+            assert name in (MASTER, OPTIMIZER)  # the fields have the names of their storages
             setattr(self.trained, name, storage)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, WeightRange]]:
