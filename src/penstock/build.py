@@ -67,7 +67,7 @@ class Adoption:
         self, before: Blueprint, engine: Engine, given: torch.optim.Optimizer, rank_checks: RankChecks
     ) -> None:
         context = engine.context
-        _check_at_home(engine)
+        _check_in_place(engine)
         self._engine = engine
         self._left = {p.tensor: (unit, p) for unit in context.units for p in unit.parameters}
         newcomers = {name: p for name, p in context.model.named_parameters() if p not in self._left}
@@ -213,7 +213,7 @@ class Adoption:
             parameter.leave(None)  # also those of units that stay: the engine is abandoned next
 
 
-def _check_at_home(engine: Engine) -> None:
+def _check_in_place(engine: Engine) -> None:
     """Refuse to change units that a pending backward uses, or whose state is offloaded."""
     for unit in engine.context.units:
         if unit.holding.is_held:

@@ -74,7 +74,7 @@ def test_stretches_of_tiles_change_no_bit(
     submit = Updater._submit
 
     def note(self: Updater, tile: TileUpdate, *rest: Any) -> None:
-        if not self._pipelines[tile.runs_on].stretch(tile.number, _storages(tile.unit, tile.number)).in_place:
+        if not self._streamers[tile.runs_on].range_at(tile.number, _storages(tile.unit, tile.number)).in_place:
             seen[tile.runs_on].append(tile.count)
         submit(self, tile, *rest)
 

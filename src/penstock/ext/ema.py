@@ -348,8 +348,8 @@ class Averages:
                 storages |= (
                     {SHADOW: trained.param_staging} if trained.has_param_staging(number) else {PARAM: unit.params}
                 )
-                count = self._streamers[beside].stretch(number, storages).tiles
-                brought = self._streamers[beside].bring(
+                count = self._streamers[beside].range_at(number, storages).tiles
+                staged = self._streamers[beside].bring(
                     number,
                     storages,
                     after=after,
@@ -357,11 +357,11 @@ class Averages:
                     written=tuple(storages) if exchanges else ("average",),
                     count=count,
                 )
-                (param,) = brought.views[SHADOW] if SHADOW in brought.views else brought.views[PARAM]
-                (values,), master = brought.views["average"], brought.views[MASTER]
+                (param,) = staged.views[SHADOW] if SHADOW in staged.views else staged.views[PARAM]
+                (values,), master = staged.views["average"], staged.views[MASTER]
                 call = partial(work, values, param, master[0] if master else None)
                 stream = None if beside is Tier.DEVICE else UPDATE
-                events.append(use_staged(self._context.streams, stream, brought, call))
+                events.append(use_staged(self._context.streams, stream, staged, call))
                 number += count
             over = all_of(events)  # site average.tiles_over
             for storage in read:

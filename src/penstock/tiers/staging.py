@@ -81,7 +81,7 @@ class StagingPlan:
         if not any(plan.tier is Tier.CPU or plan.cells[0].dtype != reduce_dtype for plan in away):
             return RingPlan()
         nbytes = self._tile * reduce_dtype.itemsize
-        nbytes *= _stretch(self._tile, _tiles(away), MEMORY_SLOTS * nbytes)
+        nbytes *= _range_tiles(self._tile, _tiles(away), MEMORY_SLOTS * nbytes)
         return RingPlan("landing", MEMORY_SLOTS, sizes={PASSING: nbytes})
 
     def _ring_beside(self, beside: Tier, units: Sequence[Sections]) -> RingPlan:
@@ -121,14 +121,14 @@ def plan_ring(
     files = {storage for storage, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
     near = Tier.CPU if reach.aliases_host else beside  # records need page-aligned buffers, which that tier has
     tile = max(min(plan.numel, plan.tile_numel) for plans in passing.values() for plan in plans)
-    sizes, stretch = _sizes(passing, tile), 1
+    sizes, tiles = _sizes(passing, tile), 1
     count = _slots(sum(sizes.values())) if files else in_memory
     if not files:  # a record holds one tile
-        stretch = _stretch(tile, max(map(_tiles, passing.values())), count * sum(sizes.values()))
-        sizes = _sizes(passing, tile * stretch)
+        tiles = _range_tiles(tile, max(map(_tiles, passing.values())), count * sum(sizes.values()))
+        sizes = _sizes(passing, tile * tiles)
     # Records for a device pass a buffer on the host.
     through_host = [storage for storage in sizes if storage in files] if near is Tier.DEVICE else []
-    return RingPlan(name, count, stretch, near, sizes, through_host)
+    return RingPlan(name, count, tiles, near, sizes, through_host)
 
 
 def _tiles(plans: Iterable[SegmentPlan]) -> int:
@@ -136,7 +136,7 @@ def _tiles(plans: Iterable[SegmentPlan]) -> int:
     return sum(-(-plan.numel // plan.tile_numel) for plan in plans)
 
 
-def _stretch(tile: int, tiles: int, ring_bytes: int) -> int:
+def _range_tiles(tile: int, tiles: int, ring_bytes: int) -> int:
     """Return how many tiles a slot of a ring holds.
 
     Arguments:

@@ -394,7 +394,7 @@ class TileStreamer:
         self._reached = {tier for tier in Tier if in_reach(tier, beside, streams.reach)}
         self._copies = CopyRoutes(streams, Ring(), FETCH)
 
-    def stretch(self, number: int, storages: Mapping[str, Storage]) -> TileRange:
+    def range_at(self, number: int, storages: Mapping[str, Storage]) -> TileRange:
         """Return how many tiles from this one on are moved, or used in place, at once."""
         counts, in_place = [], True
         for storage in storages.values():
@@ -430,7 +430,7 @@ class TileStreamer:
             after: the event after which the storages' memory is complete, and may be overwritten.
             label: its purpose, in traces.
             written: names of the storages that the use writes, and that are written back.
-            count: the number of tiles, at most what `stretch` returns.
+            count: the number of tiles, at most what `range_at` returns.
             sums: True if the use computes the checksums of `StagedTile.summed`.
         """
         places = {name: storage.tile(number) for name, storage in storages.items()}

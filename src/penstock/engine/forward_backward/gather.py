@@ -300,7 +300,7 @@ class Gatherer:
             unit.holding.become(UnitState.OUTDATED)
         return unit.gathered_buffer
 
-    def become_home(self, unit: Unit) -> None:
+    def become_storage(self, unit: Unit) -> None:
         """Make the full buffer, which holds the parameters, their storage: the unit is resident from now on."""
         assert unit.holding.unit_state is not UnitState.GATHERING
         assert unit.allocated, f"unit '{unit.name}' has no memory to become a home"
@@ -308,7 +308,7 @@ class Gatherer:
         self._lingering.pop(unit, None)
         unit.resident = True
 
-    def leave_home(self, unit: Unit, *, moved: Event) -> None:
+    def leave_storage(self, unit: Unit, *, moved: Event) -> None:
         """Gather the unit for each use from now on: its parameters have moved out of the full buffer.
 
         Arguments:

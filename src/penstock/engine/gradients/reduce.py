@@ -264,7 +264,7 @@ class GradientSinks:
         if self._agrees:
             gradient.flawed = _flaw(reduced.values, gradient.flawed if reduced.adds else None)
 
-    def send_home(self, reduced: ReducedGradient, received: Event) -> Event:
+    def send_to_storage(self, reduced: ReducedGradient, received: Event) -> Event:
         """Submit the transfer to the storage; return the event after which the buffer of the reduced values is free."""
         storage = reduced.storage
         if self.values(storage) is not None:
@@ -304,7 +304,7 @@ class GradientSinks:
         """Copy the values of a storage in files or on several tiers to the device, add, and copy the sum back."""
         streams, transfers, pool = self._context.streams, self._context.transfers, self._context.pool
         total = self._buffers.allocate(reduced.values.numel(), self._dtype)
-        brought = transfers.copy(reduced.storage, buffer_storage(total), reduced.label)
+        loaded = transfers.copy(reduced.storage, buffer_storage(total), reduced.label)
 
         def add() -> None:
             _clear(total, reduced.stale)
@@ -315,7 +315,7 @@ class GradientSinks:
         # and this follows a read of a file. It follows both summands (ordering rule 3).
         nbytes = 2 * total.nbytes + reduced.values.nbytes  # read and written
         # site device_sum.received, device_sum.loaded
-        added = streams.submit(DEVICE_UPDATE, add, after=(received, brought), nbytes=nbytes, label=reduced.label)
+        added = streams.submit(DEVICE_UPDATE, add, after=(received, loaded), nbytes=nbytes, label=reduced.label)
         # site device_sum.added
         saved = transfers.copy(buffer_storage(total, written=added), reduced.storage, reduced.label)
         self._buffers.give_back(total, saved)  # the copy back reads it last
@@ -500,7 +500,7 @@ class Reducer:
             label=Label("reduce", unit.name),
         )
         self._ranks.submitted(received)  # the next collective of the program follows it
-        sent = self._sinks.send_home(reduced, received)
+        sent = self._sinks.send_to_storage(reduced, received)
         # The last reader of the flat gradient is the collective, that of the shard its transfer (ordering rule 1).
         self.buffers.give_back(full, received if sharded else sent)
         if sharded:

@@ -116,7 +116,7 @@ class StateOffloader:
                     self._gatherer.forget(unit)
         self._gatherer.release_memory()
         wanted = {unit: self._offloaded(unit, storages, to) for unit in self._context.units}
-        if any(_parts_from_shadow(unit, plans, storages, to) for unit, plans in wanted.items()):
+        if any(_parts_from_staging(unit, plans, storages, to) for unit, plans in wanted.items()):
             # Parameter staging joins parameters and optimizer states of two tiers. After the move tiles are copied
             # instead. The staging of all units goes, as they share allocations.
             for unit in self._context.units:
@@ -282,11 +282,11 @@ class StateOffloader:
         for name in (PARAM, SECONDARY, GRAD, MASTER, OPTIMIZER, SHADOW):
             if name in move.storages:
                 try:
-                    self._copy_home(move, name, move.storages[name], transfers)
+                    self._copy_storage(move, name, move.storages[name], transfers)
                 except Exception as error:
                     move.storages[name].note_write(FailedEvent(error))
 
-    def _copy_home(self, move: _Move, name: str, new: Storage, transfers: Transfers) -> None:
+    def _copy_storage(self, move: _Move, name: str, new: Storage, transfers: Transfers) -> None:
         unit, label = move.unit, Label("move", move.unit.name, name)
         if name == PARAM:
             self._copy_params(move, new, transfers, label)
@@ -329,17 +329,17 @@ class StateOffloader:
         if PARAM in move.storages:
             params = move.storages[PARAM]
             if self._becomes_resident(unit, params.plans):
-                self._gatherer.become_home(unit)
+                self._gatherer.become_storage(unit)
                 self._context.store.enter(params.segments[0], None)
             elif unit.resident:
-                self._gatherer.leave_home(unit, moved=params.memory.written)
+                self._gatherer.leave_storage(unit, moved=params.memory.written)
             unit.replica = params if self._becomes_replica(unit, params) else None
             unit.params = self._own_part(unit, params)
             unit.other_shards_outdated = unit.other_shards_outdated or move.stale
         return left
 
 
-def _parts_from_shadow(unit: Unit, wanted: Wanted, storages: Collection[str], to: Tier) -> bool:
+def _parts_from_staging(unit: Unit, wanted: Wanted, storages: Collection[str], to: Tier) -> bool:
     """Return True if a move separates a unit's parameter staging from its other state, or moves the staging itself."""
     if unit.trained is None:
         return False

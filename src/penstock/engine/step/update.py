@@ -107,7 +107,7 @@ class Updater:
         self._groups = groups
         self._firsts = firsts
         # For each side, the transfers of tiles that its updates cannot reach where they rest.
-        self._pipelines = {
+        self._streamers = {
             beside: TileStreamer(context.streams, ring, beside=beside)
             for beside, ring in context.staging.update.items()
         }
@@ -171,7 +171,7 @@ class Updater:
             update.divisible = segment.plan.streamed == "some" and update.beside is not Tier.DEVICE
             update.storages = _storages(unit, number)
             if update.runs_on is Tier.DEVICE or not (singly or update.divisible):
-                update.count, update.in_place = self._stretch(update, update.runs_on)
+                update.count, update.in_place = self._tile_range(update, update.runs_on)
             count = update.count
             update.runs = merge(
                 unit.pieces(number, count) if count > 1 else trained.tiles[number], all_step_scalars, bases
@@ -181,20 +181,20 @@ class Updater:
             number += count
         return updates
 
-    def _stretch(self, tile: TileUpdate, on: Tier) -> TileRange:
+    def _tile_range(self, tile: TileUpdate, on: Tier) -> TileRange:
         """Return the tile range that begins here and is updated in one call by the device, or by the host.
 
         A call costs the same for few elements as for many. A parameter that its rule updates as a whole is one tile.
         """
         if tile.unit.spec.whole_numel:
             return TileRange(1, in_place=False)
-        stretch = self._pipelines[on].stretch(tile.number, tile.storages)
+        tiles = self._streamers[on].range_at(tile.number, tile.storages)
         # Updates on the host run on their stream, never as part of compute.
-        return stretch if on is Tier.DEVICE else stretch._replace(in_place=False)
+        return tiles if on is Tier.DEVICE else tiles._replace(in_place=False)
 
     def taken_at_once(self, tile: TileUpdate) -> int:
         """Return the number of tiles, from this one on, that the device would update at once."""
-        return self._stretch(tile, Tier.DEVICE).tiles
+        return self._tile_range(tile, Tier.DEVICE).tiles
 
     def submit(self, tiles: Iterable[TileUpdate], allowed: Callable[[], bool] | None = None) -> None:
         """Submit updates: in order on the host, in order on the device, both at the same time.
@@ -232,14 +232,14 @@ class Updater:
         update_slices: list[tuple[UpdateSlice, StepScalars]] = []
         nbytes = 0
         for tile in tiles:
-            brought = self._pipelines[tile.beside].bring(
+            staged = self._streamers[tile.beside].bring(
                 tile.number, tile.storages, after=tile.complete, label=NO_LABEL, count=tile.count
             )
             # Nothing is copied, but saves, gathers and moves on streams of their own may still read or write these
             # values, and compute does not follow those streams by itself (ordering rule 3).
-            brought.ready.wait()  # site update.in_place_free
-            update_slices += self._update_slices(tile, brought.views)
-            nbytes += _touched(brought.views)
+            staged.ready.wait()  # site update.in_place_free
+            update_slices += self._update_slices(tile, staged.views)
+            nbytes += _touched(staged.views)
         (scale,), (rule,) = {tile.scale for tile in tiles}, {tile.unit.rule for tile in tiles}
         work = partial(rule.update_many, update_slices, scale, self._context.pool)
         self._context.streams.compute(work, label=label, nbytes=nbytes)
@@ -252,14 +252,14 @@ class Updater:
         written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", tile.unit.name, tile=tile.number)
         # An update on the host computes checksums in its own pass; else the transfers do.
         sums = tile.runs_on is Tier.CPU and tile.unit.rule.sums
-        brought = self._pipelines[tile.runs_on].bring(
+        staged = self._streamers[tile.runs_on].bring(
             tile.number, tile.storages, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
         )
-        work = partial(self._apply, tile, brought, allowed)
+        work = partial(self._apply, tile, staged, allowed)
         # State on the device is updated by compute itself. The rest has two streams: streamed updates run on the device
         # beside compute, and beside the updates of the host.
         stream = None if tile.beside is Tier.DEVICE else DEVICE_UPDATE if tile.streamed else UPDATE
-        tile.written = use_staged(self._context.streams, stream, brought, work)
+        tile.written = use_staged(self._context.streams, stream, staged, work)
 
     def publish(self, unit: Unit, tiles: Sequence[TileUpdate], *, goes_on: bool = False) -> None:
         """Record submitted updates in a unit's storages, and copy parameters from their staging to their storage.
@@ -292,14 +292,14 @@ class Updater:
         # Each rank has updated its own shard of a replicated unit: the next gather fetches the other shards.
         unit.outdate_parts()
 
-    def _apply(self, tile: TileUpdate, brought: StagedTile, allowed: Callable[[], bool] | None) -> None:
+    def _apply(self, tile: TileUpdate, staged: StagedTile, allowed: Callable[[], bool] | None) -> None:
         """Update every run of a tile. Runs on the stream of the update."""
         updates = allowed is None or allowed()
-        sums = RecordChecksums(record.buffer for record in brought.summed)
+        sums = RecordChecksums(record.buffer for record in staged.summed)
         if updates:
-            update_slices = self._update_slices(tile, brought.views)
+            update_slices = self._update_slices(tile, staged.views)
             tile.unit.rule.update_many(update_slices, tile.scale, self._context.pool, sums)
-        for record in brought.summed:  # also without an update: the record is stored all the same
+        for record in staged.summed:  # also without an update: the record is stored all the same
             record.check(sums)
         if updates and tile.then is not None:
             tile.then()

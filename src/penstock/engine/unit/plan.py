@@ -211,7 +211,7 @@ def _shadow(
     for update, param in product(optimizer, params):
         start, stop = max(update.start, param.start), min(update.stop, param.stop)
         if start < stop:
-            needed = _needs_shadow(param.tier, update.tier, storages.streams(spec), reach)
+            needed = _needs_param_staging(param.tier, update.tier, storages.streams(spec), reach)
             kinds = [KindPlan(MASTER, spec.dtype)] if needed else []
             segments += _segments(SHADOW, [TierRange(update.tier, start, stop)], kinds, spec=spec, storages=storages)
     return segments
@@ -253,7 +253,7 @@ def _grain(spec: UnitSpec, state: StateSpec, tile_numel: int) -> int:
     return 1 if needed >= spec.parameters[0].numel() else tile_numel // least_divisor(tile_numel, needed)
 
 
-def _needs_shadow(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reach) -> bool:
+def _needs_param_staging(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reach) -> bool:
     """Return True if the update cannot reach the parameters, and writes their staging beside its state.
 
     Tiles in files are copied for the update anyway, and the parameters with them. A device that updates every tile
