@@ -356,7 +356,7 @@ class MemoryEvents:
 
     def add_read(self, event: Event) -> None:
         """Record a read."""
-        self._read = all_of([*self.read.parts(), event])  # site storage.earlier_reads, storage.new_read
+        self._read = all_of([event, *self.read.parts()])  # site storage.new_read, storage.earlier_reads
 
     @property
     def free(self) -> Event:

@@ -98,8 +98,8 @@ def plant_save_pretrained(accelerator: Any, pair: Pair) -> None:
     """Have a model's own `save_pretrained` gather what it writes, until the pair is closed."""
     original = getattr(pair.model, "save_pretrained", None)
     if original is not None:
-        planted = pair.handle._engine.planted  # type: ignore[union-attr]  # it has just been prepared
-        planted.plant(pair.model, "save_pretrained", partial(_save_pretrained, accelerator, pair, original))
+        patches = pair.handle._engine.patches  # type: ignore[union-attr]  # it has just been prepared
+        patches.plant(pair.model, "save_pretrained", partial(_save_pretrained, accelerator, pair, original))
 
 
 def _save_pretrained(accelerator: Any, pair: Pair, original: Callable[..., Any], *args: Any, **given: Any) -> Any:
