@@ -147,7 +147,7 @@ def watch_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
         tensor._backward_hooks[key] = tensor._backward_hooks.pop(key)  # type: ignore[index, union-attr]
 
 
-class Found(NamedTuple):
+class NestedContents(NamedTuple):
     """The contents of nested containers and objects.
 
     Attributes:
@@ -161,7 +161,7 @@ class Found(NamedTuple):
     complete: bool
 
 
-def look_into(value: Any, *, known: Container[int] | None = None) -> Found:
+def look_into(value: Any, *, known: Container[int] | None = None) -> NestedContents:
     """Find the tensors in nested containers and in attributes of objects.
 
     Arguments:
@@ -188,8 +188,8 @@ def look_into(value: Any, *, known: Container[int] | None = None) -> Found:
                 complete = complete and attributes is not None
                 rest += attributes or ()
             if known is not None and len(objects) > _MOST_OBJECTS:
-                return Found(tensors, objects, False)
-    return Found(tensors, objects, complete)
+                return NestedContents(tensors, objects, False)
+    return NestedContents(tensors, objects, complete)
 
 
 def _attributes(value: Any) -> list[Any] | None:
