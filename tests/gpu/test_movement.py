@@ -153,8 +153,9 @@ def _watched_waits(streams: Streams, device: torch.device) -> Iterator[list[str]
 
             patch.setattr(module, "synchronize", wait_for_device)
         else:
-            event = streams.submit("upload", lambda: None)
-            watch(type(event), "synchronize", lambda event: event.done())
+            # Compute on the host is the calling thread: it follows an event by blocking, which is no wait of the host's.
+            patch.setattr(HostEvent, "wait", HostEvent.synchronize)
+            watch(HostEvent, "synchronize", HostEvent.done)
         with _torch_waits_are_errors(device):
             yield waits
 
