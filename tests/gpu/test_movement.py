@@ -153,7 +153,7 @@ def _watched_waits(streams: Streams, device: torch.device) -> Iterator[list[str]
 
             patch.setattr(module, "synchronize", wait_for_device)
         else:
-            # Compute on the host is the calling thread: it follows an event by blocking, which is no wait of the host's.
+            # Compute on the host is the calling thread: it follows an event by blocking. That is no wait of the host.
             patch.setattr(HostEvent, "wait", HostEvent.synchronize)
             watch(HostEvent, "synchronize", HostEvent.done)
         with _torch_waits_are_errors(device):
