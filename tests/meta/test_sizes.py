@@ -42,7 +42,7 @@ PACKAGES = {
     "checkpoint": (2077, 10),
     "cli": (8575, 104),
     "doctor": (265, 5),
-    "engine": (6836, 29),
+    "engine": (6833, 29),
     "ext": (1887, 9),
     "forecast": (2899, 24),
     "integrations": (5945, 54),
