@@ -46,12 +46,12 @@ PACKAGES = {
     "ext": (1887, 9),
     "forecast": (2899, 24),
     "integrations": (5945, 54),
-    "runtime": (2357, 14),
+    "runtime": (2362, 14),
     "optim": (457, 6),
     "planner": (922, 9),
     "probe": (1146, 11),
     "rehearsal": (2005, 19),
-    "rules": (1556, 9),
+    "rules": (1555, 9),
     "tiers": (1513, 7),
 }
 #: Lines of C++ and files of `csrc`.

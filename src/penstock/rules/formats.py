@@ -56,7 +56,10 @@ def deposit_part(dst: Tensor, start: int, stop: int, src: Tensor, *, add: bool, 
 
     On the host no view of them is made: it would take longer than to write a small gradient.
     """
-    return _deposit(dst, start, stop, src, [(0, stop - start)], add=add, pool=pool)[0]
+    _check_deposit(dst, start, stop, src)
+    if not dst.is_cpu:
+        return _deposit_in_torch(dst[start:stop], src, [(0, stop - start)], add=add)[0]
+    return _deposit_on_host(dst, start, src, 0, stop - start, add=add, pool=pool)
 
 
 def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None) -> Sequence[float | Tensor]:
@@ -75,33 +78,33 @@ def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: P
     Returns:
         The sums of squares, one for each part, as `deposit` returns them.
     """
-    return _deposit(dst, 0, dst.numel(), src, parts, add=add, pool=pool)
+    _check_deposit(dst, 0, dst.numel(), src)
+    if not dst.is_cpu:
+        return _deposit_in_torch(dst, src, parts, add=add)
+    return [_deposit_on_host(dst, first, src, first, last - first, add=add, pool=pool) for first, last in parts]
 
 
-def _deposit(
-    dst: Tensor, start: int, stop: int, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None
-) -> Sequence[float | Tensor]:
-    """Write or add `src` into elements `start` to `stop` of `dst`, and measure its parts, counted from `start`."""
-    _require_flat(dst=dst, src=src)
+def _check_deposit(dst: Tensor, start: int, stop: int, src: Tensor) -> None:
+    """Refuse tensors that do not fit each other: native code trusts the addresses that it is given."""
+    _require_flat(dst, "dst")
+    _require_flat(src, "src")
     if src.numel() != stop - start or src.device != dst.device:
         raise ValueError(
             f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
         )
-    if not 0 <= start <= stop <= dst.numel():  # native code trusts the addresses that it is given
+    if not 0 <= start <= stop <= dst.numel():
         raise ValueError(f"elements {start} to {stop} are not all in dst, which has {dst.numel()}")
-    if dst.device.type != "cpu":
-        return _deposit_in_torch(dst[start:stop], src, parts, add=add)
-    dst_dtype, src_dtype = dtype_of(dst, "dst"), dtype_of(src, "src")
-    into, source = dst.data_ptr() + start * dst.itemsize, src.data_ptr()
-    norms = []
-    for first, end in parts:
-        numel = end - first
-        if is_imagined("penstock.deposit", numel * (src.itemsize + (2 if add else 1) * dst.itemsize)):
-            norms.append(0.0)
-            continue
-        to, from_ = into + first * dst.itemsize, source + first * src.itemsize
-        norms.append(_native.deposit(pool, numel, to, dst_dtype, from_, src_dtype, add=add))
-    return norms
+
+
+def _deposit_on_host(
+    dst: Tensor, dst_start: int, src: Tensor, src_start: int, numel: int, *, add: bool, pool: Pool | None
+) -> float:
+    """Write or add some elements of `src`, and return their squared norm in `dst`."""
+    dst_bytes, src_bytes = dst.itemsize, src.itemsize
+    if is_imagined("penstock.deposit", numel * (src_bytes + (2 if add else 1) * dst_bytes)):
+        return 0.0
+    to, source = dst.data_ptr() + dst_start * dst_bytes, src.data_ptr() + src_start * src_bytes
+    return _native.deposit(pool, numel, to, dtype_of(dst, "dst"), source, dtype_of(src, "src"), add=add)
 
 
 def squared_norms(src: Tensor, parts: Ranges, *, pool: Pool | None) -> Sequence[float | Tensor]:
@@ -116,7 +119,7 @@ def squared_norms(src: Tensor, parts: Ranges, *, pool: Pool | None) -> Sequence[
         ValueError: `src` is not contiguous.
         TypeError: its dtype is none of the three.
     """
-    _require_flat(src=src)
+    _require_flat(src, "src")
     if src.device.type != "cpu":
         return _squared_norms_in_torch([src[start:stop] for start, stop in parts])
     dtype, at = dtype_of(src, "src"), src.data_ptr()
@@ -158,12 +161,11 @@ def _squared_norms_in_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square().unbind()
 
 
-def _require_flat(**tensors: Tensor) -> None:
-    """Refuse tensors that are not contiguous: native code gets their addresses alone."""
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            shape, strides = tuple(tensor.shape), tensor.stride()
-            raise ValueError(f"{name} must be contiguous; its shape is {shape}, strides {strides}")
+def _require_flat(tensor: Tensor, name: str) -> None:
+    """Refuse a tensor that is not contiguous: native code gets its address alone."""
+    if not tensor.is_contiguous():
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        raise ValueError(f"{name} must be contiguous; its shape is {shape}, strides {strides}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

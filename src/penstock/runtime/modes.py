@@ -23,6 +23,13 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+# Read once: every hook of every parameter passes here, and a look into torch's modules takes as long as the call.
+_grad_is_on, _set_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
+_inference_is_on, _autocast_is_on = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
+_functorch, _dispatch_modes = torch._C._functorch.peek_interpreter_stack, torch._C._len_torch_dispatch_stack
+_DisableTorchFunction = torch._C.DisableTorchFunction
+
+
 class _ThreadModes(threading.local):
     """The innermost engine mode of the calling thread; `None` in user mode."""
 
@@ -39,26 +46,28 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
         records: True if autograd records operations in user mode.
     """
 
+    __slots__ = ("_functions", "_grad", "_guards", "_modes", "_outer", "records")
+
     records: bool
 
     def __enter__(self) -> "engine_mode":
-        self._outer, self._grad = _thread.stay, torch.is_grad_enabled()
+        self._outer, self._grad = _thread.stay, _grad_is_on()
         self.records = self._grad if self._outer is None else self._outer.records
         self._modes: list[TorchDispatchMode] = []
         self._guards: list[Any] = []
-        self._functions = torch._C.DisableTorchFunction()
+        self._functions = _DisableTorchFunction()
         try:
             _thread.stay = self  # first: `engine_entry` undoes all changes after this on an interrupt
             self._functions.__enter__()
-            if torch.is_inference_mode_enabled():
+            if _inference_is_on():
                 self._guard(torch._C._InferenceMode(False))
-            if torch._C._is_any_autocast_enabled():
+            if _autocast_is_on():
                 self._guard(torch._C._DisableAutocast())
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            if _functorch() is not None:
                 self._guard(torch._C._DisableFuncTorch())
-            if torch._C._len_torch_dispatch_stack():
+            if _dispatch_modes():
                 self._take_modes()
-            torch._C._set_grad_enabled(False)  # last: leaving inference mode turns gradients on
+            _set_grad(False)  # last: leaving inference mode turns gradients on
             return self
         except BaseException:
             self.__exit__()
@@ -71,7 +80,7 @@ class engine_mode:  # noqa: N801 - used as torch's own context managers are
         while self._guards:
             self._guards[-1].__exit__(None, None, None)
             del self._guards[-1]
-        torch._C._set_grad_enabled(self._grad)
+        _set_grad(self._grad)
         self._functions.__exit__(None, None, None)  # last: a function mode would see the change of the grad mode
         _thread.stay = self._outer
 
@@ -111,7 +120,7 @@ class user_mode:  # noqa: N801
 def user_records() -> bool:
     """Return True if autograd records operations in user mode."""
     stay = _thread.stay
-    return torch.is_grad_enabled() if stay is None else stay.records
+    return _grad_is_on() if stay is None else stay.records
 
 
 def engine_entry(function: Callable[P, R]) -> Callable[P, R]:
