@@ -163,7 +163,7 @@ def of_checkpoint(part: str, report: Mapping[str, Any]) -> list[Figure]:
 
 
 def of_moves(part: str, report: Mapping[str, Any]) -> list[Figure]:
-    """Of `unit_state.py`: milliseconds, over those of plain copies of the same bytes."""
+    """Of `residency.py`: milliseconds, over those of plain copies of the same bytes."""
     bases = {
         "offload to cpu": "copy down",
         "reload from cpu": "copy up",

@@ -32,12 +32,12 @@ def serve(source: str, folder: str, model: str) -> None:
         sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
         sys.path.insert(0, source)
     import step
-    import unit_state
+    import residency
 
     device = step.device_of({"threads": len(os.sched_getaffinity(0))})
-    optimizer = unit_state.prepare({"model": model, "folder": folder}, device)
+    optimizer = residency.prepare({"model": model, "folder": folder}, device)
     nbytes = optimizer.locations().bytes(tier="device")
-    copies = unit_state.Copies(nbytes, device, Path(folder, f"copies-{os.getpid()}"))
+    copies = residency.Copies(nbytes, device, Path(folder, f"copies-{os.getpid()}"))
     turns: dict[str, Callable[[], Any]] = {
         "down": copies.down,
         "up": copies.up,

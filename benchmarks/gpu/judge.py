@@ -21,7 +21,7 @@ SPEEDS = (
     ("penstock-optimizer-cpu", ("deepspeed-zero-offload",), 2.5, "times DeepSpeed's tokens/s"),
     ("penstock-all-cpu", ("deepspeed-zero3-offload",), 2.5, "times DeepSpeed's tokens/s"),
 )
-#: Of `unit_state.py`: moves of whole states, as a share of the bandwidth of copies of pinned memory.
+#: Of `residency.py`: moves of whole states, as a share of the bandwidth of copies of pinned memory.
 MOVES = ("offload to cpu / copy down", "reload from cpu / copy up")
 LEAST_OF_COPIES = 0.90
 
