@@ -50,7 +50,6 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "offload.old_memory_unused": ("nothing in flight once the old memory went", "download"),
     "offload.ended": ("nothing in flight once the old memory went", "download"),
     "reduce.norm_told": ("updated in backward, in parts", "upload"),
-    "reduce.over_before_zero": ("clearing right after backward", "download"),
     "device_sum.loaded": ("two micro-batches on a cut", "upload"),
     "device_sum.added": ("two micro-batches on a cut", "collective"),
     "host_sum.written": ("looking right after backward", "upload"),

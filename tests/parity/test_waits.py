@@ -54,6 +54,7 @@ REDUNDANT = {
     "activations.unwanted_reads": UNWANTED,
     "reduce.storage_free": MOVES,
     "reduce.storage_moved": MOVES,
+    "reduce.over_before_zero": "late work measures into the gradient that was dropped; the wait raises its error",
     "reduce.norm_measured": "the gradient went home on that stream, or in place",
     "host_sum.storage_free": MOVES,
     "step.rest_complete": MEASURED,

@@ -593,7 +593,7 @@ class Reducer:
                 parameter.drop_gradient()
             if unit.trained:
                 storage = unit.trained.gradient.storage
-                # Pending work writes where the next gradient is written (ordering rule 3).
+                # Raises the error of work that failed. What still runs measures into the object that is dropped here.
                 storage.memory.written.synchronize()  # site reduce.over_before_zero
                 unit.trained.gradient = UnitGradient(storage)
 
