@@ -31,8 +31,8 @@ def serve(source: str, folder: str, model: str) -> None:
     if source:  # before what is installed, whose finder would take it otherwise
         sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
         sys.path.insert(0, source)
-    import step
     import residency
+    import step
 
     device = step.device_of({"threads": len(os.sched_getaffinity(0))})
     optimizer = residency.prepare({"model": model, "folder": folder}, device)
