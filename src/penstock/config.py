@@ -36,9 +36,7 @@ GRAD = "grad"
 MASTER = "master"
 OPTIMIZER = "optimizer"  # every state of the rule, when asking
 SECONDARY = "secondary"  # this rank's part, within its node, of a gathered unit
-SHADOW = (
-    "shadow"  # a storage: parameter staging beside an update that cannot reach the parameters; its kind is the master
-)
+SHADOW = "shadow"  # parameter staging beside an update that does not reach the parameters; its kind is the master
 STAGING = "staging"  # buffers that tiles pass through
 EMA = "ema"  # an average of the parameters; one with a name is `ema.<name>`
 ACTIVATION = "activation"  # tensors that forward saves for backward

@@ -38,12 +38,12 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 
 #: Code lines and modules of each package; `__init__.py` has lines and is no module.
 PACKAGES = {
-    "(top)": (3095, 20),
+    "(top)": (3093, 20),
     "checkpoint": (2077, 10),
     "cli": (8575, 104),
     "doctor": (265, 5),
-    "engine": (6833, 29),
-    "ext": (1887, 9),
+    "engine": (6831, 29),
+    "ext": (1885, 9),
     "forecast": (2899, 24),
     "integrations": (5945, 54),
     "runtime": (2362, 14),
@@ -52,7 +52,7 @@ PACKAGES = {
     "probe": (1146, 11),
     "rehearsal": (2005, 19),
     "rules": (1555, 9),
-    "tiers": (1513, 7),
+    "tiers": (1511, 7),
 }
 #: Lines of C++ and files of `csrc`.
 NATIVE = (2321, 16)

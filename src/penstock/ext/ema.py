@@ -335,10 +335,8 @@ class Averages:
             weights = [unit.params, trained.master, trained.param_staging]
             read, written = ([], [*weights, average]) if exchanges else (weights, [average])
             complete = all_of(storage.memory.written for storage in read)  # site average.weights_written
-            # site average.storage_free
-            free = all_of(
-                storage.memory.free for storage in written
-            )  # updates, gathers, saves and the last pass are over
+            # Follows updates, gathers, saves and the last pass (ordering rule 3).
+            free = all_of(storage.memory.free for storage in written)  # site average.storage_free
             after = all_of([complete, free])  # site average.after_weights, average.after_storage
             events, number = [], 0
             while number < len(trained.tiles):

@@ -35,9 +35,8 @@ from penstock.tiers.storage import CellPlan, Segment, SegmentPlan, Storage
 from penstock.tiers.tier import Store
 
 FIRST_BYTES = 16 << 20  # of the first allocation, unless more is wanted at once
-STEP_BYTES = (
-    256 << 20
-)  # from here on allocations are no longer as large as all before, until an eighth of these is more
+# From here on an allocation is no longer as large as all before, until an eighth of these is more.
+STEP_BYTES = 256 << 20
 LEAST_PINNED = 1 << 20  # less room in the budget of pinned memory is not worth an allocation
 
 

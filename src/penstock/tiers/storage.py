@@ -380,7 +380,7 @@ class Storage:
         self.segments = tuple(segments)
         self.records = [segment for segment in self.segments if isinstance(segment, Records)]
         self.memory = memory or MemoryEvents(DONE)
-        assert all(a.plan.stop == b.plan.start for a, b in pairwise(self.segments)), "sections follow each other"
+        assert all(a.plan.stop == b.plan.start for a, b in pairwise(self.segments)), "segments follow each other"
 
     @property
     def stop(self) -> int:

@@ -96,9 +96,8 @@ def test_adamw_without_a_compiler_takes_no_more_operations_than_this(storage: tu
 def test_many_small_segments_take_hardly_more_operations_than_one() -> None:
     rule, update_slices = several("adamw", REMAINDER)
     alone = launches(lambda: update_in_torch(rule, update_slices[:1], 0.7))
-    assert (
-        launches(lambda: update_in_torch(rule, update_slices, 0.7)) <= alone + 9
-    )  # five arrays together, four apart again
+    # Five arrays together, four apart again.
+    assert launches(lambda: update_in_torch(rule, update_slices, 0.7)) <= alone + 9
 
 
 @pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3]], ids=lambda f: f.dtype)

@@ -303,7 +303,7 @@ class Gatherer:
     def become_storage(self, unit: Unit) -> None:
         """Make the full buffer, which holds the parameters, their storage: the unit is resident from now on."""
         assert unit.holding.unit_state is not UnitState.GATHERING
-        assert unit.allocated, f"unit '{unit.name}' has no memory to become a home"
+        assert unit.allocated, f"unit '{unit.name}' has no memory to become a storage"
         self.live_bytes -= unit.nbytes
         self._lingering.pop(unit, None)
         unit.resident = True

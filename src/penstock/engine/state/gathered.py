@@ -101,9 +101,8 @@ class GatheredBlocks:
 
     def _take_over(self, unit: Unit, before: Tensor) -> None:
         """Store the first rank's gathered buffer on every rank. Master weights of unchanged elements stay."""
-        self._context.ranks.broadcast(
-            unit.gathered_buffer
-        )  # else each rank would store the values that were written on it
+        # Else each rank would store the values that were written on it.
+        self._context.ranks.broadcast(unit.gathered_buffer)
         alike = [slot for slot in unit.layout.slots if slot.region is None]  # whole on all tensor-parallel ranks
         broadcast_alike([unit.gathered_buffer[slot.start : slot.stop] for slot in alike], self._context.ranks)
         start, stop = unit.own_range

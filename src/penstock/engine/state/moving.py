@@ -183,7 +183,7 @@ class StateOffloader:
             for move in moves:
                 self._copy_unit(move, transfers)
             if wait:
-                self._context.ranks.control_group.agree(_wait(moves, ring))  # all exchange the homes, or none does
+                self._context.ranks.control_group.agree(_wait(moves, ring))  # all exchange the storages, or none does
             ring.forget()  # else later reads would use its records, and updates behind the clean-up wait for those
             # Before the exchange: after an interrupt the staging is planned again at its next use.
             self._context.staging.give_back(self._plan_now)

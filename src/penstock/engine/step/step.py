@@ -42,7 +42,7 @@ def measure_late(units: Iterable[Unit], streams: Streams) -> None:
         gradient = unit.trained.gradient
         storage = reached(gradient.storage, streams)
         # The copy of a move may still write a storage that has moved: it is measured before.
-        assert storage is not None, "gradients are measured before their home moves"
+        assert storage is not None, "gradients are measured before their storage moves"
         for part in unit.parts():
             if part.slot in gradient.unmeasured:
                 late.append((gradient, part))

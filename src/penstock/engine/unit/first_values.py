@@ -613,7 +613,7 @@ class InitialisedValues(FirstValues):
         last = settled(order, self._owners)
         shapes = self._shapes | {whole: self._shapes[p] for p, whole in stand_ins.items()}
         done: set[nn.Parameter] = set()
-        gone: list[tuple[nn.Module, nn.Parameter]] = []  # of units in their storage: first anchor, a parameter
+        gone: list[tuple[nn.Module, nn.Parameter]] = []  # of units in their storage: first hooked module, a parameter
         for number, module in enumerate(order):
             fresh = [p for p in _own(module) if p not in done]
             for parameter in fresh:

@@ -38,7 +38,7 @@ class UnitSpec:
     Attributes:
         name: the block's name, or `root`; with a suffix where the block gives several units.
         hooked_modules: modules whose forward needs the unit's parameters, the block first.
-        inside: every module below the anchors.
+        inside: every module below the hooked ones.
         run_by: class of the module that runs the block; empty for the rest of the model.
         names, parameters: its parameters, in the model's order.
         dtype: the dtype that the parameters have while computing.

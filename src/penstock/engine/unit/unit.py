@@ -112,7 +112,7 @@ class UnitState(Enum):
 class Holder(Enum):
     """Kinds of users that need a unit's parameters. The values are the names of the counts.
 
-    FORWARD: a forward of one of its anchors runs; forwards nest.
+    FORWARD: a forward of one of its hooked modules runs; forwards nest.
     BACKWARD: its backward runs.
     UNANNOUNCED: a backward without a hook may need it, until that backward is over.
     BLOCK: a `gathered` block; blocks nest.
@@ -286,13 +286,13 @@ def views_elsewhere(buffer: Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 # One unit: its storages, and the state of its parameters.
 #
-# params     this rank's shard of the parameters
-# replica    the whole unit, of which `params` is a part, where parameters are replicated over ranks
-# master     the bits that the parameters lack of their fp32 values
-# optimizer  the rule's states
-# shadow     parameter staging: an update that cannot reach `params` writes here, and a copy goes to `params`
-# secondary  a part of the whole unit, as it was gathered last: the ranks of a node have all of it together
-# full       the gathered flat buffer that compute reads; for a resident unit it is the replica's own memory
+# params           this rank's shard of the parameters
+# replica          the whole unit, of which `params` is a part, where parameters are replicated over ranks
+# master           the bits that the parameters lack of their fp32 values
+# optimizer        the rule's states
+# param_staging    an update that cannot reach `params` writes here, and a copy goes to `params`
+# secondary        a part of the whole unit, as it was gathered last: the ranks of a node have all of it together
+# gathered_buffer  the flat buffer that compute reads; for a resident unit it is the replica's own memory
 # ----------------------------------------------------------------------------------------------------------------------
 
 
