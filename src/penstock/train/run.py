@@ -13,7 +13,7 @@ from penstock.integrations.engine_internals import MARKER
 from penstock.train.arguments import Request, parse
 from penstock.train.callbacks import InterruptCallback
 from penstock.train.data import read_data
-from penstock.train.model import build_model, read_tokenizer
+from penstock.train.model import Built, adapted_weights, build, find
 from penstock.train.signals import EXIT_INTERRUPTED, Interruption, command_to_go_on
 from penstock.train.trainer import sft_class
 
@@ -29,10 +29,9 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
         The exit status.
     """
     request = parse(argv)
-    tokenizer = read_tokenizer(request)
-    model = build_model(request)
-    data = read_data(request, tokenizer)
-    trainer = make_trainer(request, model, tokenizer, data)
+    built = build(request, find(request))
+    data = read_data(request, built.tokenizer)
+    trainer = make_trainer(request, built, data)
     ending = InterruptCallback(interruption)
     trainer.add_callback(ending)
     trainer.train(resume_from_checkpoint=begin(request, trainer))
@@ -43,19 +42,22 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
     return 0
 
 
-def make_trainer(request: Request, model: Any, tokenizer: Any, data: Any) -> Any:
+def make_trainer(request: Request, built: Built, data: Any) -> Any:
     """Make the trainer of a run."""
-    own, training = request.penstock, request.training
-    training.model_init_kwargs = None  # the model is made
-    made = sft_class(stage=own.stage, placement=own.to_placement(), options=own.to_options())
-    return made(
-        model=model,
-        args=training,
+    own = request.penstock
+    made = sft_class(own.rule, stage=own.stage, placement=own.to_placement(), options=own.to_options())
+    trainer = made(
+        model=built.model,
+        args=request.training,
         train_dataset=data.train,
         eval_dataset=data.eval,
-        processing_class=tokenizer,
+        processing_class=built.tokenizer,
         peft_config=get_peft_config(request.model),
     )
+    weights = adapted_weights(request, built, trainer.model)
+    if weights is not None:
+        trainer.accelerator.prepare_arguments["weights"] = weights
+    return trainer
 
 
 def begin(request: Request, trainer: Any) -> str | None:
