@@ -1,0 +1,1 @@
+"""`penstock train`: TRL's SFTTrainer on Penstock, from a command line or a file."""
