@@ -21,10 +21,9 @@ from penstock.integrations.folders import (
 )
 from penstock.integrations.hub import fetch_model, is_hub_name
 from penstock.integrations.saving import save_pretrained as save_pretrained
-from penstock.integrations.tokenizers import ByteTokenizer
 
 _MOST_NAMED = 8
-
+_BYTE_COUNT = 256
 
 #: Llama-type models that start from random weights and read bytes: 1.4 million parameters, 26 million, 309 million.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -92,10 +91,10 @@ def find_model(
 
         config = LlamaConfig(
             **PRESETS[name],
-            vocab_size=ByteTokenizer.vocab_size,
+            vocab_size=_BYTE_COUNT + 1,
             max_position_embeddings=max(2048, seq_length),
             bos_token_id=None,
-            eos_token_id=ByteTokenizer.end_of_document,
+            eos_token_id=_BYTE_COUNT,
         )
         return ModelSource(name, None, config, config.vocab_size, config.max_position_embeddings)
     source = _find_folder(name, trust_remote_code, needs_weights)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,12 +10,45 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.engine_internals import Forms, StoredTensors, WeightFiles
-from penstock.integrations.tokenizers import Tokenizer
+from penstock.integrations.folders import reading
 
 _BLOCK_NUMEL = 1 << 24
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 
 
-def vocabulary_for(tokenizer: Tokenizer, vocab_size: int, *, multiple: int = 1) -> int:
+def rows_for(folder: Path | None, vocab_size: int, *, multiple: int = 1, trust_remote_code: bool = False) -> int:
+    """Return the rows that a model's embedding needs for the tokenizer in its folder.
+
+    Arguments:
+        folder: the model's folder; `None`, or one without a tokenizer, needs no more rows than the model has.
+        vocab_size: the rows that the model has. It never loses one.
+        multiple: the result is rounded up to a multiple of it.
+        trust_remote_code: run the folder's code if the tokenizer is none of transformers' own.
+
+    Raises:
+        ConfigError: the tokenizer cannot be read.
+    """
+    rows = vocab_size
+    if folder is not None and any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        from transformers import AutoTokenizer
+
+        with reading("tokenizer", folder):
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            # In a vocabulary with holes, the largest id is beyond the count.
+            rows = int(max(rows, len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values())))
+    return -(-rows // multiple) * multiple
+
+
+def vocabulary_for(tokenizer: Any, vocab_size: int, *, multiple: int = 1) -> int:
     """Say how many rows a model's embedding is to have for a tokenizer.
 
     Arguments:

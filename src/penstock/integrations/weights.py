@@ -142,18 +142,12 @@ def _gathered(
 
 def _copied(value: Tensor, folders: Sequence[Path]) -> Tensor:
     """Copy a tensor to memory, or to a file that is mapped and has lost its name: it ends with the tensor."""
-    nbytes = value.numel() * value.element_size()
-    if not folders or not nbytes:
+    if not folders or not value.nbytes:
         return value.to("cpu", copy=True)
     try:
-        descriptor, name = tempfile.mkstemp(dir=folders[0])
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # a write to a mapping of a full disk would end the process
-            storage: Any = torch.UntypedStorage.from_file(name, True, nbytes)
-        finally:
-            os.unlink(name)
-            os.close(descriptor)
+        with tempfile.NamedTemporaryFile(dir=folders[0]) as file:
+            os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a write to a mapping of a full disk ends the process
+            held = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
     except OSError as error:
         raise failed(folders[0], error) from error
-    held: Tensor = torch.empty(0, dtype=value.dtype).set_(storage)
     return held.view(value.shape).copy_(value)
