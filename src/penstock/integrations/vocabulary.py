@@ -1,4 +1,4 @@
-"""Models that get rows for new tokens: embeddings and heads that grow, with values or without."""
+"""Embeddings and heads that get rows for new tokens, with values or on the meta device."""
 
 from collections.abc import Mapping
 from math import prod
@@ -49,28 +49,29 @@ def rows_for(folder: Path | None, vocab_size: int, *, multiple: int = 1, trust_r
 
 
 def vocabulary_for(tokenizer: Any, vocab_size: int, *, multiple: int = 1) -> int:
-    """Say how many rows a model's embedding is to have for a tokenizer.
+    """Return the rows that a model's embedding needs for a tokenizer.
 
     Arguments:
-        tokenizer: what makes ids.
-        vocab_size: how many rows the model has; it never loses one.
-        multiple: what the number is rounded up to a multiple of, where it grows or this is more than 1.
+        tokenizer: has `vocab_size`, which all ids are below.
+        vocab_size: the rows that the model has. It never loses one.
+        multiple: the result is rounded up to a multiple of it.
     """
-    return -(-max(vocab_size, tokenizer.vocab_size) // multiple) * multiple
+    wanted: int = max(vocab_size, tokenizer.vocab_size)
+    return -(-wanted // multiple) * multiple
 
 
 def grow_vocabulary(model: nn.Module, vocab_size: int) -> dict[str, int]:
-    """Give a transformers model rows for more tokens; its configuration says so too.
+    """Add rows for new tokens to the embedding and the head of a transformers model, and to its configuration.
 
-    New rows of values are the mean of the others: a token that was never seen is none of them more than another
-    (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
+    A new row is the mean of the old ones (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models",
+    2021).
 
     Arguments:
-        model: one with values, or on the meta device.
-        vocab_size: how many rows it is to have.
+        model: a model with values, or on the meta device.
+        vocab_size: the rows that it gets.
 
     Returns:
-        Which parameters have grown, by every name, with the rows that they had before.
+        The rows that each parameter had that has grown, by all of its names.
 
     Raises:
         ConfigError: the model's class cannot.
@@ -102,12 +103,12 @@ def grow_vocabulary(model: nn.Module, vocab_size: int) -> dict[str, int]:
 
 
 class GrownTensors(StoredTensors):
-    """The first values of a model that has grown, for `prepare(weights=)`: of files that have fewer rows.
+    """The first values of a model that has grown, for `prepare(weights=)`, from files with fewer rows.
 
     Arguments:
-        files: the tensors as they were.
-        rows: what `grow_vocabulary` returned.
-        vocab_size: how many rows there are now.
+        files: the tensors before.
+        rows: the result of `grow_vocabulary`.
+        vocab_size: the rows after.
     """
 
     def __init__(self, files: StoredTensors, rows: Mapping[str, int], vocab_size: int) -> None:
@@ -121,11 +122,11 @@ class GrownTensors(StoredTensors):
         self._means: dict[str, Tensor] = {}
 
     def forms(self) -> Forms:
-        """List what there is, by its names in the files."""
+        """Return shape and dtype of each tensor, by its name in the files."""
         return self._forms
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read elements of a tensor; those of new rows are the mean of the others."""
+        """Read elements of a tensor. Those of new rows are the mean of the others."""
         if name not in self._rows:
             return self._files.read(name, start, stop)
         shape, _ = self._held[name]
@@ -137,7 +138,7 @@ class GrownTensors(StoredTensors):
         return torch.cat(parts)
 
     def origin(self, name: str) -> tuple[WeightFiles, str] | None:
-        """Say where a tensor that has not grown lies in files."""
+        """Return the files and the name of a tensor that has not grown."""
         return None if name in self._rows else self._files.origin(name)
 
     def close(self) -> None:
@@ -156,5 +157,5 @@ class GrownTensors(StoredTensors):
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Average over rows in fp64, whatever they are in."""
+    """Average over rows, in fp64."""
     return rows.mean(dim=0, dtype=torch.float64).to(rows.dtype)
