@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,10 @@ from penstock.errors import ConfigError, one_line
 from penstock.integrations.chunked import chunk_loss as chunk_loss
 from penstock.integrations.engine_internals import WeightFiles
 from penstock.integrations.folders import (
+    ADAPTER_CONFIG,
     CONFIG,
     GENERATION_CONFIG,
     check_code,
-    check_numbers,
-    check_sizes,
-    few_modules,
-    needs_code,
-    read_config,
     read_json,
     reading,
 )
@@ -126,7 +121,6 @@ def build_model(source: ModelSource) -> nn.Module:
         model = auto.from_config(source.config)
     else:
         with reading("model", source.folder):
-            _sketch(source, WeightFiles(source.folder))
             model, loading = auto.from_pretrained(
                 source.folder,
                 config=source.config,
@@ -160,9 +154,8 @@ def build_empty(source: ModelSource) -> nn.Module | None:
     if source.folder is None:
         return None
     with reading("model", source.folder):
-        files = WeightFiles(source.folder)
-        model = _sketch(source, files)
-        if not _fits(model, files):
+        model = build_sketch(source)
+        if not _fits(model, WeightFiles(source.folder)):
             return None
         if (source.folder / GENERATION_CONFIG).is_file():
             from transformers import GenerationConfig
@@ -183,26 +176,9 @@ def build_sketch(source: ModelSource) -> nn.Module:
 
     auto: Any = transformers.AutoModelForCausalLM  # untyped
     described = Path(source.name) if source.folder is None else source.folder
-    with reading("model", described), few_modules(described), torch.device("meta"):
+    with reading("model", described), torch.device("meta"):
         model: nn.Module = auto.from_config(source.config, trust_remote_code=source.trust_remote_code)
     return model.train()
-
-
-def _sketch(source: ModelSource, files: WeightFiles) -> nn.Module:
-    """Build a folder's model on the meta device, and refuse one that is far larger than the folder's weights."""
-    import transformers
-
-    assert source.folder is not None
-    auto: Any = transformers.AutoModelForCausalLM  # untyped
-    held_numel = sum(prod(entry.shape) for entry in files.entries.values())
-    with (
-        reading("model", source.folder),
-        few_modules(source.folder, tensor_count=len(files.entries)),
-        torch.device("meta"),
-    ):
-        model: nn.Module = auto.from_config(source.config, trust_remote_code=source.trust_remote_code)
-        check_sizes(model, source.folder, held_numel=held_numel)
-    return model
 
 
 def _fits(model: nn.Module, files: WeightFiles) -> bool:
@@ -250,18 +226,19 @@ def _find_folder(name: str, trust_remote_code: bool, needs_weights: bool) -> Mod
         raise ConfigError(f"--model {name!r} is not a model folder: it has no {CONFIG}.")
     if needs_weights and not any(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {name!r} has no .safetensors weights, the only format that is read.")
-    content = read_config(folder)
-    check_numbers(name, content)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{folder} holds adapters ({ADAPTER_CONFIG}) beside a model. Merge them, and name the merged model."
+        )
+    content = read_json(folder / CONFIG)
+    known: Any = CONFIG_MAPPING  # untyped
     with reading("model", folder):
-        known: Any = CONFIG_MAPPING  # untyped
+        _check_numbers(name, content)
         if not trust_remote_code:
             check_code(name, content, is_native=content.get("model_type") in known)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (
-            trust_remote_code and "AutoModelForCausalLM" in content.get("auto_map", ())
-        ):
-            if "AutoModelForCausalLM" in content.get("auto_map", ()):
-                raise needs_code(name, CONFIG, str(content["auto_map"]["AutoModelForCausalLM"]))
+        has_own = trust_remote_code and "AutoModelForCausalLM" in content.get("auto_map", ())
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own:
             raise ConfigError(f"--model {name!r} is a {config.model_type!r} model, not a causal language model.")
         text = config.get_text_config()  # of a model that sees images too, the part that reads text
         vocab_size, positions = text.vocab_size, getattr(text, "max_position_embeddings", None)
@@ -269,4 +246,17 @@ def _find_folder(name: str, trust_remote_code: bool, needs_weights: bool) -> Mod
             raise ConfigError(f"--model {name!r}: its {CONFIG} has a vocab_size of {vocab_size!r}. Mend it.")
         return ModelSource(
             name, folder, config, vocab_size, positions if isinstance(positions, int) else None, trust_remote_code
+        )
+
+
+def _check_numbers(name: str, content: Mapping[str, Any]) -> None:
+    """Refuse weights that are codes of a quantisation method: neither trained nor streamed here."""
+    text = content.get("text_config") or {}  # of a model that reads images too
+    found = content.get("quantization_config") or text.get("quantization_config")
+    if found:
+        method = found.get("quant_method") if isinstance(found, Mapping) else None
+        raise ConfigError(
+            f"--model {name!r} is quantised ({one_line(str(method or 'by an unknown method'), 40)}): its codes are not "
+            "streamed. Name the model that it was made of, whose weights are numbers; as the frozen base of adapters "
+            "it can rest in int8 (base=int8)."
         )

@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,47 +88,56 @@ def gather_entries(
     Raises:
         CheckpointError: a folder has no room.
     """
-    copies: dict[nn.Parameter, Tensor] = {}
-    parameters = dict.fromkeys(entry for entry in entries.values() if isinstance(entry, nn.Parameter))
-    for parameter in parameters:
-        if parameter in masters:
-            value = optimizer.full_param(parameter)
-            if keep:
-                copies[parameter] = _copied(value, folders)
-    for group in batches((p for p in parameters if p not in masters), GATHER_BYTES):
-        with optimizer.gathered(group):
-            if keep:
-                for parameter in group:
-                    copies[parameter] = _copied(parameter.detach(), folders)
+    names = {entry: name for name, entry in entries.items() if isinstance(entry, Tensor)}
+    copies: dict[Tensor, Tensor] = {}
+    with gathering({name: entry for entry, name in names.items()}, optimizer, masters=masters) as tensors:
+        if keep:
+            for name, value in tensors:
+                copies[entries[name]] = _copied(value, folders)
     if not keep:
         return {}
-    return {
-        name: copies[entry]
-        if isinstance(entry, nn.Parameter)
-        else entry.detach().to("cpu", copy=True)
-        if isinstance(entry, Tensor)
-        else entry
-        for name, entry in entries.items()
-    }
+    return {name: copies[entry] if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
 
 
-def gathered_tensors(entries: Mapping[str, Tensor], optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Give tensors of a state on the cpu one after the other, `GATHER_BYTES` of parameters gathered at a time.
+@contextmanager
+def gathering(
+    entries: Mapping[str, Tensor], optimizer: Any, *, masters: Container[nn.Parameter] = ()
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Gather the tensors of a state for a `with` block, `GATHER_BYTES` of parameters at a time. Collective.
 
-    Collective: every rank iterates to the end. A value may be gone once the next one is asked for.
+    A rank whose block ends early, or fails, gathers what is left: the other ranks wait for it in each gather.
 
     Arguments:
         entries: some or all tensors of `state_entries`, each once, the same on every rank.
-        optimizer: what `penstock.prepare` returned for the model.
+        optimizer: the result of `penstock.prepare` for the model.
+        masters: parameters that are yielded at master precision, in fp32. One at a time, on the host of every rank.
+
+    Yields:
+        An iterator over names and values. A value is valid until the next one is asked for.
     """
+    tensors = _gathered(entries, optimizer, masters)
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass
+
+
+def _gathered(
+    entries: Mapping[str, Tensor], optimizer: Any, masters: Container[nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
     names = {entry: name for name, entry in entries.items()}
-    for group in batches((entry for entry in names if isinstance(entry, nn.Parameter)), GATHER_BYTES):
+    parameters = [entry for entry in names if isinstance(entry, nn.Parameter)]
+    for parameter in parameters:
+        if parameter in masters:
+            yield names[parameter], optimizer.full_param(parameter)
+    for group in batches((parameter for parameter in parameters if parameter not in masters), GATHER_BYTES):
         with optimizer.gathered(group):
             for parameter in group:
-                yield names[parameter], parameter.detach().cpu()
+                yield names[parameter], parameter.detach()
     for entry, name in names.items():
         if not isinstance(entry, nn.Parameter):
-            yield name, entry.detach().cpu()
+            yield name, entry.detach()
 
 
 def _copied(value: Tensor, folders: Sequence[Path]) -> Tensor:
