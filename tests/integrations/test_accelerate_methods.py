@@ -504,7 +504,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "the model in the arguments": (lambda: ours(penstock={"model": layers()}), "where it is prepared"),
     "two precisions": (
         lambda: ours(mixed_precision="fp16", penstock={"precision": "bf16"}),
-        "mixed_precision='fp16'.*say it once",
+        "mixed_precision='fp16'.*Say it once",
     ),
     "no precision beside one": (
         lambda: ours(mixed_precision="no", penstock={"precision": "bf16"}),

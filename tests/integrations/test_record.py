@@ -68,7 +68,7 @@ class TestTrainer:
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, optimizers: int = 1) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
@@ -102,7 +102,7 @@ class TestLightning:
         means = [sum(module.losses[n : n + 2]) / 2 for n in range(0, 8, 2)]
         assert run.column("loss") == [pytest.approx(mean, rel=1e-6) for mean in means]
         assert run.evaluations.keys() == {4}
-        assert run.about["config"] == {"optimizers": 1}
+        assert run.about["config"] == {"width": 8}
         assert run.end["steps"] == 4
 
     def test_an_exception_leaves_whole_lines(self, tmp_path: Path) -> None:

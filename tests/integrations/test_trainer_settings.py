@@ -33,7 +33,7 @@ REFUSED: Mapping[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "overlap of backward": (lambda: {"prepare": {"overlap": "backward"}}, "Use overlap='forward'"),
     "two precisions": (
         lambda: {"prepare": {"precision": "fp32"}, "bf16": True},
-        "precision='fp32' beside TrainingArguments\\(bf16=True\\). Say it once",
+        "precision='fp32' beside TrainingArguments\\(bf16=True\\), which is 'bf16' here. Say it once",
     ),
     "an argument that there is not": (lambda: {"prepare": {"stages": 2}}, "has no 'stages'. Did you mean 'stage'"),
     "a field that there is not": (lambda: {"prepare": {"placement": {"param": "cpu"}}}, "Did you mean 'params'"),
@@ -66,7 +66,7 @@ def test_a_class_of_optimizer_without_a_rule_is_refused_at_train(tmp_path: Path)
 def test_a_model_over_several_devices_is_refused(tmp_path: Path) -> None:
     model = llama()
     model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
-    with pytest.raises(penstock.ConfigError, match="loaded with device_map=, over cpu, disk"):
+    with pytest.raises(penstock.ConfigError, match="dispatched over cpu, disk"):
         our_trainer(tmp_path, model)
 
 

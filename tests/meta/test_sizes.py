@@ -216,8 +216,7 @@ IN_TABLE = frozenset(row.rpartition(".")[2] for row in ROWS)
 OTHERS = {
     "Python": "_DummyThread _asdict _exit _getframe _value_",
     "accelerate": "_hf_hook _load_model_state_pre_hook _save_model_state_pre_hook",
-    "Lightning": "_accelerator_connector _err_msg_joint_setup_required _layer_sync _reset_optimizers_and_schedulers "
-    "_wrap_closure",
+    "Lightning": "_accelerator_connector _layer_sync",
     "transformers": "_attn_implementation _expand_parallel_plan _hf_peft_config_loaded _init_weights "
     "_issue_warnings_after_load _keys_to_ignore_on_save _n_gpu _save _supports_attention_backend",
     "TRL": "_dist _precompute_ref_logps",

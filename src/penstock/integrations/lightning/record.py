@@ -15,8 +15,6 @@ from penstock.integrations.lightning.strategy import PenstockStrategy
 class RecordCallback(Callback):
     """Records the steps of a fit: `Optimizer.record`, with the losses of `training_step`. Every rank has one.
 
-    Of several optimizers each has a folder of its own inside, by its number.
-
     Arguments:
         folder: where; `None` for the folder `record` in the trainer's `default_root_dir`. A fit that is resumed goes on
             behind what is there.
@@ -27,7 +25,7 @@ class RecordCallback(Callback):
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = folder
-        self._records: list[Any] = []
+        self._record: Any = None
         self._loss: Any = 0.0
         self._logged_step = 0
 
@@ -41,32 +39,27 @@ class RecordCallback(Callback):
             raise ConfigError("RecordCallback records what Penstock trains. Use Trainer(strategy='penstock').")
         self._close()
         folder = Path(trainer.default_root_dir, "record") if self._folder is None else Path(self._folder)
-        optimizers = trainer.strategy.optimizers
         settings = dict(pl_module.hparams) if isinstance(getattr(pl_module, "hparams", None), Mapping) else {}
-        # A step of the loop is one of some optimizer; several share the count, so each begins anew.
-        begin = trainer.global_step if len(optimizers) == 1 else 0
-        self._loss, self._logged_step = 0.0, begin
-        for number, optimizer in enumerate(optimizers):
-            place = folder if len(optimizers) == 1 else folder / str(number)
-            self._records.append(optimizer.record(place, begin=begin, config=settings))
+        self._loss, self._logged_step = 0.0, trainer.global_step
+        (optimizer,) = trainer.strategy.optimizers
+        self._record = optimizer.record(folder, begin=trainer.global_step, config=settings)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write the loss of a step, the mean over its batches; it is read a step later, so nothing waits for it."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if not isinstance(loss, Tensor) or len(self._records) != 1:
+        if not isinstance(loss, Tensor) or self._record is None:
             return
         self._loss = self._loss + loss.detach()  # Lightning has divided it by the batches of a step
-        if self._records[0].steps > self._logged_step:
-            self._logged_step = self._records[0].steps
-            self._records[0].log(loss=self._loss)
+        if self._record.steps > self._logged_step:
+            self._logged_step = self._record.steps
+            self._record.log(loss=self._loss)
             self._loss = 0.0
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the `val_loss` that the module has logged."""
         loss = trainer.callback_metrics.get("val_loss")
-        if isinstance(loss, Tensor) and not trainer.sanity_checking:
-            for record in self._records:
-                record.evaluation(float(loss))
+        if isinstance(loss, Tensor) and not trainer.sanity_checking and self._record is not None:
+            self._record.evaluation(float(loss))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the record."""
@@ -77,6 +70,6 @@ class RecordCallback(Callback):
         self._close()
 
     def _close(self) -> None:
-        records, self._records = self._records, []
-        for record in records:
-            record.close()
+        if self._record is not None:
+            self._record.close()
+        self._record = None

@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from penstock import Optimizer
 from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations._common import check_unplaced
 from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import resuming, settings
 from penstock.integrations.transformers.accelerator import TrainerAccelerator
@@ -102,7 +103,7 @@ class PenstockTrainerMixin(Trainer):
     def _validate_args(self) -> None:
         """Hold the model and the optimizers that were given against what Penstock can do."""
         super()._validate_args()
-        settings.check_model(self.model)
+        check_unplaced(self.model)
         if isinstance(self.optimizer, Optimizer):
             raise ConfigError(
                 "optimizers=: the optimizer is what penstock.prepare() returned. Give the one that it was made of: "
