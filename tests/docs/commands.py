@@ -13,10 +13,8 @@ from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
 from penstock.cli.app import app
-from penstock.cli.doctor import DoctorConfig
 from penstock.cli.options import options_of, value_of
 from penstock.cli.plan import PlanConfig
-from penstock.cli.probe import ProbeConfig
 from penstock.cli.training.config import DataConfig, TrainConfig
 from tests.docs.blocks import ROOT, Block
 
@@ -28,8 +26,6 @@ _SETTINGS: dict[str, Any] = {
     "train": TrainConfig,
     "data": DataConfig,
     "plan": PlanConfig,
-    "probe": ProbeConfig,
-    "doctor": DoctorConfig,
 }
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 

@@ -145,17 +145,17 @@ EXPORT = {
     "--adapters-only": True,
     "--no-adapters-only": True,
     "--merge-adapters": False,
-    "--base": "",
+    "--base": None,
     "--max-shard-bytes": "5GB",
     "--average": False,
 }
 INSPECT = {"path": None, "--verify": False, "--json": False}
-REPORT = {"runs": None, "--out": ""}
+REPORT = {"runs": None, "--out": "None"}
 IMPORT = {"folder": None, "out": None}
 IMPORT_DCP = IMPORT | {"--buffer": None}
 CONVERT = {"file": None, "--out": "None"}
 LAUNCH = {"script": None, "arguments": None, "--config": "", "--nproc-per-node": ""}
-PROBE = {"--folders": None, "--seconds": 60.0, "--out": "", "--json": False}
+PROBE = {"--folders": None, "--seconds": 60.0, "--out": "None", "--json": False}
 DOCTOR = {"--folders": None, "--json": False}
 COMMANDS = {
     "train": TRAIN,
