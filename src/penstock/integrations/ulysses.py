@@ -10,34 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError
+from penstock.integrations.families import Feature, classes_with, other_layers
 from penstock.parallel import check_heads, ulysses_attention
-
-#: Types of models in transformers whose layers see other tokens in attention alone, which they call by its interface.
-SHAREABLE = (
-    "cohere",
-    "cohere2",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-)
 
 
 @contextmanager
@@ -49,7 +24,8 @@ def sequence_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Ite
     with all tokens of some heads. Afterwards the model and transformers are as they were.
 
     Arguments:
-        model: a `PreTrainedModel` of a type in `SHAREABLE`, whose layers attend to the whole sequence or to a window.
+        model: a `PreTrainedModel` of a class in `families.FAMILIES` with `SHARED`, whose layers attend to the whole
+            sequence or to a window.
         group: the ranks that share the sequence, chunks in their order; `None` for all there are.
 
     Raises:
@@ -87,9 +63,11 @@ def check_shareable(model: Any, ranks: int) -> None:
         ranks: how many share a sequence.
 
     Raises:
-        ConfigError: the attention is the model's own, or not "sdpa" or "eager"; the model is of a type that is not
+        ConfigError: the attention is the model's own, or not "sdpa" or "eager"; the model is of a class that is not
             known; or the ranks do not divide its heads.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     if not (getattr(model, "_supports_attention_backend", False) or _has_known_layers(model)):
         # Its layers would go on as if a chunk were all.
         raise ConfigError(
@@ -102,16 +80,16 @@ def check_shareable(model: Any, ranks: int) -> None:
             f"attention {config._attn_implementation!r} cannot be shared over ranks: load the model with "
             'attn_implementation="sdpa" or "eager"'
         )
-    kind = getattr(config, "model_type", None)
-    if kind not in SHAREABLE:
-        raise ConfigError(
-            f"a model of type {one_line(repr(kind), 40)} is not known to share a sequence over ranks: "
-            f"{', '.join(SHAREABLE)} are"
-        )
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    # By its configuration: the model may be one of peft around it.
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, type(model).__name__)
+    known = classes_with(Feature.SHARED)
+    if name not in known:
+        raise ConfigError(f"{name} is not known to share a sequence over ranks: {', '.join(known)} are")
+    others = other_layers(config)
     if others:
-        what = ", ".join(sorted(map(str, others)))
-        raise ConfigError(f"layers with {what} cannot share a sequence over ranks: full and sliding attention can")
+        raise ConfigError(
+            f"layers with {', '.join(others)} cannot share a sequence over ranks: full and sliding attention can"
+        )
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise ConfigError("the model's config has no num_attention_heads: its attention cannot be shared over ranks")
