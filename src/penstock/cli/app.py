@@ -18,7 +18,6 @@ from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
 from penstock.cli.launch import launch
 from penstock.cli.plan import plan
-from penstock.cli.planning.config import PlanConfig
 from penstock.cli.probe import probe
 from penstock.cli.report import report
 from penstock.cli.train import train
@@ -54,7 +53,7 @@ def root(
 
 app.command(cls=words_of(TrainConfig))(train)
 app.command(cls=words_of(DataConfig))(data)
-app.command(cls=words_of(PlanConfig))(plan)
+app.command()(plan)
 app.command()(export)
 app.command()(inspect)
 app.command()(report)
