@@ -13,10 +13,8 @@ from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
 from penstock.cli.app import app
-from penstock.cli.doctor import DoctorConfig
 from penstock.cli.options import options_of, value_of
-from penstock.cli.plan import PlanConfig
-from penstock.cli.probe import ProbeConfig
+from penstock.cli.request import Request
 from penstock.cli.training.config import DataConfig, TrainConfig
 from tests.docs.blocks import ROOT, Block
 
@@ -27,9 +25,6 @@ LEFT_OUT = "..."
 _SETTINGS: dict[str, Any] = {
     "train": TrainConfig,
     "data": DataConfig,
-    "plan": PlanConfig,
-    "probe": ProbeConfig,
-    "doctor": DoctorConfig,
 }
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 
@@ -74,7 +69,11 @@ def check_penstock(words: tuple[str, ...]) -> None:
     command = get_command(app).commands[words[0]]  # type: ignore[attr-defined]
     partial = LEFT_OUT in words
     typed = [word for word in words[1:] if word != LEFT_OUT]
-    context = command.make_context(words[0], typed, resilient_parsing=partial)
+    # Without the words that are left out, a command may lack an argument.
+    lacks = partial and any(each.required for each in command.params)
+    context = command.make_context(words[0], typed, resilient_parsing=lacks)
+    if words[0] == "plan" and not partial:
+        Request(**context.params)
     if words[0] not in _SETTINGS:
         return
     settings = _SETTINGS[words[0]]

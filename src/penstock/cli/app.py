@@ -11,15 +11,14 @@ import typer
 from penstock.cli.commands import words_of
 from penstock.cli.convert_config import convert_config
 from penstock.cli.data import data
-from penstock.cli.doctor import DoctorConfig, doctor
+from penstock.cli.doctor import doctor
 from penstock.cli.export import export
 from penstock.cli.import_dcp import import_dcp
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
 from penstock.cli.launch import launch
 from penstock.cli.plan import plan
-from penstock.cli.planning.config import PlanConfig
-from penstock.cli.probe import ProbeConfig, probe
+from penstock.cli.probe import probe
 from penstock.cli.report import report
 from penstock.cli.train import train
 from penstock.cli.training.config import DataConfig, TrainConfig
@@ -54,7 +53,7 @@ def root(
 
 app.command(cls=words_of(TrainConfig))(train)
 app.command(cls=words_of(DataConfig))(data)
-app.command(cls=words_of(PlanConfig))(plan)
+app.command()(plan)
 app.command()(export)
 app.command()(inspect)
 app.command()(report)
@@ -63,8 +62,8 @@ app.command()(import_dcp)
 # What follows the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(convert_config)
-app.command(cls=words_of(ProbeConfig))(probe)
-app.command(cls=words_of(DoctorConfig))(doctor)
+app.command()(probe)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ import typer.main
 
 from penstock.cli.app import app
 from penstock.cli.options import option_of
-from penstock.cli.planning.config import PlanConfig
 from penstock.cli.training.config import DataConfig, TrainConfig
 
 TRAIN = {
@@ -112,15 +111,16 @@ DATA = {
 PLAN = {
     "--model": "tiny",
     "--batch": None,
-    "--accumulation": None,
-    **{name: TRAIN[name] for name in ("--trust-remote-code", "--lora", "--precision", "--chunked-loss")},
-    "--recompute": "auto",
-    **{name: TRAIN[name] for name in ("--packing", "--pad-vocab-to", "--stage")},
-    **dict.fromkeys(("--params", "--grads", "--optimizer", "--activations"), "auto"),
-    **{name: TRAIN[name] for name in ("--overlap", "--tile-bytes", "--live-bytes", "--prefetch-bytes")},
-    **{name: TRAIN[name] for name in ("--persistent-bytes", "--pinned-bytes", "--update-threads")},
-    **{name: TRAIN[name] for name in ("--streamed-updates", "--state-dtype", "--gather-format", "--reduce-format")},
-    **{name: TRAIN[name] for name in ("--secondary-shard", "--optimizer-name", "--optimizer-args")},
+    "--accumulation": 1,
+    "--trust-remote-code": False,
+    "--lora": "",
+    **dict.fromkeys(("--precision", "--chunked-loss", "--recompute", "--packing"), "auto"),
+    "--pad-vocab-to": 1,
+    "--stage": 3,
+    **dict.fromkeys(("--params", "--grads", "--optimizer", "--activations", "--overlap"), "auto"),
+    "--options": None,
+    "--optimizer-name": "adamw",
+    "--optimizer-args": None,
     "--max-grad-norm": 1.0,
     "--machine": "",
     "--gpus": 1,
@@ -133,8 +133,8 @@ PLAN = {
     "--measure": False,
     "--max-step": None,
     "--explain": False,
-    "--out": "",
-    "--trace": "",
+    "--out": "None",
+    "--trace": None,
     "--json": False,
     "--compare": None,
 }
@@ -145,17 +145,17 @@ EXPORT = {
     "--adapters-only": True,
     "--no-adapters-only": True,
     "--merge-adapters": False,
-    "--base": "",
+    "--base": None,
     "--max-shard-bytes": "5GB",
     "--average": False,
 }
 INSPECT = {"path": None, "--verify": False, "--json": False}
-REPORT = {"runs": None, "--out": ""}
+REPORT = {"runs": None, "--out": "None"}
 IMPORT = {"folder": None, "out": None}
 IMPORT_DCP = IMPORT | {"--buffer": None}
 CONVERT = {"file": None, "--out": "None", "--json": False}
 LAUNCH = {"script": None, "arguments": None, "--config": "", "--nproc-per-node": ""}
-PROBE = {"--folders": None, "--seconds": 60.0, "--out": "", "--json": False}
+PROBE = {"--folders": None, "--seconds": 60.0, "--out": "None", "--json": False}
 DOCTOR = {"--folders": None, "--json": False}
 COMMANDS = {
     "train": TRAIN,
@@ -204,17 +204,6 @@ def test_the_options_are_exactly_the_fields_of_the_settings(command: str, settin
         ("config", ["--config"], []),
         *((field.name, [option_of(field.name)], []) for field in dataclasses.fields(settings)),
     ]
-
-
-def test_the_options_of_a_plan_are_the_fields_of_its_settings_and_as_in_train_where_both_have_them() -> None:
-    group: Any = typer.main.get_command(app)
-    plan, train = (group.commands[name].params for name in ("plan", "train"))
-    assert [p.opts for p in plan] == [[option_of(field.name)] for field in dataclasses.fields(PlanConfig)]
-    of_train = {p.name: p for p in train}
-    own = {"model", "params", "grads", "optimizer", "activations", "recompute", "out"}
-    both = [p for p in plan if p.name in of_train and p.name not in own]
-    assert len(both) == 23
-    assert [(p.opts, p.default) for p in both] == [(of_train[p.name].opts, of_train[p.name].default) for p in both]
 
 
 def test_every_field_of_a_look_at_data_is_one_of_a_run() -> None:
