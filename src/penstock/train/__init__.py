@@ -1,0 +1,37 @@
+"""`penstock train`: TRL's SFTTrainer on Penstock, as a command.
+
+arguments    what is typed, and what a file says
+run_file     files of a run, those of 0.2 too
+model        the model: without values where that can be, with adapters, quantised
+fit          what a run takes of the device, the host and the disks, and plans
+data         rows, from files and hubs; masks, default, collator, preview stand beside it
+trainer      the trainer's class
+callbacks    signals, records, the report
+run          all of it in order
+"""
+
+import os
+from collections.abc import Sequence
+
+from penstock.train.environment import prepare_environment
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `penstock train`. Every rank of a launcher calls it.
+
+    Arguments:
+        argv: the words behind `penstock train`.
+
+    Returns:
+        The exit status: 0, or 75 where the run was asked to end, and has saved a checkpoint to go on from.
+
+    Raises:
+        PenstockError: a user's mistake, or a machine that is too small.
+    """
+    prepare_environment(argv, os.environ)
+    # Here: it imports torch, transformers and TRL, which read the environment.
+    from penstock.train.run import run
+
+    return run(argv)
