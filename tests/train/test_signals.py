@@ -17,11 +17,16 @@ from tests.train.test_resume import killing, run_on_rank
 
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
-    """The signals are the caller's again, whatever a run has done."""
+    """A run hears signals, and not its caller, whose they are again whatever it has done."""
+
+    def reached(number: int, _: Any) -> None:
+        raise AssertionError(f"signal {number} reached the caller of the run")
+
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.signal(number, reached) for number in numbers}
     yield
-    assert {number: signal.getsignal(number) for number in numbers} == before
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert all(handler is reached for handler in after.values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
