@@ -1,30 +1,161 @@
-"""The model of a run, and its tokenizer."""
+"""The model of a run, with its tokenizer: without values where its folder can be streamed, quantised, grown."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, one_line
+from penstock.integrations.engine_internals import StoredTensors, WeightFiles
+from penstock.integrations.folders import reading
+from penstock.integrations.hub import is_hub_name
+from penstock.integrations.huggingface import ModelSource, build_empty, build_model, find_model
+from penstock.integrations.lora import Lora, LoraWeights
+from penstock.integrations.quantised import quantise_linears
+from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary
 from penstock.train.arguments import Request
 
+#: What `model_init_kwargs` may say of a model that is built without values.
+_STREAMED = {"dtype", "attn_implementation", "revision", "trust_remote_code"}
 
-def read_tokenizer(request: Request) -> Any:
-    """Read what turns text into ids: the model's own tokenizer or processor, as TRL reads it."""
+
+@dataclass
+class Built:
+    """A model before it is prepared.
+
+    Attributes:
+        model: with values, or on the meta device.
+        tokenizer: what makes its ids.
+        weights: what `penstock.prepare` reads its values from; `None` where it has them already.
+    """
+
+    model: Any
+    tokenizer: Any
+    weights: Path | StoredTensors | None = None
+
+
+def find(request: Request) -> ModelSource:
+    """Find the model that is asked for, before anything is built.
+
+    Raises:
+        ConfigError: there is none of that name, or what is asked of it cannot be done.
+    """
+    model = request.model
+    for name in ("load_in_8bit", "load_in_4bit"):
+        if getattr(model, name):
+            raise ConfigError(f"--{name}: weights of bitsandbytes are not moved. Use --use_peft --base int8.")
+    if request.penstock.base is not None and not model.use_peft:
+        raise ConfigError("--base int8 is for frozen weights under adapters. Add --use_peft.")
+    if request.is_default:
+        from transformers import LlamaConfig
+
+        from penstock.train.default import TINY
+
+        config = LlamaConfig(**TINY)
+        return ModelSource("the small model", None, config, config.vocab_size, config.max_position_embeddings)
+    name = str(model.model_name_or_path)
+    of_hub = is_hub_name(name)
+    if of_hub and model.model_revision != "main":
+        name = f"{name}@{model.model_revision}"
+    source = find_model(name, seq_length=1, trust_remote_code=request.training.trust_remote_code)
+    if of_hub:  # what model cards and adapters say that they are of
+        source.config.name_or_path = str(model.model_name_or_path)
+    return source
+
+
+def build(request: Request, source: ModelSource) -> Built:
+    """Build the model, and read its tokenizer.
+
+    Raises:
+        ConfigError: the folder cannot be read, or the model cannot be what is asked for.
+    """
+    asked = request.model
+    kwargs = {"dtype": asked.dtype, "attn_implementation": asked.attn_implementation}
+    kwargs |= request.training.model_init_kwargs or {}
+    request.training.model_init_kwargs = None  # TRL is given the model
+    if source.folder is None:
+        from penstock.train.default import byte_tokenizer
+
+        torch.manual_seed(request.training.seed)
+        return Built(build_model(source), byte_tokenizer())
+    tokenizer = _tokenizer(source)
+    model = _empty(request, source, kwargs)
+    weights = None if model is None else WeightFiles(source.folder)
+    built = Built(_whole(source, kwargs) if model is None else model, tokenizer, weights)
+    if len(tokenizer) > source.vocab_size:
+        rows = grow_vocabulary(built.model, len(tokenizer))
+        built.weights = built.weights and GrownTensors(built.weights, rows, len(tokenizer))
+    if request.penstock.base == "int8":
+        built.model.requires_grad_(False)
+        quantise_linears(built.model)
+    return built
+
+
+def adapted_weights(request: Request, built: Built, model: nn.Module) -> Path | StoredTensors | None:
+    """Return what a model's values are read from, once TRL has put adapters around it where that is asked for.
+
+    Arguments:
+        request: what is asked for.
+        built: the model before.
+        model: the trainer's.
+    """
+    asked = request.model
+    if built.weights is None or not asked.use_peft:
+        return built.weights
+    assert isinstance(built.weights, StoredTensors)
+    lora = Lora(asked.lora_r, asked.lora_alpha, base="int8" if request.penstock.base else "auto")
+    return LoraWeights(built.weights, model, lora, seed=request.training.seed)
+
+
+def _tokenizer(source: ModelSource) -> Any:
+    """Read what turns text into ids, as TRL does: the folder's processor, or its tokenizer."""
     from transformers import AutoProcessor
 
-    model, training = request.model, request.training
-    kwargs: Any = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
-    return AutoProcessor.from_pretrained(model.model_name_or_path, **kwargs)
+    assert source.folder is not None
+    processor: Any = AutoProcessor  # untyped
+    with reading("tokenizer", source.folder):
+        found = processor.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code)
+    return getattr(found, "tokenizer", found)
 
 
-def build_model(request: Request) -> Any:
-    """Build the model with its values, as TRL does."""
+def _empty(request: Request, source: ModelSource, kwargs: dict[str, Any]) -> Any:
+    """Build the model without values; `None` where they have to be read whole, as transformers or peft read them."""
+    asked, template = request.model, str(request.training.chat_template_path or "")
+    is_read_whole = asked.use_dora or asked.lora_modules_to_save or asked.lora_target_parameters
+    clones = template and not (template.endswith((".jinja", ".j2")) and Path(template).is_file())  # with its tokens
+    if (asked.use_peft and is_read_whole) or clones or kwargs.keys() - _STREAMED:
+        return None
+    if (dtype := _dtype(kwargs["dtype"])) is not None:
+        source.config.dtype = dtype
+    model: Any = build_empty(source)
+    attention = kwargs["attn_implementation"]
+    if model is not None and attention is not None:
+        try:
+            model.set_attn_implementation(attention)
+        except Exception as error:
+            raise ConfigError(f"--attn_implementation {attention}: {one_line(error)}.") from error
+    return model
+
+
+def _whole(source: ModelSource, kwargs: dict[str, Any]) -> Any:
+    """Build the model with its values on the host, as TRL does."""
     from trl.trainer.utils import create_model_from_path
 
-    model, training = request.model, request.training
-    kwargs: dict[str, Any] = {
-        "revision": model.model_revision,
-        "trust_remote_code": training.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        "device_map": None,
-        **(training.model_init_kwargs or {}),
-    }
-    return create_model_from_path(model.model_name_or_path, **kwargs)
+    assert source.folder is not None
+    more = {"device_map": None, "trust_remote_code": source.trust_remote_code, "use_safetensors": True}
+    with reading("model", source.folder):
+        model = create_model_from_path(str(source.folder), **{**more, **kwargs})
+    model.config.name_or_path = source.config.name_or_path
+    return model
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    """Read a dtype as TRL does; `None` leaves that of the folder."""
+    if name in (None, "auto") or isinstance(name, torch.dtype):
+        return name if isinstance(name, torch.dtype) else None
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"--dtype {one_line(str(name), 40)} is no dtype. Use auto, float32, bfloat16 or float16.")
+    return dtype

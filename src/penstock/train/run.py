@@ -1,42 +1,106 @@
 """A run of `penstock train`, from the command line to the saved model."""
 
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trl import get_peft_config
 
+from penstock.errors import ConfigError
+from penstock.integrations.engine_internals import MARKER
 from penstock.train.arguments import Request, parse
+from penstock.train.callbacks import InterruptCallback
 from penstock.train.data import read_data
-from penstock.train.model import build_model, read_tokenizer
+from penstock.train.model import Built, adapted_weights, build, find
+from penstock.train.signals import EXIT_INTERRUPTED, Interruption, command_to_go_on
 from penstock.train.trainer import sft_class
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str], interruption: Interruption) -> int:
     """Train as the command line says.
+
+    Arguments:
+        argv: the words behind `penstock train`.
+        interruption: what may ask the run to end.
 
     Returns:
         The exit status.
     """
     request = parse(argv)
-    tokenizer = read_tokenizer(request)
-    model = build_model(request)
-    data = read_data(request, tokenizer)
-    trainer = make_trainer(request, model, tokenizer, data)
-    trainer.train()
+    built = build(request, find(request))
+    data = read_data(request, built.tokenizer)
+    trainer = make_trainer(request, built, data)
+    ending = InterruptCallback(interruption)
+    trainer.add_callback(ending)
+    trainer.train(resume_from_checkpoint=begin(request, trainer))
+    if ending.has_ended:
+        say(trainer, f"saved step {trainer.state.global_step}; go on with: {command_to_go_on(argv)}")
+        return EXIT_INTERRUPTED
     trainer.save_model(request.training.output_dir)
     return 0
 
 
-def make_trainer(request: Request, model: Any, tokenizer: Any, data: Any) -> Any:
+def make_trainer(request: Request, built: Built, data: Any) -> Any:
     """Make the trainer of a run."""
-    own, training = request.penstock, request.training
-    training.model_init_kwargs = None  # the model is made
-    made = sft_class(stage=own.stage, placement=own.to_placement(), options=own.to_options())
-    return made(
-        model=model,
-        args=training,
+    own = request.penstock
+    made = sft_class(own.rule, stage=own.stage, placement=own.to_placement(), options=own.to_options())
+    trainer = made(
+        model=built.model,
+        args=request.training,
         train_dataset=data.train,
         eval_dataset=data.eval,
-        processing_class=tokenizer,
+        processing_class=built.tokenizer,
         peft_config=get_peft_config(request.model),
     )
+    weights = adapted_weights(request, built, trainer.model)
+    if weights is not None:
+        trainer.accelerator.prepare_arguments["weights"] = weights
+    return trainer
+
+
+def begin(request: Request, trainer: Any) -> str | None:
+    """Find the checkpoint that a run goes on from; one that starts anew has those of an earlier run removed.
+
+    Returns:
+        Its folder; `None` where the run begins.
+
+    Raises:
+        ConfigError: the folder that is named is no checkpoint.
+    """
+    out, named = Path(str(request.training.output_dir)), request.training.resume_from_checkpoint
+    found = checkpoints_of(out)
+    if named is None or str(named).lower() == "true":
+        newest = next((folder for folder in reversed(found) if is_whole(folder)), None)
+        if newest is not None:
+            say(trainer, f"goes on from {newest}. --resume_from_checkpoint false starts anew")
+        return None if newest is None else str(newest)
+    if str(named).lower() != "false":
+        if not is_whole(Path(named)):
+            raise ConfigError(f"--resume_from_checkpoint {named} is no checkpoint that a run can go on from.")
+        return str(named)
+    trainer.accelerator.wait_for_everyone()  # all have looked
+    if trainer.is_world_process_zero():
+        for folder in found:  # a rotation would take the new ones for the older ones
+            shutil.rmtree(folder)
+    trainer.accelerator.wait_for_everyone()
+    return None
+
+
+def checkpoints_of(out: Path) -> list[Path]:
+    """List the checkpoints of a run, the oldest first."""
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in out.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
+
+
+def is_whole(folder: Path) -> bool:
+    """Return True if a checkpoint has all that a run needs to go on: its kill in between would leave less."""
+    state = folder / "penstock" / MARKER, folder / "optimizer.pt"
+    return (folder / "trainer_state.json").is_file() and any(path.exists() for path in state)
+
+
+def say(trainer: Any, text: str) -> None:
+    """Print a line, on the first rank."""
+    if trainer.is_world_process_zero():
+        print(f"penstock: {text}", file=sys.stderr)
