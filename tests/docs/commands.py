@@ -17,7 +17,6 @@ from penstock.cli.doctor import DoctorConfig
 from penstock.cli.options import options_of, value_of
 from penstock.cli.plan import PlanConfig
 from penstock.cli.probe import ProbeConfig
-from penstock.cli.training.config import DataConfig, TrainConfig
 from tests.docs.blocks import ROOT, Block
 
 #: Kinds of blocks that have nothing but commands in them, and those that have them between other things.
@@ -25,8 +24,6 @@ COMMANDS, MIXED = ("sh", "bash"), ("", "console")
 #: What a page writes for what the reader has typed before.
 LEFT_OUT = "..."
 _SETTINGS: dict[str, Any] = {
-    "train": TrainConfig,
-    "data": DataConfig,
     "plan": PlanConfig,
     "probe": ProbeConfig,
     "doctor": DoctorConfig,
@@ -71,6 +68,9 @@ def _words(line: str) -> list[str]:
 
 def check_penstock(words: tuple[str, ...]) -> None:
     """Read a command line of ours with the parser that reads it, up to the first look at a file."""
+    if words[0] == "train":
+        check_train(words[1:])
+        return
     command = get_command(app).commands[words[0]]  # type: ignore[attr-defined]
     partial = LEFT_OUT in words
     typed = [word for word in words[1:] if word != LEFT_OUT]
@@ -83,6 +83,17 @@ def check_penstock(words: tuple[str, ...]) -> None:
     values = {name: value_of(options[name], context.params[name]) for name in given & options.keys()}
     if not partial and "config" not in given:
         settings(**values)
+
+
+def check_train(words: tuple[str, ...]) -> None:
+    """Read what follows `penstock train`; the file that it names is the reader's."""
+    from penstock.train.arguments import parse
+
+    typed = [word for word in words if word != LEFT_OUT]
+    if "--config" in typed:
+        place = typed.index("--config")
+        del typed[place : place + 2]
+    parse(typed)
 
 
 def check_torchrun(words: tuple[str, ...]) -> None:
