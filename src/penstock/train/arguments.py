@@ -4,6 +4,8 @@ What is typed wins over the file of `--config`, which wins over the defaults. Ev
 names no model: that one has its own.
 """
 
+# ruff: noqa: RUF009 (`_own` makes a field, not a default that all arguments would share)
+
 import argparse
 import difflib
 import re

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import set_seed
+from trl import get_peft_config
 
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.engine_internals import StoredTensors, WeightFiles
@@ -29,11 +30,13 @@ class Built:
         model: with values, or on the meta device.
         tokenizer: what makes its ids.
         weights: what `penstock.prepare` reads its values from; `None` where it has them already.
+        peft_config: adapters that TRL is to add, beside tokens of its own; `None` where they are there, or none are.
     """
 
     model: Any
     tokenizer: Any
-    weights: Path | StoredTensors | None = None
+    weights: StoredTensors | None = None
+    peft_config: Any = None
 
 
 def find(request: Request) -> ModelSource:
@@ -78,7 +81,7 @@ def build(request: Request, source: ModelSource) -> Built:
     if source.folder is None:
         from penstock.train.default import byte_tokenizer
 
-        torch.manual_seed(request.training.seed)
+        set_seed(request.training.seed)
         return Built(build_model(source), byte_tokenizer())
     tokenizer = _tokenizer(source)
     model = _empty(request, source, kwargs)
@@ -90,23 +93,26 @@ def build(request: Request, source: ModelSource) -> Built:
     if request.penstock.base == "int8":
         built.model.requires_grad_(False)
         quantise_linears(built.model)
+    if asked.use_peft and _clones_template(request):
+        built.peft_config = get_peft_config(asked)
+    elif asked.use_peft:
+        _adapt(request, built)
     return built
 
 
-def adapted_weights(request: Request, built: Built, model: nn.Module) -> Path | StoredTensors | None:
-    """Return what a model's values are read from, once TRL has put adapters around it where that is asked for.
+def _adapt(request: Request, built: Built) -> None:
+    """Put adapters around the model, as TRL does, and read their first values as peft draws them."""
+    from peft import get_peft_model
 
-    Arguments:
-        request: what is asked for.
-        built: the model before.
-        model: the trainer's.
-    """
-    asked = request.model
-    if built.weights is None or not asked.use_peft:
-        return built.weights
-    assert isinstance(built.weights, StoredTensors)
-    lora = Lora(asked.lora_r, asked.lora_alpha, base="int8" if request.penstock.base else "auto")
-    return LoraWeights(built.weights, model, lora, seed=request.training.seed)
+    asked, seed, base = request.model, request.training.seed, built.weights
+    set_seed(seed)
+    try:
+        built.model = get_peft_model(built.model, get_peft_config(asked))
+    except Exception as error:  # peft raises many classes
+        raise ConfigError(f"peft cannot adapt {type(built.model).__name__}: {one_line(error)}.") from error
+    if isinstance(base, StoredTensors):
+        lora = Lora(asked.lora_r, asked.lora_alpha, base="int8" if request.penstock.base else "auto")
+        built.weights = LoraWeights(base, built.model, lora, seed=seed)
 
 
 def _tokenizer(source: ModelSource) -> Any:
@@ -122,10 +128,9 @@ def _tokenizer(source: ModelSource) -> Any:
 
 def _empty(request: Request, source: ModelSource, kwargs: dict[str, Any]) -> Any:
     """Build the model without values; `None` where they have to be read whole, as transformers or peft read them."""
-    asked, template = request.model, str(request.training.chat_template_path or "")
+    asked = request.model
     is_read_whole = asked.use_dora or asked.lora_modules_to_save or asked.lora_target_parameters
-    clones = template and not (template.endswith((".jinja", ".j2")) and Path(template).is_file())  # with its tokens
-    if (asked.use_peft and is_read_whole) or clones or kwargs.keys() - _STREAMED:
+    if (asked.use_peft and is_read_whole) or _clones_template(request) or kwargs.keys() - _STREAMED:
         return None
     if (dtype := _dtype(kwargs["dtype"])) is not None:
         source.config.dtype = dtype
@@ -137,6 +142,12 @@ def _empty(request: Request, source: ModelSource, kwargs: dict[str, Any]) -> Any
         except Exception as error:
             raise ConfigError(f"--attn_implementation {attention}: {one_line(error)}.") from error
     return model
+
+
+def _clones_template(request: Request) -> bool:
+    """Return True if TRL takes the chat template of another tokenizer, with its tokens, for which the model grows."""
+    template = str(request.training.chat_template_path or "")
+    return bool(template) and not (template.endswith((".jinja", ".j2")) and Path(template).is_file())
 
 
 def _whole(source: ModelSource, kwargs: dict[str, Any]) -> Any:

@@ -1,19 +1,20 @@
 """A run of `penstock train`, from the command line to the saved model."""
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trl import get_peft_config
-
 from penstock.errors import ConfigError
 from penstock.integrations.engine_internals import MARKER
 from penstock.train.arguments import Request, parse
 from penstock.train.callbacks import InterruptCallback
 from penstock.train.data import read_data
-from penstock.train.model import Built, adapted_weights, build, find
+from penstock.train.fit import Outlook, look
+from penstock.train.model import Built, build, find
+from penstock.train.run_file import checkpoints_of
 from penstock.train.signals import EXIT_INTERRUPTED, Interruption, command_to_go_on
 from penstock.train.trainer import sft_class
 
@@ -29,35 +30,38 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
         The exit status.
     """
     request = parse(argv)
-    built = build(request, find(request))
+    source = find(request)
+    built = build(request, source)
+    outlook = look(request, built, say=say)
+    if not request.penstock.dry_run:  # which tells what it takes before it says what is too small
+        outlook.check()
     data = read_data(request, built.tokenizer)
-    trainer = make_trainer(request, built, data)
+    if request.penstock.dry_run:
+        print(outlook)
+        outlook.check()
+        say(f"nothing is wrong with this run. Nothing was made but {request.training.output_dir}/cache")
+        return 0
+    trainer = make_trainer(request, built, outlook, data)
     ending = InterruptCallback(interruption)
     trainer.add_callback(ending)
     trainer.train(resume_from_checkpoint=begin(request, trainer))
     if ending.has_ended:
-        say(trainer, f"saved step {trainer.state.global_step}; go on with: {command_to_go_on(argv)}")
+        say(f"saved step {trainer.state.global_step}; go on with: {command_to_go_on(argv)}")
         return EXIT_INTERRUPTED
     trainer.save_model(request.training.output_dir)
     return 0
 
 
-def make_trainer(request: Request, built: Built, data: Any) -> Any:
+def make_trainer(request: Request, built: Built, outlook: Outlook, data: Any) -> Any:
     """Make the trainer of a run."""
-    own = request.penstock
-    made = sft_class(own.rule, stage=own.stage, placement=own.to_placement(), options=own.to_options())
-    trainer = made(
+    return sft_class(request.penstock.rule, **outlook.arguments)(
         model=built.model,
         args=request.training,
         train_dataset=data.train,
         eval_dataset=data.eval,
         processing_class=built.tokenizer,
-        peft_config=get_peft_config(request.model),
+        peft_config=built.peft_config,
     )
-    weights = adapted_weights(request, built, trainer.model)
-    if weights is not None:
-        trainer.accelerator.prepare_arguments["weights"] = weights
-    return trainer
 
 
 def begin(request: Request, trainer: Any) -> str | None:
@@ -74,7 +78,7 @@ def begin(request: Request, trainer: Any) -> str | None:
     if named is None or str(named).lower() == "true":
         newest = next((folder for folder in reversed(found) if is_whole(folder)), None)
         if newest is not None:
-            say(trainer, f"goes on from {newest}. --resume_from_checkpoint false starts anew")
+            say(f"goes on from {newest}. --resume_from_checkpoint false starts anew")
         return None if newest is None else str(newest)
     if str(named).lower() != "false":
         if not is_whole(Path(named)):
@@ -88,19 +92,13 @@ def begin(request: Request, trainer: Any) -> str | None:
     return None
 
 
-def checkpoints_of(out: Path) -> list[Path]:
-    """List the checkpoints of a run, the oldest first."""
-    numbers = {path: path.name.removeprefix("checkpoint-") for path in out.glob("checkpoint-*") if path.is_dir()}
-    return sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
-
-
 def is_whole(folder: Path) -> bool:
     """Return True if a checkpoint has all that a run needs to go on: its kill in between would leave less."""
     state = folder / "penstock" / MARKER, folder / "optimizer.pt"
     return (folder / "trainer_state.json").is_file() and any(path.exists() for path in state)
 
 
-def say(trainer: Any, text: str) -> None:
+def say(text: str) -> None:
     """Print a line, on the first rank."""
-    if trainer.is_world_process_zero():
-        print(f"penstock: {text}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"penstock: {text}", file=sys.stderr, flush=True)

@@ -54,3 +54,9 @@ def _block(content: dict[str, Any], name: str, path: str | os.PathLike[str]) -> 
     if not isinstance(block, Mapping):
         raise ConfigError(f"{path}: {name} is {shown(block)}. Write a mapping below it.")
     return dict(block)
+
+
+def checkpoints_of(out: Path) -> list[Path]:
+    """List the checkpoints of a run, the oldest first."""
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in out.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
