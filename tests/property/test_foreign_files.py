@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 import penstock
 from penstock.integrations.deepspeed import import_checkpoint
 from penstock.integrations.huggingface import build_empty, build_model, find_model
-from penstock.integrations.tokenizers import ByteTokenizer, tokenizer_for
+from penstock.integrations.vocabulary import rows_for
 from tests.deepspeed_checks import load
+from tests.instruct import byte_tokenizer
 from tests.property.test_checkpoint_files import at, change_values, copy_of, limited_memory, places
 
 EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
@@ -71,15 +72,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     whole = tmp_path_factory.mktemp("model") / "whole"
     LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=32, **sizes)).save_pretrained(whole)
-    ByteTokenizer().save(whole)
+    byte_tokenizer(None).save_pretrained(whole)
     return whole, whole.with_name("changed")
 
 
 def use(folder: Path) -> None:
     """What a run does with a folder until it trains."""
     source = find_model(str(folder), seq_length=8)
-    tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size)
-    tokenizer.decode(tokenizer.encode("some text").tolist())
+    rows_for(source.folder, source.vocab_size)
     empty = build_empty(source)
     model = build_model(source) if empty is None else empty
     weights = None if empty is None else source.folder

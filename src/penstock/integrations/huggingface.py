@@ -21,10 +21,9 @@ from penstock.integrations.folders import (
 )
 from penstock.integrations.hub import fetch_model, is_hub_name
 from penstock.integrations.saving import save_pretrained as save_pretrained
-from penstock.integrations.tokenizers import ByteTokenizer
 
 _MOST_NAMED = 8
-
+_BYTE_COUNT = 256
 
 #: Llama-type models that start from random weights and read bytes: 1.4 million parameters, 26 million, 309 million.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -36,15 +35,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from: a preset, or a folder that `from_pretrained` reads. Checked, nothing built yet.
+    """The source of a model: a preset, or a folder that `from_pretrained` reads. It is checked, nothing is built.
 
     Attributes:
-        name: what the user wrote.
+        name: the name that the user gave.
         folder: the model's folder; `None` for a preset.
         config: the transformers configuration.
-        vocab_size: how many rows the model's embedding has.
-        max_seq_length: how many positions the model knows; `None` where its configuration does not say.
-        trust_remote_code: whether code of the folder may run.
+        vocab_size: the rows of the model's embedding.
+        max_seq_length: the positions of the model; `None` if its configuration does not say.
+        trust_remote_code: True if code of the folder may run.
     """
 
     name: str
@@ -69,19 +68,19 @@ class ModelSource:
 def find_model(
     name: str, *, seq_length: int, trust_remote_code: bool = False, needs_weights: bool = True
 ) -> ModelSource:
-    """Read what `name` stands for: a preset's name, a model folder, or a model's name on a hub.
+    """Find a model by name: a preset, a folder, or a model of a hub.
 
     Arguments:
         name: a name of `PRESETS`, a folder with config.json and .safetensors weights, or `owner/name` of a hub.
-        seq_length: how many tokens a sequence has. A preset takes any length, a folder's model those that it has
-            positions for.
+        seq_length: the tokens of a sequence. A preset takes any length, a folder's model those that it has positions
+            for.
         trust_remote_code: run the code of a folder whose model is none of transformers' own.
-        needs_weights: whether there have to be weights. If not, none are fetched, and `name` may be a configuration's
-            file too.
+        needs_weights: False if the configuration alone is needed. No weights are fetched then, and `name` may be the
+            file of a configuration too.
 
     Raises:
-        ConfigError: the name is none of them, or the folder lacks a file, cannot be read, needs code that is not
-            allowed, is no causal language model or has too few positions.
+        ConfigError: there is no such model, or the folder lacks a file, cannot be read, needs code that is not
+            allowed, is quantised, is no causal language model or has too few positions.
 
     Example:
         >>> find_model("tiny", seq_length=128).vocab_size
@@ -92,10 +91,10 @@ def find_model(
 
         config = LlamaConfig(
             **PRESETS[name],
-            vocab_size=ByteTokenizer.vocab_size,
+            vocab_size=_BYTE_COUNT + 1,
             max_position_embeddings=max(2048, seq_length),
             bos_token_id=None,
-            eos_token_id=ByteTokenizer.end_of_document,
+            eos_token_id=_BYTE_COUNT,
         )
         return ModelSource(name, None, config, config.vocab_size, config.max_position_embeddings)
     source = _find_folder(name, trust_remote_code, needs_weights)
@@ -167,7 +166,7 @@ def build_empty(source: ModelSource) -> nn.Module | None:
 
 
 def build_sketch(source: ModelSource) -> nn.Module:
-    """Build a model on the meta device of its configuration alone: nothing of its weights is looked at.
+    """Build a model on the meta device from its configuration. Its weights are not looked at.
 
     Raises:
         ConfigError: no model can be built of it.
@@ -182,7 +181,7 @@ def build_sketch(source: ModelSource) -> nn.Module:
 
 
 def _fits(model: nn.Module, files: WeightFiles) -> bool:
-    """Tell whether every parameter is in the files under a name of its own, and all that they hold has its shape."""
+    """Return True if the files have every parameter under one of its names, and every tensor of them has its shape."""
     aliases: dict[Tensor, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         aliases.setdefault(tensor, []).append(name)
@@ -208,7 +207,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 
 
 def _find_folder(name: str, trust_remote_code: bool, needs_weights: bool) -> ModelSource:
-    """Read what a model folder holds, before anything is built of it."""
+    """Read the configuration of a model folder, or of a model on a hub."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if is_hub_name(name):

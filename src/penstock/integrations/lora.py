@@ -1,9 +1,9 @@
-"""LoRA adapters of peft over a frozen base (Hu et al., "LoRA", 2021), which no rank ever holds as a whole.
+"""LoRA adapters of peft over a frozen base (Hu et al., "LoRA", 2021) that no rank ever holds as a whole.
 
-1. The model is built on the meta device, its linear layers quantised where that is asked for.
+1. The model is built on the meta device, its linear layers quantised on request.
 2. peft adds its adapters, on the meta device as well.
-3. `prepare(weights=LoraWeights(...))` reads the base from its folder, part by part, under the names that it has there;
-   codes are made of what is read, and adapters drawn layer by layer.
+3. `prepare(weights=LoraWeights(...))` reads the base from its folder, part by part, under its names there;
+   codes are made while it is read. peft draws the adapters.
 """
 
 import math
@@ -183,7 +183,7 @@ def add_adapters(model: nn.Module, lora: "Lora | LoraConfig", *, seed: int) -> n
         with _drawn_from(seed), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of names that peft uses and transformers will drop
             adapted: nn.Module = get_peft_model(model, config)
-    except Exception as error:  # it is somebody else's code
+    except Exception as error:  # of peft, or of the model
         raise ConfigError(f"peft cannot adapt {type(model).__name__}: {one_line(error)}.") from error
     made: Any = adapted
     settings = made.peft_config[ADAPTER]
@@ -205,7 +205,7 @@ def add_adapters(model: nn.Module, lora: "Lora | LoraConfig", *, seed: int) -> n
 
 @contextmanager
 def _drawn_from(seed: int) -> Iterator[None]:
-    """Draw what is inside from a seed; the cpu's random numbers go on as if nothing was."""
+    """Seed the cpu's random numbers for a `with` block. Afterwards they go on as before."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
