@@ -8,10 +8,13 @@ record       a callback that records steps, for penstock report
 
 from typing import Any
 
+import lightning
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from penstock.errors import ConfigError
+from penstock.integrations import _private
+from penstock.integrations._private.lightning import TESTED
 from penstock.integrations.lightning.checkpoints import consolidate
 from penstock.integrations.lightning.precision import PenstockPrecision
 from penstock.integrations.lightning.record import RecordCallback
@@ -31,6 +34,7 @@ def _refuse_fabric(*_: Any, **__: Any) -> Any:
 
 
 STRATEGY_REGISTRY.register("penstock", _refuse_fabric, description=_ABOUT, override=True)
+_private.warn_untested("Lightning", lightning.__version__, TESTED)
 
 
 def __getattr__(name: str) -> Any:
