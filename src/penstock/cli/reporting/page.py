@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, one_line
 from penstock.files import write_whole
 
 PAGE_NAME, COMPARED_NAME = "report.html", "compared.html"
-INSTALL = "pip install 'penstock[report]'"
+INSTALL = "pip install 'penstock[train]'"
 _BEGINNING = b"<!doctype html>"
 _HERE = Path(__file__).parent
 _PLOTLY = Path("package_data", "plotly.min.js")
