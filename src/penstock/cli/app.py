@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, NoReturn
 
@@ -25,6 +26,8 @@ from penstock.cli.training.config import DataConfig, TrainConfig
 from penstock.errors import PenstockError, one_line
 
 _MOST_CHARS = 2000
+#: What follows the command is read by the command itself, --help too.
+UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
     name="penstock",
@@ -51,6 +54,13 @@ def root(
     """Train PyTorch models larger than GPU memory."""
 
 
+def train_over_trl(context: typer.Context) -> None:
+    """Fine-tune a causal language model by TRL's SFTTrainer, larger than GPU memory. See penstock train --help."""
+    # Here, not at the top: it imports torch, transformers and TRL.
+    raise typer.Exit(import_module("penstock.train").main(context.args))
+
+
+# `app.command("train", context_settings=UNREAD)(train_over_trl)` in its place makes penstock.train the command.
 app.command(cls=words_of(TrainConfig))(train)
 app.command(cls=words_of(DataConfig))(data)
 app.command()(plan)

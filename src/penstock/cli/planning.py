@@ -465,7 +465,7 @@ def command(found: Plan, question: Question) -> str:
     words += ["--trust_remote_code"] * request.trust_remote_code
     words += ["--per_device_train_batch_size", str(question.batch[0]), "--max_length", str(question.batch[1])]
     words += ["--gradient_accumulation_steps", str(request.accumulation)] * (request.accumulation > 1)
-    words += ["--bf16", "false"] if precision == "fp32" else [f"--{precision}"]
+    words += ["--bf16", "false"] if precision == "fp32" else [f"--{precision}", "true"]
     words += ["--packing"] * question.packed
     words += ["--gradient_checkpointing", "false"] * (not found.recompute)  # which TRL turns on by itself
     if (lora := question.lora) is not None:

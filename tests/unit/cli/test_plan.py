@@ -57,7 +57,7 @@ def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
     assert outcome.out.startswith("fits: yes     step ")
     assert "rtx4090-desktop, bf16, stage 3, input_ids" in outcome.out
     run = (
-        "penstock train --plan p.json --model described --per_device_train_batch_size 2 --max_length 16 --bf16 "
+        "penstock train --plan p.json --model described --per_device_train_batch_size 2 --max_length 16 --bf16 true "
         "--packing --gradient_checkpointing false"
     )
     assert outcome.out.endswith(f"step of at most 9 s: met\nwritten: p.json\nrun: {run}\n")
@@ -149,10 +149,10 @@ def test_a_home_that_is_named_is_looked_at_beside_the_homes_of_a_run(
         ),
         (["--gpus", "8"], "torchrun --nproc-per-node 8 -m penstock train --placement auto"),
         (["--gpus", "8", "--hosts", "3"], "torchrun --nnodes 3 --nproc-per-node 8 -m penstock train --placement auto"),
-        (["--recompute", "on"], "--max_length 16 --bf16 --packing --max_grad_norm 0.5"),
+        (["--recompute", "on"], "--max_length 16 --bf16 true --packing --max_grad_norm 0.5"),
         (["--recompute", "off"], "--packing --gradient_checkpointing false --max_grad_norm 0.5"),
-        (["--accumulation", "4"], "--max_length 16 --gradient_accumulation_steps 4 --bf16"),
-        (["--packing", "off"], "--max_length 16 --bf16 --gradient_checkpointing false"),
+        (["--accumulation", "4"], "--max_length 16 --gradient_accumulation_steps 4 --bf16 true"),
+        (["--packing", "off"], "--max_length 16 --bf16 true --gradient_checkpointing false"),
         (["--precision", "fp32"], "--bf16 false --packing"),
         (["--overlap", "none"], "run, planned with --out plan.json: penstock train --plan plan.json"),
         (["--optimizer-name", "lion", "--stage", "2"], "--rule lion --max_grad_norm 0.5 --stage 2"),

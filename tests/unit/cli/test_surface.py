@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from penstock.cli.app import app
+from penstock.cli.app import UNREAD, app, train_over_trl
 from penstock.cli.options import option_of
 from penstock.cli.training.config import DataConfig, TrainConfig
 
@@ -344,6 +345,33 @@ def test_notes_are_of_the_first_rank(penstock_command: Callable[..., Any], monke
     settings_of_runs(monkeypatch)
     monkeypatch.setenv("RANK", "1")
     assert penstock_command("train", "--tensorboard").err == ""
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_train_over_trl_reads_what_is_typed_by_itself(monkeypatch: Any, status: int) -> None:
+    given: list[list[str]] = []
+    fake = types.ModuleType("penstock.train")
+    vars(fake)["main"] = lambda words: given.append(words) or status
+    monkeypatch.setitem(sys.modules, "penstock.train", fake)
+    other = typer.Typer()
+    other.command("train", context_settings=UNREAD)(train_over_trl)
+    other.command()(lambda: None)
+    words = [
+        "--data",
+        "a",
+        "b",
+        "--learning-rate",
+        "-1e-3",
+        "--help",
+        "-h",
+        "--version",
+        "--no-such=1",
+        "x.jsonl:0.5",
+        "--config",
+        "run.yaml",
+    ]
+    assert other(["train", *words, ""], standalone_mode=False) == status
+    assert given == [[*words, ""]]
 
 
 def test_version(penstock_command: Callable[..., Any]) -> None:

@@ -94,7 +94,7 @@ def test_every_chart_has_a_table_that_says_the_same(folder: Path) -> None:
 def test_a_plan_is_held_against_what_was_measured(folder: Path) -> None:
     written = page([read_run(folder)], "")
     plan = written[written.index('id="plan-0"') :]
-    assert "<td>500.0 ms</td>" in plan
+    assert "<td>500 ms</td>" in plan
     assert "at rest on device" in plan
     assert "More than 15% off: step" in plan
 
@@ -157,7 +157,7 @@ class TestCommand:
         done = penstock_command("report", str(folder))
         assert done.exit_code == 2
         assert done.err.count("\n") == 1
-        assert "Install it with: pip install 'penstock[report]'" in done.err
+        assert "Install it with: pip install 'penstock[train]'" in done.err
 
     @pytest.mark.parametrize(
         ("runs", "error"),
@@ -198,7 +198,7 @@ class TestEndOfARun:
         self, notes: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(pages, "find_spec", lambda name: None)
-        assert notes() == f"a page of this run: pip install 'penstock[report]', and then penstock report {tmp_path}\n"
+        assert notes() == f"a page of this run: pip install 'penstock[train]', and then penstock report {tmp_path}\n"
 
     def test_nothing_of_it_fails_the_run(self, notes: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("plotly")
