@@ -7,8 +7,11 @@ names no model: that one has its own.
 # ruff: noqa: RUF009 (`_own` makes a field, not a default that all arguments would share)
 
 import argparse
+import copy
 import difflib
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
@@ -88,7 +91,7 @@ class PenstockArguments:
             raise ConfigError(f"{chosen[0]} chooses the tiers, and so does {chosen[1]}. Leave one of them out.")
         self.to_options()
         placement = self.to_placement()
-        on_disk = [name for name in _HOMES if "nvme" in placement.home(name)]  # type: ignore[arg-type]
+        on_disk = [name for name in _HOMES if "nvme" in placement.home(name)]
         on_disk += ["activations"] if self.activations == "nvme" else []
         if on_disk and not self.nvme_path:
             raise ConfigError(f"--{on_disk[0]} nvme needs a folder on a fast disk: --nvme_path FOLDER.")
@@ -101,7 +104,7 @@ class PenstockArguments:
 
     def to_options(self) -> Options:
         """Return the options that these fields name."""
-        given = self.options or {}
+        given: Any = self.options or {}
         if not isinstance(given, Mapping):
             pairs = [text.partition("=") for text in given]
             given = {name: value for name, _, value in pairs}
@@ -206,19 +209,19 @@ def parse(argv: Sequence[str]) -> Request:
         said["dataset_name"] = [_written(source) for source in sources]
         if len(sources) == 1:
             said["dataset_name"] = said["dataset_name"][0]
-    made = [_made(kind, said) for kind in _KINDS]
+    script, training, model, mixture, own = (_made(kind, copy.deepcopy(said)) for kind in _KINDS)
     changed = {name: value for name, value in said.items() if name in names and value != names[name].default}
-    return Request(*made, sources=sources, said=changed)
+    return Request(script, training, model, mixture, own, sources, changed)
 
 
 def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what is said: typed, else by the file, else by the defaults of a run that names no model."""
+    """Read the values that are said: typed, else by the file, else by the defaults of a run that names no model."""
     nothing = dict.fromkeys((*names, "config", "data"), argparse.SUPPRESS)
     parser.set_defaults_with_config(**nothing)
     typed, rest = parser.parse_known_args(list(argv))
     _check_rest(rest, names)
     path = getattr(typed, "config", None)
-    filed = {} if path is None else read_run_file(path)
+    filed = {} if path is None else read_run_file(path, say)
     for name in filed:
         if name not in names:
             raise ConfigError(f"{path} has {shown(name)}. {_nearest(name, names)}")
@@ -226,7 +229,7 @@ def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> d
         filed = {**_own_defaults(), **filed}
     parser.set_defaults_with_config(**filed)  # texts are read as if they were typed
     try:
-        said = vars(parser.parse_args(list(argv)))
+        said: dict[str, Any] = vars(parser.parse_args(list(argv)))
     except ConfigError as error:
         raise error if path is None else ConfigError(f"{path}, or what is typed: {error}") from error
     said.pop("config", None)
@@ -248,7 +251,7 @@ def _check_rest(rest: Sequence[str], names: Mapping[str, Any]) -> None:
         if not name.startswith("-"):
             raise ConfigError(f"{shown(word)} belongs to no option. See penstock train --help.")
         if field_name in RENAMED:
-            raise ConfigError(f"{name} is an option of 0.2: {RENAMED[field_name]}.")
+            raise ConfigError(f"{name} is an option of 0.2: {RENAMED[field_name][0]}.")
         raise ConfigError(f"{one_line(name, 40)}: {_nearest(field_name, [*names, *SHORT])}")
 
 
@@ -286,6 +289,12 @@ def read_sources(names: str | Sequence[str] | None) -> tuple[Source, ...]:
     given = [names] if isinstance(names, str) else names or ()
     matches = [(name, _WEIGHT.fullmatch(name)) for name in given]
     return tuple(Source(match[1], float(match[2])) if match else Source(name) for name, match in matches)
+
+
+def say(text: str) -> None:
+    """Print a line, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"penstock: {text}", file=sys.stderr, flush=True)
 
 
 def _written(source: Source) -> str:
