@@ -7,8 +7,11 @@ names no model: that one has its own.
 # ruff: noqa: RUF009 (`_own` makes a field, not a default that all arguments would share)
 
 import argparse
+import copy
 import difflib
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
@@ -206,19 +209,19 @@ def parse(argv: Sequence[str]) -> Request:
         said["dataset_name"] = [_written(source) for source in sources]
         if len(sources) == 1:
             said["dataset_name"] = said["dataset_name"][0]
-    made = [_made(kind, said) for kind in _KINDS]
+    made = [_made(kind, copy.deepcopy(said)) for kind in _KINDS]  # which change what they are given
     changed = {name: value for name, value in said.items() if name in names and value != names[name].default}
     return Request(*made, sources=sources, said=changed)
 
 
 def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what is said: typed, else by the file, else by the defaults of a run that names no model."""
+    """Read the values that are said: typed, else by the file, else by the defaults of a run that names no model."""
     nothing = dict.fromkeys((*names, "config", "data"), argparse.SUPPRESS)
     parser.set_defaults_with_config(**nothing)
     typed, rest = parser.parse_known_args(list(argv))
     _check_rest(rest, names)
     path = getattr(typed, "config", None)
-    filed = {} if path is None else read_run_file(path)
+    filed = {} if path is None else read_run_file(path, say)
     for name in filed:
         if name not in names:
             raise ConfigError(f"{path} has {shown(name)}. {_nearest(name, names)}")
@@ -248,7 +251,7 @@ def _check_rest(rest: Sequence[str], names: Mapping[str, Any]) -> None:
         if not name.startswith("-"):
             raise ConfigError(f"{shown(word)} belongs to no option. See penstock train --help.")
         if field_name in RENAMED:
-            raise ConfigError(f"{name} is an option of 0.2: {RENAMED[field_name]}.")
+            raise ConfigError(f"{name} is an option of 0.2: {RENAMED[field_name][0]}.")
         raise ConfigError(f"{one_line(name, 40)}: {_nearest(field_name, [*names, *SHORT])}")
 
 
@@ -286,6 +289,12 @@ def read_sources(names: str | Sequence[str] | None) -> tuple[Source, ...]:
     given = [names] if isinstance(names, str) else names or ()
     matches = [(name, _WEIGHT.fullmatch(name)) for name in given]
     return tuple(Source(match[1], float(match[2])) if match else Source(name) for name, match in matches)
+
+
+def say(text: str) -> None:
+    """Print a line, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"penstock: {text}", file=sys.stderr, flush=True)
 
 
 def _written(source: Source) -> str:

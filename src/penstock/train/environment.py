@@ -40,7 +40,7 @@ def is_local(argv: Sequence[str]) -> bool:
     with suppress(PenstockError):
         said = read_mapping(Path(typed["config"])) if typed["config"] else {}
     said |= {name: value for name, value in typed.items() if value is not None}
-    if any(said.get(name) for name in _OF_HUBS):
+    if any(said.get(name, False) not in (None, False, ["false"], ["False"]) for name in _OF_HUBS):
         return False
     named = [said[name] for name in (*_NAMES, *SHORT) if name != "out" and said.get(name)]
     return all(_is_here(name) for names in named for name in ([names] if isinstance(names, str) else names))

@@ -1,22 +1,23 @@
 """A run of `penstock train`, from the command line to the saved model."""
 
-import os
 import shutil
-import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.integrations.engine_internals import MARKER
-from penstock.train.arguments import Request, parse
+from penstock.integrations.transformers.resuming import is_whole
+from penstock.train.arguments import PenstockArguments, Request, parse, say
 from penstock.train.callbacks import InterruptCallback
 from penstock.train.data import read_data
 from penstock.train.fit import Outlook, look
 from penstock.train.model import Built, build, find
-from penstock.train.run_file import checkpoints_of
+from penstock.train.run_file import checkpoints_of, write, write_run_file
 from penstock.train.signals import EXIT_INTERRUPTED, Interruption, command_to_go_on
 from penstock.train.trainer import sft_class
+
+PLAN_NAME = "plan.json"
 
 
 def run(argv: Sequence[str], interruption: Interruption) -> int:
@@ -44,9 +45,13 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
     trainer = make_trainer(request, built, outlook, data)
     ending = InterruptCallback(interruption)
     trainer.add_callback(ending)
-    trainer.train(resume_from_checkpoint=begin(request, trainer))
+    checkpoint = begin(request, trainer)
+    if trainer.is_world_process_zero():
+        write_files(request, outlook, argv)
+    trainer.train(resume_from_checkpoint=checkpoint)
     if ending.has_ended:
-        say(f"saved step {trainer.state.global_step}; go on with: {command_to_go_on(argv)}")
+        if trainer.is_world_process_zero():
+            print(f"saved step {trainer.state.global_step}; go on with: {command_to_go_on(argv)}", flush=True)
         return EXIT_INTERRUPTED
     trainer.save_model(request.training.output_dir)
     return 0
@@ -62,6 +67,18 @@ def make_trainer(request: Request, built: Built, outlook: Outlook, data: Any) ->
         processing_class=built.tokenizer,
         peft_config=built.peft_config,
     )
+
+
+def write_files(request: Request, outlook: Outlook, argv: Sequence[str]) -> None:
+    """Write what makes the run again: its options, and its plan where it has one. The first rank calls it."""
+    out, said = Path(str(request.training.output_dir)), dict(request.said)
+    chosen = outlook.arguments.get("plan")
+    if chosen is not None:
+        write(out / PLAN_NAME, chosen.to_json())
+        said.pop("placement", None)
+        said["plan"] = str(out / PLAN_NAME)
+    own = [each.name for each in fields(PenstockArguments)]
+    write_run_file(out, said, own, argv=argv, world_size=outlook.found.world_size)
 
 
 def begin(request: Request, trainer: Any) -> str | None:
@@ -81,24 +98,12 @@ def begin(request: Request, trainer: Any) -> str | None:
             say(f"goes on from {newest}. --resume_from_checkpoint false starts anew")
         return None if newest is None else str(newest)
     if str(named).lower() != "false":
-        if not is_whole(Path(named)):
+        if not Path(named, "trainer_state.json").is_file():
             raise ConfigError(f"--resume_from_checkpoint {named} is no checkpoint that a run can go on from.")
         return str(named)
     trainer.accelerator.wait_for_everyone()  # all have looked
     if trainer.is_world_process_zero():
-        for folder in found:  # a rotation would take the new ones for the older ones
+        for folder in found:  # the next run would go on from them
             shutil.rmtree(folder)
     trainer.accelerator.wait_for_everyone()
     return None
-
-
-def is_whole(folder: Path) -> bool:
-    """Return True if a checkpoint has all that a run needs to go on: its kill in between would leave less."""
-    state = folder / "penstock" / MARKER, folder / "optimizer.pt"
-    return (folder / "trainer_state.json").is_file() and any(path.exists() for path in state)
-
-
-def say(text: str) -> None:
-    """Print a line, on the first rank."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"penstock: {text}", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ import torch
 from penstock.train import run as runs
 from penstock.train import signals
 from penstock.train.callbacks import InterruptCallback
+from penstock.train.run_file import checkpoints_of
 from penstock.train.signals import EXIT_INTERRUPTED, Ended, Interruption, command_to_go_on
 from tests.unit.train.conftest import weights
 
@@ -121,21 +122,23 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_weights(
         patched.setattr(runs, "InterruptCallback", AfterTwo)
         assert train() == EXIT_INTERRUPTED
     out = tmp_path / "out"
-    assert [path.name for path in runs.checkpoints_of(out)] == ["checkpoint-2"]
+    assert [path.name for path in checkpoints_of(out)] == ["checkpoint-2"]
     assert not (out / "model.safetensors").exists()
-    assert "saved step 2; go on with: penstock train --model" in capsys.readouterr().err
+    assert "saved step 2; go on with: penstock train --model" in capsys.readouterr().out
     assert train() == 0
     assert f"goes on from {out / 'checkpoint-2'}" in capsys.readouterr().err
     for name, value in weights(tmp_path / "whole").items():
         torch.testing.assert_close(weights(out)[name], value, rtol=0, atol=0, msg=name)
 
 
-def test_a_checkpoint_that_a_kill_has_torn_is_passed_over(train: Callable[..., int], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_the_newest_checkpoint_that_a_kill_has_not_torn(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("--save_steps", 2) == 0
     out = tmp_path / "out"
     Path(out, "checkpoint-4", "penstock", "checkpoint.json").unlink()
-    assert runs.is_whole(out / "checkpoint-2")
-    assert not runs.is_whole(out / "checkpoint-4")
+    assert train("--save_steps", 2) == 0
+    assert f"goes on from {out / 'checkpoint-2'}" in capsys.readouterr().err
 
 
 def test_a_run_that_starts_anew_removes_the_checkpoints_of_the_one_before(
@@ -143,4 +146,4 @@ def test_a_run_that_starts_anew_removes_the_checkpoints_of_the_one_before(
 ) -> None:
     assert train("--save_steps", 2) == 0
     assert train("--save_steps", 3, "--resume_from_checkpoint", "false", steps=3) == 0
-    assert [path.name for path in runs.checkpoints_of(tmp_path / "out")] == ["checkpoint-3"]
+    assert [path.name for path in checkpoints_of(tmp_path / "out")] == ["checkpoint-3"]
