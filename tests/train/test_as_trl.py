@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from tests.support import run_ranks, thorough
+from tests.support import thorough
 from tests.train.runs import (
     COMMON,
     CPU,
@@ -22,6 +22,7 @@ from tests.train.runs import (
     assert_same_weights,
     checkpoints,
     ours,
+    run_ranks,
     saved,
     steps_of,
     theirs,
