@@ -91,7 +91,7 @@ class PenstockArguments:
             raise ConfigError(f"{chosen[0]} chooses the tiers, and so does {chosen[1]}. Leave one of them out.")
         self.to_options()
         placement = self.to_placement()
-        on_disk = [name for name in _HOMES if "nvme" in placement.home(name)]  # type: ignore[arg-type]
+        on_disk = [name for name in _HOMES if "nvme" in placement.home(name)]
         on_disk += ["activations"] if self.activations == "nvme" else []
         if on_disk and not self.nvme_path:
             raise ConfigError(f"--{on_disk[0]} nvme needs a folder on a fast disk: --nvme_path FOLDER.")
@@ -104,7 +104,7 @@ class PenstockArguments:
 
     def to_options(self) -> Options:
         """Return the options that these fields name."""
-        given = self.options or {}
+        given: Any = self.options or {}
         if not isinstance(given, Mapping):
             pairs = [text.partition("=") for text in given]
             given = {name: value for name, _, value in pairs}
@@ -209,9 +209,9 @@ def parse(argv: Sequence[str]) -> Request:
         said["dataset_name"] = [_written(source) for source in sources]
         if len(sources) == 1:
             said["dataset_name"] = said["dataset_name"][0]
-    made = [_made(kind, copy.deepcopy(said)) for kind in _KINDS]  # which change what they are given
+    script, training, model, mixture, own = (_made(kind, copy.deepcopy(said)) for kind in _KINDS)
     changed = {name: value for name, value in said.items() if name in names and value != names[name].default}
-    return Request(*made, sources=sources, said=changed)
+    return Request(script, training, model, mixture, own, sources, changed)
 
 
 def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> d
         filed = {**_own_defaults(), **filed}
     parser.set_defaults_with_config(**filed)  # texts are read as if they were typed
     try:
-        said = vars(parser.parse_args(list(argv)))
+        said: dict[str, Any] = vars(parser.parse_args(list(argv)))
     except ConfigError as error:
         raise error if path is None else ConfigError(f"{path}, or what is typed: {error}") from error
     said.pop("config", None)

@@ -83,7 +83,7 @@ def build(request: Request, source: ModelSource) -> Built:
 
         set_seed(request.training.seed)
         return Built(build_model(source), byte_tokenizer())
-    tokenizer = _tokenizer(source)
+    tokenizer = _tokenizer(source, request.training)
     model = _empty(request, source, kwargs)
     weights = None if model is None else WeightFiles(source.folder)
     built = Built(_whole(source, kwargs) if model is None else model, tokenizer, weights)
@@ -115,15 +115,27 @@ def _adapt(request: Request, built: Built) -> None:
         built.weights = LoraWeights(base, built.model, lora, seed=seed)
 
 
-def _tokenizer(source: ModelSource) -> Any:
-    """Read what turns text into ids, as TRL does: the folder's processor, or its tokenizer."""
-    from transformers import AutoProcessor
+def _tokenizer(source: ModelSource, training: Any) -> Any:
+    """Read what turns text into ids, as TRL does: the folder's; with the template, and the end, that are asked for."""
+    from transformers import AutoProcessor, AutoTokenizer
 
+    processors: Any = AutoProcessor  # untyped
+    tokenizers: Any = AutoTokenizer
     assert source.folder is not None
-    processor: Any = AutoProcessor  # untyped
     with reading("tokenizer", source.folder):
-        found = processor.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code)
-    return getattr(found, "tokenizer", found)
+        found = processors.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code)
+    tokenizer = getattr(found, "tokenizer", found)
+    if (template := training.chat_template_path) is not None:
+        try:
+            if _is_file_of_template(template):
+                tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+            else:  # whose tokens TRL adds
+                tokenizer.chat_template = tokenizers.from_pretrained(template).chat_template
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat_template_path {template}: {one_line(error)}. Name another one.") from error
+    if training.eos_token is not None and training.eos_token in tokenizer.get_vocab():  # else TRL says so
+        tokenizer.eos_token = training.eos_token
+    return tokenizer
 
 
 def _empty(request: Request, source: ModelSource, kwargs: dict[str, Any]) -> Any:
@@ -146,8 +158,12 @@ def _empty(request: Request, source: ModelSource, kwargs: dict[str, Any]) -> Any
 
 def _clones_template(request: Request) -> bool:
     """Return True if TRL takes the chat template of another tokenizer, with its tokens, for which the model grows."""
-    template = str(request.training.chat_template_path or "")
-    return bool(template) and not (template.endswith((".jinja", ".j2")) and Path(template).is_file())
+    template = request.training.chat_template_path
+    return template is not None and not _is_file_of_template(template)
+
+
+def _is_file_of_template(template: str) -> bool:
+    return template.endswith((".jinja", ".j2")) and Path(template).is_file()
 
 
 def _whole(source: ModelSource, kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from trl import SFTTrainer
 
 from penstock.integrations.transformers import trainer_class
 from penstock.optim import Lion, MuonAdamW
+from penstock.train.data import tokenize
 
 
 def sft_class(rule: str | None, **prepare_arguments: Any) -> type[Any]:
@@ -18,20 +19,43 @@ def sft_class(rule: str | None, **prepare_arguments: Any) -> type[Any]:
         rule: `muon` or `lion`; `None` for the optimizer that `optim` names.
         prepare_arguments: those of `penstock.prepare`.
     """
-    made = trainer_class(SFTTrainer, **prepare_arguments)
-    if rule is None:
-        return made
+    made = trainer_class(RunTrainer, **prepare_arguments)
+    made.rule = rule  # type: ignore[attr-defined]
+    return made
 
-    class Trainer(made):  # type: ignore[misc, valid-type]
-        """One whose optimizer is Penstock's own."""
 
-        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-            """Make the optimizer, and go on as the class does."""
-            if self.optimizer is None:
-                self.optimizer = RULES[rule](self.model, self.args, set(self.get_decay_parameter_names(self.model)))
-            return super().create_optimizer(*args, **kwargs)
+class RunTrainer(SFTTrainer):
+    """TRL's trainer with what is a run's own: how rows become ids, and optimizers of Penstock's own.
 
-    return Trainer
+    Attributes:
+        rule: `muon` or `lion`; `None` for the optimizer that `optim` names.
+    """
+
+    rule: str | None = None
+    optimizer: Any
+
+    def __init__(self, args: Any, **kwargs: Any) -> None:
+        # TRL would look for the marks of what an assistant says in the template, and knows few: ours knows any.
+        self._learns_assistant = args.assistant_only_loss
+        args.assistant_only_loss = False
+        super().__init__(args=args, **kwargs)
+        args.assistant_only_loss = self._learns_assistant
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
+        """Make ids and labels of rows, and have TRL cut and pack them."""
+        args.assistant_only_loss = self._learns_assistant
+        tokens = tokenize(
+            dataset, self._tokenizer, args, completion_only_loss=self.completion_only_loss, name=str(rest[-1])
+        )
+        args.assistant_only_loss = False
+        return super()._prepare_dataset(tokens, processing_class, args, *rest)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer of a rule of Penstock's own, or go on as the class does."""
+        if self.optimizer is None and self.rule is not None:
+            decayed = set(self.get_decay_parameter_names(self.model))
+            self.optimizer = RULES[self.rule](self.model, self.args, decayed)
+        return super().create_optimizer(*args, **kwargs)
 
 
 def _muon(model: nn.Module, args: Any, decayed: set[str]) -> torch.optim.Optimizer:
