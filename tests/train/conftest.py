@@ -70,13 +70,16 @@ ROWS = {"chats": chats, "completions": completions, "chat completions": chat_com
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models in `marked` and `plain`, which differ in their chat template; rows of each kind in a folder of its name.
+    """Models in `marked` and `plain`, which differ in their chat template, `tied`, `grows` and `gpt2`; rows by kind.
 
     A folder has `train.jsonl` and `test.jsonl`, as `datasets.load_dataset` reads it.
     """
     folder = tmp_path_factory.mktemp("train")
     instruct_folder(folder / "marked", template=MARKED, **SIZES)
     instruct_folder(folder / "plain", template=PLAIN, **SIZES)
+    instruct_folder(folder / "tied", template=MARKED, **SIZES, tie_word_embeddings=True)
+    instruct_folder(folder / "grows", template=MARKED, **SIZES, vocab_size=258)  # the tokenizer has a token more
+    save_gpt2(folder / "gpt2")
     for name, rows in ROWS.items():
         (folder / name).mkdir()
         for split, some in (("train", rows()), ("test", rows()[::3])):
@@ -85,6 +88,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    return byte_tokenizer(MARKED)
+def save_gpt2(folder: Path) -> None:
+    """Save a GPT-2 without dropout, with the tokenizer and chat template of the others."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(vocab_size=259, bos_token_id=256, eos_token_id=258, **sizes, **rates)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    byte_tokenizer(MARKED).save_pretrained(folder)

@@ -6,12 +6,13 @@ TRL's is its script (`trl.scripts.sft`), with its own parser: what `trl sft --co
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 import transformers.trainer
 import yaml
 from safetensors.torch import load_file
@@ -19,8 +20,10 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from penstock.errors import PenstockError
-from tests.support import disks
+from tests.support import PRELOADED, disks
+from tests.support import run_ranks as run_ranks_here
 
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 SEED = 5
 
@@ -251,3 +254,24 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 def checkpoints(out: Path) -> list[str]:
     """Name the checkpoints of a run, the oldest first."""
     return sorted((path.name for path in out.glob("checkpoint-*")), key=lambda name: int(name.split("-")[1]))
+
+
+# Processes
+
+
+def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run `tests.support.run_ranks`: its server of forks finds what it imports in the folder that it is started in."""
+    with chdir(ROOT):
+        return run_ranks_here(work, world_size, *args)
+
+
+def run_child(work: Callable[..., None], *args: Any) -> int:
+    """Run a function in a process of its own, and return its exit status."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=work, args=args)
+    with chdir(ROOT):
+        process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode

@@ -9,18 +9,20 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from tests.support import run_ranks, thorough
+from tests.support import thorough
 from tests.train.runs import (
     COMMON,
     CPU,
     DEVICE,
     MIXED,
     NVME,
+    STEPS,
     Outcome,
     assert_same,
     assert_same_weights,
     checkpoints,
     ours,
+    run_ranks,
     saved,
     steps_of,
     theirs,
@@ -136,13 +138,35 @@ def test_rows_are_the_same_in_every_form_of_file(form: str, made: Path, tmp_path
     assert_same_weights(found.weights, expected.weights, 0)
 
 
-def test_placement_changes_no_bit(made: Path, tmp_path: Path) -> None:
-    settings = settings_of(made, "chats", **ASSISTANT, packing=True)
-    expected = ours(settings, tmp_path / "device", penstock=DEVICE)
-    for name, placement in {"cpu": CPU, "nvme": NVME, "mixed": MIXED, "stage 1": CPU | {"stage": 1}}.items():
-        found = ours(settings, tmp_path / name, penstock=placement)
-        assert steps_of(found.logs) == steps_of(expected.logs), name
-        assert_same_weights(found.weights, expected.weights, 0)
+# name: model, rows, settings, what both have of ours, and where state is in the second run
+PLACED: dict[str, tuple[str, str, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
+    "packed": ("marked", "chats", ASSISTANT | {"packing": True}, {}, CPU | {"activations": "cpu"}),
+    "tied, bf16": ("tied", "texts", {"bf16": True}, {}, MIXED | {"stage": 2}),
+    "a vocabulary that grows": ("grows", "chats", ASSISTANT, {}, NVME | {"activations": "nvme"}),
+    "GPT-2, stage 1": ("gpt2", "completions", {}, {}, CPU | {"stage": 1}),
+    "muon": ("marked", "texts", {}, {"rule": "muon"}, NVME),
+    "lion in 8 bits, stage 0": (
+        "tied",
+        "texts",
+        {"learning_rate": 1e-3},
+        {"rule": "lion", "options": {"state_dtype": "int8"}},
+        {"params": "cpu", "stage": 0},
+    ),
+    "adapters with dropout": ("marked", "chats", ASSISTANT | LORA | {"lora_dropout": 0.1}, {}, MIXED | {"stage": 1}),
+    "adapters over 8 bits": ("tied", "chats", ASSISTANT | LORA, {"base": "int8"}, NVME),
+    "adagrad, no norm": ("marked", "chats", ASSISTANT | {"optim": "adagrad", "max_grad_norm": 0.0}, {}, CPU),
+}
+
+
+@pytest.mark.parametrize("row", PLACED)
+def test_placement_changes_no_bit(row: str, made: Path, tmp_path: Path) -> None:
+    model, rows, changes, common, placement = PLACED[row]
+    settings = settings_of(made, rows, model, **changes)
+    expected = ours(settings, tmp_path / "device", penstock={**DEVICE, **common})
+    found = ours(settings, tmp_path / "elsewhere", penstock={**placement, **common})
+    assert len(found.losses) == STEPS
+    assert steps_of(found.logs) == steps_of(expected.logs)
+    assert_same_weights(found.weights, expected.weights, 0)
 
 
 # Two ranks, beside TRL's own, which are averaged by DistributedDataParallel

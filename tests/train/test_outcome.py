@@ -134,7 +134,7 @@ def test_a_file_of_02_is_read_with_a_note(made: Path, tmp_path: Path, capfd: pyt
     with listening() as heard:
         assert command(["--config", "run.yaml", *words]) == 0
     said = "".join(capfd.readouterr())
-    assert "max_steps" in said
+    assert "0.2" in said
     assert len(steps_of(heard)) == 3
     assert checkpoints(tmp_path / "out")[0] == "checkpoint-2"
     file = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())

@@ -33,9 +33,16 @@ def test_every_field_of_ours_is_in_the_tables_with_its_default() -> None:
 
 
 def test_names_of_02_are_on_the_page() -> None:
-    told = rows_of("Coming from 0.2")
-    for name, instead in RENAMED.items():
-        assert told[f"--{name.replace('_', '-')}"][0].replace("`", "") == instead
+    """Two names and what takes their place in a row; names of one place together, of `--options` too."""
+    rows = [[first, *rest] for first, rest in rows_of("Coming from 0.2").items()]
+    told = {
+        name: instead
+        for row in rows
+        for names, instead in zip(row[::2], row[1::2], strict=True)
+        for name in names.replace("`", "").split(", ")
+    }
+    for name, (instead, _) in RENAMED.items():
+        assert told[f"--{name.replace('_', '-')}"].replace("`", "") == instead.replace(f"{name}=", "NAME="), name
 
 
 def test_the_file_of_the_page_is_read(tmp_path: Path) -> None:

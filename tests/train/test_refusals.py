@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.instruct import PLAIN, instruct_folder
-from tests.support import run_ranks
-from tests.train.runs import COMMON, command, ours, refused, written
+from tests.train.runs import COMMON, command, ours, refused, run_ranks, written
 from tests.train.test_as_trl import settings_of
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerState
 
 import penstock
-from tests.support import run_ranks, thorough
+from tests.support import thorough
 from tests.train.runs import (
     CPU,
     DEVICE,
@@ -22,6 +22,7 @@ from tests.train.runs import (
     checkpoints,
     ours,
     refused,
+    run_ranks,
     saved,
     steps_of,
     written,

@@ -2,15 +2,25 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 
-from tests.support import PRELOADED, run_ranks, thorough
-from tests.train.runs import CPU, NVME, assert_same_weights, checkpoints, command, ours, saved, steps_of, written
+from tests.support import thorough
+from tests.train.runs import (
+    CPU,
+    NVME,
+    assert_same_weights,
+    checkpoints,
+    command,
+    ours,
+    run_child,
+    run_ranks,
+    saved,
+    steps_of,
+    written,
+)
 from tests.train.test_as_trl import ASSISTANT, settings_of
 from tests.train.test_resume import killing, run_on_rank
 
@@ -73,17 +83,6 @@ def test_one_rank_of_two_is_asked_and_both_save(made: Path, tmp_path: Path) -> N
 # What ends a process at once
 
 
-def child(work: Callable[..., None], *args: Any) -> int:
-    """Run a function in a process of its own, and return its exit status."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=work, args=args)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
-
-
 def listen_to_signals(folder: Path) -> None:
     """Set signals and environment as a shell's child has them."""
     os.environ.update(CI="1", HF_HUB_OFFLINE="1")
@@ -120,7 +119,7 @@ def asked_at_once(settings: dict[str, Any], folder: Path, number: int) -> None:
 
 def test_the_second_signal_ends_at_once(made: Path, tmp_path: Path) -> None:
     settings = settings_of(made, "texts")
-    assert child(asked_twice, settings, tmp_path) in (130, -signal.SIGINT)
+    assert run_child(asked_twice, settings, tmp_path) in (130, -signal.SIGINT)
     assert not checkpoints(tmp_path / "out")
 
 
@@ -128,7 +127,7 @@ def test_the_second_signal_ends_at_once(made: Path, tmp_path: Path) -> None:
 def test_before_the_first_step_a_signal_ends_it_and_harms_nothing(number: int, made: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("of an earlier run")
-    status = child(asked_at_once, settings_of(made, "texts"), tmp_path, number)
+    status = run_child(asked_at_once, settings_of(made, "texts"), tmp_path, number)
     assert status in (128 + number, -number)
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "of an earlier run"
     assert not saved(tmp_path / "out")
