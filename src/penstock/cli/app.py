@@ -9,9 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from penstock.cli.commands import words_of
 from penstock.cli.convert_config import convert_config
-from penstock.cli.data import data
 from penstock.cli.doctor import doctor
 from penstock.cli.export import export
 from penstock.cli.import_dcp import import_dcp
@@ -21,8 +19,6 @@ from penstock.cli.launch import launch
 from penstock.cli.plan import plan
 from penstock.cli.probe import probe
 from penstock.cli.report import report
-from penstock.cli.train import train
-from penstock.cli.training.config import DataConfig, TrainConfig
 from penstock.errors import PenstockError, one_line
 
 _MOST_CHARS = 2000
@@ -54,15 +50,13 @@ def root(
     """Train PyTorch models larger than GPU memory."""
 
 
-def train_over_trl(context: typer.Context) -> None:
+def train(context: typer.Context) -> None:
     """Fine-tune a causal language model by TRL's SFTTrainer, larger than GPU memory. See penstock train --help."""
     # Here, not at the top: it imports torch, transformers and TRL.
     raise typer.Exit(import_module("penstock.train").main(context.args))
 
 
-# `app.command("train", context_settings=UNREAD)(train_over_trl)` in its place makes penstock.train the command.
-app.command(cls=words_of(TrainConfig))(train)
-app.command(cls=words_of(DataConfig))(data)
+app.command(context_settings=UNREAD)(train)
 app.command()(plan)
 app.command()(export)
 app.command()(inspect)

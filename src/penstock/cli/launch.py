@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.parse import parse_path
 from penstock.errors import ConfigError
 
 _MOST_PROCESSES = 1024  # on one host
@@ -37,7 +36,7 @@ def launch(
         raise ConfigError(
             "--config is missing: the file that says what is where, such as 'placement: {optimizer: cpu}'."
         )
-    file, source = parse_path(config, option="--config"), parse_path(script, option="SCRIPT")
+    file, source = Path(config), Path(script)
     if not source.is_file():
         raise ConfigError(f"{script} is no file. Name the script, and its arguments behind it.")
     from penstock.integrations.arguments import read_arguments  # torch, which --help does not wait for

@@ -22,10 +22,10 @@ def path(text: str | Path) -> Path:
     """Read a path. An empty one is refused: it would be the current folder.
 
     Raises:
-        typer.BadParameter: it is empty.
+        typer.BadParameter: it is empty, or has a character that no path has.
     """
-    if not str(text):
-        raise typer.BadParameter("it is empty. Name a file or a folder.")
+    if not str(text) or "\0" in str(text):
+        raise typer.BadParameter("it is empty, or no path. Name a file or a folder.")
     return Path(text)
 
 

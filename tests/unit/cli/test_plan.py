@@ -419,19 +419,6 @@ def test_weights_of_a_hub_are_not_fetched(monkeypatch: pytest.MonkeyPatch, confi
         find_model(str(tmp_path / config_folder), seq_length=16)
 
 
-def test_the_sketch_is_the_model_that_a_run_would_build(model_folder: Path) -> None:
-    from penstock.cli.training.learning.model import build, build_described
-    from penstock.integrations.huggingface import find_model
-    from penstock.integrations.lora import Lora
-    from penstock.planner import model_fingerprint
-
-    for lora in (None, Lora(r=2)):
-        source = find_model(str(model_folder), seq_length=16)
-        changes: Any = {"vocab_size": 320, "lora": lora, "chunks_loss": True, "seed": 0}
-        built = build(source, compiles=False, **changes)
-        assert model_fingerprint(build_described(source, **changes).model) == model_fingerprint(built.model)
-
-
 def test_what_is_computed_in_follows_from_the_machine() -> None:
     node, laptop = Machine.read("h100-node"), Machine.read("cpu-laptop")
     old = Machine("old", "cuda", {name: node.figures[name] for name in ("flops_float32", "device_memory")})
