@@ -20,9 +20,20 @@ from torch import Tensor
 from penstock.errors import one_line
 from penstock.files import Field
 from penstock.integrations.engine_internals import Incoming, write_checkpoint
-from penstock.integrations.foreign import OPTIONS, most_bytes, reading
 from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
-from penstock.integrations.pickled import Made, PickledFile, PickleError, Stored, mapping, named, refused, shape
+from penstock.integrations.pickled import (
+    OPTIONS,
+    PickledFile,
+    PickleError,
+    Stored,
+    inert,
+    mapping,
+    most_bytes,
+    named,
+    reading,
+    refused,
+    shape,
+)
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: Kinds of a checkpoint that are the weights.
@@ -41,9 +52,8 @@ def _number(value: Any) -> int:
 #: What the pickles name beside tensors, and the stand-in for each.
 _NAMES: Mapping[str, Any] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _number,
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Made,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Made,
-    "deepspeed.utils.tensor_fragment.fragment_address": Made,
+    **inert("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
+    **inert("deepspeed.utils.tensor_fragment", "fragment_address"),
 }
 
 
