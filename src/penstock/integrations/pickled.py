@@ -17,7 +17,7 @@ import stat
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -532,24 +532,14 @@ def shape(field: Field) -> tuple[int, ...]:
     return _of(field, extents)
 
 
-def mapping(field: Field) -> Mapping[Any, Any]:
-    """Read a dict.
-
-    Raises:
-        CheckpointError: it is no dict.
-    """
-    if not isinstance(field.value, Mapping):
-        raise field.fail("is not a dict")
-    return field.value
-
-
 def named(field: Field) -> Mapping[str, Field]:
     """Read the values of a dict whose keys are names.
 
     Raises:
         CheckpointError: it is no dict, or a key is not a name.
     """
-    for key in mapping(field):
+    keys: Iterable[Any] = field.mapping()
+    for key in keys:
         if not isinstance(key, str) or len(key) > _MOST_NAME_CHARS or not key.isprintable():
             raise field.fail(f"has the key {one_line(repr(key), 80)}, which is not a name")
     return dict(field.entries())
