@@ -579,14 +579,17 @@ def _python(name: str, value: Any) -> str:
 
 def train_file(converted: Converted) -> dict[str, Any]:
     """Return the content of a YAML file of `penstock train`: fields of TRL, and the block `penstock`."""
-    arguments, block = dict(converted.arguments), {}
+    arguments = converted.arguments
     fields = {name: arguments[name] for name in ("max_grad_norm",) if name in arguments}
     if "precision" in arguments:
         fields |= {name: arguments["precision"] == name for name in ("bf16", "fp16")}
-    for name, place in arguments.get("placement", {}).items():
+    block = {name: arguments[name] for name in ("stage", "options") if name in arguments}
+    placement = {**dict.fromkeys(("params", "grads", "optimizer"), "device"), **arguments.get("placement", {})}
+    for name, place in placement.items():  # all three: optimizer state is on the cpu there unless a file says more
         shares = place.items() if isinstance(place, Mapping) else ()
-        block[name] = ",".join(f"{tier}={share:g}" for tier, share in shares) or place
-    block |= {name: arguments[name] for name in ("stage", "options") if name in arguments}
+        block[name] = ",".join(f"{tier}={share}" for tier, share in shares) or place
+    if isinstance(block.get("nvme_path"), str):
+        block["nvme_path"] = [block["nvme_path"]]
     if converted.mesh is not None:
         block["dp_replicate"] = converted.mesh[0]
     return {**fields, **converted.training, "penstock": block}

@@ -21,6 +21,7 @@ from penstock.integrations.convert import (
     convert_file,
     prepare_call,
     report,
+    train_file,
 )
 
 #: As many people have it: ZeRO-3 with everything offloaded, for Trainer.
@@ -519,6 +520,8 @@ def test_the_printed_file_is_yaml_for_train() -> None:
     ):
         assert f"\n{line}" in printed
     assert yaml.safe_load(report(convert_accelerate(FSDP_1), "p.yaml"))["penstock"]["dp_replicate"] == 2
+    of_block = {"stage": 3, "params": "device", "grads": "cpu", "optimizer": "nvme", "nvme_path": ["/nvme"]}
+    assert train_file(convert_accelerate(BLOCK))["penstock"] == of_block
 
 
 def test_what_is_printed_is_comments_alone_after_the_file() -> None:
