@@ -28,7 +28,7 @@ def test_two_files(penstock_command: Callable[..., Any], config: str, tmp_path: 
         "max_grad_norm": 1.0,
         "bf16": True,
         "fp16": False,
-        "penstock": {"stage": 3, "optimizer": "cpu", "grads": "cpu"},
+        "penstock": {"stage": 3, "params": "device", "grads": "cpu", "optimizer": "cpu"},
     }
     assert "penstock launch --config p.yaml" in outcome.out
     assert yaml.safe_load((tmp_path / "p.yaml").read_text()) == {
