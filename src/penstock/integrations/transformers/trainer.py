@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from penstock import Optimizer
 from penstock.errors import CheckpointError, ConfigError
@@ -178,8 +179,8 @@ class PenstockTrainerMixin(Trainer):
             state = self.accelerator.gather_entries(self.model, saved_entries(self.model), keep=self.args.should_save)
         if self.args.should_save:
             self._save(str(folder), state_dict=state)
-            if not has_weights:
-                (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # a file without a tensor
+            for name in () if has_weights else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+                (folder / name).unlink(missing_ok=True)  # without a tensor, or of a checkpoint before
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -203,7 +204,7 @@ class PenstockTrainerMixin(Trainer):
         if args.process_index == 0:
             shutil.rmtree(self._checkpoint / STATE, ignore_errors=True)
             if not args.save_only_model:
-                (self._checkpoint / STATE).mkdir(parents=True)
+                (self._checkpoint / STATE).mkdir(parents=True, exist_ok=True)
         try:
             super()._save_checkpoint(model, trial)
         finally:
@@ -267,7 +268,8 @@ class PenstockTrainerMixin(Trainer):
             return
         folder = Path(checkpoint, STATE)
         if folder.is_dir():
-            extra = self.penstock.load(folder)
+            with torch.random.fork_rng(devices=[]):  # Trainer restores it once samplers have drawn what is skipped
+                extra = self.penstock.load(folder)
             if not isinstance(extra.get("scheduler"), dict):
                 raise CheckpointError(f"{folder} has no state of a scheduler: no trainer wrote it.", field="extra")
             self.lr_scheduler.load_state_dict(extra["scheduler"])
