@@ -191,7 +191,7 @@ def _other_rows(trainer: Any, saved: Mapping[str, Any]) -> str | None:
     """Return why steps have other rows at another number of ranks; `None` where they have the same."""
     args, dataset = trainer.args, trainer.train_dataset
     dispatched = args.accelerator_config.dispatch_batches
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         divided = dispatched is False and getattr(dataset, "n_shards", 1) > 1
         return "with dispatch_batches=False each rank reads files of its own" if divided else None
     if args.train_sampling_strategy == "group_by_length":
