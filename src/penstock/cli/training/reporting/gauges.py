@@ -13,8 +13,8 @@ from penstock.cli.training.precision import resolve_precision
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.memory import host_peak_bytes, take_device_peak
 from penstock.cli.training.reporting.progress import Progress
-from penstock.cli.training.reporting.speed import Speed, device_name, flops_per_token, peak_flops
 from penstock.cli.training.reporting.waits import TRACE_NAME, Watch
+from penstock.integrations.speed import Speed, device_name, flops_per_token, peak_flops
 
 
 class Gauges(AbstractContextManager["Gauges"]):

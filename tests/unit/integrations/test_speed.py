@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.cli.training.reporting.speed import Speed, device_name, flops_per_token, peak_flops
+from penstock.integrations.speed import Speed, device_name, flops_per_token, peak_flops
 
 HIDDEN, MIDDLE, LAYERS, VOCABULARY = 16, 32, 2, 64
 OF_LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * MIDDLE
