@@ -80,7 +80,8 @@ class TestTrainer:
         assert lines.column("mfu")[1::2] == [pytest.approx(log["penstock/mfu"], abs=1e-4) for log in steps]
 
     def test_a_plan_is_held_against_what_was_measured(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        given, far = {"callbacks": [RecordCallback()]}, small(step_s=2000.0, busy_s={"host update": 1000.0})
+        given = {"callbacks": [RecordCallback()]}
+        far = small(step_s=2e3, step_range_s=(1e3, 3e3), busy_s={"host update": 1e3})
         with caplog.at_level(logging.WARNING, "penstock"):
             trainer = our_trainer(tmp_path, prepare={"placement": "auto", "plan": far}, given=given)
             trainer.train()
