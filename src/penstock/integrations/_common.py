@@ -1,17 +1,24 @@
-"""What the integrations of accelerate, transformers and Lightning share: one precision, the placed model, weights."""
+"""What accelerate, transformers and Lightning on Penstock share: the precision, placed models, weights, records."""
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import Optimizer
 from penstock.errors import ConfigError
+from penstock.integrations.speed import Speed, device_name, flops_per_token, peak_flops
 from penstock.integrations.weights import state_entries
 
 ComputePrecision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[ComputePrecision, ...] = ("fp32", "bf16", "fp16")
+_OF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+logger = logging.getLogger("penstock")
 
 
 def check_precision(precision: Any) -> ComputePrecision:
@@ -110,3 +117,63 @@ def put_entry(optimizer: Optimizer, target: Tensor, value: Tensor) -> None:
     else:  # codes of a quantised weight are no numbers
         with optimizer.gathered([target], modify=True), torch.no_grad():
             target.copy_(value)
+
+
+class StepRecord:
+    """The record of a loop's steps, with figures for the loop's own logs. Every rank has one and makes every call.
+
+    Arguments:
+        optimizer: the result of `penstock.prepare`.
+        model: the model that was prepared.
+        folder: of the record.
+        begin: steps that were made before.
+        config: settings of the run.
+        device: the device of this rank.
+        seq_length: tokens of a sequence, for attention's part of MFU; 0 leaves that part out.
+
+    Attributes:
+        record: the result of `Optimizer.record`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        folder: Path,
+        *,
+        begin: int,
+        config: Mapping[str, Any],
+        device: torch.device,
+        seq_length: int = 0,
+    ) -> None:
+        self._optimizer = optimizer
+        self.record = optimizer.record(folder, begin=begin, config=config)
+        products = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dim() > 1)
+        peak = peak_flops(device_name(device), _OF_DTYPES.get(next(products, torch.float32), "fp32"))
+        self._speed = None if peak is None else Speed(flops_per_token(model, seq_length=seq_length), peak)
+
+    def figures(self) -> dict[str, float]:
+        """Return the means over the steps since the last call, named for trackers; empty on ranks that write nothing.
+
+        `penstock/waited` is the share of a step that compute stood still, `penstock/waited/ROW` what it waited for;
+        `penstock/tokens_per_second` is known where tokens are, `penstock/mfu` where the device's peak is as well.
+        """
+        means = self.record.take()
+        found: dict[str, float] = {}
+        found |= {name: means[name] for name in ("waited", "tokens_per_second") if name in means}
+        found |= {f"waited/{row}": share for row, share in means.get("waits", {}).items()}
+        if self._speed is not None and "tokens_per_second" in means:
+            world_size = dist.get_world_size() if dist.is_initialized() else 1
+            found["mfu"] = self._speed.mfu(means["tokens_per_second"], world_size=world_size)
+            self.record.log(mfu=found["mfu"])
+        return {f"penstock/{name}": round(value, 4) for name, value in found.items()}
+
+    def close(self) -> None:
+        """End the record. If a plan placed the model, log it beside what was measured."""
+        self.record.close()
+        plan, measured = self._optimizer.plan, self.record.measured()
+        if plan is not None and measured:
+            from penstock.planner import block  # loaded by a plan
+
+            said = block(plan, measured)
+            logger.log(logging.WARNING if "\ndiffers: " in said else logging.INFO, "%s", said)

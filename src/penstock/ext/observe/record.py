@@ -8,11 +8,14 @@ import os
 import time
 import warnings
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import torch
@@ -22,7 +25,8 @@ from penstock.engine.engine import Engine, bytes_by_tier, locate
 from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.ext.observe.observer import WaitSums, observe
-from penstock.ext.observe.trace import RANK, take_trace
+from penstock.ext.observe.timeline import RESOURCES, TraceSummary
+from penstock.ext.observe.trace import RANK, TraceReport, take_trace
 from penstock.files import Lines, check_own, write_whole
 
 METRICS_NAME = "metrics.jsonl"
@@ -33,7 +37,29 @@ STEPS_BEFORE = 1
 #: Steps of the trace. The first of them finds nothing under way that it could wait for; the last one is looked at.
 STEPS_TRACED = 2
 
+#: Of the newest steps; their median is the measured time of a step.
+TIMES_KEPT = 1000
+
 Number = float | Tensor
+
+
+@dataclass
+class StepSums:
+    """Sums over the steps since `Record.take` was last called.
+
+    Attributes:
+        count: the number of steps.
+        seconds: what they took.
+        observed_seconds: of it, that of steps whose waits are known: all but traced ones.
+        waits: the seconds that compute waited, by row.
+        tokens: tokens that were logged.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    observed_seconds: float = 0.0
+    waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tokens: float = 0.0
 
 
 class Record(AbstractContextManager["Record"]):
@@ -67,6 +93,10 @@ class Record(AbstractContextManager["Record"]):
         self._trace_ends = 0
         self._is_traced = self._is_placed = False
         self._skipped_count = 0
+        self._sums = StepSums()
+        self._times: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._report: TraceReport | None = None
+        self._summary: TraceSummary | None = None
         self._began = self._last = time.monotonic()
         self.closed = False
 
@@ -118,7 +148,9 @@ class Record(AbstractContextManager["Record"]):
                 with suppress(OSError):
                     write_whole(check_own(self.folder / PLAN_NAME), plan)
         observer = observe(engine.context.streams)
-        observer.on_step, observer.waits = self.step_made, WaitSums(engine.context.streams)
+        observer.on_step = self.step_made
+        if self._lines is not None:  # other ranks write no waits, and would keep each
+            observer.waits = WaitSums(engine.context.streams)
         self._began = self._last = time.monotonic()
         return self
 
@@ -148,6 +180,7 @@ class Record(AbstractContextManager["Record"]):
                 self._late.append((of_step, name, given.detach()))
             elif isinstance(given, numbers.Real) and name != "event":
                 now[name] = float(given)
+                self._sums.tokens += now[name] if name == "tokens" else 0.0
             else:
                 raise ConfigError(f"log({name}={given!r:.80}): give a number, or a tensor of one element.")
         if now:
@@ -161,6 +194,34 @@ class Record(AbstractContextManager["Record"]):
         """Add text that the model generates for a prompt, after the last step or another one."""
         of_step = self.steps if step is None else step
         self._write("sample", {"step": of_step, "prompt": str(prompt), "text": str(text)})
+
+    def take(self) -> dict[str, Any]:
+        """Return the means over the steps since the last call, for logs of the loop's own.
+
+        Returns:
+            `step_seconds`, `waits` (the share of a step that compute stood still, by row) and their sum `waited`, and
+            `tokens_per_second` if tokens were logged as numbers. Empty without steps, and on all ranks but the first.
+        """
+        sums, self._sums = self._sums, StepSums()
+        if not sums.seconds:
+            return {}
+        means: dict[str, Any] = {"step_seconds": sums.seconds / sums.count}
+        if sums.observed_seconds:
+            waits = {row: seconds / sums.observed_seconds for row, seconds in sums.waits.items()}
+            means |= {"waited": sum(waits.values()), "waits": waits}
+        return means | ({"tokens_per_second": sums.tokens / sums.seconds} if sums.tokens else {})
+
+    def measured(self) -> dict[str, float]:
+        """Return the seconds of a warm step (`step`, a median), and in it those of each resource that worked, by name.
+
+        Empty on all ranks but the first, and before the trace is over. What `penstock.planner.block` takes.
+        """
+        if self._summary is None or not self._times:
+            return {}
+        busy: defaultdict[str, float] = defaultdict(float)
+        for row, use in self._summary.rows.items():
+            busy[RESOURCES[row]] += use.busy_seconds / STEPS_TRACED
+        return {"step": median(self._times), **busy}
 
     # Called by the optimizer
 
@@ -206,8 +267,15 @@ class Record(AbstractContextManager["Record"]):
         }
         meter = observe(engine.context.streams).waits
         waits = {} if meter is None else meter.take()
+        self._sums.count += 1
+        self._sums.seconds += seconds
         if self._trace is not None:
             return line | {"traced": True}  # the trace has the waits
+        self._sums.observed_seconds += seconds
+        for row, waited in waits.items():
+            self._sums.waits[row] += waited
+        if self.steps - self._begin > STEPS_BEFORE:
+            self._times.append(seconds)
         shares = {row: round(waited / seconds, 6) for row, waited in waits.items() if waited and seconds}
         return line | {"waited": sum(shares.values()), "waits": shares}
 
@@ -232,7 +300,7 @@ class Record(AbstractContextManager["Record"]):
             self._is_traced, self._trace_ends = True, self.steps + STEPS_TRACED
             trace = ExitStack()
             with suppress(PenstockError):  # the file cannot be opened, as all ranks have agreed
-                trace.enter_context(take_trace(self.folder / TRACE_NAME, engine))
+                self._report = trace.enter_context(take_trace(self.folder / TRACE_NAME, engine))
                 self._trace = trace
 
     def end_trace(self) -> None:
@@ -243,6 +311,9 @@ class Record(AbstractContextManager["Record"]):
                 trace.close()
             except PenstockError as error:
                 warnings.warn(one_line(error), stacklevel=2)
+            assert self._report is not None
+            summary, is_whole = self._report.summary, self.steps >= self._trace_ends
+            self._summary = summary if is_whole and self._lines is not None else None
 
     # The end
 

@@ -25,6 +25,7 @@ from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import resuming, settings
 from penstock.integrations.transformers.accelerator import TrainerAccelerator
 from penstock.integrations.transformers.config import told_to_trainer
+from penstock.integrations.transformers.record import RecordCallback
 from penstock.integrations.transformers.resuming import STATE
 from penstock.integrations.transformers.weights import is_empty, load_weights
 from penstock.integrations.weights import is_adapted, saved_entries
@@ -293,10 +294,13 @@ class PenstockTrainerMixin(Trainer):
     # Logs
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log what the class logs, and beside a loss the bytes of this rank's training state on each tier."""
+        """Log what the class logs, and beside a loss this rank's bytes on each tier and the figures of a record."""
         if "loss" in logs and self.accelerator.is_prepared(self.model):
             report = self.penstock.locations()
             logs.update({f"memory/{tier}": report.bytes(tier=tier) for tier in TIERS})
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, RecordCallback):
+                    logs.update(callback.figures())
         super().log(logs, *args, **kwargs)
 
 
