@@ -278,15 +278,13 @@ def _check_target(option: str, path: Path) -> None:
     Raises:
         ConfigError: it is something else than a file, or its folder is none or cannot be written.
     """
-    try:
-        is_other = os.path.lexists(path) and not path.is_file()
-        folder = path.absolute().parent
-        is_writable = folder.is_dir() and os.access(path if path.is_file() else folder, os.W_OK)
-    except OSError as error:
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: {error.strerror}. Name another file.") from error
-    if is_other or not is_writable:
-        why = "it is no file" if is_other else "its folder is none, or not writable"
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: {why}. Name another file.")
+    folder = path.absolute().parent
+    if os.path.lexists(path) and not path.is_file():
+        raise ConfigError(f"{option} {str(path)!r} cannot be written: it is no file. Name another file.")
+    if not (folder.is_dir() and os.access(path if path.is_file() else folder, os.W_OK)):
+        raise ConfigError(
+            f"{option} {str(path)!r} cannot be written: its folder is none, or not writable. Name another file."
+        )
 
 
 # The machine
