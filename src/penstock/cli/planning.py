@@ -258,7 +258,7 @@ def _assignments(option: str, texts: list[str] | None, example: str) -> dict[str
 def _value(text: str) -> Any:
     """Read a number, true, false, several numbers with commas between them, or a word."""
     try:
-        found = json.loads(f"[{text}]")
+        found = json.loads(f"[{text}]", parse_float=values.number, parse_constant=values.number)
     except ValueError:
         return text
     return tuple(found) if len(found) > 1 else found[0]
@@ -300,7 +300,7 @@ def _machine(request: Request, figures: Mapping[str, float]) -> Machine:
     """Find the machine that is meant, and change what is to be changed."""
     if not request.machine:
         print("penstock: this machine is measured, unless it was before; about a minute", file=sys.stderr)
-    machine = machine_for(request.machine or None, () if request.machine else tuple(request.folders or ()))
+    machine = machine_for(request.machine or None, () if request.machine else request.folder_names)
     with _naming("--what-if"):
         machine = machine.replace(**figures)
     devices = int(machine.value("devices")) if machine.has("devices") else None
@@ -504,7 +504,7 @@ def _where(found: Plan, request: Request) -> list[str]:
     else:
         words = ["--placement", "auto"]
     if request.folders and request.folder_count is None:
-        return words if request.out else [*words, "--nvme_path", *request.folders]
+        return words if request.out else [*words, "--nvme_path", *request.folder_names]
     number = len(found.placement.nvme_folders())
     return [*words, "--nvme_path", *(f"DIR{place}" for place in range(1, number + 1))] if number else words
 
