@@ -17,9 +17,9 @@ from penstock.losses import CHUNK_BYTES, linear_cross_entropy
 def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Make `model(input_ids=..., labels=...).loss` by `penstock.losses.linear_cross_entropy` from now on.
 
-    It is the loss that the model had, to rounding, and its logits never exist whole: `.logits` is None. Without labels,
-    and where no gradients are recorded, the model does what it did. Its class, its parameters and their names stay,
-    tied weights stay tied, and a copy of the model does as it does.
+    The loss is that of the model, to rounding. Its logits never exist whole: `.logits` is None. Without labels, or
+    without gradients, the model computes as before. Its class, its parameters and their names stay, tied weights stay
+    tied, and a copy of the model has the same loss.
 
     As transformers' own losses do it takes `num_items_in_batch`, a number that the sum of the losses is divided by
     instead of the tokens that count, and `shift_labels`, labels that are shifted already, in the place of `labels`:
@@ -71,7 +71,7 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
 
 
 def check_chunkable(kind: type) -> None:
-    """Refuse the class of a model that `chunk_loss` does not know.
+    """Refuse a class of models that `chunk_loss` does not know.
 
     Raises:
         ConfigError: it is none of the classes in `families.FAMILIES` with `CHUNKED`.
