@@ -32,9 +32,8 @@ from penstock.integrations.huggingface import (
 )
 from penstock.integrations.lora import Lora, add_adapters, check_precision, parse_lora
 from penstock.integrations.tensor_parallel import divide
-from penstock.integrations.tokenizers import has_tokenizer, tokenizer_for
 from penstock.integrations.ulysses import check_shareable, sequence_parallel
-from penstock.integrations.vocabulary import grow_vocabulary, vocabulary_for
+from penstock.integrations.vocabulary import grow_vocabulary, rows_for
 from penstock.optim import Lion
 from penstock.parallel import cut
 from penstock.planner import Machine, Plan, explain, imagined_mesh, machine_for, parse_figure, plan
@@ -162,7 +161,9 @@ def ask(request: Request) -> Question:
     on_disk = [name for name in HOMES if "nvme" in getattr(request, name)]
     if on_disk and not _folders(request, machine):
         raise ConfigError(f"--{on_disk[0]} puts state on nvme, and the machine has no folder. Name some: --folders.")
-    vocab_size = _vocab_size(source, multiple=request.pad_vocab_to)
+    vocab_size = rows_for(
+        source.folder, source.vocab_size, multiple=request.pad_vocab_to, trust_remote_code=source.trust_remote_code
+    )
     return Question(request, source, machine, precision, batch, packed, vocab_size, lora)
 
 
@@ -206,15 +207,6 @@ def _is_packed(request: Request, source: ModelSource) -> bool:
     if why is not None and request.packing == "on":
         raise ConfigError(f"--packing on: {why}. Use --packing off, which pads.")
     return why is None
-
-
-def _vocab_size(source: ModelSource, *, multiple: int) -> int:
-    """Return how many rows the embedding will have: those for the tokenizer, if there is one beside the model."""
-    if source.folder is not None and has_tokenizer(source.folder):
-        trusts = source.trust_remote_code
-        tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size, trust_remote_code=trusts)
-        return vocabulary_for(tokenizer, source.vocab_size, multiple=multiple)
-    return -(-source.vocab_size // multiple) * multiple
 
 
 def _options(request: Request) -> Options:
