@@ -32,9 +32,8 @@ from penstock.integrations.huggingface import (
 )
 from penstock.integrations.lora import Lora, add_adapters, check_precision, parse_lora
 from penstock.integrations.tensor_parallel import divide
-from penstock.integrations.tokenizers import has_tokenizer, tokenizer_for
 from penstock.integrations.ulysses import check_shareable, sequence_parallel
-from penstock.integrations.vocabulary import grow_vocabulary, vocabulary_for
+from penstock.integrations.vocabulary import grow_vocabulary, rows_for
 from penstock.optim import Lion
 from penstock.parallel import cut
 from penstock.planner import Machine, Plan, explain, imagined_mesh, machine_for, parse_figure, plan
@@ -162,7 +161,9 @@ def ask(request: Request) -> Question:
     on_disk = [name for name in HOMES if "nvme" in getattr(request, name)]
     if on_disk and not _folders(request, machine):
         raise ConfigError(f"--{on_disk[0]} puts state on nvme, and the machine has no folder. Name some: --folders.")
-    vocab_size = _vocab_size(source, multiple=request.pad_vocab_to)
+    vocab_size = rows_for(
+        source.folder, source.vocab_size, multiple=request.pad_vocab_to, trust_remote_code=source.trust_remote_code
+    )
     return Question(request, source, machine, precision, batch, packed, vocab_size, lora)
 
 
@@ -208,15 +209,6 @@ def _is_packed(request: Request, source: ModelSource) -> bool:
     return why is None
 
 
-def _vocab_size(source: ModelSource, *, multiple: int) -> int:
-    """Return how many rows the embedding will have: those for the tokenizer, if there is one beside the model."""
-    if source.folder is not None and has_tokenizer(source.folder):
-        trusts = source.trust_remote_code
-        tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size, trust_remote_code=trusts)
-        return vocabulary_for(tokenizer, source.vocab_size, multiple=multiple)
-    return -(-source.vocab_size // multiple) * multiple
-
-
 def _options(request: Request) -> Options:
     """Read `--options`."""
     given = _assignments("--options", request.options, "tile_bytes=4MiB")
@@ -258,7 +250,7 @@ def _assignments(option: str, texts: list[str] | None, example: str) -> dict[str
 def _value(text: str) -> Any:
     """Read a number, true, false, several numbers with commas between them, or a word."""
     try:
-        found = json.loads(f"[{text}]")
+        found = json.loads(f"[{text}]", parse_float=values.number, parse_constant=values.number)
     except ValueError:
         return text
     return tuple(found) if len(found) > 1 else found[0]
@@ -278,15 +270,13 @@ def _check_target(option: str, path: Path) -> None:
     Raises:
         ConfigError: it is something else than a file, or its folder is none or cannot be written.
     """
-    try:
-        is_other = os.path.lexists(path) and not path.is_file()
-        folder = path.absolute().parent
-        is_writable = folder.is_dir() and os.access(path if path.is_file() else folder, os.W_OK)
-    except OSError as error:
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: {error.strerror}. Name another file.") from error
-    if is_other or not is_writable:
-        why = "it is no file" if is_other else "its folder is none, or not writable"
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: {why}. Name another file.")
+    folder = path.absolute().parent
+    if os.path.lexists(path) and not path.is_file():
+        raise ConfigError(f"{option} {str(path)!r} cannot be written: it is no file. Name another file.")
+    if not (folder.is_dir() and os.access(path if path.is_file() else folder, os.W_OK)):
+        raise ConfigError(
+            f"{option} {str(path)!r} cannot be written: its folder is none, or not writable. Name another file."
+        )
 
 
 # The machine
@@ -302,7 +292,7 @@ def _machine(request: Request, figures: Mapping[str, float]) -> Machine:
     """Find the machine that is meant, and change what is to be changed."""
     if not request.machine:
         print("penstock: this machine is measured, unless it was before; about a minute", file=sys.stderr)
-    machine = machine_for(request.machine or None, () if request.machine else tuple(request.folders or ()))
+    machine = machine_for(request.machine or None, () if request.machine else request.folder_names)
     with _naming("--what-if"):
         machine = machine.replace(**figures)
     devices = int(machine.value("devices")) if machine.has("devices") else None
@@ -506,7 +496,7 @@ def _where(found: Plan, request: Request) -> list[str]:
     else:
         words = ["--placement", "auto"]
     if request.folders and request.folder_count is None:
-        return words if request.out else [*words, "--nvme_path", *request.folders]
+        return words if request.out else [*words, "--nvme_path", *request.folder_names]
     number = len(found.placement.nvme_folders())
     return [*words, "--nvme_path", *(f"DIR{place}" for place in range(1, number + 1))] if number else words
 

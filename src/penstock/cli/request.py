@@ -149,10 +149,11 @@ class Request:
     device_memory: Annotated[Any, _memory("Memory of a device, such as 24GiB.")] = None
     host_memory: Annotated[Any, _memory("Memory of a host, such as 128GiB.")] = None
     folders: Annotated[
-        list[str] | None,
+        list[Path] | None,
         _option(
             _MACHINE,
             "A folder of the nvme tier, once for each disk; of a machine that is not this one, also how many.",
+            parser=values.path,
             show_default="none, or the machine's",
         ),
     ] = None
@@ -163,9 +164,12 @@ class Request:
         bool, _option(_MACHINE, "Time each kind of operation on this machine, once, in place of figures.", "--measure")
     ] = False
     max_step: Annotated[
-        float | None,
+        Any,
         _option(
-            _ANSWER, "Seconds that a step may take: exit status 1 where it takes longer.", min=0, show_default="any"
+            _ANSWER,
+            "Seconds that a step may take: exit status 1 where it takes longer.",
+            parser=values.seconds,
+            show_default="any",
         ),
     ] = None
     explain: Annotated[bool, _option(_ANSWER, "Say what the next best of each choice would cost.", "--explain")] = False
@@ -207,11 +211,11 @@ class Request:
     @property
     def folder_count(self) -> int | None:
         """The number of folders, if nothing else is said of them."""
-        text = self.folders[0] if self.folders and len(self.folders) == 1 else ""
+        text = str(self.folders[0]) if self.folders and len(self.folders) == 1 else ""
         return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
     @property
     def folder_names(self) -> tuple[str, ...]:
         """The folders; with made up names if only their number is said."""
         counted = self.folder_count
-        return tuple(self.folders or ()) if counted is None else tuple(f"nvme{number}" for number in range(counted))
+        return tuple(map(str, self.folders or ())) if counted is None else tuple(f"nvme{n}" for n in range(counted))

@@ -22,10 +22,10 @@ def path(text: str | Path) -> Path:
     """Read a path. An empty one is refused: it would be the current folder.
 
     Raises:
-        typer.BadParameter: it is empty, or has a character that no path has.
+        typer.BadParameter: it is empty, or holds a character that no path has.
     """
     if not str(text) or "\0" in str(text):
-        raise typer.BadParameter("it is empty, or no path. Name a file or a folder.")
+        raise typer.BadParameter(f"{str(text)[:80]!r} is no path. Name a file or a folder.")
     return Path(text)
 
 
@@ -61,7 +61,7 @@ def storage(text: str) -> str | dict[str, float]:
         >>> storage("device=0.6,cpu=0.4")
         {'device': 0.6, 'cpu': 0.4}
     """
-    return pairs(text, _fraction, "device=0.6,cpu=0.4") if "=" in text else text.strip()
+    return pairs(text, number, "device=0.6,cpu=0.4") if "=" in text else text.strip()
 
 
 def pairs(text: str, read: Callable[[str], Any], example: str) -> dict[str, Any]:
@@ -87,8 +87,28 @@ def pairs(text: str, read: Callable[[str], Any], example: str) -> dict[str, Any]
     return found
 
 
-def _fraction(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
+def number(text: str) -> float:
+    """Read a finite number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text[:80]!r} is not finite")
+    return found
+
+
+def seconds(text: str) -> float:
+    """Read a time above 0.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    try:
+        found = number(text)
+    except ValueError:
+        found = 0.0
+    if found <= 0:
+        raise typer.BadParameter(f"{text[:80]!r} is no time. Use seconds above 0.")
+    return found

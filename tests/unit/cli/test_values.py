@@ -60,6 +60,6 @@ def test_what_is_no_storage(text: str) -> None:
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:
-    with pytest.raises(BadParameter, match="it is empty"):
+    with pytest.raises(BadParameter, match="is no path"):
         values.path("")
     assert str(values.path("a")) == "a"

@@ -317,9 +317,9 @@ def _placement(run: Run, name: str, number: int) -> Chart | None:
             "name": kind,
             "y": tiers,
             "x": [by_tier.get(tier, 0) / scale for tier in tiers],
-            "tone": _TONES.get(kind, 4),
+            "tone": _TONES.get(kind, (4, 6)[place % 2]),
         }
-        for kind, by_tier in found.items()
+        for place, (kind, by_tier) in enumerate(found.items())
     ]
     layout = {
         "barmode": "stack",
