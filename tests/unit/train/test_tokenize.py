@@ -145,13 +145,17 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a prompt of another kind": (
         {"prompt": "a", "completion": [assistant("b")]},
         {},
-        "of 'prompt' and 'completion' one",
+        "'prompt' is text that is not JSON",
     ),
     "a preference pair": ({"chosen": "a", "rejected": "b"}, {}, "it is a preference pair, or has images"),
     "no messages": ({"messages": []}, {}, "'messages' is no list of messages, or an empty one"),
     "messages that are text": ({"messages": "hello"}, {}, "'messages' is text that is not JSON"),
     "a message without a role": ({"messages": [{"content": "a"}]}, {}, "messages[0] has no 'role'"),
-    "no template": ({"messages": [user("a")]}, {"template": None}, "the tokenizer has no chat template"),
+    "no template": (
+        {"messages": [user("a")]},
+        {"template": None},
+        "the chat template fails: Cannot use chat template functions because",
+    ),
     "a template that refuses": (
         {"messages": [user("a")]},
         {"template": "{{ raise_exception('roles must alternate') }}"},
