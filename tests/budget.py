@@ -151,7 +151,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "unit/cli/reporting/test_samples.py": (5, 0),
     "unit/cli/reporting/test_speed.py": (4, 0),
     "unit/cli/reporting/test_waits.py": (4, 0),
-    "unit/cli/sequences/test_isolation.py": (6, 6),
+    "unit/integrations/test_families.py": (6, 6),
     "unit/cli/sequences/test_order.py": (5, 0),
     "unit/cli/sequences/test_packed_models.py": (7, 0),
     "unit/cli/sequences/test_prepared.py": (7, 0),

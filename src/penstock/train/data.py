@@ -106,51 +106,54 @@ def _find_all(request: Any) -> list[_Found]:
         return [_Found("--datasets", "mixture")]
     if not request.sources:
         return [_Found("Python's standard library", "text", {"train": library_files()})]
-    own = Path(request.training.output_dir).absolute()
+    own = Path(os.path.realpath(request.training.output_dir))
     return [_find(source.name, request.script.dataset_config, own) for source in request.sources]
 
 
 def _find(name: str, config: str | None, own: Path) -> _Found:
     """Find what a name stands for. Folders and globs leave out what is below `own`: what a run writes is no data."""
-    option = f"--data {name!r}"
-    path = Path(name).expanduser()
-    if any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
-        return _Found(str(path), "saved")
-    if os.path.lexists(path) and not path.is_dir():
-        if not path.is_file():
+    option, path = f"--data {one_line(repr(name), 200)}", os.path.expanduser(name)
+    is_folder = os.path.isdir(path)
+    if any(os.path.isfile(os.path.join(path, mark)) for mark in ("state.json", "dataset_dict.json")):
+        return _Found(path, "saved")
+    if os.path.lexists(path) and not is_folder:
+        if not os.path.isfile(path):
             raise ConfigError(f"{option} is a link to nothing, a pipe or a device. Name a file: data is read twice.")
-        return _Found(name, reader_of(path) or "text", {"train": [str(path)]})
-    if not path.is_dir() and is_hub_name(name) and reader_of(path) is None:
+        return _Found(name, reader_of(path) or "text", {"train": [path]})
+    if not is_folder and is_hub_name(name) and reader_of(name) is None:
         return _Found(name, "hub")
-    pattern = str(path / "**" / "*") if path.is_dir() else str(path)
-    there = [Path(file) for file in sorted(glob.iglob(pattern, recursive=True)) if Path(file).is_file()]
-    files = [file for file in there if reader_of(file) and not file.absolute().is_relative_to(own)]
+    there = sorted(glob.iglob(os.path.join(path, "**", "*") if is_folder else path, recursive=True), reverse=True)
+    # A file to which several ways lead, by links, comes once.
+    known = {os.path.realpath(file): file for file in there if os.path.isfile(file) and reader_of(file)}
+    files = sorted(file for real, file in known.items() if not Path(real).is_relative_to(own))
     # Text beside tables, a README for one, is what is said of them. An empty text file, as in packages, is no row.
     tables = [file for file in files if reader_of(file) != "text"]
-    kept = tables or [file for file in files if file.stat().st_size]
+    kept = tables or [file for file in files if os.path.getsize(file)]
     readers = sorted({str(reader_of(file)) for file in kept})
     if len(readers) != 1:
         raise ConfigError(
-            f"{option} names {len(there)} files, of {' and '.join(readers) or 'no kind that is read'}. Name files of one "
-            f"kind, by a glob such as 'folder/**/*.jsonl': {', '.join(READERS)}, also compressed. Text of another suffix "
-            "is named file by file."
+            f"{option} names {len(there)} files, of {' and '.join(readers) or 'no kind that is read'}. Name files of "
+            f"one kind, by a glob such as 'folder/**/*.jsonl': {', '.join(READERS)}, also compressed. Text of another "
+            "suffix is named file by file."
         )
-    splits = {"train": list(map(str, kept))}
-    if tables and path.is_dir():  # as TRL finds them: splits by the names of files and folders
-        with _reading(_Found(name, readers[0]), "train"):
-            builder = datasets.load_dataset_builder(str(path), config)
-        known = {os.path.realpath(file): str(file) for file in tables}
-        splits = {
-            str(split): [known[os.path.realpath(file)] for file in found if os.path.realpath(file) in known]
-            for split, found in builder.config.data_files.items()
-        }
+    if not tables or not is_folder:
+        return _Found(name, readers[0], {"train": kept})
+    # As TRL finds them: splits by the names of files and folders.
+    if own.is_relative_to(os.path.realpath(path)):
+        raise ConfigError(f"{option} holds --out, and with it what the run writes. Name the files: '{name}/*.jsonl'.")
+    with _reading(_Found(name, readers[0]), "train"):
+        builder = datasets.load_dataset_builder(os.path.realpath(path), config)
+    splits = {
+        str(split): [known[real] for real in map(os.path.realpath, names) if real in known]
+        for split, names in builder.config.data_files.items()
+    }
     return _Found(name, readers[0], splits)
 
 
-def reader_of(path: Path) -> str | None:
+def reader_of(file: str) -> str | None:
     """Choose what reads a file, by its suffix below that of its compression; `None` for an unknown one."""
-    bare = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    return READERS.get(bare.suffix.lower())
+    bare, suffix = os.path.splitext(file.lower())
+    return READERS.get(os.path.splitext(bare)[1] if suffix in COMPRESSIONS else suffix)
 
 
 # 2. Sources to rows
@@ -191,6 +194,9 @@ def read_data(request: Any, tokenizer: Any) -> Data:
 def _read(found: _Found, split: str, request: Any, encoder: "Encoder", names: datasets.ClassLabel) -> Any:
     """Read a split of a source, with where each row comes from in the columns `SOURCE` and `NUMBER`."""
     is_streamed = request.script.dataset_streaming or request.mixture.streaming
+    for file in found.files.get(split, ()) if found.reader == "text" else ():
+        if hint := seems(file):
+            raise ConfigError(f"{file} is no text. {hint}")
     if found.files:
         _try(found, split, _opened(found, split, request, encoder, is_streamed=True), encoder)
     rows = _opened(found, split, request, encoder, is_streamed=is_streamed)
@@ -242,8 +248,8 @@ def _load(reader: str, files: Sequence[str], **options: Any) -> Any:
         with fsspec.open(files[0], "rt", compression="infer", encoding="utf-8-sig", newline="") as lines:
             header = next(filter(None, csv.reader(lines, delimiter=separator)))
         features = datasets.Features({name: datasets.Value("string") for name in header})
-        options |= {"sep": separator, "keep_default_na": False, "features": features}
-    return datasets.load_dataset(reader, data_files=list(files), split="train", **options)
+        options |= {"sep": separator, "keep_default_na": False, "na_values": [""], "features": features}
+    return datasets.load_dataset(reader, data_files=list(map(glob.escape, files)), split="train", **options)
 
 
 def _try(found: _Found, split: str, rows: Any, encoder: "Encoder") -> None:
@@ -321,7 +327,9 @@ def _reading(found: _Found, split: str) -> Iterator[None]:
     except Exception as error:
         for file in found.files.get(split, ()):
             _check_file(found.reader, file)
-        advice = "Check the name and the network, or name a folder that save_to_disk wrote." * (found.reader == "hub")
+        advice = "Check the name and the network, or name a folder that save_to_disk wrote."
+        if found.reader != "hub":
+            advice = "Its files may differ in their fields." if found.files else ""
         raise ConfigError(f"{found.name} cannot be read: {one_line(error.__cause__ or error)}. {advice}") from error
 
 
@@ -384,7 +392,7 @@ def seems(file: str) -> str:
     for mark, what in _MARKS.items():
         if head.startswith(mark) and not what.endswith(Path(file).suffix):
             return f"It looks like {what}."
-    if b"\0" in head and reader_of(Path(file)) not in ("parquet", "arrow"):
+    if b"\0" in head and reader_of(file) not in ("parquet", "arrow"):
         return "It looks like binary data, or text in UTF-16: leave it out, or convert it to UTF-8."
     return ""
 
@@ -522,7 +530,7 @@ def _messages(value: Any, name: str) -> list[Message]:
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise ConfigError(f"{name}[{index}] has no 'role'. Give each message one")
-    return messages
+    return list(messages)
 
 
 def _parsed(value: Any, name: str) -> Any:

@@ -219,7 +219,8 @@ class Turns:
         self, messages: Sequence[Message], render: Callable[..., str], added: Sequence[str], ends: Sequence[str]
     ) -> None:
         # As transformers does: many templates fail on fields without a value.
-        self._whole = tuple({k: v for k, v in message.items() if v is not None} for message in messages)
+        whole = ({name: value for name, value in message.items() if value is not None} for message in messages)
+        self._whole: tuple[Message, ...] = tuple(whole)
         self._render = render
         self._added = added
         self._ends = tuple(ends)

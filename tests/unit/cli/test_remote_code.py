@@ -90,7 +90,7 @@ def ran() -> list[str]:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (own_model, "config.json names modeling_own.OwnConfig, modeling_own.OwnModel."),
+        (own_model, "config.json names {'AutoConfig': 'modeling_own.OwnConfig', 'AutoModelForCausalLM': "),
         (own_tokenizer, "tokenizer_config.json names {'AutoTokenizer': [None, 'tokenization_own.OwnTokenizer']}."),
         (kernel_from_elsewhere, 'config.json names the kernel "somebody/kernel".'),
     ],

@@ -65,9 +65,8 @@ def test_logits_are_never_whole_where_they_would_be_the_largest(asked: Any) -> N
 
 
 def test_an_unknown_class_keeps_its_logits_and_cannot_be_asked_not_to(asked: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "CHUNKABLE", {})
+    monkeypatch.setattr("penstock.integrations.families.FAMILIES", {})
     assert not asked(batch_size=64, pad_vocab_to=50_000).chunks_loss
-    monkeypatch.setattr("penstock.integrations.chunked.CHUNKABLE", {})
     with pytest.raises(ConfigError, match="is not known to compute its logits as"):
         asked(batch_size=64, chunked_loss="on")
 

@@ -11,7 +11,6 @@ from penstock.cli.reporting.run import METRICS_NAME
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.dataset import Shape, find_all
 from penstock.cli.training.data.reading.sources import Source
-from penstock.cli.training.data.sequences.isolation import why_not_isolated
 from penstock.cli.training.fitting import ITEMSIZES
 from penstock.cli.training.learning.checkpoints import AUTO as RESUME_AUTO
 from penstock.cli.training.learning.checkpoints import per_step_before
@@ -28,8 +27,9 @@ from penstock.cli.training.settings.common import AUTO, OFF, ON
 from penstock.cli.training.sizes import StepSizes, step_sizes
 from penstock.errors import ConfigError
 from penstock.files import check_own
-from penstock.integrations.chunked import CHUNKABLE, check_chunkable
+from penstock.integrations.chunked import check_chunkable
 from penstock.integrations.engine_internals import resolve
+from penstock.integrations.families import Feature, is_known, why_not_isolated
 from penstock.integrations.huggingface import ModelSource, find_model
 from penstock.integrations.lora import Lora, check_precision, parse_lora
 from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
@@ -171,9 +171,9 @@ def chunks_loss_of(config: TrainConfig, source: ModelSource, sizes: StepSizes | 
     """
     if config.chunked_loss == ON:
         check_chunkable(source.model_class)
-    is_known = source.model_class.__name__ in CHUNKABLE
+    can = is_known(source.model_class, Feature.CHUNKED)
     is_large = sizes is not None and sizes.logits_are_largest
-    return config.chunked_loss == ON or (config.chunked_loss == AUTO and is_known and is_large)
+    return config.chunked_loss == ON or (config.chunked_loss == AUTO and can and is_large)
 
 
 def _check_out(config: TrainConfig, source: ModelSource) -> None:

@@ -16,8 +16,8 @@ from penstock.cli.training.data.sequences.packing import arrange, whole_rows
 from penstock.cli.training.learning.loss import Loss
 from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import enable_activation_checkpointing
-from tests.unit.cli.sequences.isolation_rows import SIZES
 from tests.unit.cli.sequences.samples import Sample, prepared_of, sample
+from tests.unit.integrations.families_rows import SIZES
 
 LENGTHS = (9, 4, 7)
 

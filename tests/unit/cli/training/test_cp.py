@@ -169,7 +169,7 @@ def test_what_does_not_go_with_it_is_refused(
         ({"num_attention_heads": 4}, False, "attention is its own"),
         ({"num_attention_heads": 4, "output_router_logits": True}, True, "its router"),
         ({"num_attention_heads": 4, "layer_types": ["chunked_attention"]}, True, "layers with chunked_attention"),
-        ({"num_attention_heads": 4, "model_type": "mamba"}, True, "a model of type 'mamba' is not known"),
+        ({"num_attention_heads": 4, "model_type": "mamba"}, True, "MambaForCausalLM is not known"),
         ({"num_attention_heads": 4, "_attn_implementation": "flex_attention"}, True, "'flex_attention'"),
     ],
 )

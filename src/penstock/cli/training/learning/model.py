@@ -77,7 +77,7 @@ def _changed(built: Built, vocab_size: int | None, lora: Lora | None, *, chunks_
             model = add_adapters(model, lora, seed=seed)
         except ConfigError as error:
             raise ConfigError(f"--lora: {error}") from error
-        weights = weights and LoraWeights(weights, model, lora, seed=seed)
+        weights = weights and LoraWeights(weights, model, seed=seed)
     if chunks_loss:
         chunk_loss(model)
     return Built(model, weights)

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.cli.training.data.sequences.isolation import ISOLATING, isolates, why_not_isolated
+from penstock.integrations.families import FAMILIES, Feature, classes_with, is_known, why_not_isolated
 from tests.support import thorough
-from tests.unit.cli.sequences.isolation_rows import MODELS, build
+from tests.unit.integrations.families_rows import MODELS, build
 
 SEGMENTS = ((9, 1, 8), (18,), (5, 11))  # tokens of each, by sequence; the last sequence is padded by two
 WIDTH = 18
@@ -51,14 +51,14 @@ def test_a_model_is_packed_for_if_it_keeps_segments_apart(name: str) -> None:
     for implementation in implementations:
         if implementation is not None:
             model.set_attn_implementation(implementation)
-        found = isolates(model.config, type(model))
+        found = why_not_isolated(model.config, type(model)) is None
         assert found == keeps_apart(model)
-        assert found == (name in ISOLATING)
+        assert found == is_known(type(model), Feature.PACKED)
 
 
 def test_every_class_that_is_packed_for_is_tried() -> None:
-    assert set(ISOLATING) <= MODELS.keys()
-    assert list(ISOLATING) == sorted(ISOLATING)
+    assert set(classes_with(Feature.PACKED)) <= MODELS.keys()
+    assert list(FAMILIES) == sorted(FAMILIES)
 
 
 def test_layers_that_are_no_attention_are_not_packed_for() -> None:
@@ -73,7 +73,7 @@ def test_layers_that_are_no_attention_are_not_packed_for() -> None:
 def test_attention_that_was_not_tried_is_not_packed_for(implementation: str) -> None:
     config = LlamaConfig()
     config._attn_implementation = implementation
-    assert not isolates(config, LlamaForCausalLM)
+    assert why_not_isolated(config, LlamaForCausalLM) is not None
 
 
 def test_a_class_of_the_same_name_elsewhere_is_not_packed_for() -> None:
@@ -84,7 +84,7 @@ def test_a_class_of_the_same_name_elsewhere_is_not_packed_for() -> None:
 
 
 def test_masks_that_position_ids_do_not_reach_are_not_packed_for() -> None:
-    assert not isolates(LlamaConfig(is_causal=False), LlamaForCausalLM)
+    assert why_not_isolated(LlamaConfig(is_causal=False), LlamaForCausalLM) is not None
 
 
 def test_older_transformers_is_not_packed_for(monkeypatch: pytest.MonkeyPatch) -> None:
