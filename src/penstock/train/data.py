@@ -585,6 +585,14 @@ def _encoded(row: Mapping[str, Any], index: int, encoder: Encoder, name: str, na
     try:
         ids, labels = encoder.encode(row)
     except ConfigError as error:
-        where = f"{names.int2str(row[SOURCE])}, row {row[NUMBER]}" if names else f"{name} data, row {index + 1}"
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{_where(row, names) or f'{name} data, row {index + 1}'}: {error}") from error
     return {"input_ids": ids, "labels": labels}
+
+
+def place_of(row: Mapping[str, Any], dataset: Any, index: int) -> str:
+    """Name the source of a row, and its number there."""
+    return _where(row, (dataset.features or {}).get(SOURCE)) or f"row {index + 1}"
+
+
+def _where(row: Mapping[str, Any], names: Any) -> str:
+    return f"{names.int2str(row[SOURCE])}, row {row[NUMBER]}" if names else ""

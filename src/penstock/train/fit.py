@@ -26,6 +26,7 @@ from penstock.integrations.trl import check_arguments
 from penstock.planner import Plan, machine_for, plan
 from penstock.planner.here import machine_of_ranks
 from penstock.train.arguments import Request
+from penstock.train.collator import collator_for
 from penstock.train.model import Built
 from penstock.train.run_file import checkpoints_of
 from penstock.train.trainer import RULES
@@ -114,6 +115,7 @@ def look(request: Request, built: Built, *, say: Callable[[str], None]) -> Outlo
     check_arguments(training)
     if own.rule is None:
         settings.check_optim(training)
+    collator_for(built.model.config, training, built.tokenizer)  # refuses rows that would see each other
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = _mesh(request, ranks)
     precision = settings.choose_precision(training, {}, built.model)

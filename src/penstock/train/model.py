@@ -13,9 +13,9 @@ from penstock.integrations.engine_internals import StoredTensors, WeightFiles
 from penstock.integrations.folders import reading
 from penstock.integrations.hub import is_hub_name
 from penstock.integrations.huggingface import ModelSource, build_empty, build_model, find_model
-from penstock.integrations.lora import Lora, LoraWeights
+from penstock.integrations.lora import LoraWeights, add_adapters
 from penstock.integrations.quantised import quantise_linears
-from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary
+from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary, vocabulary_for
 from penstock.train.arguments import Request
 
 #: What `model_init_kwargs` may say of a model that is built without values.
@@ -87,9 +87,9 @@ def build(request: Request, source: ModelSource) -> Built:
     model = _empty(request, source, kwargs)
     weights = None if model is None else WeightFiles(source.folder)
     built = Built(_whole(source, kwargs) if model is None else model, tokenizer, weights)
-    if len(tokenizer) > source.vocab_size:
-        rows = grow_vocabulary(built.model, len(tokenizer))
-        built.weights = built.weights and GrownTensors(built.weights, rows, len(tokenizer))
+    if (vocab_size := vocabulary_for(tokenizer, source.vocab_size)) > source.vocab_size:
+        rows = grow_vocabulary(built.model, vocab_size)
+        built.weights = built.weights and GrownTensors(built.weights, rows, vocab_size)
     if request.penstock.base == "int8":
         built.model.requires_grad_(False)
         quantise_linears(built.model)
@@ -101,18 +101,19 @@ def build(request: Request, source: ModelSource) -> Built:
 
 
 def _adapt(request: Request, built: Built) -> None:
-    """Put adapters around the model, as TRL does, and read their first values as peft draws them."""
+    """Put adapters around the model, as TRL does, with the first values that peft draws."""
     from peft import get_peft_model
 
-    asked, seed, base = request.model, request.training.seed, built.weights
+    config, seed = get_peft_config(request.model), request.training.seed
+    if built.weights is not None:
+        built.model = add_adapters(built.model, config, seed=seed)
+        built.weights = LoraWeights(built.weights, built.model, seed=seed)
+        return
     set_seed(seed)
     try:
-        built.model = get_peft_model(built.model, get_peft_config(asked))
+        built.model = get_peft_model(built.model, config)
     except Exception as error:  # peft raises many classes
         raise ConfigError(f"peft cannot adapt {type(built.model).__name__}: {one_line(error)}.") from error
-    if isinstance(base, StoredTensors):
-        lora = Lora(asked.lora_r, asked.lora_alpha, base="int8" if request.penstock.base else "auto")
-        built.weights = LoraWeights(base, built.model, lora, seed=seed)
 
 
 def _tokenizer(source: ModelSource, training: Any) -> Any:

@@ -1,19 +1,24 @@
 """A run of `penstock train`, from the command line to the saved model."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError
+from rich.console import Console
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.integrations.transformers import RecordCallback
 from penstock.integrations.transformers.resuming import is_whole
 from penstock.train.arguments import PenstockArguments, Request, parse, say
 from penstock.train.callbacks import InterruptCallback
 from penstock.train.data import read_data
 from penstock.train.fit import Outlook, look
 from penstock.train.model import Built, build, find
-from penstock.train.run_file import checkpoints_of, write, write_run_file
+from penstock.train.preview import show
+from penstock.train.run_file import checkpoints_of, write_run_file
 from penstock.train.signals import EXIT_INTERRUPTED, Interruption, command_to_go_on
 from penstock.train.trainer import sft_class
 
@@ -38,23 +43,64 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
         outlook.check()
     data = read_data(request, built.tokenizer)
     if request.penstock.dry_run:
-        print(outlook)
-        outlook.check()
-        say(f"nothing is wrong with this run. Nothing was made but {request.training.output_dir}/cache")
+        tell(request, built, outlook, data)
         return 0
     trainer = make_trainer(request, built, outlook, data)
-    ending = InterruptCallback(interruption)
+    try:
+        return train(request, trainer, outlook, argv, interruption)
+    finally:
+        if trainer.accelerator.is_prepared(trainer.model):
+            trainer.penstock.close(keep_params=False)
+
+
+def tell(request: Request, built: Built, outlook: Outlook, data: Any) -> None:
+    """Tell what a run takes, and what it learns of two rows.
+
+    Raises:
+        MemoryBudgetError: there is no room for it.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        show(data.train, built.tokenizer, request.training, Console())
+        print(outlook, flush=True)
+    outlook.check()
+    say(f"nothing is wrong with this run. Nothing was made but {request.training.output_dir}/cache")
+
+
+def train(request: Request, trainer: Any, outlook: Outlook, argv: Sequence[str], interruption: Interruption) -> int:
+    """Train, save the model, and make the page of the run. Return the exit status."""
+    out, ending = Path(str(request.training.output_dir)), InterruptCallback(interruption)
+    is_first = trainer.is_world_process_zero()
     trainer.add_callback(ending)
+    trainer.add_callback(RecordCallback(out))
     checkpoint = begin(request, trainer)
-    if trainer.is_world_process_zero():
-        write_files(request, outlook, argv)
+    if is_first:
+        own = [each.name for each in fields(PenstockArguments)]
+        said = {**request.said, **({"plan": str(out / PLAN_NAME)} if outlook.arguments.get("plan") else {})}
+        said = {name: value for name, value in said.items() if name != "placement"}
+        write_run_file(out, said, own, argv=argv, world_size=outlook.found.world_size)
     trainer.train(resume_from_checkpoint=checkpoint)
+    if is_first:
+        write_report(out)
     if ending.has_ended:
-        if trainer.is_world_process_zero():
+        if is_first:
             print(f"saved step {trainer.state.global_step}; go on with: {command_to_go_on(argv)}", flush=True)
         return EXIT_INTERRUPTED
-    trainer.save_model(request.training.output_dir)
+    trainer.save_model(str(out))
+    if is_first:
+        advice = "; penstock export --merge-adapters merges it" if request.model.use_peft else ""
+        say(f"saved the model in {out}{advice}")
     return 0
+
+
+def write_report(out: Path) -> None:
+    """Make the page of a run, where what draws it is installed. A page that cannot be made ends no run."""
+    from penstock.cli.reporting.page import PAGE_NAME, plotly_script, write_page  # not needed before
+
+    if plotly_script() is not None:
+        try:
+            write_page([out])
+        except PenstockError as error:
+            say(f"no {PAGE_NAME} was made: {error}")
 
 
 def make_trainer(request: Request, built: Built, outlook: Outlook, data: Any) -> Any:
@@ -67,18 +113,6 @@ def make_trainer(request: Request, built: Built, outlook: Outlook, data: Any) ->
         processing_class=built.tokenizer,
         peft_config=built.peft_config,
     )
-
-
-def write_files(request: Request, outlook: Outlook, argv: Sequence[str]) -> None:
-    """Write what makes the run again: its options, and its plan where it has one. The first rank calls it."""
-    out, said = Path(str(request.training.output_dir)), dict(request.said)
-    chosen = outlook.arguments.get("plan")
-    if chosen is not None:
-        write(out / PLAN_NAME, chosen.to_json())
-        said.pop("placement", None)
-        said["plan"] = str(out / PLAN_NAME)
-    own = [each.name for each in fields(PenstockArguments)]
-    write_run_file(out, said, own, argv=argv, world_size=outlook.found.world_size)
 
 
 def begin(request: Request, trainer: Any) -> str | None:

@@ -211,20 +211,11 @@ def write_run_file(
     ]
     text = "".join(f"# {line}\n" for line in head) + (yaml_of(parts) if parts else "")
     text += yaml_of({BLOCK: block}) if block else ""
-    write(out / NAME, text)
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file of a run, as a whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written, or another kind of file is in its place.
-    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(check_own(path), text)
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(check_own(out / NAME), text)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}. Use another --output_dir.") from error
+        raise ConfigError(f"{out / NAME} cannot be written: {error.strerror}. Use another --output_dir.") from error
 
 
 def _versions() -> list[str]:

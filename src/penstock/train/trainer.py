@@ -9,6 +9,7 @@ from trl import SFTTrainer
 
 from penstock.integrations.transformers import trainer_class
 from penstock.optim import Lion, MuonAdamW
+from penstock.train.collator import CountedTokens, collator_for
 from penstock.train.data import tokenize
 
 
@@ -24,7 +25,7 @@ def sft_class(rule: str | None, **prepare_arguments: Any) -> type[Any]:
     return made
 
 
-class RunTrainer(SFTTrainer):
+class RunTrainer(CountedTokens, SFTTrainer):
     """TRL's trainer with what is a run's own: how rows become ids, and optimizers of Penstock's own.
 
     Attributes:
@@ -33,6 +34,7 @@ class RunTrainer(SFTTrainer):
 
     rule: str | None = None
     optimizer: Any
+    data_collator: Any
 
     def __init__(self, args: Any, **kwargs: Any) -> None:
         # TRL would look for the marks of what an assistant says in the template, and knows few: ours knows any.
@@ -40,6 +42,8 @@ class RunTrainer(SFTTrainer):
         args.assistant_only_loss = False
         super().__init__(args=args, **kwargs)
         args.assistant_only_loss = self._learns_assistant
+        # TRL takes none of another's beside packed rows, and asks its own for nothing.
+        self.data_collator = collator_for(self.model.config, args, self._tokenizer) or self.data_collator
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
         """Make ids and labels of rows, and have TRL cut and pack them."""
