@@ -57,7 +57,6 @@ ROWS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "four bits": (["--load_in_4bit", "true"], ("4",)),
     "adapters of nothing": (["--use_peft", "true", "--lora_target_modules", "no_such_layer"], ("no_such_layer",)),
     "base without adapters": (["--base", "int8"], ("base", "use_peft")),
-    "two configs": (["--config", "a.yaml"], ("config",)),
 }
 
 
@@ -170,7 +169,6 @@ def no_code(model: Path) -> None:
 
 def adapters(model: Path) -> None:
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "base", "peft_type": "LORA"}')
-    (model / "config.json").unlink()
 
 
 def no_config(model: Path) -> None:
@@ -200,7 +198,7 @@ def test_a_model_that_cannot_be_used_is_one_line(row: str, unreadable: Path, tmp
     settings = COMMON | {"model_name_or_path": str(model), "dataset_name": str(unreadable)}
     file = written(settings | {"output_dir": str(tmp_path / "out")}, tmp_path, "run")
     found = said_of(["--config", str(file)], tmp_path / "out")
-    assert said in found
+    assert said in found.replace("-", "_")
     assert not (tmp_path / "ran").exists(), "code of the folder ran"
 
 
@@ -231,12 +229,12 @@ DATA: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "a row that is no object": ("rows.jsonl", '{"text": "a"}\n[1]\n', ("rows.jsonl",)),
     "a torn line": ("rows.jsonl", '{"text": "a"}\n{"text": \n', ("rows.jsonl",)),
     "no column that is known": ("rows.jsonl", '{"a": "b"}\n', ("rows.jsonl", "text", "messages")),
-    "preferences": ("rows.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', ("chosen",)),
+    "preferences": ("rows.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', ("preference",)),
     "a text that is none": ("rows.jsonl", '{"text": {"a": 1}}\n', ("rows.jsonl",)),
     "a turn without a role": ("rows.jsonl", '{"messages": [{"content": "a"}]}\n', ("rows.jsonl", "role")),
     "nothing": ("rows.jsonl", "", ("rows.jsonl",)),
     "not UTF-8": ("rows.txt", "\udcff\udcfe", ("rows.txt",)),
-    "a kind that is unknown": ("rows.xyz", "a", ("rows.xyz",)),
+    "a folder of kinds that are unknown": ("folder/rows.xyz", "a", ("folder",)),
     "no parquet": ("rows.parquet", "a", ("rows.parquet",)),
 }
 
@@ -244,8 +242,9 @@ DATA: dict[str, tuple[str, str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("row", DATA)
 def test_data_that_cannot_be_used_is_named_with_its_file(row: str, made: Path, tmp_path: Path) -> None:
     name, text, said = DATA[row]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
-    settings = settings_of(made, "texts", "plain", dataset_name=str(tmp_path / name))
+    settings = settings_of(made, "texts", "plain", dataset_name=str(tmp_path / name.partition("/")[0]))
     settings["output_dir"] = str(tmp_path / "out")
     found = refused(["--config", str(written(settings, tmp_path, "run"))])
     for part in said:
