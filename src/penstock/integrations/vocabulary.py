@@ -48,14 +48,12 @@ def vocabulary_for(tokenizer: Any, vocab_size: int, *, multiple: int = 1) -> int
     """Return the rows that a model's embedding needs for a tokenizer.
 
     Arguments:
-        tokenizer: a tokenizer of transformers, or a `penstock.integrations.tokenizers.Tokenizer`.
+        tokenizer: a tokenizer of transformers.
         vocab_size: the rows that the model has. It never loses one.
         multiple: the result is rounded up to a multiple of it.
     """
-    if hasattr(tokenizer, "get_vocab"):  # its `vocab_size` leaves out added tokens, and holes put ids beyond its length
-        wanted = max(vocab_size, len(tokenizer), *(int(number) + 1 for number in tokenizer.get_vocab().values()))
-    else:
-        wanted = max(vocab_size, int(tokenizer.vocab_size))
+    # Its own `vocab_size` leaves out added tokens, and holes put ids beyond its length.
+    wanted = max(vocab_size, len(tokenizer), *(int(number) + 1 for number in tokenizer.get_vocab().values()))
     return -(-wanted // multiple) * multiple
 
 
