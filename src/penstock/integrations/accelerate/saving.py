@@ -24,7 +24,7 @@ from accelerate.utils import (
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from penstock.errors import CheckpointError, ConfigError, EngineError
+from penstock.errors import CheckpointError, EngineError
 from penstock.files import check_own, write_whole
 from penstock.integrations.accelerate.pairs import Pair
 from penstock.integrations.weights import saved_entries, state_entries
@@ -158,13 +158,13 @@ def _save_alone(pair: Pair, original: Callable[..., Any], *args: Any, **given: A
 
 
 @contextmanager
-def saving_states(accelerator: Any, pairs: Sequence[Pair], **arguments: Any) -> Iterator[None]:
+def saving_states(accelerator: Any, pairs: Sequence[Pair], *, blocking: bool) -> Iterator[None]:
     """Have `Accelerator.save_state` inside save pairs as checkpoints, and gather nothing but for hooks.
 
     Arguments:
         accelerator: the one whose method runs inside.
         pairs: what is saved, each in a folder of its own.
-        arguments: of `penstock.Optimizer.save`.
+        blocking: as for `penstock.Optimizer.save`.
     """
     hooks, models = list(accelerator._save_model_state_pre_hook.values()), list(accelerator._models)
 
@@ -174,7 +174,7 @@ def saving_states(accelerator: Any, pairs: Sequence[Pair], **arguments: Any) -> 
             for hook in hooks:
                 hook(models, weights, folder)
         for number, pair in enumerate(pairs):
-            pair.handle.save(_checkpoint(folder, number), extra={_STEP: accelerator.step}, **arguments)
+            pair.handle.save(_checkpoint(folder, number), extra={_STEP: accelerator.step}, blocking=blocking)
 
     with _in_place_of_hooks(accelerator, "_save_model_state_pre_hook", save):
         yield
@@ -246,18 +246,4 @@ def _check_checkpoints(folder: str, count: int) -> None:
             "prepared. Prepare those that were saved, in that order. Weights that plain accelerate saved "
             "(model.safetensors) go into the model before prepare(), or through penstock={'weights': FILE}.",
             file=folder,
-        )
-
-
-def check_keywords(method: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse what would go to a model's `state_dict` in accelerate, and means nothing here.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise ConfigError(
-            f"{method}({unknown[0]}=): models are saved and loaded by penstock.Optimizer. Use "
-            f"{' or '.join(known)} alone, or leave it out."
         )
