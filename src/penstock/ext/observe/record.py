@@ -11,7 +11,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
@@ -37,29 +36,10 @@ STEPS_BEFORE = 1
 #: Steps of the trace. The first of them finds nothing under way that it could wait for; the last one is looked at.
 STEPS_TRACED = 2
 
-#: Of the newest steps; their median is the measured time of a step.
-TIMES_KEPT = 1000
+#: Lines of the newest steps, for means and medians.
+LINES_KEPT = 1000
 
 Number = float | Tensor
-
-
-@dataclass
-class StepSums:
-    """Sums over the steps since `Record.take` was last called.
-
-    Attributes:
-        count: the number of steps.
-        seconds: what they took.
-        observed_seconds: of it, that of steps whose waits are known: all but traced ones.
-        waits: the seconds that compute waited, by row.
-        tokens: tokens that were logged.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-    observed_seconds: float = 0.0
-    waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    tokens: float = 0.0
 
 
 class Record(AbstractContextManager["Record"]):
@@ -93,8 +73,8 @@ class Record(AbstractContextManager["Record"]):
         self._trace_ends = 0
         self._is_traced = self._is_placed = False
         self._skipped_count = 0
-        self._sums = StepSums()
-        self._times: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
+        self._taken = begin
         self._report: TraceReport | None = None
         self._summary: TraceSummary | None = None
         self._began = self._last = time.monotonic()
@@ -180,9 +160,10 @@ class Record(AbstractContextManager["Record"]):
                 self._late.append((of_step, name, given.detach()))
             elif isinstance(given, numbers.Real) and name != "event":
                 now[name] = float(given)
-                self._sums.tokens += now[name] if name == "tokens" else 0.0
             else:
                 raise ConfigError(f"log({name}={given!r:.80}): give a number, or a tensor of one element.")
+        if self._recent and self._recent[-1]["step"] == of_step and "tokens" in now:
+            self._recent[-1]["tokens"] = now["tokens"]
         if now:
             self._write("step", {"step": of_step, **now})
 
@@ -196,32 +177,39 @@ class Record(AbstractContextManager["Record"]):
         self._write("sample", {"step": of_step, "prompt": str(prompt), "text": str(text)})
 
     def take(self) -> dict[str, Any]:
-        """Return the means over the steps since the last call, for logs of the loop's own.
+        """Return the means over the steps since the last call, or the newest of them, for logs of the loop's own.
 
         Returns:
             `step_seconds`, `waits` (the share of a step that compute stood still, by row) and their sum `waited`, and
             `tokens_per_second` if tokens were logged as numbers. Empty without steps, and on all ranks but the first.
         """
-        sums, self._sums = self._sums, StepSums()
-        if not sums.seconds:
+        lines = [line for line in self._recent if line["step"] > self._taken]
+        seconds, self._taken = sum(line["step_seconds"] for line in lines), self.steps
+        if not seconds:
             return {}
-        means: dict[str, Any] = {"step_seconds": sums.seconds / sums.count}
-        if sums.observed_seconds:
-            waits = {row: seconds / sums.observed_seconds for row, seconds in sums.waits.items()}
-            means |= {"waited": sum(waits.values()), "waits": waits}
-        return means | ({"tokens_per_second": sums.tokens / sums.seconds} if sums.tokens else {})
+        means: dict[str, Any] = {"step_seconds": seconds / len(lines)}
+        observed = [line for line in lines if "waits" in line]
+        if span := sum(line["step_seconds"] for line in observed):
+            waits: defaultdict[str, float] = defaultdict(float)
+            for line in observed:
+                for row, share in line["waits"].items():
+                    waits[row] += share * line["step_seconds"] / span
+            means |= {"waited": sum(waits.values()), "waits": dict(waits)}
+        tokens = sum(line.get("tokens", 0.0) for line in lines)
+        return means | ({"tokens_per_second": tokens / seconds} if tokens else {})
 
     def measured(self) -> dict[str, float]:
         """Return the seconds of a warm step (`step`, a median), and in it those of each resource that worked, by name.
 
         Empty on all ranks but the first, and before the trace is over. What `penstock.planner.block` takes.
         """
-        if self._summary is None or not self._times:
+        warm = [line for line in self._recent if "waits" in line and line["step"] > self._begin + STEPS_BEFORE]
+        if self._summary is None or not warm:
             return {}
         busy: defaultdict[str, float] = defaultdict(float)
         for row, use in self._summary.rows.items():
             busy[RESOURCES[row]] += use.busy_seconds / STEPS_TRACED
-        return {"step": median(self._times), **busy}
+        return {"step": median(line["step_seconds"] for line in warm), **busy}
 
     # Called by the optimizer
 
@@ -239,7 +227,8 @@ class Record(AbstractContextManager["Record"]):
         # 1.
         late, self._late = self._late, []
         if self._lines is not None:
-            self._write("step", self._line(engine, result, groups, seconds))
+            self._recent.append(self._line(engine, result, groups, seconds))
+            self._write("step", self._recent[-1])
             self._write_late(late)
         # 2.
         if not self._is_placed and self.steps - self._begin >= STEPS_BEFORE + STEPS_TRACED:
@@ -267,15 +256,8 @@ class Record(AbstractContextManager["Record"]):
         }
         meter = observe(engine.context.streams).waits
         waits = {} if meter is None else meter.take()
-        self._sums.count += 1
-        self._sums.seconds += seconds
         if self._trace is not None:
             return line | {"traced": True}  # the trace has the waits
-        self._sums.observed_seconds += seconds
-        for row, waited in waits.items():
-            self._sums.waits[row] += waited
-        if self.steps - self._begin > STEPS_BEFORE:
-            self._times.append(seconds)
         shares = {row: round(waited / seconds, 6) for row, waited in waits.items() if waited and seconds}
         return line | {"waited": sum(shares.values()), "waits": shares}
 
