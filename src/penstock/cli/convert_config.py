@@ -1,5 +1,7 @@
-"""`penstock convert-config`: a configuration of DeepSpeed or accelerate as a call of `prepare`."""
+"""`penstock convert-config`: a configuration of DeepSpeed or accelerate as a file for `penstock train`."""
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -19,13 +21,13 @@ def convert_config(
         Path | None,
         typer.Option(help="A YAML file to write, for penstock launch --config. It must not exist.", parser=values.path),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Print the call of prepare() that a configuration of DeepSpeed or accelerate stands for.
+    """Print what a configuration of DeepSpeed or accelerate is here: a block for the YAML file of penstock train.
 
-    What is printed is Python. Its comments are the command lines, and what became of each key: nothing is left out.
+    Comments have the call of prepare(), the command line, and a line for each key without a counterpart.
     """
-    from penstock.integrations.convert import convert_file
-    from penstock.integrations.convert.calls import report
+    from penstock.integrations.convert import convert_file, report
 
     converted = convert_file(file)
     if out is not None:
@@ -36,4 +38,4 @@ def convert_config(
         except OSError as error:
             why = "is there already" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
             raise ConfigError(f"{out} {why}. Name another file.") from error
-    print(report(converted, str(out or "penstock.yaml")))
+    print(json.dumps(dataclasses.asdict(converted)) if as_json else report(converted, str(out or "penstock.yaml")))

@@ -172,7 +172,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
     "inspect": {"path": PATHS, "--verify": ["=x"], "--json": ["=x"]},
     "import-deepspeed": {"folder": PATHS, "out": OUT},
     "import-dcp": {"folder": PATHS, "out": OUT, "--buffer": ["", "x", "x" * 5000]},
-    "convert-config": {"file": PATHS, "--out": [path for path in OUT if path]},
+    "convert-config": {"file": PATHS, "--out": [path for path in OUT if path], "--json": ["=x"]},
     "probe": {
         "--folders": [path for path in PATHS if path not in ("a-folder", "a-locked-folder")],
         "--seconds": [*(count for count in COUNTS if count != "1.5"), "0.5", "3601"],

@@ -17,6 +17,7 @@ from penstock.cli.app import app
 
 #: Of each command that has the option: what is typed, and a key of what it prints.
 COMMANDS = {
+    "convert-config": ("config.json", "notes"),
     "doctor": ("--folders .", "findings"),
     "inspect": ("step --verify", "damaged"),
     # With too little room on the device, so that a solver is asked.
@@ -38,6 +39,7 @@ def test_standard_output_is_json_and_nothing_else(command: str, tmp_path: Path) 
         optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
         optimizer.save(tmp_path / "step")
         optimizer.close()
+    (tmp_path / "config.json").write_text('{"zero_optimization": {"stage": 2}}')
     words, key = COMMANDS[command]
     typed = [sys.executable, "-m", "penstock", command, *words.split(), "--json"]
     done = subprocess.run(typed, capture_output=True, check=False, cwd=tmp_path, timeout=300)
