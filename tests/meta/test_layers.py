@@ -84,6 +84,7 @@ LISTS = {
             "ext.observe.timeline",
             "files",
             "footprint",
+            "forecast.wording",
             "losses",
             "optim",
             "parallel",

@@ -55,7 +55,7 @@ def root(
 
 
 def train_over_trl(context: typer.Context) -> None:
-    """Fine-tune a causal language model by TRL's SFTTrainer, larger than GPU memory. See penstock train --help."""
+    """Train a causal language model by TRL's SFTTrainer, larger than GPU memory. See penstock train --help."""
     # Here, not at the top: it imports torch, transformers and TRL.
     raise typer.Exit(import_module("penstock.train").main(context.args))
 
