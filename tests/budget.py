@@ -162,7 +162,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "unit/cli/test_fitting.py": (4, 0),
     "unit/cli/test_hostile_options.py": (8, 18),
     "unit/cli/test_interruption.py": (16, 25),
-    "unit/cli/test_json.py": (8, 12),
+    "unit/cli/test_json.py": (8, 0),
     "unit/cli/test_keys.py": (4, 0),
     "unit/cli/test_model.py": (4, 5),
     "unit/cli/test_naming.py": (4, 0),
