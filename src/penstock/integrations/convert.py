@@ -18,6 +18,7 @@ from penstock.files import read_mapping, yaml_of
 Verdict = Literal["auto", "no counterpart", "unknown"]
 
 _AUTO = "auto"
+_MOST_POWER = 126  # of a loss scale in fp32
 _MOST_CHARS = 120
 _MOST_LINE_CHARS = 1000
 _NOTHING = "nothing was made of it: see docs/from-deepspeed.md, docs/from-fsdp.md"
@@ -125,7 +126,7 @@ class _Keys:
         value = self.get(path, default)
         try:
             number = float("nan") if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = float("nan")
         if not abs(number) < float("inf"):
             raise self.fail(path, "a number")
@@ -194,9 +195,10 @@ def _optimizer(keys: _Keys, path: str) -> Mapping[str, Any]:
 def _folders(keys: _Keys, path: str) -> Mapping[str, Any]:
     blocks = [block for block in ("optimizer", "param") if keys.tier(block) == "nvme"]
     folders = [keys.get(f"{_ZERO}.offload_{block}.nvme_path") for block in blocks]
-    folders = list(dict.fromkeys(folder for folder in folders if folder is not None))
+    folders = [folder for folder in folders if folder is not None]
     if not all(isinstance(folder, str) for folder in folders):
         raise keys.fail(path, "a folder")
+    folders = list(dict.fromkeys(folders))
     return {"placement.nvme_path": folders if len(folders) > 1 else folders[0]} if folders else {}
 
 
@@ -220,6 +222,8 @@ def _loss_scale(keys: _Keys, path: str) -> Mapping[str, Any]:
     """Return the loss scale: a fixed one, or a power of 2 that a dynamic one begins with."""
     del path
     fixed, power = keys.number("fp16.loss_scale"), keys.number("fp16.initial_scale_power", 16)
+    if not 0 <= power <= _MOST_POWER:
+        raise keys.fail("fp16.initial_scale_power", f"a power of 2 from 0 to {_MOST_POWER}")
     if keys.precision() != "fp16":
         return {}
     return {"options.initial_loss_scale": fixed or 2.0**power, "options.dynamic_loss_scale": not fixed}
@@ -284,7 +288,7 @@ def _sharding(keys: _Keys, path: str) -> Mapping[str, Any]:
     name = version_1 if keys.get(version_1) is not None else version_2
     stage, is_hybrid = keys.choice(name, _STRATEGIES, (3, False))
     hosts, ranks = int(keys.number("num_machines", 1)), int(keys.number("num_processes"))
-    if not is_hybrid or hosts == 1:
+    if not is_hybrid or hosts < 2:
         return {"stage": stage}
     if not ranks or ranks % hosts:
         raise keys.fail("num_processes", "the number of ranks, a multiple of num_machines")

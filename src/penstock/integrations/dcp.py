@@ -216,12 +216,8 @@ def _read_folder(folder: Path) -> tuple[dict[_Keys, _SavedTensor | _Item], int]:
             is_value = fields.name == "BytesStorageMetadata"
             found[tuple(map(str, keys))] = items.pop((name, None)) if is_value else _saved_tensor(name, fields, items)
         return found, nbytes
-    except CheckpointError:
-        raise
     except PickleError as error:
         raise not_read(path, str(error)) from error
-    except Exception as error:  # another library's index: a value may be of any type
-        raise not_read(path, one_line(error)) from error
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:

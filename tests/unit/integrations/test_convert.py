@@ -566,6 +566,28 @@ def test_a_value_of_another_kind_is_named(config: dict[str, Any], message: str) 
         convert_deepspeed(config)
 
 
+STRANGE: list[Any] = [
+    *(None, True, False, 0, -1, 3, 0.5, 10**9, 10**400, float("nan"), float("inf"), "", "x", "auto", "1e9", "true"),
+    *([], [1], [0.9, 0.95], ["x", None], {}, {"a": 1}, "a\nb", "/folder"),
+]
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=repr)
+def test_any_value_of_any_key_is_taken_or_refused_in_one_line(value: Any) -> None:
+    zero = {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "nvme"}
+    fp16 = {"fp16.enabled": True, "fp16.loss_scale": 0}
+    fsdp = {"distributed_type": "FSDP", "num_processes": 4, "num_machines": 2}
+    fsdp["fsdp_config.fsdp_sharding_strategy"] = "HYBRID_SHARD"
+    for convert, around in ((convert_deepspeed, {**zero, **fp16}), (convert_accelerate, fsdp)):
+        for path in RULES:
+            said = ""
+            try:
+                prepare_call(convert({**around, path: value}))
+            except ConfigError as error:
+                said = str(error)
+            assert "\n" not in said
+
+
 def test_hosts_that_share_no_number_of_ranks_are_refused() -> None:
     config = {**FSDP_1, "num_processes": 15}
     with pytest.raises(ConfigError, match="'num_processes' is 15"):
