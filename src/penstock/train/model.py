@@ -178,7 +178,10 @@ def _whole(source: ModelSource, kwargs: dict[str, Any]) -> Any:
     assert source.folder is not None
     more = {"device_map": None, "trust_remote_code": source.trust_remote_code, "use_safetensors": True}
     with reading("model", source.folder):
-        model = create_model_from_path(str(source.folder), **{**more, **kwargs})
+        model, loading = create_model_from_path(str(source.folder), **{**more, **kwargs, "output_loading_info": True})
+        if loading["missing_keys"]:  # transformers would train random weights in their place
+            missing = one_line(", ".join(sorted(loading["missing_keys"])))
+            raise ConfigError(f"The weights in {source.folder} lack {missing}. Name a folder that has them.")
     model.config.name_or_path = source.config.name_or_path
     return model
 

@@ -1,7 +1,7 @@
 """A run of `penstock train`, from the command line to the saved model."""
 
+import itertools
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -171,7 +171,7 @@ def check_resumed(request: Request) -> None:
 
 
 def begin(request: Request, trainer: Any) -> str | None:
-    """Find the checkpoint that a run goes on from; one that starts anew has those of an earlier run removed.
+    """Find the checkpoint that a run goes on from; one that starts anew has those of an earlier run out of its way.
 
     Returns:
         Its folder; `None` where the run begins.
@@ -186,8 +186,11 @@ def begin(request: Request, trainer: Any) -> str | None:
     if named.lower() != "false":
         return named
     trainer.accelerator.wait_for_everyone()  # all have looked
-    if trainer.is_world_process_zero():
-        for folder in found:  # the next run would go on from them
-            shutil.rmtree(folder)
+    if found and trainer.is_world_process_zero():  # the next run would go on from them
+        number = next(n for n in itertools.count(1) if not (out / f"earlier-{n}").exists())
+        (out / f"earlier-{number}").mkdir()
+        for folder in found:
+            folder.rename(out / f"earlier-{number}" / folder.name)
+        say(f"{len(found)} checkpoints of an earlier run are in {out / f'earlier-{number}'} now")
     trainer.accelerator.wait_for_everyone()
     return None
