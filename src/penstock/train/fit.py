@@ -109,7 +109,7 @@ def look(request: Request, built: Built, *, say: Callable[[str], None]) -> Outlo
 def _mesh(request: Request, ranks: int) -> dict[str, int]:
     """Count the ranks along each dimension."""
     own = request.penstock
-    if ranks % own.dp_replicate:
+    if own.dp_replicate < 1 or ranks % own.dp_replicate:
         raise ConfigError(f"--dp_replicate {own.dp_replicate} does not divide the {ranks} ranks that there are.")
     if own.dp_replicate > 1 and (not own.stage or own.placement or own.plan):
         what = "--stage 0 has a copy on every rank" if not own.stage else "plans are for one copy"
