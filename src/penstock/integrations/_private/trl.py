@@ -5,4 +5,6 @@ NAMES = {
     "trl.GRPOTrainer._dist": "replaced: what the trainer asks for whole parameters",
     "trl.generation.vllm_generation.VLLMGeneration._dist": "replaced: what a generation with vLLM asks for them",
     "trl.DPOTrainer._precompute_ref_logps": "wrapped: the model is prepared before it stands for its own reference",
+    "trl.SFTTrainer._prepare_dataset": "overridden: rows become ids and labels in one pass, with verified masks",
+    "trl.SFTTrainer._tokenizer": "read: the tokenizer with its end of text and its padding",
 }
