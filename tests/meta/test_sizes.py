@@ -218,8 +218,8 @@ OTHERS = {
     "accelerate": "_hf_hook _load_model_state_pre_hook _save_model_state_pre_hook",
     "Lightning": "_accelerator_connector _err_msg_joint_setup_required _layer_sync _reset_optimizers_and_schedulers "
     "_wrap_closure",
-    "transformers": "_attn_implementation _expand_parallel_plan _hf_peft_config_loaded _init_weights "
-    "_issue_warnings_after_load _keys_to_ignore_on_save _n_gpu _save _supports_attention_backend",
+    "transformers": "_attn_implementation _expand_parallel_plan _get_output_dir _hf_peft_config_loaded _init_weights "
+    "_issue_warnings_after_load _keys_to_ignore_on_save _n_gpu _save _supports_attention_backend _train_batch_size",
     "TRL": "_dist _precompute_ref_logps",
 }
 OTHERS_IN_TABLE = frozenset(f"?.{name}" for names in OTHERS.values() for name in names.split())
