@@ -3,11 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
-from penstock.cli.training.data.encoding.samples import Encoder, Sample
-from penstock.integrations.tokenizers import ByteTokenizer, FolderTokenizer
+from penstock.train.default import byte_tokenizer
 
 END = "<|endoftext|>"
 _TOKENS = re.compile(r"<\|?[a-zA-Z_/][\w]*\|?>|<\uff5c[^\uff5c]*\uff5c>|\[/?[A-Z_]+\]|<\|[^|<> ]+\|>")
@@ -29,7 +28,7 @@ def plain_tokenizer(template: str | None = None, *, begin: str | None = None, na
     """
     from tokenizers import AddedToken, processors
 
-    made = ByteTokenizer()._wrapped
+    made = byte_tokenizer()
     found = [text for text in dict.fromkeys(_TOKENS.findall(template or "")) if text != END]
     made.add_tokens([AddedToken(text, special=True, normalized=False) for text in [*found, *names]])
     made.add_special_tokens({"bos_token": begin or "<s>"})
@@ -41,18 +40,11 @@ def plain_tokenizer(template: str | None = None, *, begin: str | None = None, na
     return made
 
 
-def folder_tokenizer(folder: Path, template: str | None = None, **options: Any) -> FolderTokenizer:
-    plain_tokenizer(template, **options).save_pretrained(folder)
-    return FolderTokenizer(folder)
-
-
-def encoder(folder: Path, template: str | None = None, **options: Any) -> Encoder:
-    return Encoder(folder_tokenizer(folder, template, **options), text_field="text")
-
-
-def shown(made: Encoder, sample: Sample) -> str:
-    """A sample's text with what is learned of it between ⟦ and ⟧."""
-    return "".join(f"⟦{part.text}⟧" if part.trained else part.text for part in made.segments(sample))
+def shown_of(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> str:
+    """What token ids stand for, with what is learned of it between ⟦ and ⟧."""
+    runs = groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != -100)
+    parts = ((learned, tokenizer.decode([i for i, _ in run])) for learned, run in runs)
+    return "".join(f"⟦{text}⟧" if learned else text for learned, text in parts)
 
 
 def user(content: Any) -> dict[str, Any]:

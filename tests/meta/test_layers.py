@@ -38,10 +38,11 @@ LAYERS = (
     ("",),  # the public names
     ("integrations",),  # these three over the public names and the errors only
     ("cli",),
+    ("train",),  # takes the page of a run from there
     ("__main__",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-OUTSIDE = ("integrations", "cli", "__main__")
+OUTSIDE = ("integrations", "cli", "train", "__main__")
 
 # What the folders of the engine know of each other; what stands beside them knows all of them.
 FOLDERS = {

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.integrations.lora import Lora, LoraWeights, add_adapters
-from penstock.integrations.merging import save_merged
 from tests.models.contract import ON_CPU, ON_DEVICE
 from tests.models.test_adapters import ALL_ON_NVME, MIXED, ON_NVME
 from tests.models.transformers_rows import llama
@@ -28,7 +27,7 @@ def adapted(folder: Path, base: Any, **how: Any) -> tuple[nn.Module, penstock.Op
     model = add_adapters(empty, lora, seed=5)
     owned = [p for p in model.parameters() if p.requires_grad]
     optimizer = penstock.prepare(
-        model, torch.optim.AdamW(owned, lr=1e-2), weights=LoraWeights(folder, model, lora, seed=5), **how
+        model, torch.optim.AdamW(owned, lr=1e-2), weights=LoraWeights(folder, model, seed=5), **how
     )
     assert not any(p.is_meta for p in model.parameters())
     return model, optimizer
@@ -98,7 +97,6 @@ def merged_on_two_ranks(rank: int, folder: Path) -> None:
         optimizer.backward(model(input_ids=IDS, labels=IDS).loss)
         optimizer.step()
         optimizer.zero_grad()
-    save_merged(model, optimizer, folder / "merged", is_first_rank=rank == 0)
     optimizer.save(folder / "step")
     with torch.no_grad():
         torch.save(model.eval()(input_ids=IDS).logits, folder / f"logits-{rank}.pt")
@@ -110,7 +108,6 @@ def test_two_ranks_merge_what_they_have_trained(folder: Path) -> None:
     run_ranks(merged_on_two_ranks, 2, folder.parent)
     expected = [torch.load(folder.parent / f"logits-{rank}.pt", weights_only=True) for rank in range(2)]
     assert torch.equal(expected[0], expected[1])
-    for out in ("merged", "exported"):
-        model = type(llama()).from_pretrained(folder.parent / out).eval()
-        with torch.no_grad():
-            torch.testing.assert_close(model(input_ids=IDS).logits, expected[0], rtol=1e-5, atol=1e-5)
+    model = type(llama()).from_pretrained(folder.parent / "exported").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected[0], rtol=1e-5, atol=1e-5)

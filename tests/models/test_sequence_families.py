@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.integrations.ulysses import SHAREABLE, check_shareable, sequence_parallel
+from penstock.integrations.families import Feature, classes_with
+from penstock.integrations.ulysses import check_shareable, sequence_parallel
 from penstock.parallel import cut, token_mean
 from tests.models.test_sequence_parallel import batch, sum_of, whole_loss
 from tests.support import run_ranks, thorough
@@ -18,43 +19,45 @@ WINDOW = 4  # of sequences of 11 tokens, of which a rank has 6, or 3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8}
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-#: What a type needs beside that: windows, in all layers or in some.
+QUICK = ("Gemma2ForCausalLM", "Qwen2ForCausalLM")
+SHARED = tuple(classes_with(Feature.SHARED))
+#: What a class needs beside that: windows, in all layers or in some.
 CHANGES: dict[str, dict[str, Any]] = {
-    "cohere2": MIXED,
-    "gemma2": MIXED | {"query_pre_attn_scalar": 8},
-    "gemma3_text": MIXED | {"query_pre_attn_scalar": 8},
-    "mistral": {"sliding_window": WINDOW},
-    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 2},
-    "olmo3": MIXED,
-    "phi3": {"sliding_window": WINDOW},
-    "qwen2": MIXED | {"use_sliding_window": True},
-    "qwen3": MIXED | {"use_sliding_window": True},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "smollm3": MIXED | {"use_sliding_window": True},
-    "starcoder2": {"sliding_window": WINDOW},
+    "Cohere2ForCausalLM": MIXED,
+    "Gemma2ForCausalLM": MIXED | {"query_pre_attn_scalar": 8},
+    "Gemma3ForCausalLM": MIXED | {"query_pre_attn_scalar": 8},
+    "MistralForCausalLM": {"sliding_window": WINDOW},
+    "MixtralForCausalLM": {"sliding_window": WINDOW, "num_local_experts": 2},
+    "Olmo3ForCausalLM": MIXED,
+    "Phi3ForCausalLM": {"sliding_window": WINDOW},
+    "Qwen2ForCausalLM": MIXED | {"use_sliding_window": True},
+    "Qwen3ForCausalLM": MIXED | {"use_sliding_window": True},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "SmolLM3ForCausalLM": MIXED | {"use_sliding_window": True},
+    "Starcoder2ForCausalLM": {"sliding_window": WINDOW},
 }
 
 
 def tiny(kind: str, attention: str) -> Any:
-    """A model of a type, the same every time, without dropout."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A model of a class, the same every time, without dropout."""
+    import transformers
 
-    config = AutoConfig.for_model(
-        kind, vocab_size=40, bos_token_id=0, eos_token_id=1, pad_token_id=None, **SIZES | CHANGES.get(kind, {})
+    config = getattr(transformers, kind).config_class(
+        vocab_size=40, bos_token_id=0, eos_token_id=1, pad_token_id=None, **SIZES | CHANGES.get(kind, {})
     )
     for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
     config.use_cache = False
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def gradients(rank: int, ranks: int, kinds: tuple[str, ...]) -> dict[str, list[tuple[str, Tensor, Tensor]]]:
     """Of each type, attention and kind of batch, the gradients of one rank and the sum of those of all."""
     found = {}
     for kind in kinds:
-        for attention in ("eager",) if kind == "gemma2" else ("sdpa", "eager"):  # which caps its scores
+        for attention in ("eager",) if kind == "Gemma2ForCausalLM" else ("sdpa", "eager"):  # which caps its scores
             for rows in ("causal", "packed"):
                 model, other = tiny(kind, attention), tiny(kind, attention)
                 whole_loss(model, [batch(rows)]).backward()
@@ -79,12 +82,12 @@ def gradients(rank: int, ranks: int, kinds: tuple[str, ...]) -> dict[str, list[t
 @pytest.mark.parametrize(
     ("ranks", "kinds"),
     [
-        (2, ("gemma2", "qwen2")),
-        thorough(2, tuple(kind for kind in SHAREABLE if kind not in ("gemma2", "qwen2"))),
-        thorough(4, SHAREABLE),
+        (2, QUICK),
+        thorough(2, tuple(kind for kind in SHARED if kind not in QUICK)),
+        thorough(4, SHARED),
     ],
 )
-def test_gradients_of_every_type_are_those_of_one_rank(ranks: int, kinds: tuple[str, ...]) -> None:
+def test_gradients_of_every_class_are_those_of_one_rank(ranks: int, kinds: tuple[str, ...]) -> None:
     for found in run_ranks(gradients, ranks, ranks, kinds):
         for row, pairs in found.items():
             assert pairs
@@ -93,27 +96,37 @@ def test_gradients_of_every_type_are_those_of_one_rank(ranks: int, kinds: tuple[
                 torch.testing.assert_close(many, one, rtol=5e-6, atol=least, msg=lambda text: f"{row} {name} {text}")  # noqa: B023
 
 
-@pytest.mark.parametrize("kind", SHAREABLE)
-def test_every_type_of_the_table_is_accepted(kind: str) -> None:
+@pytest.mark.parametrize("kind", SHARED)
+def test_every_class_of_the_table_is_accepted(kind: str) -> None:
     """Also stablelm, which calls transformers' interface and does not say so."""
     check_shareable(tiny(kind, "eager"), 2)
 
 
 def test_attention_of_its_own_under_a_known_name_is_refused() -> None:
-    model = tiny("stablelm", "sdpa")
+    model = tiny("StableLmForCausalLM", "sdpa")
     layer = model.model.layers[0]
     layer.self_attn.__class__ = type("OwnAttention", (type(layer.self_attn),), {"__module__": "transformers_modules.x"})
     with pytest.raises(ConfigError, match="the model's attention is its own, that of StableLmForCausalLM"):
         check_shareable(model, 2)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "falcon_h1", "bloom", "llama4_text", "jamba"])
-def test_types_that_are_not_known_are_refused_by_name(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("gpt_oss", "GptOssForCausalLM"),
+        ("falcon_h1", "FalconH1ForCausalLM"),
+        ("bloom", "BloomForCausalLM"),
+        ("llama4_text", "Llama4ForCausalLM"),
+        ("jamba", "JambaForCausalLM"),
+        ("vit", "SimpleNamespace"),
+    ],
+)
+def test_classes_that_are_not_known_are_refused_by_name(kind: str, name: str) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(kind)
     config._attn_implementation = "sdpa"
-    with pytest.raises(ConfigError, match=f"'{kind}' is not known to share a sequence"):
+    with pytest.raises(ConfigError, match=f"^{name} is not known to share a sequence"):
         check_shareable(SimpleNamespace(config=config, _supports_attention_backend=True), 2)
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.parse import parse_path
 from penstock.errors import ConfigError
 
 _MOST_PROCESSES = 1024  # on one host
@@ -45,12 +44,12 @@ def launch(
         raise ConfigError(
             "--config is missing: the file that says what is where, such as 'placement: {optimizer: cpu}'."
         )
-    file = parse_path(config, option="--config")
+    file = Path(config)
     if is_module:
         sys.path[0] = os.getcwd()  # as python -m does
         if not _is_there(script):
             raise ConfigError(f"-m {script}: there is no module of this name.")
-    elif not parse_path(script, option="SCRIPT").is_file():
+    elif not Path(script).is_file():
         raise ConfigError(f"{script} is no file. Name the script, and its arguments behind it.")
     from penstock.integrations.arguments import read_arguments  # torch, which --help does not wait for
 

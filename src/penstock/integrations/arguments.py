@@ -2,11 +2,11 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +14,6 @@ from torch import nn
 import penstock
 from penstock.errors import ConfigError, shown
 from penstock.files import read_mapping, without_removed
-
-_Value = TypeVar("_Value", penstock.Placement, penstock.Options)
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -26,6 +24,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 _GIVEN_BY_CALL = ("model", "optimizer")
+_CLASSES: Mapping[str, Any] = {"placement": penstock.Placement, "options": penstock.Options}
+_DTYPE_ARGUMENTS = ("grad_accumulation_dtype", "reduce_dtype")
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,30 @@ class ByClassName:
     names: frozenset[str]
 
     def __call__(self, name: str, module: nn.Module) -> bool:
-        """Tell whether a module is of one of the classes."""
+        """Return True if a module is of one of the classes."""
         del name
         return type(module).__name__ in self.names
 
 
 def argument_names() -> tuple[str, ...]:
-    """List what `penstock.prepare` takes beside the model and its optimizer."""
+    """List the arguments of `penstock.prepare` beside the model and its optimizer."""
     return tuple(name for name in inspect.signature(penstock.prepare).parameters if name not in _GIVEN_BY_CALL)
 
 
 def prepare_arguments(mapping: Mapping[str, Any], *, source: str = "penstock") -> dict[str, Any]:
-    """Make arguments of `penstock.prepare` of what a file, or a caller, says.
+    """Make arguments of `penstock.prepare` from the content of a file.
 
     Arguments:
         mapping: arguments by name. `placement` and `options` may be mappings of their fields, dtypes and `units` names:
-            `"bf16"`, `"torch.float32"`, `["LlamaDecoderLayer"]`. What has its type already stays as it is.
-        source: what messages call the mapping, such as the file it was read from.
+            `"bf16"`, `"torch.float32"`, `["LlamaDecoderLayer"]`. A value of the right type stays as it is.
+        source: the name of the mapping in messages, such as its file.
 
     Returns:
-        What `penstock.prepare(model, optimizer, **arguments)` takes; only what the mapping has.
+        Keyword arguments of `penstock.prepare(model, optimizer, ...)`, for the names in the mapping.
 
     Raises:
-        ConfigError: a name that there is not, with the nearest that there is; an argument that was removed, at another
-            value than its default; a value that stands for nothing.
+        ConfigError: an unknown name, with the nearest known one; an argument that was removed, at another value than
+            its default; a value that is not understood.
 
     Example:
         >>> prepare_arguments({"stage": 2, "placement": {"optimizer": "cpu"}})["placement"].optimizer
@@ -76,7 +76,7 @@ def prepare_arguments(mapping: Mapping[str, Any], *, source: str = "penstock") -
         if name in _GIVEN_BY_CALL:
             raise ConfigError(f"{source}[{name!r}]: the {name} is not given here, but where it is prepared.")
     check_names(mapping, known, source)
-    return {name: _READERS.get(name, _as_it_is)(value, f"{source}[{name!r}]") for name, value in mapping.items()}
+    return {name: _read(name, value, f"{source}[{name!r}]") for name, value in mapping.items()}
 
 
 def read_arguments(path: str | PathLike[str]) -> dict[str, Any]:
@@ -108,51 +108,21 @@ def check_names(mapping: Mapping[str, Any], known: Collection[str], source: str)
             raise ConfigError(f"{source} has no {shown(name)}. {advice}")
 
 
-def _as_it_is(value: Any, source: str) -> Any:
-    del source
-    return value
-
-
-def _placement(value: Any, source: str) -> Any:
-    return _made(penstock.Placement, value, source)  # "auto" stays a word
-
-
-def _options(value: Any, source: str) -> Any:
-    if value is None:
+def _read(name: str, value: Any, source: str) -> Any:
+    """Read the value of an argument. One that is of no kind that files have is left to `prepare`."""
+    if name == "options" and value is None:
         return penstock.Options()
-    return _made(penstock.Options, value, source)
-
-
-def _made(made: type[_Value], value: Any, source: str) -> Any:
-    """Make a dataclass of the mapping of its fields; return anything else, for `prepare` to judge."""
-    if not isinstance(value, Mapping):
-        return value
-    check_names(value, [field.name for field in fields(made)], source)
-    return made(**value)
-
-
-def _dtype(value: Any, source: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    dtype = _DTYPES.get(value.removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(f"{source}={shown(value)} is no dtype. Use one of 'fp32', 'bf16', 'fp16'.")
-    return dtype
-
-
-def _units(value: Any, source: str) -> Any:
+    if name in _CLASSES and isinstance(value, Mapping):
+        check_names(value, [field.name for field in fields(_CLASSES[name])], source)
+        return _CLASSES[name](**value)
+    if name in _DTYPE_ARGUMENTS and isinstance(value, str):
+        dtype = _DTYPES.get(value.removeprefix("torch."))
+        if dtype is None:
+            raise ConfigError(f"{source}={shown(value)} is no dtype. Use one of 'fp32', 'bf16', 'fp16'.")
+        return dtype
     named = [value] if isinstance(value, str) else value
-    if not isinstance(named, list | tuple) or not any(isinstance(item, str) for item in named):
-        return value
-    if not all(isinstance(item, str) for item in named):
-        raise ConfigError(f"{source} has names and classes. Use names of classes alone, or classes alone.")
-    return ByClassName(frozenset(named))
-
-
-_READERS: Mapping[str, Callable[[Any, str], Any]] = {
-    "placement": _placement,
-    "options": _options,
-    "grad_accumulation_dtype": _dtype,
-    "reduce_dtype": _dtype,
-    "units": _units,
-}
+    if name == "units" and isinstance(named, list | tuple) and any(isinstance(item, str) for item in named):
+        if not all(isinstance(item, str) for item in named):
+            raise ConfigError(f"{source} has names and classes. Use names of classes alone, or classes alone.")
+        return ByClassName(frozenset(named))
+    return value

@@ -10,40 +10,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError
+from penstock.integrations.families import Feature, classes_with, is_known
 from penstock.losses import CHUNK_BYTES, linear_cross_entropy
-
-#: Classes of transformers whose logits are `head(hidden)` and nothing after, and whose loss is theirs alone.
-CHUNKABLE = (
-    "GPT2LMHeadModel",
-    "GPTNeoXForCausalLM",
-    "GemmaForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Olmo2ForCausalLM",
-    "OlmoForCausalLM",
-    "Phi3ForCausalLM",
-    "PhiForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "SmolLM3ForCausalLM",
-    "StableLmForCausalLM",
-    "Starcoder2ForCausalLM",
-)
 
 
 def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Make `model(input_ids=..., labels=...).loss` by `penstock.losses.linear_cross_entropy` from now on.
 
-    It is the loss that the model had, to rounding, and its logits never exist whole: `.logits` is None. Without labels,
-    and where no gradients are recorded, the model does what it did. Its class, its parameters and their names stay,
-    tied weights stay tied, and a copy of the model does as it does.
+    The loss is that of the model, to rounding. Its logits never exist whole: `.logits` is None. Without labels, or
+    without gradients, the model computes as before. Its class, its parameters and their names stay, tied weights stay
+    tied, and a copy of the model has the same loss.
 
     As transformers' own losses do it takes `num_items_in_batch`, a number that the sum of the losses is divided by
     instead of the tokens that count, and `shift_labels`, labels that are shifted already, in the place of `labels`:
     with these two it is the loss of a chunk of a sequence that several ranks share (`penstock.parallel.cut`).
 
     Arguments:
-        model: a model of a class in `CHUNKABLE`, or a peft model around one; before `prepare` or after it.
+        model: a model of a class in `families.FAMILIES` with `CHUNKED`, or a peft model around one. Before `prepare` or
+            after it.
         chunk_bytes: how large a block of logits may be, in bytes of fp32, as in `linear_cross_entropy`.
 
     Raises:
@@ -87,16 +71,16 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
 
 
 def check_chunkable(kind: type) -> None:
-    """Refuse the class of a model that `chunk_loss` does not know.
+    """Refuse a class of models that `chunk_loss` does not know.
 
     Raises:
-        ConfigError: it is none of transformers' classes in `CHUNKABLE`.
+        ConfigError: it is none of the classes in `families.FAMILIES` with `CHUNKED`.
     """
-    if kind.__name__ not in CHUNKABLE or not kind.__module__.startswith("transformers."):
+    if not is_known(kind, Feature.CHUNKED):
         raise ConfigError(
             f"{kind.__name__} is not known to compute its logits as head(hidden), with nothing after. Call "
             "penstock.losses.linear_cross_entropy in a forward of your own, or train without chunk_loss. It knows "
-            f"{', '.join(CHUNKABLE)}."
+            f"{', '.join(classes_with(Feature.CHUNKED))}."
         )
 
 
@@ -113,7 +97,7 @@ class ChunkedHead(nn.Linear):
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a model of `CHUNKABLE`, with the loss of its head where there are labels and gradients."""
+    """Run the forward of a model, with the loss of its head where there are labels and gradients."""
     from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
     original = type(self).forward

@@ -4,18 +4,10 @@ from penstock.checkpoint.beside import batches
 from penstock.checkpoint.folder import remove
 from penstock.checkpoint.format import MARKER, MOST_DIMENSIONS, MOST_NUMEL, encode
 from penstock.checkpoint.pretrained import (
-    ADAPTER,
-    ADAPTER_CONFIG,
     SCALE_DTYPE,
-    Merge,
-    adapter_name,
     base_name,
     codes_of,
-    configuration,
     decoded,
-    describe,
-    merged,
-    plan_merges,
     scales_of,
 )
 from penstock.checkpoint.reader import (

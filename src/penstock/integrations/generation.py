@@ -1,8 +1,8 @@
-"""What generation wants of a prepared model: room on the device, one gather for all tokens, ranks in step."""
+"""Generation with a prepared model: room on the device, one gather for all tokens, ranks in step."""
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -28,13 +28,13 @@ def generating(
     as the one with most tokens. Afterwards all is where it was.
 
     Arguments:
-        accelerator: whose device and ranks they are.
-        optimizer: what `penstock.prepare` returned for the model.
-        model: what generates.
-        whole: whether to gather the model whole where it fits; else never.
+        accelerator: the accelerator, for its device and ranks.
+        optimizer: the result of `penstock.prepare` for the model.
+        model: the model that generates.
+        whole: True to gather the model whole if it fits.
 
     Yields:
-        Whether it is whole, the same on every rank: then the block issues no collective, and ranks go their own ways.
+        True if it is whole, the same on every rank. The block then issues no collective, and ranks need not be in step.
     """
     moved = move_away(optimizer)
     try:
@@ -47,13 +47,13 @@ def generating(
 
 
 def move_away(optimizer: Optimizer) -> bool:
-    """Move what rests on the device and no generation needs, until `reload_states`. Collective.
+    """Move masters, optimizer states and gradients off the device, until `reload_states`. Collective.
 
-    It goes to host memory; a kind of which a part is on nvme goes there as a whole, because the host had no room for
-    it. A kind without a byte on the device stays where it is.
+    They go to host memory. A kind of which a part is on nvme goes there as a whole, because the host had no room for
+    it. A kind without a byte on the device stays.
 
     Returns:
-        Whether anything moved.
+        True if anything moved.
     """
     report, moved = optimizer.locations(), False
     for kind in _IDLE:
@@ -64,12 +64,12 @@ def move_away(optimizer: Optimizer) -> bool:
 
 
 def fits(accelerator: Accelerator, optimizer: Optimizer, model: nn.Module) -> bool:
-    """Tell whether whole parameters leave room for generation on every rank's device, or are there already. Collective.
+    """Return True if whole parameters leave room for generation on every device, or are there already. Collective.
 
     Arguments:
-        accelerator: whose device and ranks they are.
-        optimizer: what `penstock.prepare` returned for the model.
-        model: whose parameters they are.
+        accelerator: the accelerator, for its device and ranks.
+        optimizer: the result of `penstock.prepare` for the model.
+        model: the model that generates.
     """
     device = accelerator.device
     wanted = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -79,7 +79,7 @@ def fits(accelerator: Accelerator, optimizer: Optimizer, model: nn.Module) -> bo
 
 
 def free_bytes(device: torch.device) -> float:
-    """Count the bytes of a device that torch has and does not use, or can have; of a cpu nobody counts them."""
+    """Return the bytes of a device that torch holds unused, or can allocate. A cpu has no limit here."""
     if device.type == "cpu":
         return math.inf
     module: Any = torch.get_device_module(device)
@@ -87,16 +87,15 @@ def free_bytes(device: torch.device) -> float:
     return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
 
 
-def in_step(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
-    """Have `model.generate` run as many forwards on each rank as on the one with most tokens, in a `with` block.
-
-    transformers does so for models that DeepSpeed or FSDP shards, and knows of no others.
-    """
-    return _synced(model) if accelerator.num_processes > 1 else nullcontext()
-
-
 @contextmanager
-def _synced(model: Any) -> Iterator[None]:
+def in_step(accelerator: Accelerator, model: Any) -> Iterator[None]:
+    """Make `model.generate` run as many forwards on each rank as on the one with most tokens, in a `with` block.
+
+    transformers does so by itself only for models that DeepSpeed or FSDP shards.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
     own = vars(model).get("generate")
     model.generate = partial(model.generate, synced_gpus=True)
     try:

@@ -1,4 +1,4 @@
-"""Models by their names on a hub, as folders: what is cached on this machine, or what is fetched into its cache."""
+"""Models by their names on a hub, as folders in the cache of this machine."""
 
 import os
 import re
@@ -8,16 +8,17 @@ from penstock.errors import ConfigError, one_line
 
 # owner/name, and a revision (branch, tag or commit) behind it where one is asked for.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?:@[\w./-]{1,255})?", re.ASCII)
-#: What is fetched: weights that run nothing, and the files beside them. Code only where it may run.
+#: The files that are fetched: weights that run nothing, and the files beside them. Code only if it may run.
 _WEIGHTS = ("*.safetensors",)
 _FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _CODE = ("*.py",)
 
 
 def is_hub_name(name: str) -> bool:
-    """Tell whether a name is one of a hub, `owner/name` or `owner/name@revision`, and of nothing in this folder.
+    """Return True if a name is one of a hub, `owner/name` or `owner/name@revision`, and no path.
 
-    A path whose folder exists, or is a link to nothing, is a path: one that is misspelt is not looked up elsewhere.
+    A name whose first part exists in this folder, also as a dangling link, is a path: a misspelt path is not looked up
+    on the hub.
 
     Example:
         >>> is_hub_name("meta-llama/Llama-3.1-8B"), is_hub_name("/no/model"), is_hub_name("./model")
@@ -34,14 +35,14 @@ def fetch_model(name: str, *, code: bool = False, weights: bool = True) -> Path:
 
     Arguments:
         name: `owner/name`, or `owner/name@revision`.
-        code: whether code in the repository may run, and is fetched as well.
-        weights: whether weights are fetched.
+        code: True if code in the repository may run. It is fetched as well.
+        weights: True if weights are fetched.
 
     Returns:
         A folder.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be had: no network, no permission, no room.
+        ConfigError: there is no such model, or it cannot be fetched: no network, no permission, no room.
     """
     from huggingface_hub import snapshot_download
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,18 @@ from penstock.errors import ConfigError, one_line
 from penstock.integrations.chunked import chunk_loss as chunk_loss
 from penstock.integrations.engine_internals import WeightFiles
 from penstock.integrations.folders import (
+    ADAPTER_CONFIG,
     CONFIG,
     GENERATION_CONFIG,
     check_code,
-    check_numbers,
-    check_sizes,
-    few_modules,
-    needs_code,
-    read_config,
     read_json,
     reading,
 )
 from penstock.integrations.hub import fetch_model, is_hub_name
 from penstock.integrations.saving import save_pretrained as save_pretrained
-from penstock.integrations.tokenizers import ByteTokenizer
 
 _MOST_NAMED = 8
-
+_BYTE_COUNT = 256
 
 #: Llama-type models that start from random weights and read bytes: 1.4 million parameters, 26 million, 309 million.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -41,15 +35,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from: a preset, or a folder that `from_pretrained` reads. Checked, nothing built yet.
+    """The source of a model: a preset, or a folder that `from_pretrained` reads. It is checked, nothing is built.
 
     Attributes:
-        name: what the user wrote.
+        name: the name that the user gave.
         folder: the model's folder; `None` for a preset.
         config: the transformers configuration.
-        vocab_size: how many rows the model's embedding has.
-        max_seq_length: how many positions the model knows; `None` where its configuration does not say.
-        trust_remote_code: whether code of the folder may run.
+        vocab_size: the rows of the model's embedding.
+        max_seq_length: the positions of the model; `None` if its configuration does not say.
+        trust_remote_code: True if code of the folder may run.
     """
 
     name: str
@@ -74,19 +68,19 @@ class ModelSource:
 def find_model(
     name: str, *, seq_length: int, trust_remote_code: bool = False, needs_weights: bool = True
 ) -> ModelSource:
-    """Read what `name` stands for: a preset's name, a model folder, or a model's name on a hub.
+    """Find a model by name: a preset, a folder, or a model of a hub.
 
     Arguments:
         name: a name of `PRESETS`, a folder with config.json and .safetensors weights, or `owner/name` of a hub.
-        seq_length: how many tokens a sequence has. A preset takes any length, a folder's model those that it has
-            positions for.
+        seq_length: the tokens of a sequence. A preset takes any length, a folder's model those that it has positions
+            for.
         trust_remote_code: run the code of a folder whose model is none of transformers' own.
-        needs_weights: whether there have to be weights. If not, none are fetched, and `name` may be a configuration's
-            file too.
+        needs_weights: False if the configuration alone is needed. No weights are fetched then, and `name` may be the
+            file of a configuration too.
 
     Raises:
-        ConfigError: the name is none of them, or the folder lacks a file, cannot be read, needs code that is not
-            allowed, is no causal language model or has too few positions.
+        ConfigError: there is no such model, or the folder lacks a file, cannot be read, needs code that is not
+            allowed, is quantised, is no causal language model or has too few positions.
 
     Example:
         >>> find_model("tiny", seq_length=128).vocab_size
@@ -97,10 +91,10 @@ def find_model(
 
         config = LlamaConfig(
             **PRESETS[name],
-            vocab_size=ByteTokenizer.vocab_size,
+            vocab_size=_BYTE_COUNT + 1,
             max_position_embeddings=max(2048, seq_length),
             bos_token_id=None,
-            eos_token_id=ByteTokenizer.end_of_document,
+            eos_token_id=_BYTE_COUNT,
         )
         return ModelSource(name, None, config, config.vocab_size, config.max_position_embeddings)
     source = _find_folder(name, trust_remote_code, needs_weights)
@@ -126,7 +120,6 @@ def build_model(source: ModelSource) -> nn.Module:
         model = auto.from_config(source.config)
     else:
         with reading("model", source.folder):
-            _sketch(source, WeightFiles(source.folder))
             model, loading = auto.from_pretrained(
                 source.folder,
                 config=source.config,
@@ -160,9 +153,8 @@ def build_empty(source: ModelSource) -> nn.Module | None:
     if source.folder is None:
         return None
     with reading("model", source.folder):
-        files = WeightFiles(source.folder)
-        model = _sketch(source, files)
-        if not _fits(model, files):
+        model = build_sketch(source)
+        if not _fits(model, WeightFiles(source.folder)):
             return None
         if (source.folder / GENERATION_CONFIG).is_file():
             from transformers import GenerationConfig
@@ -174,7 +166,7 @@ def build_empty(source: ModelSource) -> nn.Module | None:
 
 
 def build_sketch(source: ModelSource) -> nn.Module:
-    """Build a model on the meta device of its configuration alone: nothing of its weights is looked at.
+    """Build a model on the meta device from its configuration. Its weights are not looked at.
 
     Raises:
         ConfigError: no model can be built of it.
@@ -183,30 +175,13 @@ def build_sketch(source: ModelSource) -> nn.Module:
 
     auto: Any = transformers.AutoModelForCausalLM  # untyped
     described = Path(source.name) if source.folder is None else source.folder
-    with reading("model", described), few_modules(described), torch.device("meta"):
+    with reading("model", described), torch.device("meta"):
         model: nn.Module = auto.from_config(source.config, trust_remote_code=source.trust_remote_code)
     return model.train()
 
 
-def _sketch(source: ModelSource, files: WeightFiles) -> nn.Module:
-    """Build a folder's model on the meta device, and refuse one that is far larger than the folder's weights."""
-    import transformers
-
-    assert source.folder is not None
-    auto: Any = transformers.AutoModelForCausalLM  # untyped
-    held_numel = sum(prod(entry.shape) for entry in files.entries.values())
-    with (
-        reading("model", source.folder),
-        few_modules(source.folder, tensor_count=len(files.entries)),
-        torch.device("meta"),
-    ):
-        model: nn.Module = auto.from_config(source.config, trust_remote_code=source.trust_remote_code)
-        check_sizes(model, source.folder, held_numel=held_numel)
-    return model
-
-
 def _fits(model: nn.Module, files: WeightFiles) -> bool:
-    """Tell whether every parameter is in the files under a name of its own, and all that they hold has its shape."""
+    """Return True if the files have every parameter under one of its names, and every tensor of them has its shape."""
     aliases: dict[Tensor, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         aliases.setdefault(tensor, []).append(name)
@@ -232,7 +207,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 
 
 def _find_folder(name: str, trust_remote_code: bool, needs_weights: bool) -> ModelSource:
-    """Read what a model folder holds, before anything is built of it."""
+    """Read the configuration of a model folder, or of a model on a hub."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if is_hub_name(name):
@@ -250,18 +225,19 @@ def _find_folder(name: str, trust_remote_code: bool, needs_weights: bool) -> Mod
         raise ConfigError(f"--model {name!r} is not a model folder: it has no {CONFIG}.")
     if needs_weights and not any(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {name!r} has no .safetensors weights, the only format that is read.")
-    content = read_config(folder)
-    check_numbers(name, content)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{folder} holds adapters ({ADAPTER_CONFIG}) beside a model. Merge them, and name the merged model."
+        )
+    content = read_json(folder / CONFIG)
+    known: Any = CONFIG_MAPPING  # untyped
     with reading("model", folder):
-        known: Any = CONFIG_MAPPING  # untyped
+        _check_numbers(name, content)
         if not trust_remote_code:
             check_code(name, content, is_native=content.get("model_type") in known)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (
-            trust_remote_code and "AutoModelForCausalLM" in content.get("auto_map", ())
-        ):
-            if "AutoModelForCausalLM" in content.get("auto_map", ()):
-                raise needs_code(name, CONFIG, str(content["auto_map"]["AutoModelForCausalLM"]))
+        has_own = trust_remote_code and "AutoModelForCausalLM" in content.get("auto_map", ())
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own:
             raise ConfigError(f"--model {name!r} is a {config.model_type!r} model, not a causal language model.")
         text = config.get_text_config()  # of a model that sees images too, the part that reads text
         vocab_size, positions = text.vocab_size, getattr(text, "max_position_embeddings", None)
@@ -269,4 +245,17 @@ def _find_folder(name: str, trust_remote_code: bool, needs_weights: bool) -> Mod
             raise ConfigError(f"--model {name!r}: its {CONFIG} has a vocab_size of {vocab_size!r}. Mend it.")
         return ModelSource(
             name, folder, config, vocab_size, positions if isinstance(positions, int) else None, trust_remote_code
+        )
+
+
+def _check_numbers(name: str, content: Mapping[str, Any]) -> None:
+    """Refuse weights that are codes of a quantisation method: neither trained nor streamed here."""
+    text = content.get("text_config") or {}  # of a model that reads images too
+    found = content.get("quantization_config") or text.get("quantization_config")
+    if found:
+        method = found.get("quant_method") if isinstance(found, Mapping) else None
+        raise ConfigError(
+            f"--model {name!r} is quantised ({one_line(str(method or 'by an unknown method'), 40)}): its codes are not "
+            "streamed. Name the model that it was made of, whose weights are numbers; as the frozen base of adapters "
+            "it can rest in int8 (base=int8)."
         )

@@ -1,4 +1,4 @@
-"""Models of transformers whose parameters ranks divide, as the model's own plan says."""
+"""Tensor parallelism for models of transformers, by the model's own plan."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from penstock.errors import ConfigError, one_line
 
 
 def divide(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide a model's parameters over the ranks of a mesh, in place: they are DTensors then.
+    """Divide a model's parameters over the ranks of a mesh, in place. They become DTensors.
 
-    What `from_pretrained(..., tp_plan="auto")` does, for a model that is there, be it on the meta device.
+    `from_pretrained(..., tp_plan="auto")` does the same while it loads. This model exists, also on the meta device.
 
     Arguments:
         model: a `PreTrainedModel`.
         mesh: of one dimension.
 
     Raises:
-        ConfigError: this transformers divides no model that is there; the model has no plan; or it cannot be divided
-            so.
+        ConfigError: this version of transformers divides a model only while it loads; the model has no plan; or the
+            plan cannot be applied.
     """
     made: Any = model
     plan = getattr(made, "tp_plan", None)
@@ -43,7 +43,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check_heads(config: Any, ranks: int) -> None:
-    """Refuse attention heads that ranks cannot share out: each computes whole ones."""
+    """Refuse a number of attention heads that the ranks do not divide: each rank computes whole heads."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % ranks:
@@ -51,7 +51,7 @@ def _check_heads(config: Any, ranks: int) -> None:
 
 
 def _untie(model: nn.Module) -> None:
-    """Give each module a parameter of its own where it shares one with another."""
+    """Replace tied parameters, so that each module has its own."""
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -10,46 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError
+from penstock.integrations.families import Feature, classes_with, other_layers
 from penstock.parallel import check_heads, ulysses_attention
-
-#: Types of models in transformers whose layers see other tokens in attention alone, which they call by its interface.
-SHAREABLE = (
-    "cohere",
-    "cohere2",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-)
 
 
 @contextmanager
 def sequence_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Let a causal language model of transformers attend over a sequence that the ranks of a group share.
+    """Share the sequences of a causal language model of transformers among the ranks of a group, for a `with` block.
 
-    Inside, call the model with what `penstock.parallel.cut` returns, shifted labels apart, and `use_cache=False`;
-    backward belongs inside too where activations are recomputed. The model's attention, "sdpa" or "eager", is called
-    with all tokens of some heads. Afterwards the model and transformers are as they were.
+    Inside, call the model with the result of `penstock.parallel.cut`, without its shifted labels, and
+    `use_cache=False`. Backward belongs inside too if activations are recomputed. The model's attention, "sdpa" or
+    "eager", is called with all tokens of some heads. Afterwards the model and transformers are as they were.
 
     Arguments:
-        model: a `PreTrainedModel` of a type in `SHAREABLE`, whose layers attend to the whole sequence or to a window.
+        model: a `PreTrainedModel` of a class in `families.FAMILIES` with `SHARED`, whose layers attend to the whole
+            sequence or to a window.
         group: the ranks that share the sequence, chunks in their order; `None` for all there are.
 
     Raises:
@@ -87,9 +63,11 @@ def check_shareable(model: Any, ranks: int) -> None:
         ranks: how many share a sequence.
 
     Raises:
-        ConfigError: the attention is the model's own, or not "sdpa" or "eager"; the model is of a type that is not
+        ConfigError: the attention is the model's own, or not "sdpa" or "eager"; the model is of a class that is not
             known; or the ranks do not divide its heads.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     if not (getattr(model, "_supports_attention_backend", False) or _has_known_layers(model)):
         # Its layers would go on as if a chunk were all.
         raise ConfigError(
@@ -102,16 +80,16 @@ def check_shareable(model: Any, ranks: int) -> None:
             f"attention {config._attn_implementation!r} cannot be shared over ranks: load the model with "
             'attn_implementation="sdpa" or "eager"'
         )
-    kind = getattr(config, "model_type", None)
-    if kind not in SHAREABLE:
-        raise ConfigError(
-            f"a model of type {one_line(repr(kind), 40)} is not known to share a sequence over ranks: "
-            f"{', '.join(SHAREABLE)} are"
-        )
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    # By its configuration: the model may be one of peft around it.
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, type(model).__name__)
+    known = classes_with(Feature.SHARED)
+    if name not in known:
+        raise ConfigError(f"{name} is not known to share a sequence over ranks: {', '.join(known)} are")
+    others = other_layers(config)
     if others:
-        what = ", ".join(sorted(map(str, others)))
-        raise ConfigError(f"layers with {what} cannot share a sequence over ranks: full and sliding attention can")
+        raise ConfigError(
+            f"layers with {', '.join(others)} cannot share a sequence over ranks: full and sliding attention can"
+        )
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise ConfigError("the model's config has no num_attention_heads: its attention cannot be shared over ranks")
@@ -119,7 +97,7 @@ def check_shareable(model: Any, ranks: int) -> None:
 
 
 def _has_known_layers(model: Any) -> bool:
-    """Whether all attention layers are transformers' own classes: types that call its interface may lack the flag."""
+    """Return True if all attention layers are transformers' own. Some models call its interface without the flag."""
     layers = [type(module) for module in model.modules() if type(module).__name__.endswith("Attention")]
     return bool(layers) and all(layer.__module__.startswith("transformers.models.") for layer in layers)
 
@@ -129,21 +107,25 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def _attention(kind: str, group: dist.ProcessGroup | None) -> Callable[..., tuple[Tensor, None]]:
-    windows = _Windows()
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # By window, with the mask that it was made of: one for all layers, each of which keeps it for backward.
+    windows: dict[int, tuple[Tensor | None, Tensor]] = {}
 
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any
     ) -> tuple[Tensor, None]:
-        function = _function(kind, module)
+        eager = sys.modules[type(module).__module__].eager_attention_forward if kind == "eager" else None
+        function: Any = eager or ALL_ATTENTION_FUNCTIONS["sdpa"]
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            # What the functions ask of a layer: with copied keys the groups are smaller than the layer's own.
+            # The attributes of a layer that the functions read. With copied keys the groups are smaller than its own.
             layer = SimpleNamespace(
                 num_key_value_groups=query.shape[1] // key.shape[1],
                 is_causal=getattr(module, "is_causal", True),
                 training=module.training,
             )
-            mask = windows.within(attention_mask, rest.get("sliding_window"), query)
+            mask = _within(windows, attention_mask, rest.get("sliding_window"), query)
             mask = _additive(mask, query) if kind == "eager" else mask
             result: Tensor = function(layer, query, key, value, mask, **rest)[0]
             return result.transpose(1, 2)
@@ -153,46 +135,37 @@ def _attention(kind: str, group: dist.ProcessGroup | None) -> Callable[..., tupl
     return forward
 
 
-class _Windows:
-    """The masks of layers that see the last tokens alone: one for all layers, each of which keeps it for backward."""
+def _within(
+    made: dict[int, tuple[Tensor | None, Tensor]], mask: Tensor | None, window: int | None, query: Tensor
+) -> Tensor | None:
+    """Return a mask cut to a window of tokens.
 
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor | None, Tensor]] = {}  # by window, with the mask that it was made of
-
-    def within(self, mask: Tensor | None, window: int | None, query: Tensor) -> Tensor | None:
-        """Return what of a mask, bool or `None` for plain causal, is within a window of so many tokens.
-
-        Arguments:
-            mask: of the whole sequence, (batch, 1, length, length).
-            window: a token sees itself and the `window - 1` before it; `None` for all of them.
-            query: (batch, some heads, length, width).
-        """
-        length = query.shape[2]
-        if window is None or window >= length:
-            return mask
-        of, made = self._made.get(window, (None, None))
-        if made is None or of is not mask or made.shape[-1] != length or made.device != query.device:
-            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-            made = near[None, None] if mask is None else mask & near
-            self._made[window] = mask, made
-        return made
-
-
-def _function(kind: str, module: Any) -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if kind == "sdpa":
-        sdpa: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa
-    eager: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    return eager
+    Arguments:
+        made: the masks so far, by window, each with the mask that it was made of.
+        mask: the mask of the whole sequence, bool, (batch, 1, length, length); `None` for plain causal.
+        window: a token sees itself and the `window - 1` before it; `None` for all of them.
+        query: (batch, some heads, length, width).
+    """
+    length = query.shape[2]
+    if window is None or window >= length:
+        return mask
+    of, cut = made.get(window, (None, None))
+    if cut is None or of is not mask or cut.shape[-1] != length or cut.device != query.device:
+        near = _causal(query).triu(1 - window)
+        cut = near if mask is None else mask & near
+        made[window] = mask, cut
+    return cut
 
 
 def _additive(mask: Tensor | None, query: Tensor) -> Tensor:
-    """Return the mask that eager attention adds to its scores; it has no causal mask of its own."""
-    length = query.shape[2]
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+    """Return the mask that eager attention adds to its scores. It has no causal mask of its own."""
+    mask = _causal(query) if mask is None else mask
     return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
         ~mask, torch.finfo(query.dtype).min
     )
+
+
+def _causal(query: Tensor) -> Tensor:
+    """Return the causal mask of a sequence, bool, (1, 1, length, length)."""
+    length = query.shape[2]
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril()

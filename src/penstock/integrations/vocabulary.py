@@ -1,7 +1,8 @@
-"""Models that get rows for new tokens: embeddings and heads that grow, with values or without."""
+"""Embeddings and heads that get rows for new tokens, with values or on the meta device."""
 
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,34 +10,65 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.engine_internals import Forms, StoredTensors, WeightFiles
-from penstock.integrations.tokenizers import Tokenizer
+from penstock.integrations.folders import reading
 
 _BLOCK_NUMEL = 1 << 24
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 
 
-def vocabulary_for(tokenizer: Tokenizer, vocab_size: int, *, multiple: int = 1) -> int:
-    """Say how many rows a model's embedding is to have for a tokenizer.
+def rows_for(folder: Path | None, vocab_size: int, *, multiple: int = 1, trust_remote_code: bool = False) -> int:
+    """Return the rows that a model's embedding needs for the tokenizer in its folder.
 
     Arguments:
-        tokenizer: what makes ids.
-        vocab_size: how many rows the model has; it never loses one.
-        multiple: what the number is rounded up to a multiple of, where it grows or this is more than 1.
+        folder: the model's folder; `None`, or one without a tokenizer, needs no more rows than the model has.
+        vocab_size: the rows that the model has. It never loses one.
+        multiple: the result is rounded up to a multiple of it.
+        trust_remote_code: run the folder's code if the tokenizer is none of transformers' own.
+
+    Raises:
+        ConfigError: the tokenizer cannot be read.
     """
-    return -(-max(vocab_size, tokenizer.vocab_size) // multiple) * multiple
+    if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return -(-vocab_size // multiple) * multiple
+    from transformers import AutoTokenizer
+
+    with reading("tokenizer", folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        return vocabulary_for(tokenizer, vocab_size, multiple=multiple)
+
+
+def vocabulary_for(tokenizer: Any, vocab_size: int, *, multiple: int = 1) -> int:
+    """Return the rows that a model's embedding needs for a tokenizer.
+
+    Arguments:
+        tokenizer: a tokenizer of transformers.
+        vocab_size: the rows that the model has. It never loses one.
+        multiple: the result is rounded up to a multiple of it.
+    """
+    # Its own `vocab_size` leaves out added tokens, and holes put ids beyond its length.
+    wanted = max(vocab_size, len(tokenizer), *(int(number) + 1 for number in tokenizer.get_vocab().values()))
+    return -(-wanted // multiple) * multiple
 
 
 def grow_vocabulary(model: nn.Module, vocab_size: int) -> dict[str, int]:
-    """Give a transformers model rows for more tokens; its configuration says so too.
+    """Add rows for new tokens to the embedding and the head of a transformers model, and to its configuration.
 
-    New rows of values are the mean of the others: a token that was never seen is none of them more than another
-    (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021).
+    A new row is the mean of the old ones (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models",
+    2021).
 
     Arguments:
-        model: one with values, or on the meta device.
-        vocab_size: how many rows it is to have.
+        model: a model with values, or on the meta device.
+        vocab_size: the rows that it gets.
 
     Returns:
-        Which parameters have grown, by every name, with the rows that they had before.
+        The rows that each parameter had that has grown, by all of its names.
 
     Raises:
         ConfigError: the model's class cannot.
@@ -68,12 +100,12 @@ def grow_vocabulary(model: nn.Module, vocab_size: int) -> dict[str, int]:
 
 
 class GrownTensors(StoredTensors):
-    """The first values of a model that has grown, for `prepare(weights=)`: of files that have fewer rows.
+    """The first values of a model that has grown, for `prepare(weights=)`, from files with fewer rows.
 
     Arguments:
-        files: the tensors as they were.
-        rows: what `grow_vocabulary` returned.
-        vocab_size: how many rows there are now.
+        files: the tensors before.
+        rows: the result of `grow_vocabulary`.
+        vocab_size: the rows after.
     """
 
     def __init__(self, files: StoredTensors, rows: Mapping[str, int], vocab_size: int) -> None:
@@ -87,11 +119,11 @@ class GrownTensors(StoredTensors):
         self._means: dict[str, Tensor] = {}
 
     def forms(self) -> Forms:
-        """List what there is, by its names in the files."""
+        """Return shape and dtype of each tensor, by its name in the files."""
         return self._forms
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read elements of a tensor; those of new rows are the mean of the others."""
+        """Read elements of a tensor. Those of new rows are the mean of the others."""
         if name not in self._rows:
             return self._files.read(name, start, stop)
         shape, _ = self._held[name]
@@ -103,7 +135,7 @@ class GrownTensors(StoredTensors):
         return torch.cat(parts)
 
     def origin(self, name: str) -> tuple[WeightFiles, str] | None:
-        """Say where a tensor that has not grown lies in files."""
+        """Return the files and the name of a tensor that has not grown."""
         return None if name in self._rows else self._files.origin(name)
 
     def close(self) -> None:
@@ -122,5 +154,5 @@ class GrownTensors(StoredTensors):
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Average over rows in fp64, whatever they are in."""
+    """Average over rows, in fp64."""
     return rows.mean(dim=0, dtype=torch.float64).to(rows.dtype)

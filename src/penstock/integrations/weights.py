@@ -1,9 +1,10 @@
-"""A prepared model's `state_dict`, gathered batch by batch: whole values on the host of one rank, never on a device."""
+"""A prepared model's `state_dict`, gathered in batches: whole values in host memory, never on a device."""
 
 import os
 import sys
 import tempfile
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ GATHER_BYTES = 1 << 30
 
 
 def state_entries(model: nn.Module) -> dict[str, Any]:
-    """List what `model.state_dict()` holds: by its names, in its order, parameters and buffers themselves.
+    """List the entries of `model.state_dict()`, by name and in its order: parameters and buffers themselves.
 
-    Parameters may be released; shape and dtype are right all the same. Other things are extra states of modules.
+    Parameters may be released: their shape and dtype are right. Other entries are extra states of modules.
     """
     entries: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -28,13 +29,13 @@ def state_entries(model: nn.Module) -> dict[str, Any]:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return True if peft has put adapters into the model: they are all that is saved of it."""
+    """Return True if peft has put adapters into the model. Only they are saved."""
     peft: Any = sys.modules.get("peft")  # which made the model, if it is one of its own
     return isinstance(model, getattr(peft, "PeftModel", ()))
 
 
 def adapter_entries(model: Any, adapter: str) -> dict[str, Tensor]:
-    """List what peft saves of an adapter: parameters (and buffers) of the model, by their names in its files."""
+    """List the tensors that peft saves of an adapter, by their names in its files."""
     from peft import get_peft_model_state_dict
 
     # Given the tensors themselves, peft picks and renames them, and reads none.
@@ -43,7 +44,7 @@ def adapter_entries(model: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def saved_entries(model: Any) -> dict[str, Any]:
-    """List what `save_pretrained` writes of a model, by names of its `state_dict`: of one with adapters, those."""
+    """List the entries of `model.state_dict()` that `save_pretrained` writes: all, or those of adapters."""
     entries = state_entries(model)
     if not is_adapted(model):
         return entries
@@ -52,11 +53,11 @@ def saved_entries(model: Any) -> dict[str, Any]:
 
 
 def nvme_folders(optimizer: Any, arguments: Mapping[str, Any]) -> Sequence[Path]:
-    """List the folders of the nvme tier of a prepared model, for what is large and there for a while.
+    """List the folders of the nvme tier of a prepared model.
 
     Arguments:
-        optimizer: what `penstock.prepare` returned for it.
-        arguments: what `penstock.prepare` was given; a placement that was planned is the plan's.
+        optimizer: the result of `penstock.prepare` for it.
+        arguments: the arguments of `penstock.prepare`. A placement that was planned is the plan's.
     """
     placement = arguments.get("placement") if optimizer.plan is None else optimizer.plan.placement
     return placement.nvme_folders() if isinstance(placement, Placement) else ()
@@ -74,10 +75,10 @@ def gather_entries(
 
     Arguments:
         entries: some or all of `state_entries`, the same on every rank.
-        optimizer: what `penstock.prepare` returned for the model.
-        keep: whether this rank wants the copies.
-        folders: where values lie in files without a name, which the kernel writes out and maps again as memory is
-            short; else they are in memory.
+        optimizer: the result of `penstock.prepare` for the model.
+        keep: True if this rank keeps the copies.
+        folders: folders for files without a name that hold the values, which the kernel writes out when memory is
+            short. Without folders the values are in memory.
         masters: parameters that are copied at master precision, in fp32. One at a time, on the host of every rank.
 
     Returns:
@@ -87,63 +88,66 @@ def gather_entries(
     Raises:
         CheckpointError: a folder has no room.
     """
-    copies: dict[nn.Parameter, Tensor] = {}
-    parameters = dict.fromkeys(entry for entry in entries.values() if isinstance(entry, nn.Parameter))
-    for parameter in parameters:
-        if parameter in masters:
-            value = optimizer.full_param(parameter)
-            if keep:
-                copies[parameter] = _copied(value, folders)
-    for group in batches((p for p in parameters if p not in masters), GATHER_BYTES):
-        with optimizer.gathered(group):
-            if keep:
-                for parameter in group:
-                    copies[parameter] = _copied(parameter.detach(), folders)
+    names = {entry: name for name, entry in entries.items() if isinstance(entry, Tensor)}
+    copies: dict[Tensor, Tensor] = {}
+    with gathering({name: entry for entry, name in names.items()}, optimizer, masters=masters) as tensors:
+        if keep:
+            for name, value in tensors:
+                copies[entries[name]] = _copied(value, folders)
     if not keep:
         return {}
-    return {
-        name: copies[entry]
-        if isinstance(entry, nn.Parameter)
-        else entry.detach().to("cpu", copy=True)
-        if isinstance(entry, Tensor)
-        else entry
-        for name, entry in entries.items()
-    }
+    return {name: copies[entry] if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
 
 
-def gathered_tensors(entries: Mapping[str, Tensor], optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Give tensors of a state on the cpu one after the other, `GATHER_BYTES` of parameters gathered at a time.
+@contextmanager
+def gathering(
+    entries: Mapping[str, Tensor], optimizer: Any, *, masters: Container[nn.Parameter] = ()
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Gather the tensors of a state for a `with` block, `GATHER_BYTES` of parameters at a time. Collective.
 
-    Collective: every rank iterates to the end. A value may be gone once the next one is asked for.
+    A rank whose block ends early, or fails, gathers what is left: the other ranks wait for it in each gather.
 
     Arguments:
         entries: some or all tensors of `state_entries`, each once, the same on every rank.
-        optimizer: what `penstock.prepare` returned for the model.
+        optimizer: the result of `penstock.prepare` for the model.
+        masters: parameters that are yielded at master precision, in fp32. One at a time, on the host of every rank.
+
+    Yields:
+        An iterator over names and values. A value is valid until the next one is asked for.
     """
+    tensors = _gathered(entries, optimizer, masters)
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass
+
+
+def _gathered(
+    entries: Mapping[str, Tensor], optimizer: Any, masters: Container[nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
     names = {entry: name for name, entry in entries.items()}
-    for group in batches((entry for entry in names if isinstance(entry, nn.Parameter)), GATHER_BYTES):
+    parameters = [entry for entry in names if isinstance(entry, nn.Parameter)]
+    for parameter in parameters:
+        if parameter in masters:
+            yield names[parameter], optimizer.full_param(parameter)
+    for group in batches((parameter for parameter in parameters if parameter not in masters), GATHER_BYTES):
         with optimizer.gathered(group):
             for parameter in group:
-                yield names[parameter], parameter.detach().cpu()
+                yield names[parameter], parameter.detach()
     for entry, name in names.items():
         if not isinstance(entry, nn.Parameter):
-            yield name, entry.detach().cpu()
+            yield name, entry.detach()
 
 
 def _copied(value: Tensor, folders: Sequence[Path]) -> Tensor:
-    """Copy a tensor to memory, or to a file that is mapped and has lost its name: it ends with the tensor."""
-    nbytes = value.numel() * value.element_size()
-    if not folders or not nbytes:
+    """Copy a tensor to memory, or to a mapped file without a name, which ends with the tensor."""
+    if not folders or not value.nbytes:
         return value.to("cpu", copy=True)
     try:
-        descriptor, name = tempfile.mkstemp(dir=folders[0])
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # a write to a mapping of a full disk would end the process
-            storage: Any = torch.UntypedStorage.from_file(name, True, nbytes)
-        finally:
-            os.unlink(name)
-            os.close(descriptor)
+        with tempfile.NamedTemporaryFile(dir=folders[0]) as file:
+            os.posix_fallocate(file.fileno(), 0, value.nbytes)  # a write to a mapping of a full disk ends the process
+            held = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
     except OSError as error:
         raise failed(folders[0], error) from error
-    held: Tensor = torch.empty(0, dtype=value.dtype).set_(storage)
     return held.view(value.shape).copy_(value)

@@ -39,7 +39,7 @@ def test_mistakes_are_one_line(penstock_command: Callable[..., Any], tmp_path: P
     for arguments, text in [
         (("nowhere", "out"), "nowhere does not exist"),
         ((".", "out", "--dtype", "int8"), "dtype='int8'"),
-        ((".", "out", "--max-shard-bytes", "big"), "--max-shard-bytes 'big' is not a size"),
+        ((".", "out", "--max-shard-bytes", "big"), "Invalid value for '--max-shard-bytes': 'big' is not a size"),
         (("step", "out", "--merge-adapters"), "there are no adapters"),
     ]:
         outcome = penstock_command("export", *arguments)

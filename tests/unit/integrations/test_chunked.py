@@ -13,7 +13,8 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.integrations.chunked import CHUNKABLE, ChunkedHead
+from penstock.integrations.chunked import ChunkedHead
+from penstock.integrations.families import Feature, classes_with
 from penstock.integrations.huggingface import chunk_loss, enable_activation_checkpointing, save_pretrained
 from tests.unit.test_losses import LEAST, RAGGED, Made, assert_close
 
@@ -58,7 +59,7 @@ def assert_trains_alike(chunked: Any, plain: Any, **given: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", CHUNKABLE)
+@pytest.mark.parametrize("kind", classes_with(Feature.CHUNKED))
 def test_every_class_that_is_known_trains_as_it_did(kind: str, tied: bool) -> None:
     plain, model = (tiny(kind, tie_word_embeddings=tied) for _ in range(2))
     names = list(model.state_dict())

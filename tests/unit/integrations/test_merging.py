@@ -1,4 +1,4 @@
-"""Adapters merged into their base: as `from_pretrained` reads it, from a model in training and from a checkpoint."""
+"""Adapters merged into their base, as `from_pretrained` reads it: exported from a checkpoint."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import tensorfiles
-from penstock.errors import CheckpointError, ConfigError
-from penstock.integrations import merging
+from penstock.errors import CheckpointError
 from penstock.integrations.lora import Lora, LoraWeights
-from penstock.integrations.merging import save_merged
 from tests.unit.integrations.test_lora import IDS, emptied, gpt2, llama, trained
 
 peft = pytest.importorskip("peft")
@@ -26,7 +23,7 @@ def adapted(model: Any, lora: Lora, folder: Path, **how: Any) -> tuple[Any, pens
     if not folder.exists():
         model.save_pretrained(folder)
     empty = emptied(model, lora)
-    how = {"precision": "fp32", "weights": LoraWeights(folder, empty, lora, seed=3), **how}
+    how = {"precision": "fp32", "weights": LoraWeights(folder, empty, seed=3), **how}
     optimizer = penstock.prepare(empty, torch.optim.AdamW(trained(empty), lr=3e-2), **how)
     for _ in range(3):
         optimizer.backward(empty(input_ids=IDS, labels=IDS).loss)
@@ -52,37 +49,33 @@ MODELS = {"llama": llama, "tied": lambda: llama(tied=True), "gpt2": gpt2}
 
 @pytest.mark.parametrize(("name", "base"), BASES)
 def test_the_merged_model_computes_what_was_trained(name: str, base: Any, tmp_path: Path) -> None:
-    """Written of the model and of its checkpoint: the same, and what peft merges."""
+    """Of a whole checkpoint and of one beside its base: the same, and what peft merges."""
     model, optimizer = adapted(MODELS[name](), Lora(r=2, alpha=4, base=base), tmp_path / "base")
     expected = logits(model)
-    save_merged(model, optimizer, tmp_path / "merged")
     optimizer.save(tmp_path / "step")
     optimizer.save(tmp_path / "small", frozen=False)
     optimizer.close()
     penstock.export(tmp_path / "step", tmp_path / "exported", dtype="fp32", merge_adapters=True)
     penstock.export(tmp_path / "small", tmp_path / "joined", dtype="fp32", merge_adapters=True, base=tmp_path / "base")
-    for out in ("merged", "exported", "joined"):
+    for out in ("exported", "joined"):
         torch.testing.assert_close(logits(loaded(tmp_path / out)), expected, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(logits(loaded(tmp_path / "base")), expected, rtol=1e-3, atol=1e-3)
         if base == "auto":  # in int8 the folder's base is not what was trained against
             on_base = peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / out / "adapter")
             torch.testing.assert_close(logits(on_base), expected, rtol=1e-5, atol=1e-5)
-    ours, *others = (load_file(tmp_path / out / "model.safetensors") for out in ("merged", "exported", "joined"))
-    assert ours.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
-    for theirs in others:
-        assert ours.keys() == theirs.keys()
-        for key, value in ours.items():
-            torch.testing.assert_close(value, theirs[key], rtol=1e-6, atol=1e-7, msg=key)
+    ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("exported", "joined"))
+    assert ours.keys() == theirs.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
+    for key, value in ours.items():
+        torch.testing.assert_close(value, theirs[key], rtol=1e-6, atol=1e-7, msg=key)
 
 
 @pytest.mark.parametrize("base", ["auto", "int8"])
 def test_bf16_is_rounded_once_from_the_masters(base: Any, tmp_path: Path) -> None:
     lora = Lora(r=2, alpha=4, base=base)
     model, optimizer = adapted(llama(dtype=torch.bfloat16), lora, tmp_path / "base", precision="bf16")
-    save_merged(model, optimizer, tmp_path / "merged")
     optimizer.save(tmp_path / "step")
     penstock.export(tmp_path / "step", tmp_path / "exported", merge_adapters=True)
-    found = {out: load_file(tmp_path / out / "model.safetensors") for out in ("merged", "exported")}
+    found = load_file(tmp_path / "exported" / "model.safetensors")
     held = load_file(tmp_path / "base" / "model.safetensors")
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -93,77 +86,21 @@ def test_bf16_is_rounded_once_from_the_masters(base: Any, tmp_path: Path) -> Non
                 weight = weight * optimizer.full_param(layer.weight_scale)[:, None]
             up, down = (optimizer.full_param(getattr(module, of)["default"].weight) for of in ("lora_B", "lora_A"))
             expected = (weight + 2.0 * (up @ down)).bfloat16()
-            for of_out in found.values():
-                assert of_out[key].dtype == torch.bfloat16
-                # The order of a sum of two products may tip a tie.
-                assert (of_out[key] != expected).sum() <= 1, key
-                torch.testing.assert_close(of_out[key], expected, rtol=2**-7, atol=0)
+            assert found[key].dtype == torch.bfloat16
+            # The order of a sum of two products may tip a tie.
+            assert (found[key] != expected).sum() <= 1, key
+            torch.testing.assert_close(found[key], expected, rtol=2**-7, atol=0)
             held.pop(key)
     assert len(held) == 2 + 5, "embeddings, head and norms"
     for key, value in held.items():
-        assert torch.equal(found["merged"][key], value), key
-        assert torch.equal(found["exported"][key], value), key
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
-    optimizer.close()
-
-
-def test_few_bytes_are_gathered_merged_and_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, gathers and blocks of a few elements give what one of each does."""
-    model, optimizer = adapted(llama(), Lora(r=2, alpha=4, base="int8"), tmp_path / "base")
-    save_merged(model, optimizer, tmp_path / "one")
-    monkeypatch.setattr(merging, "GATHER_BYTES", 2000)
-    monkeypatch.setattr(merging, "_BLOCK_NUMEL", 37)
-    save_merged(model, optimizer, tmp_path / "many", max_shard_bytes=3000)
-    optimizer.close()
-    files = sorted((tmp_path / "many").glob("*.safetensors"))
-    assert len(files) > 3
-    assert not list((tmp_path / "many").rglob("*.partial"))
-    torch.testing.assert_close(
-        logits(loaded(tmp_path / "many")), logits(loaded(tmp_path / "one")), rtol=1e-6, atol=1e-6
-    )
-    assert all(load_file(file) for file in files)
-
-
-def test_a_model_that_is_there_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
-    model, optimizer = adapted(llama(), Lora(r=2, alpha=4), tmp_path / "base")
-    out = tmp_path / "out"
-    save_merged(model, optimizer, out, max_shard_bytes=3000)
-    (out / "metrics.jsonl").write_text("{}")
-    (out / ".model.safetensors.partial").write_text("of a run that was killed")
-    save_merged(model, optimizer, out)
-    assert sorted(file.name for file in out.iterdir()) == [
-        "adapter", "config.json", "generation_config.json", "metrics.jsonl", "model.safetensors",
-    ]  # fmt: skip
-    assert sorted(file.name for file in (out / "adapter").iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors",
-    ]  # fmt: skip
-    optimizer.close()
-
-
-def test_a_disk_that_is_full_leaves_the_model_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = adapted(llama(), Lora(r=2, alpha=4), tmp_path / "base")
-    save_merged(model, optimizer, tmp_path / "out")
-    before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
-    calls = 0
-
-    def fail(self: Any, name: str, start: int, values: Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        raise CheckpointError(f"Writing {name} failed: No space left on device.")
-
-    monkeypatch.setattr(tensorfiles.TensorFile, "write", fail)
-    with pytest.raises(CheckpointError, match="No space left"):
-        save_merged(model, optimizer, tmp_path / "out")
-    assert calls == 1
-    assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == before
+        assert torch.equal(found[key], value), key
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["dtype"] == "bfloat16"
     optimizer.close()
 
 
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     model = llama()
     optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32")
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has no adapters to merge"):
-        save_merged(model, optimizer, tmp_path / "out")
     optimizer.save(tmp_path / "step")
     optimizer.close()
     with pytest.raises(CheckpointError, match="there are no adapters"):
@@ -177,8 +114,6 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
         config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **options})
         model = peft.get_peft_model(llama(), config)
         optimizer = penstock.prepare(model, torch.optim.AdamW(trained(model)), precision="fp32")
-        with pytest.raises(ConfigError, match=message):
-            save_merged(model, optimizer, tmp_path / "out")
         optimizer.save(tmp_path / message)
         optimizer.close()
         with pytest.raises(CheckpointError, match=message):
@@ -197,18 +132,17 @@ def test_settings_that_count_otherwise(tmp_path: Path) -> None:
     optimizer.backward(model(input_ids=IDS, labels=IDS).loss)
     optimizer.step()
     expected = logits(model)
-    save_merged(model, optimizer, tmp_path / "merged")
     optimizer.save(tmp_path / "step")
     penstock.export(tmp_path / "step", tmp_path / "exported", dtype="fp32", merge_adapters=True)
     optimizer.close()
-    for out in ("merged", "exported"):
-        torch.testing.assert_close(logits(loaded(tmp_path / out)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(loaded(tmp_path / "exported")), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_without_adapters_in_int8_are_numbers_again(tmp_path: Path) -> None:
     lora = Lora(r=2, alpha=4, base="int8", targets=("q_proj",))
     model, optimizer = adapted(llama(), lora, tmp_path / "base")
     expected = logits(model)
-    save_merged(model, optimizer, tmp_path / "merged")
+    optimizer.save(tmp_path / "step")
+    penstock.export(tmp_path / "step", tmp_path / "merged", dtype="fp32", merge_adapters=True)
     optimizer.close()
     torch.testing.assert_close(logits(loaded(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
+from penstock.checkpoint import tensorfiles
 from penstock.errors import CheckpointError
-from penstock.integrations import saving, streaming, weights
+from penstock.integrations import saving, weights
 from penstock.integrations.saving import save_pretrained, written_entries
 from penstock.integrations.weights import state_entries
 
@@ -123,7 +124,7 @@ def test_no_more_is_in_memory_than_is_gathered_at_once(tmp_path: Path, monkeypat
     monkeypatch.setattr(weights, "GATHER_BYTES", 3000)
     values: list[weakref.ref[torch.Tensor]] = []
     held: list[int] = []
-    write = streaming.ModelFiles.write
+    write = tensorfiles.TensorFile.write
 
     def seen(self: Any, name: str, start: int, value: torch.Tensor) -> None:
         values.append(weakref.ref(value))
@@ -133,7 +134,7 @@ def test_no_more_is_in_memory_than_is_gathered_at_once(tmp_path: Path, monkeypat
     gathered: list[list[torch.Tensor]] = []
     gather = optimizer.gathered
     monkeypatch.setattr(optimizer, "gathered", lambda group: gathered.append(group) or gather(group))
-    monkeypatch.setattr(streaming.ModelFiles, "write", seen)
+    monkeypatch.setattr(tensorfiles.TensorFile, "write", seen)
     save_pretrained(model, optimizer, tmp_path)
     optimizer.close()
     assert sum(len(group) for group in gathered) == len(held) == len(list(model.parameters()))
@@ -147,17 +148,22 @@ def test_a_write_that_fails_leaves_the_model_that_was_there(tmp_path: Path, monk
     optimizer = prepared(model)
     save_pretrained(model, optimizer, tmp_path)
     before = contents(tmp_path)
-    write = streaming.TensorFile.write
+    write = tensorfiles.TensorFile.write
+    gathered: list[list[torch.Tensor]] = []
+    gather = optimizer.gathered
 
     def fails(self: Any, name: str, start: int, values: torch.Tensor) -> None:
         if "layers.1" in name:
             raise CheckpointError("the disk is full")
         write(self, name, start, values)
 
-    monkeypatch.setattr(streaming.TensorFile, "write", fails)
+    monkeypatch.setattr(tensorfiles.TensorFile, "write", fails)
+    monkeypatch.setattr(weights, "GATHER_BYTES", 3000)
+    monkeypatch.setattr(optimizer, "gathered", lambda group: gathered.append(group) or gather(group))
     with pytest.raises(CheckpointError, match="the disk is full"):
         save_pretrained(model, optimizer, tmp_path)
     optimizer.close()
+    assert sum(len(group) for group in gathered) == len(list(model.parameters())), "others wait for this rank"
     after = contents(tmp_path)
     assert after.keys() == before.keys()
     assert all(
@@ -165,15 +171,31 @@ def test_a_write_that_fails_leaves_the_model_that_was_there(tmp_path: Path, monk
     )
 
 
-@pytest.mark.parametrize("name", ["config.json", ".model.safetensors.partial"])
-def test_a_planted_link_is_not_followed(name: str, tmp_path: Path) -> None:
-    (tmp_path / "theirs").write_text("before")
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("before")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).symlink_to(tmp_path / "theirs")
+    (tmp_path / "out" / ".model.partial").symlink_to(tmp_path / "theirs")
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "theirs" / "config.json")
     model = llama()
     optimizer = prepared(model)
-    with pytest.raises(CheckpointError, match="it is a link, which is not followed"):
+    with pytest.raises(CheckpointError, match=r"Writing .*out failed"):
         save_pretrained(model, optimizer, tmp_path / "out")
+    (tmp_path / "out" / ".model.partial").unlink()
+    save_pretrained(model, optimizer, tmp_path / "out")
     optimizer.close()
-    assert (tmp_path / "theirs").read_text() == "before"
-    assert [entry.name for entry in (tmp_path / "out").iterdir()] == [name]
+    assert not (tmp_path / "out" / "config.json").is_symlink()
+    assert [file.name for file in (tmp_path / "theirs").iterdir()] == ["config.json"]
+    assert (tmp_path / "theirs" / "config.json").read_text() == "before"
+
+
+def test_what_a_run_that_was_killed_has_left_goes(tmp_path: Path) -> None:
+    (tmp_path / ".model.partial").mkdir()
+    (tmp_path / ".model.partial" / "model.safetensors").write_text("a part")
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    model = llama()
+    optimizer = prepared(model)
+    save_pretrained(model, optimizer, tmp_path)
+    optimizer.close()
+    files = {"config.json", "generation_config.json", "metrics.jsonl", "model.safetensors"}
+    assert {file.name for file in tmp_path.iterdir()} == files

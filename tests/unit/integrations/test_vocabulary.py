@@ -1,18 +1,19 @@
 """Embeddings and heads that grow: the old rows stay, the new ones are their mean, with values and without."""
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
 import penstock
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import ConfigError
-from penstock.integrations.tokenizers import ByteTokenizer
-from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary, vocabulary_for
+from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary, rows_for, vocabulary_for
+from tests.instruct import byte_tokenizer
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 CONFIGS = {
@@ -28,19 +29,39 @@ def build(name: str) -> Any:
     return auto.from_config(deepcopy(CONFIGS[name])).eval()
 
 
-class Added(ByteTokenizer):
-    """Bytes, and tokens that were added to them."""
-
-    def __init__(self, count: int) -> None:
-        self.vocab_size = 257 + count
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a tokenizer of 262 ids, of which 3 were added."""
+    tokenizer = byte_tokenizer(None)
+    tokenizer.add_tokens(["<one>", "<two>", "<three>"])
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("added", "rows", "multiple", "expected"),
-    [(0, 257, 1, 257), (3, 257, 1, 260), (3, 300, 1, 300), (3, 257, 64, 320), (0, 257, 64, 320), (0, 320, 64, 320)],
+    ("rows", "multiple", "expected"), [(257, 1, 262), (262, 1, 262), (300, 1, 300), (257, 64, 320), (320, 64, 320)]
 )
-def test_how_many_rows(added: int, rows: int, multiple: int, expected: int) -> None:
-    assert vocabulary_for(Added(added), rows, multiple=multiple) == expected
+def test_rows_for_every_id(folder: Path, rows: int, multiple: int, expected: int) -> None:
+    assert rows_for(folder, rows, multiple=multiple) == expected
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert vocabulary_for(tokenizer, rows, multiple=multiple) == expected
+
+
+def test_added_tokens_have_rows_though_transformers_does_not_count_them_in_vocab_size(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.vocab_size == 256
+    assert vocabulary_for(tokenizer, 256) == 262
+
+
+def test_rows_without_a_tokenizer(tmp_path: Path) -> None:
+    assert [rows_for(folder, 257) for folder in (None, tmp_path)] == [257, 257]
+    assert [rows_for(folder, 257, multiple=64) for folder in (None, tmp_path)] == [320, 320]
+
+
+def test_a_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=rf"^The tokenizer in {re.escape(str(tmp_path))} cannot be read: [^\n]*$"):
+        rows_for(tmp_path, 257)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -8,30 +8,33 @@ outside, or stands between the loop and another library, in both releases of tra
 import functools
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from penstock import Optimizer
 from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations._common import check_unplaced
 from penstock.integrations.accelerate.settings import PRECISIONS
-from penstock.integrations.transformers import settings
+from penstock.integrations.transformers import resuming, settings
 from penstock.integrations.transformers.accelerator import TrainerAccelerator
 from penstock.integrations.transformers.config import told_to_trainer
 from penstock.integrations.transformers.record import RecordCallback
+from penstock.integrations.transformers.resuming import STATE
 from penstock.integrations.transformers.weights import is_empty, load_weights
-from penstock.integrations.weights import saved_entries
+from penstock.integrations.weights import is_adapted, saved_entries
 
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object
 
-#: The folder of a Trainer's checkpoint that has what `penstock.Optimizer.save` wrote.
-STATE = "penstock"
 OPTIMIZER_FILE = "optimizer.pt"
 TIERS = ("device", "cpu", "nvme")
 
@@ -44,6 +47,7 @@ class PenstockTrainerMixin(Trainer):
     Attributes:
         penstock_arguments: of `penstock.prepare`, without `max_grad_norm`, which is that of `TrainingArguments`.
         penstock_training: fields of `TrainingArguments` that a file says too, with their values there.
+        penstock_whole_weights: have weights for `from_pretrained` in every checkpoint, and not in the last alone.
 
     Example:
         >>> class MyTrainer(PenstockTrainerMixin, Trainer):  # doctest: +SKIP
@@ -52,7 +56,9 @@ class PenstockTrainerMixin(Trainer):
 
     penstock_arguments: ClassVar[Mapping[str, Any]] = {}
     penstock_training: ClassVar[Mapping[str, Any]] = {}
+    penstock_whole_weights: ClassVar[bool] = False
     optimizer: Any
+    _checkpoint: Path | None = None  # the one that is being saved
 
     @property
     def penstock(self) -> Optimizer:
@@ -134,6 +140,30 @@ class PenstockTrainerMixin(Trainer):
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         return super().evaluation_loop(*args, **kwargs)
 
+    # A run
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the class does. A run that is resumed has the rows of a step, and the trackers' runs, that it had.
+
+        In the place of a checkpoint that was not written to its end, the newest before it is taken.
+
+        Raises:
+            CheckpointError: no checkpoint is whole; or one could not be written.
+            ConfigError: at another number of ranks no `gradient_accumulation_steps` makes the rows of a step.
+        """
+        self._finish_checkpoint()  # of a training that ended with an exception
+        chosen = resuming.choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        extra = resuming.read_extra(chosen)
+        resuming.keep_batch(self, extra.get("batch", {}))
+        is_own = extra and Path(chosen).resolve().parent == Path(self.args.output_dir).resolve()
+        with resuming.same_runs(self, extra.get("trackers", {}) if is_own else {}):
+            return super().train(chosen, *args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End a training once its last checkpoint is whole."""
+        self._finish_checkpoint()
+        return super()._finalize_training(*args, **kwargs)
+
     # Saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -145,15 +175,79 @@ class PenstockTrainerMixin(Trainer):
         if not self.accelerator.is_prepared(self.model):
             super().save_model(output_dir, _internal_call)
             return
-        state = self.accelerator.gather_entries(self.model, saved_entries(self.model), keep=self.args.should_save)
+        folder, state = Path(output_dir or self.args.output_dir), {}
+        has_weights = not _internal_call or folder != self._checkpoint or self._keeps_weights()
+        if has_weights:
+            state = self.accelerator.gather_entries(self.model, saved_entries(self.model), keep=self.args.should_save)
         if self.args.should_save:
-            self._save(output_dir, state_dict=state)
+            self._save(str(folder), state_dict=state)
+            for name in () if has_weights else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+                (folder / name).unlink(missing_ok=True)  # without a tensor, or of a checkpoint before
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _keeps_weights(self) -> bool:
+        """Return True if weights are saved with the checkpoint that is being saved."""
+        is_last = self.state.global_step >= self.state.max_steps
+        is_asked = self.args.save_only_model or self.penstock_whole_weights or self._is_pushed()
+        return is_last or is_asked or is_adapted(self.model)
+
+    def _is_pushed(self) -> bool:
+        """Return True if each checkpoint is pushed to the hub."""
+        return bool(self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint: what the class writes, then the state of training, beside the next steps. Collective.
+
+        1. The checkpoint before is whole by now, or its error is raised; the oldest go.
+        2. An empty folder for the state says that this one is not whole.
+        3. The class writes its files. It would remove old checkpoints at their end, which this one's state is not.
+        4. The marker of the state comes last: with it the checkpoint is whole.
+        """
+        self._finish_checkpoint()
+        args, limit = self.args, self.args.save_total_limit
+        self._checkpoint = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if args.process_index == 0:
+            shutil.rmtree(self._checkpoint / STATE, ignore_errors=True)
+            if not args.save_only_model:
+                (self._checkpoint / STATE).mkdir(parents=True, exist_ok=True)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        if not (args.save_only_model or self._is_pushed()):
+            self._save_state(blocking=False)
+        if args.save_only_model or any(map(resuming.may_copy, self.callback_handler.callbacks)):
+            self._finish_checkpoint()
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the state of training, sharded, with that of the scheduler. Collective."""
-        self.penstock.save(Path(output_dir, STATE), extra={"scheduler": self.lr_scheduler.state_dict()})
+        """Save the state of training if the folder is pushed next; else `_save_checkpoint` does, last. Collective."""
+        self.args.save_total_limit = None  # until the checkpoint is whole
+        if self._is_pushed():
+            self._save_state(blocking=True)
+
+    def _save_state(self, *, blocking: bool) -> None:
+        """Save the state of training, sharded; of a model with adapters, without its base. Collective."""
+        assert self._checkpoint is not None
+        extra = {
+            "scheduler": self.lr_scheduler.state_dict(),
+            "batch": resuming.batch_of(self),
+            "trackers": resuming.tracker_runs(self),
+        }
+        frozen = not is_adapted(self.model)
+        self.penstock.save(self._checkpoint / STATE, extra=extra, blocking=blocking, frozen=frozen)
+
+    def _finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being saved is whole, then remove the oldest.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        folder, self._checkpoint = self._checkpoint, None
+        if folder is not None and self.accelerator.is_prepared(self.model):
+            self.penstock.synchronize()
+            if self.args.should_save:
+                resuming.remove_old(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     # Loading
 
@@ -175,7 +269,8 @@ class PenstockTrainerMixin(Trainer):
             return
         folder = Path(checkpoint, STATE)
         if folder.is_dir():
-            extra = self.penstock.load(folder)
+            with torch.random.fork_rng(devices=[]):  # Trainer restores it once samplers have drawn what is skipped
+                extra = self.penstock.load(folder)
             if not isinstance(extra.get("scheduler"), dict):
                 raise CheckpointError(f"{folder} has no state of a scheduler: no trainer wrote it.", field="extra")
             self.lr_scheduler.load_state_dict(extra["scheduler"])
@@ -223,6 +318,7 @@ def trainer_class(
     *,
     config: str | os.PathLike[str] | None = None,
     deepspeed: str | os.PathLike[str] | None = None,
+    whole_weights: bool = False,
     **prepare_arguments: Any,
 ) -> type:
     """Make a class that trains as a trainer does, on Penstock.
@@ -231,6 +327,7 @@ def trainer_class(
         base: `transformers.Trainer` or any subclass, those of TRL too.
         config: a JSON or YAML file of arguments. `None`: the one that the environment names as `PENSTOCK_CONFIG`.
         deepspeed: a configuration of DeepSpeed in the place of `config`, read as `penstock convert-config` does.
+        whole_weights: have weights for `from_pretrained` in every checkpoint, gathered as it is saved.
         prepare_arguments: those of `penstock.prepare`, by their types or as files hold them; they count before those of
             a file. The precision is that of `TrainingArguments(bf16=, fp16=)`, else the model's own; clipping is its
             `max_grad_norm`.
@@ -255,6 +352,7 @@ def trainer_class(
     attributes = {
         "penstock_arguments": {**before, **told.arguments},
         "penstock_training": told.training,
+        **({"penstock_whole_weights": True} if whole_weights else {}),
         "__module__": base.__module__,
         "__doc__": base.__doc__,
     }

@@ -1,0 +1,351 @@
+"""The arguments of `penstock train`: those of TRL's SFT script under their own names, and Penstock's beside them.
+
+What is typed wins over the file of `--config`, which wins over the defaults. Every default is TRL's, but for a run that
+names no model: that one has its own.
+"""
+
+# ruff: noqa: RUF009 (`_own` makes a field, not a default that all arguments would share)
+
+import argparse
+import copy
+import difflib
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
+
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+from penstock import Options, Placement
+from penstock.errors import ConfigError, one_line, shown
+from penstock.train.run_file import RENAMED, SHORT, read_run_file
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)")
+_HOMES = ("params", "grads", "optimizer")
+
+
+def _own(default: Any, text: str, **more: Any) -> Any:
+    """Make a field of `PenstockArguments`, with its help."""
+    return field(default=default, metadata={"help": text, **more})
+
+
+@dataclass
+class PenstockArguments:
+    """What Penstock is told beside TRL: the block `penstock:` of a file, or flags.
+
+    Attributes:
+        params, grads, optimizer: the tier of parameters, gradients, and optimizer state with master weights: `device`,
+            `cpu`, `nvme`, or fractions such as `device=0.4,cpu=0.6`.
+        activations: the tier of what forward saves for backward; `None`: as the model does it.
+        nvme_path: the folders of the nvme tier.
+        stage: ZeRO stage, 0 to 3.
+        placement: `auto` has the planner choose the tiers.
+        plan: a file of `penstock plan`, which chooses the tiers.
+        max_device_bytes, max_host_bytes: the memory that training state may take of each device, and of the host.
+        dp_replicate: copies of the training state, each shared by ranks with consecutive numbers.
+        rule: `muon` or `lion` in place of the optimizer that `optim` names.
+        base: `int8` quantises the frozen weights under adapters.
+        options: fields of `penstock.Options` by name.
+        dry_run: check everything, print what the run takes and two rows, and end.
+    """
+
+    params: str = _own("device", "Tier of the parameters: device, cpu, nvme, or fractions: device=0.4,cpu=0.6.")
+    grads: str = _own("device", "Tier of the gradients.")
+    optimizer: str = _own("cpu", "Tier of optimizer states and master weights.")
+    activations: str | None = _own(None, "Tier of what forward saves for backward: device, cpu, nvme.")
+    nvme_path: list[str] | None = _own(None, "Folders of the nvme tier.")
+    stage: int = _own(3, "ZeRO stage, 0 to 3.")
+    placement: str | None = _own(None, "auto: the planner chooses the tiers.")
+    plan: str | None = _own(None, "A file of penstock plan, which chooses the tiers.")
+    max_device_bytes: str | None = _own(None, "Memory of a device that training state may take, such as 20GiB.")
+    max_host_bytes: str | None = _own(None, "Memory of the host that training state may take.")
+    dp_replicate: int = _own(1, "Copies of the training state, each shared by ranks with consecutive numbers.")
+    rule: str | None = _own(None, "muon or lion, in place of --optim.")
+    base: str | None = _own(None, "int8: the frozen weights under adapters are 8-bit codes.")
+    options: list[str] | None = _own(None, "Fields of penstock.Options: tile_bytes=4MiB timeout_s=600.")
+    dry_run: bool = _own(False, "Check everything (data, sizes, memory of every tier, disks), and end.")
+
+    def __post_init__(self) -> None:
+        """Check what can be told of these fields by themselves.
+
+        Raises:
+            ConfigError: a value that there is not, or two that contradict each other.
+        """
+        self.activations = None if self.activations in (None, False, "off", "none") else self.activations
+        for name, known in (("placement", ("auto",)), ("rule", ("muon", "lion")), ("base", ("int8",))):
+            if getattr(self, name) not in (None, *known):
+                raise ConfigError(f"--{name} {shown(getattr(self, name))}: use {' or '.join(known)}, or leave it out.")
+        if self.stage not in (0, 1, 2, 3):
+            raise ConfigError(f"--stage {shown(self.stage)} is no ZeRO stage. Use 0, 1, 2 or 3.")
+        if self.dp_replicate < 1:
+            raise ConfigError(f"--dp_replicate {self.dp_replicate}: use 1 or more.")
+        chosen = [f"--{name}" for name in ("placement", "plan") if getattr(self, name)]
+        if chosen:
+            default = {each.name: each.default for each in fields(self)}
+            chosen += [f"--{n}" for n in (*_HOMES, "activations") if getattr(self, n) != default[n]]
+        if len(chosen) > 1:
+            raise ConfigError(f"{chosen[0]} chooses the tiers, and so does {chosen[1]}. Leave one of them out.")
+        self.to_options()
+        placement = self.to_placement()
+        on_disk = [name for name in _HOMES if "nvme" in placement.home(name)]
+        on_disk += ["activations"] if self.activations == "nvme" else []
+        if on_disk and not self.nvme_path:
+            raise ConfigError(f"--{on_disk[0]} nvme needs a folder on a fast disk: --nvme_path FOLDER.")
+
+    def to_placement(self) -> Placement:
+        """Return the placement that these fields name."""
+        tiers: Any = {name: read_home(getattr(self, name), name) for name in _HOMES}
+        activations: Any = self.activations
+        return Placement(**tiers, activations=activations, nvme_path=self.nvme_path or None)
+
+    def to_options(self) -> Options:
+        """Return the options that these fields name."""
+        given: Any = self.options or {}
+        if not isinstance(given, Mapping):
+            pairs = [text.partition("=") for text in given]
+            given = {name: value for name, _, value in pairs}
+        known = {each.name: each for each in fields(Options)}
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigError(f"--options {shown(name)}: {_nearest(str(name), known)}")
+            values[name] = _typed(value, f"--options {name}", is_size=name.endswith("_bytes"))
+        for name in ("max_device_bytes", "max_host_bytes"):
+            if getattr(self, name) is not None:
+                values[name.removeprefix("max_")] = read_size(getattr(self, name), f"--{name}")
+        return Options(**values)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `--data`.
+
+    Attributes:
+        name: a file, a folder, a glob, a saved dataset, or a hub name.
+        weight: its share of a mixture; `None` where none was given.
+    """
+
+    name: str
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        script, training, model, mixture: TRL's arguments.
+        penstock: Penstock's.
+        sources: what `--data` or `dataset_name` name; empty: the run's own documents, or `mixture.datasets`.
+        said: the values that differ from a default, by field, as `run.yaml` has them.
+    """
+
+    script: ScriptArguments
+    training: SFTConfig
+    model: ModelConfig
+    mixture: DatasetMixtureConfig
+    penstock: PenstockArguments
+    sources: tuple[Source, ...]
+    said: Mapping[str, Any]
+
+    @property
+    def is_default(self) -> bool:
+        """True if the run names no model: it trains the small one."""
+        return self.model.model_name_or_path is None
+
+
+_KINDS = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, PenstockArguments)
+
+
+class _Parser(TrlParser):
+    """TRL's parser, whose mistakes are errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{one_line(message)}. See penstock train --help.")
+
+
+def make_parser() -> TrlParser:
+    """Make the parser of all flags."""
+    parser = _Parser(
+        _KINDS,
+        prog="penstock train",
+        allow_abbrev=False,
+        description="Train a causal language model as TRL's SFTTrainer does, with its state where there is room for "
+        "it. Without --model and --data: a small model on Python's own library.",
+    )
+    parser.add_argument("--config", help="A YAML file of TRL's, with a block `penstock:`, or a run.yaml.")
+    parser.add_argument("--model", dest="model_name_or_path", help="Short for --model_name_or_path.")
+    parser.add_argument("--out", dest="output_dir", help="Short for --output_dir.")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        action="extend",
+        help="Short for --dataset_name; several, or NAME:WEIGHT for mixtures: files and folders of txt, jsonl, json, "
+        "csv, parquet, arrow, or hub names.",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Request:
+    """Read the command line, and the file that it names. Ranks of a launcher have met when it returns.
+
+    Raises:
+        ConfigError: an option that there is not, with the nearest one; a name of 0.2, with what it is called now; a
+            value that cannot be.
+        SystemExit: `--help` was asked for.
+    """
+    parser = make_parser()
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        raise SystemExit(0)
+    names = {each.name: each for kind in _KINDS for each in fields(kind) if each.init}
+    said = _said(parser, argv, names)
+    sources = read_sources(said.pop("data", None) or said.get("dataset_name"))
+    if sources:
+        said["dataset_name"] = [_written(source) for source in sources]
+        if len(sources) == 1:
+            said["dataset_name"] = said["dataset_name"][0]
+    script, training, model, mixture, own = (_made(kind, copy.deepcopy(said)) for kind in _KINDS)
+    changed = {name: value for name, value in said.items() if name in names and value != names[name].default}
+    return Request(script, training, model, mixture, own, sources, changed)
+
+
+def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the values that are said: typed, else by the file, else by the defaults of a run that names no model."""
+    nothing = dict.fromkeys((*names, "config", "data"), argparse.SUPPRESS)
+    parser.set_defaults_with_config(**nothing)
+    typed, rest = parser.parse_known_args(list(argv))
+    _check_rest(rest, names)
+    path = getattr(typed, "config", None)
+    filed = {} if path is None else read_run_file(path, say)
+    for name in filed:
+        if name not in names:
+            raise ConfigError(f"{path} has {shown(name)}. {_nearest(name, names)}")
+    if "model_name_or_path" not in {**filed, **vars(typed)}:
+        filed = {**_own_defaults(), **filed}
+    parser.set_defaults_with_config(**filed)  # texts are read as if they were typed
+    try:
+        said: dict[str, Any] = vars(parser.parse_args(list(argv)))
+    except ConfigError as error:
+        raise error if path is None else ConfigError(f"{path}, or what is typed: {error}") from error
+    said.pop("config", None)
+    return said
+
+
+def _own_defaults() -> Mapping[str, Any]:
+    """Return the field values of a run that names no model."""
+    from penstock.train.default import DEFAULTS
+
+    return DEFAULTS
+
+
+def _check_rest(rest: Sequence[str], names: Mapping[str, Any]) -> None:
+    """Refuse words that no option takes."""
+    for word in rest:
+        name = word.partition("=")[0]
+        field_name = name.lstrip("-").replace("-", "_")
+        if not name.startswith("-"):
+            raise ConfigError(f"{shown(word)} belongs to no option. See penstock train --help.")
+        if field_name in RENAMED:
+            raise ConfigError(f"{name} is an option of 0.2: {RENAMED[field_name][0]}.")
+        raise ConfigError(f"{one_line(name, 40)}: {_nearest(field_name, [*names, *SHORT])}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    """Say that there is no such name, and which one is nearest."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"There is no such option. {f'Did you mean {near[0]}?' if near else 'See penstock train --help.'}"
+
+
+def _made(kind: type, said: Mapping[str, Any]) -> Any:
+    """Make one of the dataclasses of what is said."""
+    given = {each.name: said[each.name] for each in fields(kind) if each.init and each.name in said}
+    if kind is SFTConfig:
+        given = _on_this_machine(given)
+    try:
+        return kind(**given)
+    except (ValueError, TypeError, ImportError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{one_line(error)}") from error
+
+
+def _on_this_machine(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what TRL has to be told of a machine without an accelerator, where it would train nothing."""
+    import torch
+
+    return {"use_cpu": not torch.accelerator.is_available(), **given}
+
+
+def read_sources(names: str | Sequence[str] | None) -> tuple[Source, ...]:
+    """Read the entries of `--data`.
+
+    Example:
+        >>> read_sources(["chat.jsonl:0.7", "texts"])
+        (Source(name='chat.jsonl', weight=0.7), Source(name='texts', weight=None))
+    """
+    given = [names] if isinstance(names, str) else names or ()
+    matches = [(name, _WEIGHT.fullmatch(name)) for name in given]
+    return tuple(Source(match[1], float(match[2])) if match else Source(name) for name, match in matches)
+
+
+def say(text: str) -> None:
+    """Print a line, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"penstock: {text}", file=sys.stderr, flush=True)
+
+
+def _written(source: Source) -> str:
+    return source.name if source.weight is None else f"{source.name}:{source.weight:g}"
+
+
+def read_home(value: Any, name: str) -> str | dict[str, float]:
+    """Read where a kind of state lives: a tier, or tiers with their fractions.
+
+    Example:
+        >>> read_home("device=0.4,cpu=0.6", "optimizer")
+        {'device': 0.4, 'cpu': 0.6}
+    """
+    if not isinstance(value, str) or "=" not in value:
+        return dict(value) if isinstance(value, Mapping) else str(value)
+    home: dict[str, float] = {}
+    for part in value.split(","):
+        tier, _, fraction = (piece.strip() for piece in part.partition("="))
+        try:
+            home[tier] = float(fraction)
+        except ValueError:
+            raise ConfigError(f"--{name} {shown(value)}: write it like device=0.4,cpu=0.6.") from None
+    return home
+
+
+def read_size(value: Any, name: str) -> int:
+    """Read a number of bytes: `20GiB` has units of 1024, `20GB` of 1000.
+
+    Example:
+        >>> read_size("64MiB", "--max_host_bytes"), read_size("1.5k", "--max_host_bytes")
+        (67108864, 1500)
+    """
+    match = _SIZE.fullmatch(str(value))
+    if match is None:
+        raise ConfigError(f"{name} {shown(value)} is no size. Write bytes, or a number with KiB, MiB, GiB or TiB.")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()])
+
+
+def _typed(value: Any, name: str, *, is_size: bool) -> Any:
+    """Read the value of a field of `penstock.Options` as it is typed."""
+    if is_size and value is not None:
+        return read_size(value, name)
+    if not isinstance(value, str):
+        return value
+    words: Mapping[str, Any] = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return words[value.lower()]
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

@@ -1,0 +1,270 @@
+"""What a run takes of the device, the host and the disks: refused before its data is read, planned where that is asked.
+
+Activations are counted by plans alone.
+"""
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Trainer
+
+from penstock.errors import ConfigError, MemoryBudgetError
+from penstock.footprint import Footprint, footprint
+from penstock.integrations.chunked import chunk_loss
+from penstock.integrations.huggingface import enable_activation_checkpointing
+from penstock.integrations.transformers import settings
+from penstock.integrations.trl import check_arguments
+from penstock.planner import Plan, machine_for, plan
+from penstock.planner.here import machine_of_ranks
+from penstock.train.arguments import Request
+from penstock.train.collator import collator_for
+from penstock.train.model import Built
+from penstock.train.run_file import checkpoints_of
+from penstock.train.trainer import RULES
+
+#: Bytes that a checkpoint of adapters has for each trained parameter, at most: its fp32 value and the rule's states.
+_OF_TRAINED = 16
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What a run writes in `output_dir`, of all ranks together.
+
+    Attributes:
+        out: the folder.
+        count: checkpoints at once, with the one that is being written; those that are not limited count as one.
+        needed_bytes: what has to be free for them, beside those that are there, and for the model.
+        free_bytes: what is free.
+    """
+
+    out: Path
+    count: int
+    needed_bytes: int
+    free_bytes: int
+
+    @property
+    def lack(self) -> str:
+        """Say what is missing, and what to do; nothing where it fits."""
+        if self.needed_bytes <= self.free_bytes:
+            return ""
+        return (
+            f"--output_dir {str(self.out)!r} has {self.free_bytes:,} bytes free, and {self.count} checkpoints with the "
+            f"model need {self.needed_bytes:,}. Use a smaller --save_total_limit, or another disk."
+        )
+
+    def __str__(self) -> str:
+        return f"{'checkpoints and model':<32} {self.needed_bytes:>18,} {self.free_bytes:>18,}"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How a run will be.
+
+    Attributes:
+        arguments: those of `penstock.prepare`.
+        found: what training state takes.
+        disk: what is written in `output_dir`.
+    """
+
+    arguments: dict[str, Any]
+    found: Footprint
+    disk: Disk
+
+    def check(self) -> None:
+        """Refuse a run for which there is no room.
+
+        Raises:
+            MemoryBudgetError: the device, the host or a disk is too small.
+        """
+        lacks = [*self.found.lacks, *([self.disk.lack] if self.disk.lack else [])]
+        if lacks:
+            raise MemoryBudgetError(" ".join(lacks))
+
+    def __str__(self) -> str:
+        chosen = self.arguments.get("plan")
+        lines = [f"each of {self.found.world_size} ranks:"] if self.found.world_size > 1 else []
+        lines += [line for line in str(self.found).splitlines() if line not in self.found.lacks]
+        lines.append(str(self.disk))
+        if chosen is None:
+            lines.append("activations come beside that: --placement auto counts them")
+        return "\n".join([*([] if chosen is None else [str(chosen)]), *lines])
+
+
+def look(request: Request, built: Built, *, say: Callable[[str], None]) -> Outlook:
+    """Find out how a run will be. Collective.
+
+    Arguments:
+        request: what is asked for.
+        built: the model, before it is prepared.
+        say: is told what takes long.
+
+    Raises:
+        ConfigError: what is asked for cannot be done, or a plan is of another run.
+    """
+    own, training = request.penstock, request.training
+    settings.check_training(training, {})
+    check_arguments(training)
+    if own.rule is None:
+        settings.check_optim(training)
+    collator_for(built.model.config, training, built.tokenizer)  # refuses rows that would see each other
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = _mesh(request, ranks)
+    precision = settings.choose_precision(training, {}, built.model)
+    optimizer = _optimizer(request, built)
+    common = {"stage": own.stage, "precision": precision, "weights": built.weights}
+    options = own.to_options()
+    arguments: dict[str, Any] = {"stage": own.stage, "options": options, "placement": own.to_placement()}
+    if own.plan or own.placement:
+        chosen = _plan(request, built, optimizer, common, ranks, say=say)
+        arguments |= {"placement": "auto", "plan": chosen}
+        by_hand = {**common, **chosen.prepare_arguments(options)}
+    else:
+        by_hand = {**common, "placement": arguments["placement"], "options": options}
+    if own.dp_replicate > 1:
+        arguments["mesh"] = init_device_mesh(training.device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    found = _of_adapters(footprint(built.model, optimizer, mesh=mesh, **by_hand), request, built)
+    if built.weights is not None:
+        arguments["weights"] = built.weights
+    return Outlook(arguments, found, _disk(request, built, found))
+
+
+def _mesh(request: Request, ranks: int) -> dict[str, int]:
+    """Count the ranks along each dimension."""
+    own = request.penstock
+    if ranks % own.dp_replicate:
+        raise ConfigError(f"--dp_replicate {own.dp_replicate} does not divide the {ranks} ranks that there are.")
+    if own.dp_replicate > 1 and (not own.stage or own.placement or own.plan):
+        what = "--stage 0 has a copy on every rank" if not own.stage else "plans are for one copy"
+        raise ConfigError(f"--dp_replicate {own.dp_replicate}: {what}. Leave one of them out.")
+    return {"dp_replicate": own.dp_replicate, "dp_shard": ranks // own.dp_replicate}
+
+
+def _optimizer(request: Request, built: Built) -> torch.optim.Optimizer:
+    """Make the optimizer that the trainer will make, as far as its states go."""
+    own, training, model = request.penstock, request.training, built.model
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ConfigError("No parameter of the model is trained: all are frozen. Name another model.")
+    if own.rule is not None:
+        return RULES[own.rule](model, training, set(trained))
+    made, arguments = Trainer.get_optimizer_cls_and_kwargs(training, model)
+    optimizer: torch.optim.Optimizer = made(list(trained.values()), **arguments)
+    return optimizer
+
+
+def _plan(
+    request: Request,
+    built: Built,
+    optimizer: torch.optim.Optimizer,
+    common: dict[str, Any],
+    ranks: int,
+    *,
+    say: Callable[[str], None],
+) -> Plan:
+    """Read the plan that a run names, or find the best one; the first rank's, on every rank. Collective."""
+    own, training, folders = request.penstock, request.training, request.penstock.nvme_path or ()
+    recomputes = bool(training.gradient_checkpointing)
+    if recomputes:
+        enable_activation_checkpointing(built.model)
+    chosen: Plan | None = None
+    if own.plan:
+        chosen = Plan.read(own.plan)
+        chosen.check_for(built.model, None, ranks, own.stage, common["precision"])
+        if chosen.placement.nvme_path and own.nvme_path:
+            chosen = replace(chosen, placement=replace(chosen.placement, nvme_path=own.nvme_path))
+    else:
+        say("planning")
+        machine = machine_for(None, folders) if ranks == 1 else machine_of_ranks(folders)
+        if machine is not None:  # the first rank's
+            options = own.to_options()
+            model, optimizer = _planned_model(request, built, optimizer)
+            chosen = plan(
+                model,
+                optimizer,
+                _batches(request),
+                machine=machine,
+                device_bytes=options.device_bytes,
+                host_bytes=options.host_bytes,
+                folders=folders,
+                world_size=ranks,
+                hosts=max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
+                micro_batches=training.gradient_accumulation_steps,
+                options=options,
+                overlap="forward",  # the trainer asks for the norm of all gradients
+                **{name: value for name, value in common.items() if name != "weights"},
+            )
+    chosen = _shared(chosen) if ranks > 1 else chosen
+    assert chosen is not None
+    if chosen.recompute and not recomputes:
+        training.gradient_checkpointing = training.activation_checkpointing = True
+    return replace(chosen, recompute=chosen.recompute or recomputes)
+
+
+def _planned_model(
+    request: Request, built: Built, optimizer: torch.optim.Optimizer
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return the model as TRL computes with it, without whole logits, where that can be told; and its optimizer."""
+    if built.weights is None:
+        return built.model, optimizer
+    model = copy.deepcopy(built.model)  # on the meta device
+    with suppress(ConfigError):  # of a class that is not known to allow it
+        chunk_loss(model)
+    return model, _optimizer(request, Built(model, built.tokenizer))
+
+
+def _batches(request: Request) -> Callable[[], dict[str, Any]]:
+    """Make a function that makes a micro-batch of the run's sizes, without its data."""
+    training = request.training
+    ids = torch.zeros(training.per_device_train_batch_size, training.max_length or 1024, dtype=torch.int64)
+    return lambda: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def _shared(chosen: Plan | None) -> Plan:
+    """Give the first rank's plan to all. Collective."""
+    held = [None if chosen is None else chosen.to_json()]
+    dist.broadcast_object_list(held, src=0)
+    return chosen or Plan.from_json(str(held[0]))
+
+
+def _of_adapters(found: Footprint, request: Request, built: Built) -> Footprint:
+    """Count what checkpoints of adapters take: nothing of the base."""
+    if not request.model.use_peft:
+        return found
+    trained = sum(p.numel() for p in built.model.parameters() if p.requires_grad)
+    return replace(found, checkpoint_bytes=min(found.checkpoint_bytes, _OF_TRAINED * trained // found.world_size))
+
+
+def _disk(request: Request, built: Built, found: Footprint) -> Disk:
+    """Count what a run writes in `output_dir`, and what is free there. Checkpoints that are there are replaced."""
+    training, out = request.training, Path(str(request.training.output_dir))
+    saved = [p for p in built.model.parameters() if p.requires_grad or not request.model.use_peft]
+    model_bytes = sum(p.numel() * p.element_size() for p in saved)
+    each = model_bytes if training.save_only_model else found.checkpoint_bytes * found.world_size
+    saves = str(getattr(training.save_strategy, "value", training.save_strategy)) != "no"
+    count = (training.save_total_limit or 0) + 1 if saves else 0
+    there = sum(map(_bytes_of, checkpoints_of(out)))
+    place = Path(os.path.abspath(out))
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    # One is whole before another one goes.
+    checkpoints = max(count * each - there, min(count, 1) * each)
+    return Disk(out, count, checkpoints + model_bytes, shutil.disk_usage(place).free)
+
+
+def _bytes_of(folder: Path) -> int:
+    """Add up the files of a folder at any depth."""
+    sizes = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):
+                sizes += os.lstat(os.path.join(root, name)).st_size
+    return sizes

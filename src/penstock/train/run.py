@@ -1,0 +1,143 @@
+"""A run of `penstock train`, from the command line to the saved model."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.integrations.transformers import RecordCallback
+from penstock.integrations.transformers.resuming import is_whole
+from penstock.train.arguments import PenstockArguments, Request, parse, say
+from penstock.train.callbacks import InterruptCallback
+from penstock.train.data import read_data
+from penstock.train.fit import Outlook, look
+from penstock.train.model import Built, build, find
+from penstock.train.preview import show
+from penstock.train.run_file import checkpoints_of, write_run_file
+from penstock.train.signals import EXIT_INTERRUPTED, Interruption, command_to_go_on
+from penstock.train.trainer import sft_class
+
+PLAN_NAME = "plan.json"
+
+
+def run(argv: Sequence[str], interruption: Interruption) -> int:
+    """Train as the command line says.
+
+    Arguments:
+        argv: the words behind `penstock train`.
+        interruption: what may ask the run to end.
+
+    Returns:
+        The exit status.
+    """
+    request = parse(argv)
+    source = find(request)
+    built = build(request, source)
+    outlook = look(request, built, say=say)
+    if not request.penstock.dry_run:  # which tells what it takes before it says what is too small
+        outlook.check()
+    data = read_data(request, built.tokenizer)
+    if request.penstock.dry_run:
+        tell(request, built, outlook, data)
+        return 0
+    trainer = make_trainer(request, built, outlook, data)
+    try:
+        return train(request, trainer, outlook, argv, interruption)
+    finally:
+        if trainer.accelerator.is_prepared(trainer.model):
+            trainer.penstock.close(keep_params=False)
+
+
+def tell(request: Request, built: Built, outlook: Outlook, data: Any) -> None:
+    """Tell what a run takes, and what it learns of two rows.
+
+    Raises:
+        MemoryBudgetError: there is no room for it.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        show(data.train, built.tokenizer, request.training, Console())
+        print(outlook, flush=True)
+    outlook.check()
+    say(f"nothing is wrong with this run. Nothing was made but {request.training.output_dir}/cache")
+
+
+def train(request: Request, trainer: Any, outlook: Outlook, argv: Sequence[str], interruption: Interruption) -> int:
+    """Train, save the model, and make the page of the run. Return the exit status."""
+    out, ending = Path(str(request.training.output_dir)), InterruptCallback(interruption)
+    is_first = trainer.is_world_process_zero()
+    trainer.add_callback(ending)
+    trainer.add_callback(RecordCallback(out))
+    checkpoint = begin(request, trainer)
+    if is_first:
+        own = [each.name for each in fields(PenstockArguments)]
+        said = {**request.said, **({"plan": str(out / PLAN_NAME)} if outlook.arguments.get("plan") else {})}
+        said = {name: value for name, value in said.items() if name != "placement"}
+        write_run_file(out, said, own, argv=argv, world_size=outlook.found.world_size)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if is_first:
+        write_report(out)
+    if ending.has_ended:
+        if is_first:
+            print(f"saved step {trainer.state.global_step}; go on with: {command_to_go_on(argv)}", flush=True)
+        return EXIT_INTERRUPTED
+    trainer.save_model(str(out))
+    if is_first:
+        advice = "; penstock export --merge-adapters merges it" if request.model.use_peft else ""
+        say(f"saved the model in {out}{advice}")
+    return 0
+
+
+def write_report(out: Path) -> None:
+    """Make the page of a run, where what draws it is installed. A page that cannot be made ends no run."""
+    from penstock.cli.reporting.page import PAGE_NAME, plotly_script, write_page  # not needed before
+
+    if plotly_script() is not None:
+        try:
+            write_page([out])
+        except PenstockError as error:
+            say(f"no {PAGE_NAME} was made: {error}")
+
+
+def make_trainer(request: Request, built: Built, outlook: Outlook, data: Any) -> Any:
+    """Make the trainer of a run."""
+    return sft_class(request.penstock.rule, **outlook.arguments)(
+        model=built.model,
+        args=request.training,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        processing_class=built.tokenizer,
+        peft_config=built.peft_config,
+    )
+
+
+def begin(request: Request, trainer: Any) -> str | None:
+    """Find the checkpoint that a run goes on from; one that starts anew has those of an earlier run removed.
+
+    Returns:
+        Its folder; `None` where the run begins.
+
+    Raises:
+        ConfigError: the folder that is named is no checkpoint.
+    """
+    out, named = Path(str(request.training.output_dir)), request.training.resume_from_checkpoint
+    found = checkpoints_of(out)
+    if named is None or str(named).lower() == "true":
+        newest = next((folder for folder in reversed(found) if is_whole(folder)), None)
+        if newest is not None:
+            say(f"goes on from {newest}. --resume_from_checkpoint false starts anew")
+        return None if newest is None else str(newest)
+    if str(named).lower() != "false":
+        if not Path(named, "trainer_state.json").is_file():
+            raise ConfigError(f"--resume_from_checkpoint {named} is no checkpoint that a run can go on from.")
+        return str(named)
+    trainer.accelerator.wait_for_everyone()  # all have looked
+    if trainer.is_world_process_zero():
+        for folder in found:  # the next run would go on from them
+            shutil.rmtree(folder)
+    trainer.accelerator.wait_for_everyone()
+    return None

@@ -1,0 +1,459 @@
+"""What a run reads: sources by their names, their rows and splits, and what is said where that cannot be."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict
+
+from penstock.errors import ConfigError
+from penstock.train import data
+from penstock.train.data import NUMBER, SOURCE, check_sources, read_data, tokenize
+from tests.chats import assistant, plain_tokenizer, user
+from tests.unit.train.runs import MARKED, request
+
+TALK = {"messages": [user("Hi"), assistant("Hello.")]}
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own is the current one: names in messages are short. Nothing is written beside the run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "home"))
+    return tmp_path
+
+
+def read(*sources: Any, **options: Any) -> data.Data:
+    return read_data(request(Path(), *sources, **options), plain_tokenizer(MARKED))
+
+
+def texts(*sources: Any, **options: Any) -> list[str]:
+    return list(read(*sources, **options).train["text"])
+
+
+def refused(*sources: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(*sources, **options)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 700
+    return str(caught.value)
+
+
+def lines(*rows: Any) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write(name: str, content: str | bytes) -> str:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return name
+
+
+# Files
+
+
+def zstd(content: bytes) -> bytes:
+    return bytes(pa.Codec("zstd").compress(content, asbytes=True))
+
+
+def table(write_table: Callable[[Any, str], None]) -> Callable[[str], str]:
+    def made(name: str) -> str:
+        write_table(pa.table({"text": ["a", "é"]}), name)
+        return name
+
+    return made
+
+
+def stream(rows: Any, name: str) -> None:
+    with pa.ipc.new_stream(name, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+def ipc_file(rows: Any, name: str) -> None:
+    with pa.ipc.new_file(name, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+ROWS = lines({"text": "a"}, {"text": "é"})
+FILES: dict[str, Callable[[str], str]] = {
+    "a.jsonl": lambda name: write(name, ROWS),
+    "a.ndjson": lambda name: write(name, ROWS.replace(b"\n", b"\r\n\n \n")),
+    "a.json": lambda name: write(name, json.dumps([{"text": "a"}, {"text": "é"}], indent=1)),
+    "marked.jsonl": lambda name: write(name, b"\xef\xbb\xbf" + ROWS),
+    "a.csv": lambda name: write(name, "n,text\n1,a\n2,é\n"),
+    "a.b.tsv": lambda name: write(name, "text\tn\na\t1\né\t2\n"),
+    "a.parquet": table(pa.parquet.write_table),
+    "a.feather": table(pa.feather.write_feather),
+    "stream.arrow": table(stream),
+    "file.arrow": table(ipc_file),
+    "a.jsonl.gz": lambda name: write(name, gzip.compress(ROWS)),
+    "a.jsonl.bz2": lambda name: write(name, bz2.compress(ROWS)),
+    "a.JSONL.xz": lambda name: write(name, lzma.compress(ROWS)),
+    "a.jsonl.zst": lambda name: write(name, zstd(ROWS)),
+    "a.csv.zst": lambda name: write(name, zstd("n,text\n1,a\n2,é\n".encode())),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_read_as_its_suffix_says(name: str) -> None:
+    assert texts(FILES[name](name)) == ["a", "é"]
+    assert Path("out/cache").is_dir()
+    assert not Path("home").exists()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.py", "a.md", "a.txt.gz", "a.log"])
+def test_a_file_of_text_is_one_document(name: str) -> None:
+    content = "one\n\ntwo é\n".encode()
+    write(name, gzip.compress(content) if name.endswith(".gz") else content)
+    assert texts(name) == ["one\n\ntwo é\n"]
+    assert list(read(name, dataset_text_field="body").train["body"]) == ["one\n\ntwo é\n"]
+
+
+def test_values_of_tables_of_text_are_text() -> None:
+    write("a.csv", 'prompt,completion\n"a, ""b""\nc",007\nnan,None\n')
+    rows = read("a.csv").train.select_columns(["prompt", "completion"]).to_list()
+    expected = [('a, "b"\nc', "007"), ("nan", "None")]
+    assert rows == [{"prompt": prompt, "completion": completion} for prompt, completion in expected]
+
+
+def test_a_folder_gives_its_files_of_one_kind_in_order() -> None:
+    for name in ("chats/b.jsonl", "chats/a/c.jsonl", "chats/.hidden/d.jsonl", "chats/.e.jsonl"):
+        write(name, lines({"text": name}))
+    write("chats/README.md", "what is said of them")
+    write("chats/picture.png", b"\x89PNG")
+    expected = ["chats/a/c.jsonl", "chats/b.jsonl"]
+    assert texts("chats") == texts("chats/") == texts("chats/**/*.jsonl") == expected
+    assert texts("chats/[b-c].*") == ["chats/b.jsonl"]
+    write("code/a.py", "a")
+    write("code/sub/b.md", "b")
+    write("code/sub/__init__.py", "")
+    assert texts("code") == ["a", "b"]
+    write("[a].txt", "no glob")
+    assert texts("[a].txt") == ["no glob"]
+
+
+def test_what_a_run_writes_is_no_data() -> None:
+    write("a.txt", "a")
+    write("out/b.txt", "b")
+    assert texts(".") == texts("**/*.txt") == ["a"]
+    assert texts("out/b.txt") == ["b"], "what is named itself is wanted"
+    write("a.jsonl", ROWS)
+    assert refused(".") == "--data '.' holds --out, and with it what the run writes. Name the files: './*.jsonl'."
+    assert len(read("*.jsonl").train) == 2
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.csv"])
+def test_links_that_go_in_circles_end(name: str) -> None:
+    write(f"sub/{name}", "text\na")
+    Path("sub/again").symlink_to(Path.cwd() / "sub")
+    assert len(texts("sub")) == 1
+
+
+def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", os.getcwd())
+    write("a.txt", "a")
+    assert texts("~/a.txt") == ["a"]
+
+
+def test_without_sources_the_standard_library_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [write("lib/a.py", "import b"), write("lib/b.py", "pass")]
+    monkeypatch.setattr(data, "library_files", lambda: names)
+    assert texts() == ["import b", "pass"]
+
+
+# Data sets
+
+
+def test_a_saved_data_set_is_read_and_nothing_is_written_into_it() -> None:
+    splits = {name: Dataset.from_list([{"text": name}]) for name in ("train", "test")}
+    DatasetDict(splits).save_to_disk("set")
+    splits["train"].with_format("numpy").save_to_disk("one")
+    before = sorted(Path("set").rglob("*"))
+    found = read("set", **EVALUATES)
+    assert (found.train["text"], found.eval["text"]) == (["train"], ["test"])
+    assert texts("one") == ["train"]
+    tokenize(found.train, plain_tokenizer(MARKED), request(Path()).training)
+    assert sorted(Path("set").rglob("*")) == before
+
+
+def test_a_name_of_the_hub_is_loaded_as_trl_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(*given: Any, **options: Any) -> Any:
+        asked.append((given, options))
+        return DatasetDict(train=Dataset.from_list([{"text": "a"}]))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert texts("owner/name", script={"dataset_config": "en"}) == ["a"]
+    assert asked == [(("owner/name", "en"), {"streaming": False})]
+    assert "owner/name has no split 'test', it has 'train'." in refused("owner/name", **EVALUATES)
+
+
+def test_a_name_of_the_hub_without_a_network_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    text = refused("owner/name")
+    assert text.startswith("owner/name cannot be read: ")
+    assert text.endswith("Check the name and the network, or name a folder that save_to_disk wrote.")
+
+
+def test_trls_mixture_is_read_by_trl() -> None:
+    write("one/a.jsonl", lines(*({"text": f"one {n}"} for n in range(8))))
+    write("two/a.jsonl", lines(*({"text": f"two {n}", "other": 1} for n in range(8))))
+    entries = [{"path": "one", "fraction": 0.25}, {"path": "two", "columns": ["text"], "fraction": 0.75}]
+    found = texts(mixture={"datasets": entries})
+    assert found == [*(f"one {n}" for n in range(3)), *(f"two {n}" for n in range(8))]
+    held = read(mixture={"datasets": entries, "test_split_size": 0.25}, **EVALUATES)
+    assert sorted([*held.train["text"], *held.eval["text"]]) == sorted(found)
+
+
+# Several sources
+
+
+def test_sources_come_one_behind_the_other_and_say_where_a_row_is_from() -> None:
+    write("a.jsonl", lines({"text": "a", "n": 1}, {"text": "b", "n": 2}))
+    write("b.csv", "prompt,completion,n\nc,d,x\n")
+    train = read("a.jsonl", "b.csv").train
+    assert train["text"] == ["a", "b", None]
+    assert [(train.features[SOURCE].int2str(row[SOURCE]), row[NUMBER]) for row in train] == [
+        ("a.jsonl", 1),
+        ("a.jsonl", 2),
+        ("b.csv", 1),
+    ]
+    tokens = tokenize(train, plain_tokenizer(MARKED), request(Path()).training)
+    assert tokens[2] == {"input_ids": [99, 100, 256], "labels": [-100, 100, 256]}
+
+
+def test_weights_are_shares_of_rows_until_each_was_read_to_its_end() -> None:
+    write("a.jsonl", lines(*({"text": f"a{n}"} for n in range(60))))
+    write("b.jsonl", lines(*({"text": f"b{n}"} for n in range(10))))
+    found = texts(("a.jsonl", 3), ("b.jsonl", 1), seed=1)
+    assert {f"a{n}" for n in range(60)} | {f"b{n}" for n in range(10)} == set(found)
+    assert 0.6 < np.mean([text.startswith("a") for text in found]) < 0.9
+    assert found == texts(("a.jsonl", 3), ("b.jsonl", 1), seed=1)
+    assert found != texts(("a.jsonl", 3), ("b.jsonl", 1), seed=2)
+
+
+def test_all_sources_have_a_weight_or_none() -> None:
+    for name in ("a.txt", "b.txt", "c.txt"):
+        write(name, "text")
+    asked = request(Path(), ("a.txt", 1.0), "b.txt", "c.txt")
+    with pytest.raises(
+        ConfigError, match=r"^--data 'b.txt', 'c.txt' has no weight, and others have\. Give all one, or"
+    ):
+        check_sources(asked)
+
+
+def test_fields_that_nobody_reads_may_differ_in_type() -> None:
+    write("a.jsonl", lines({"text": "a", "id": 1}))
+    write("b.jsonl", lines({"text": "b", "id": {"x": "y"}}))
+    assert texts("a.jsonl", "b.jsonl") == ["a", "b"]
+    write("c.jsonl", lines({"prompt": "a", "completion": "b"}))
+    write("d.jsonl", lines({"prompt": [user("a")], "completion": [assistant("b")]}))
+    assert "--data names rows that differ in types: " in refused("c.jsonl", "d.jsonl")
+
+
+# Splits, and what is held out
+
+
+def test_a_folder_has_the_splits_that_names_say() -> None:
+    write("set/train.jsonl", lines({"text": "a"}))
+    write("set/test.jsonl", lines({"text": "b"}))
+    write("set/valid-1.jsonl", lines({"text": "c"}))
+    found = read("set", **EVALUATES)
+    assert (found.train["text"], found.eval["text"]) == (["a"], ["b"])
+    found = read("set", script={"dataset_train_split": "test", "dataset_test_split": "validation"}, **EVALUATES)
+    assert (found.train["text"], found.eval["text"]) == (["b"], ["c"])
+    assert read("set").eval is None
+    assert "has no split 'dev', it has 'train', 'validation', 'test'" in refused(
+        "set", script={"dataset_train_split": "dev"}
+    )
+
+
+def test_a_file_without_a_split_to_measure_on_is_told_what_to_do() -> None:
+    write("a.jsonl", lines(*({"text": str(n)} for n in range(20))))
+    text = refused("a.jsonl", **EVALUATES)
+    assert text.startswith("a.jsonl has no split 'test', it has 'train'. ")
+    assert "--test_split_size 0.05" in text
+    assert "--eval_strategy no" in text
+    found = read("a.jsonl", mixture={"test_split_size": 0.1}, **EVALUATES)
+    assert (len(found.train), len(found.eval)) == (18, 2)
+    assert sorted([*found.train["text"], *found.eval["text"]], key=int) == [str(n) for n in range(20)]
+    again = read("a.jsonl", mixture={"test_split_size": 0.1}, **EVALUATES)
+    assert again.eval["text"] == found.eval["text"], "every rank and every resumed run holds out the same"
+    assert read("a.jsonl", mixture={"test_split_size": 0.1}).eval is None
+    write("one.jsonl", lines({"text": "a"}))
+    assert "--test_split_size 0.1 cannot be held out: " in refused("one.jsonl", mixture={"test_split_size": 0.1})
+
+
+# Streams
+
+
+def test_a_stream_is_not_read_before_it_is_asked_for() -> None:
+    write("a.jsonl", lines(*({"text": str(n)} for n in range(200))))
+    Dataset.from_list([{"text": "saved"}]).save_to_disk("set")
+    found = read("a.jsonl", "set", script={"dataset_streaming": True})
+    assert isinstance(found.train, datasets.IterableDataset)
+    assert [row["text"] for row in found.train] == [*map(str, range(200)), "saved"]
+    assert list(Path("out").rglob("*.arrow")) == []
+    assert "cannot be held out" in refused(
+        "a.jsonl", script={"dataset_streaming": True}, mixture={"test_split_size": 0.1}
+    )
+
+
+# What cannot be read
+
+
+NOISE = random.Random(0).randbytes(400)
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
+BAD: dict[str, tuple[str, bytes, list[str]]] = {
+    "binary as text": ("a.txt", b"\x7fELF" + NOISE, ["a.txt", "binary data"]),
+    "not UTF-8": ("a.txt", b"words\n" * 9 + b"caf\xe9", ["a.txt cannot be read", "utf-8"]),
+    "UTF-16": ("a.txt", "some text".encode("utf-16-le"), ["a.txt", "UTF-16"]),
+    "a pickle": ("a.txt", b"\x80\x04\x95" + NOISE, ["a.txt", "a pickle, which is never read"]),
+    "a document": ("a.txt", b"%PDF-1.7 words", ["a.txt", "a PDF document"]),
+    "a pointer as text": ("a.txt", LFS, ["a.txt", "git lfs pull"]),
+    "a pointer as rows": ("a.jsonl", LFS, ["a.jsonl, line 1,", "git lfs pull"]),
+    "a pointer as a table": ("a.parquet", LFS, ["a.parquet", "git lfs pull"]),
+    "binary as rows": ("a.jsonl", NOISE, ["a.jsonl"]),
+    "rows that are compressed": ("a.jsonl", gzip.compress(ROWS), ["a.jsonl", "add .gz to its name"]),
+    "compressed rows that are none": ("a.jsonl.gz", NOISE, ["a.jsonl.gz"]),
+    "compressed rows that end early": ("a.jsonl.gz", gzip.compress(lines(*[TALK] * 99))[:-20], ["a.jsonl.gz"]),
+    "binary as a table": ("a.parquet", NOISE, ["a.parquet cannot be read"]),
+    "binary as arrow": ("a.arrow", NOISE, ["a.arrow cannot be read"]),
+    "no rows": ("a.jsonl", b"", ["a.jsonl holds no rows"]),
+    "blank rows": ("a.jsonl", b"\n\n  \n", ["a.jsonl holds no rows"]),
+    "no rows in a list": ("a.json", b"[]", ["a.json holds no rows"]),
+    "a header alone": ("a.csv", b"prompt,completion\n", ["a.csv holds no rows"]),
+    "no header": ("a.csv", b"", ["a.csv holds no rows"]),
+    "no table": ("a.parquet", b"", ["a.parquet holds no rows"]),
+    "half a row": ("a.jsonl", lines(TALK, TALK) + b'{"messages": [{"role"', ["a.jsonl, line 3, cannot be read"]),
+    "a row that is a list": ("a.jsonl", lines(TALK, [1, 2]), ["a.jsonl, line 2,"]),
+    "half a character": ("a.jsonl", b'{"text": "a"}\n{"text": "a \\ud800 b"}\n', ["a.jsonl"]),
+    "a row without fields": ("a.jsonl", lines(TALK, {}), ["a.jsonl, row 2: its fields (none)"]),
+    "other fields": ("a.jsonl", lines(TALK, {"body": "b"}), ["a.jsonl, row 2", "'body'", "--dataset_text_field"]),
+    "a table of other fields": ("a.csv", b"Hello there,Hi\nBye,See you\n", ["a.csv, row 1", "'Hello there', 'Hi'"]),
+    "too few values": ("a.csv", b"prompt,completion\na,b\nc\n", ["a.csv, row 2: its fields ('prompt')"]),
+    "too many values": ("a.csv", b"prompt,completion\na,b\nc,d,e\n", ["a.csv", "Expected 2 fields in line 3, saw 3"]),
+    "one object": ("a.json", b'{"version": 1,\n "data": [{"text": "a"}]}', ["a.json, row 1", "'version', 'data'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_data_that_cannot_be_used_is_refused_by_file_and_row(case: str) -> None:
+    name, content, said = BAD[case]
+    text = refused(write(name, content))
+    assert text.startswith(name)
+    for words in said:
+        assert words in text
+
+
+def test_a_broken_line_far_behind_is_found() -> None:
+    row = lines({"text": "x" * 2000})
+    write("a.jsonl", row * 9000 + b'{"text": \n' + row)
+    text = refused("a.jsonl")
+    assert text.startswith("a.jsonl, line 9,001, cannot be read: ")
+
+
+def test_of_several_files_the_one_at_fault_is_named() -> None:
+    write("chats/a.jsonl", lines(TALK, TALK))
+    write("chats/b.jsonl", lines(TALK, {"messages": []}))
+    assert refused("chats").startswith("chats/b.jsonl, row 2: 'messages' is no list of messages, or an empty one")
+    write("chats/b.jsonl", lines({"text": "a"}))
+    text = refused("chats")
+    assert text.startswith("chats cannot be read: Couldn't cast")
+    assert text.endswith("Its files may differ in their fields.")
+    write("chats/b.jsonl", lines(TALK) + b"oops\n")
+    assert refused("chats").startswith("chats/b.jsonl, line 2, cannot be read: ")
+    write("good.jsonl", lines(TALK))
+    assert refused("good.jsonl", "chats/b.jsonl").startswith("chats/b.jsonl, line 2,")
+    write("texts/a.txt", "a")
+    write("texts/b.txt", b"caf\xe9")
+    assert refused("texts").startswith("texts/b.txt cannot be read: ")
+
+
+def test_a_row_behind_those_that_are_tried_is_named() -> None:
+    write("a.jsonl", lines({"text": "a"}))
+    write("b.jsonl", lines(*[{"text": "a"}] * 99, {"text": None}))
+    train = read("a.jsonl", "b.jsonl").train
+    for shown in (train, train.shuffle(seed=1)):
+        with pytest.raises(ConfigError, match=r"^b\.jsonl, row 100: its fields \(none\)"):
+            tokenize(shown, plain_tokenizer(MARKED), request(Path()).training)
+
+
+def test_names_of_nothing() -> None:
+    for name in ("nowhere", "nowhere/*.txt", "sub/nothing.jsonl", "no.jsonl", "a/b/c", "", "x" * 5000, "a\0b", "["):
+        assert refused(name).startswith("--data "), name
+    write("sub/a.txt", "a")
+    assert refused("sub/train").startswith("--data 'sub/train' names "), "no folder of this disk is looked up elsewhere"
+    write("bin/a.bin", b"")
+    assert refused("bin").startswith("--data 'bin' names 1 files, of no kind that is read. ")
+    write("mixed/a.jsonl", ROWS)
+    write("mixed/b.csv", "text\na\n")
+    assert refused("mixed").startswith(
+        "--data 'mixed' names 2 files, of csv and json. Name files of one kind, by a glob"
+    )
+    os.mkfifo("pipe.jsonl")
+    Path("gone.txt").symlink_to("nowhere")
+    for name in ("pipe.jsonl", "gone.txt", "/dev/null"):
+        assert refused(name).startswith(f"--data {name!r} is a link to nothing, a pipe or a device.")
+
+
+def test_progress_is_drawn_on_terminals_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    write("a.jsonl", ROWS)
+    tokenize(read("a.jsonl").train, plain_tokenizer(MARKED), request(Path()).training)
+    assert capfd.readouterr() == ("", "")
+
+
+class Rank:
+    """A rank's state, as accelerate has it, which notes when it waits."""
+
+    def __init__(self, rank: int, local: int) -> None:
+        self.is_main_process, self.is_local_main_process, self.events = rank == 0, local == 0, []
+
+    def wait_for_everyone(self) -> None:
+        self.events.append("wait")
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "expected"),
+    [(0, 0, ["read", "wait", "wait"]), (8, 0, ["wait", "read", "wait"]), (1, 1, ["wait", "wait", "read"])],
+)
+def test_ranks_read_in_turn_and_wait_for_none_that_failed(
+    rank: int, local: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: Any = Rank(rank, local)
+    monkeypatch.setattr(data, "PartialState", lambda: state)
+
+    def fail() -> None:
+        with data._first_ranks_first():
+            state.events.append("read")
+            raise ConfigError("a row that cannot be used")
+
+    with pytest.raises(ConfigError, match="a row that cannot"):
+        fail()
+    assert state.events == expected
+
+
+def test_a_source_is_what_the_command_makes_of_it() -> None:
+    """What of a request is read here."""
+    write("a.txt", "a")
+    asked = request(Path())
+    asked.sources = (SimpleNamespace(name="a.txt", weight=None),)
+    check_sources(asked)

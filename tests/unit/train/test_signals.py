@@ -1,0 +1,149 @@
+"""Signals that ask a run to end: before training, while it trains, twice."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.train import run as runs
+from penstock.train import signals
+from penstock.train.callbacks import InterruptCallback
+from penstock.train.run_file import checkpoints_of
+from penstock.train.signals import EXIT_INTERRUPTED, Ended, Interruption, command_to_go_on
+from tests.unit.train.conftest import weights
+
+
+def ended_by(number: int) -> None:
+    with Interruption():
+        os.kill(os.getpid(), number)
+        signal.pause()
+
+
+@pytest.mark.parametrize("number", signals.SIGNALS)
+def test_a_signal_before_training_ends_the_command(number: int) -> None:
+    with pytest.raises(Ended, match="before the first step") as caught:
+        ended_by(number)
+    assert caught.value.status == 128 + number
+
+
+def test_a_signal_while_it_trains_is_noted() -> None:
+    with Interruption() as interruption:
+        interruption.defer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)  # the launcher's, of the same moment
+        assert interruption.number == signal.SIGTERM
+
+
+def test_a_signal_that_was_caught_by_another_library_ends_the_run_when_it_would_begin() -> None:
+    with Interruption() as interruption:
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        with pytest.raises(Ended):
+            interruption.defer()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_process_at_once(
+    number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended, status = threading.Event(), []
+    monkeypatch.setattr(signals, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(signals.os, "_exit", lambda code: (status.append(code), ended.set()))
+    with Interruption() as interruption:
+        interruption.defer()
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert ended.wait(60)
+    assert status[0] == 128 + number
+    assert "ends after this step" in capfd.readouterr().err
+
+
+def test_an_ignored_signal_stays_ignored_and_handlers_come_back() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interruption.number == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_thread_that_is_not_the_main_one_takes_no_signals() -> None:
+    before, found = signal.getsignal(signal.SIGTERM), []
+
+    def look() -> None:
+        with Interruption():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "command"),
+    [
+        (["--out", "my runs"], {}, "penstock train --out 'my runs'"),
+        (["--resume-from-checkpoint", "false", "--out", "a"], {}, "penstock train --out a"),
+        (["--resume_from_checkpoint=b", "--out", "a"], {}, "penstock train --out a"),
+        (
+            ["--out", "a"],
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+            "torchrun --nproc-per-node 4 -m penstock train --out a",
+        ),
+        (["--out", "a"], {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "torchrun ... -m penstock train --out a"),
+    ],
+)
+def test_the_command_that_goes_on(words: list[str], environ: dict[str, str], command: str) -> None:
+    assert command_to_go_on(words, environ) == command
+
+
+class AfterTwo(InterruptCallback):
+    """Is asked to end in its second step."""
+
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        if state.global_step == 1:  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_weights(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(out=tmp_path / "whole") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "InterruptCallback", AfterTwo)
+        assert train() == EXIT_INTERRUPTED
+    out = tmp_path / "out"
+    assert [path.name for path in checkpoints_of(out)] == ["checkpoint-2"]
+    assert not (out / "model.safetensors").exists()
+    assert "saved step 2; go on with: penstock train --model" in capsys.readouterr().out
+    assert train() == 0
+    assert f"goes on from {out / 'checkpoint-2'}" in capsys.readouterr().err
+    for name, value in weights(tmp_path / "whole").items():
+        torch.testing.assert_close(weights(out)[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_a_kill_has_not_torn(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--save_steps", 2) == 0
+    out = tmp_path / "out"
+    Path(out, "checkpoint-4", "penstock", "checkpoint.json").unlink()
+    assert train("--save_steps", 2) == 0
+    assert f"goes on from {out / 'checkpoint-2'}" in capsys.readouterr().err
+
+
+def test_a_run_that_starts_anew_removes_the_checkpoints_of_the_one_before(
+    train: Callable[..., int], tmp_path: Path
+) -> None:
+    assert train("--save_steps", 2) == 0
+    assert train("--save_steps", 3, "--resume_from_checkpoint", "false", steps=3) == 0
+    assert [path.name for path in checkpoints_of(tmp_path / "out")] == ["checkpoint-3"]
