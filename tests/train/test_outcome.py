@@ -56,9 +56,8 @@ def test_what_lies_in_the_folder(made: Path, tmp_path: Path) -> None:
     model = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert model | {"run.yaml", "metrics.jsonl", "report.html"} <= names
     assert "trace.json" in names
-    steps = [line for line in metrics(found.out) if line.get("event") == "step"]
-    assert steps
-    assert {"loss", "grad_norm"} <= steps[-1].keys()
+    told = {key for line in metrics(found.out) if line["event"] == "step" and line["step"] == STEPS for key in line}
+    assert {"loss", "grad_norm", "bytes_by_tier"} <= told
     page = (found.out / "report.html").read_text()
     assert "loss" in page
 
@@ -163,7 +162,7 @@ def test_a_dry_run_shows_what_is_learned_and_what_it_takes(
     assert found.logs == []
     assert "⟦xyzzy-42<|im_end|>" in said
     assert said.count("What is the password?") == 2, "two rows"
-    for word in ("cpu", "optimizer", "checkpoint"):
+    for word in ("cpu", "master", "exp_avg", "disk", "checkpoint"):
         assert word in said
     assert not found.out.exists() or {path.name for path in found.out.iterdir()} <= {"cache"}
 

@@ -3,15 +3,19 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.errors import PenstockError
 from tests.instruct import PLAIN, instruct_folder
-from tests.train.runs import COMMON, command, ours, refused, run_ranks, written
+from tests.train.runs import COMMON, command, ours, process_as_it_was, refused, run_ranks, written
 from tests.train.test_as_trl import settings_of
 
 
@@ -288,9 +292,6 @@ def test_every_rank_refuses_what_one_of_them_cannot(made: Path, tmp_path: Path) 
 
 
 def test_the_module_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, "-m", "penstock.train", "--learning_rat", "1"], cwd=tmp_path, capture_output=True, text=True
     )
@@ -308,3 +309,37 @@ def test_help_names_the_fields_and_writes_nothing(tmp_path: Path, capsys: pytest
     for name in ("learning_rate", "model_name_or_path", "dataset_name", "nvme_path", "max_device_bytes", "dry_run"):
         assert name in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_is_not_overwritten(made: Path, tmp_path: Path) -> None:
+    model = instruct_folder(tmp_path / "model", template=PLAIN, hidden_size=32, num_attention_heads=2)
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    settings = settings_of(made, "texts", model_name_or_path=str(model), output_dir=str(model), max_steps=1)
+    said = refused(["--config", str(written(settings, tmp_path, "run"))])
+    assert "output_dir" in said
+    assert {path: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_a_library_that_is_not_installed_is_named_with_what_installs_it(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['trl'] = None; from penstock.train import main; main([])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "penstock[train]" in done.stderr.splitlines()[-1]
+
+
+HOSTILE = ("\0", "nan", "-1", "1e400", "9" * 40, "{", "\udcff", "[" * 500, "a=b", "")
+
+
+def test_whatever_an_option_is_given_is_one_line(tmp_path: Path) -> None:
+    """Each option with some value that nobody means: it is taken, or refused in one line; never a traceback."""
+    from penstock.train.arguments import make_parser, parse
+
+    known = make_parser()._option_string_actions
+    names = sorted(name for name in known if name.startswith("--") and "-" not in name[2:])
+    given = [(name, HOSTILE[number % len(HOSTILE)]) for number, name in enumerate(names)]
+    given += [("--accelerator_config", "nan"), ("--logging_steps", "1e400"), ("--save_steps", "1e400")]
+    for name, value in given:
+        if name not in ("--help", "--config"):
+            with process_as_it_was(), suppress(PenstockError):
+                parse([f"{name}={value}", "--out", str(tmp_path / "out"), "--model", "model", "--use_cpu=true"])
+    assert not (tmp_path / "out").exists()

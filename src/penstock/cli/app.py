@@ -51,7 +51,7 @@ def root(
 
 
 def train(context: typer.Context) -> None:
-    """Fine-tune a causal language model by TRL's SFTTrainer, larger than GPU memory. See penstock train --help."""
+    """Train a causal language model by TRL's SFTTrainer, larger than GPU memory. See penstock train --help."""
     # Here, not at the top: it imports torch, transformers and TRL.
     raise typer.Exit(import_module("penstock.train").main(context.args))
 

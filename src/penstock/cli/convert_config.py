@@ -29,7 +29,6 @@ def convert_config(
     """
     from penstock.integrations.convert import convert_file, report
 
-
     converted = convert_file(file)
     if out is not None:
         text = yaml_of(converted.arguments)

@@ -40,10 +40,9 @@ def export(
     --nproc-per-node 4 -m penstock export CHECKPOINT OUT
     """
     import penstock
-    from penstock.cli.ranks import Ranks, joined  # torch, which --help does not wait for
+    from penstock.cli.group import joined  # torch, which --help does not wait for
 
-    ranks = Ranks.from_environment()
-    with joined(ranks):
+    with joined() as rank:
         penstock.export(
             checkpoint,
             out,
@@ -54,5 +53,5 @@ def export(
             merge_adapters=merge_adapters,
             base=base,
         )
-    if ranks.is_first:
+    if rank == 0:
         print(out)

@@ -40,13 +40,12 @@ def probe(
     if out is not None:
         check_target(out)
     # Here, not at the top: it imports torch, which --help does not wait for.
-    from penstock.cli.ranks import Ranks, joined
+    from penstock.cli.group import joined
     from penstock.planner import probing
 
-    ranks = Ranks.from_environment()
-    with joined(ranks), _status() as say:
+    with joined() as rank, _status() as say:
         machine = probing.probe(folders=folders or (), seconds=seconds, progress=say)
-    if not ranks.is_first:
+    if rank:
         return
     if out is None:
         written = probing.remember(machine)

@@ -12,14 +12,16 @@ import difflib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, NoReturn
 
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from penstock import Options, Placement
 from penstock.errors import ConfigError, one_line, shown
+from penstock.train.default import DEFAULTS
 from penstock.train.run_file import RENAMED, SHORT, read_run_file
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -191,33 +193,28 @@ def make_parser() -> TrlParser:
 
 
 def parse(argv: Sequence[str]) -> Request:
-    """Read the command line, and the file that it names. Ranks of a launcher have met when it returns.
+    """Read the command line, and the file that it names.
+
+    Raises:
+        ConfigError: as `read_said` and `request_of`.
+    """
+    return request_of(read_said(argv))
+
+
+def read_said(argv: Sequence[str]) -> dict[str, Any]:
+    """Read the values that the command line says, or its file, or the defaults of a run that names no model; by field.
 
     Raises:
         ConfigError: an option that there is not, with the nearest one; a name of 0.2, with what it is called now; a
-            value that cannot be.
+            value of another kind.
         SystemExit: `--help` was asked for.
     """
     parser = make_parser()
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         raise SystemExit(0)
-    names = {each.name: each for kind in _KINDS for each in fields(kind) if each.init}
-    said = _said(parser, argv, names)
-    sources = read_sources(said.pop("data", None) or said.get("dataset_name"))
-    if sources:
-        said["dataset_name"] = [_written(source) for source in sources]
-        if len(sources) == 1:
-            said["dataset_name"] = said["dataset_name"][0]
-    script, training, model, mixture, own = (_made(kind, copy.deepcopy(said)) for kind in _KINDS)
-    changed = {name: value for name, value in said.items() if name in names and value != names[name].default}
-    return Request(script, training, model, mixture, own, sources, changed)
-
-
-def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the values that are said: typed, else by the file, else by the defaults of a run that names no model."""
-    nothing = dict.fromkeys((*names, "config", "data"), argparse.SUPPRESS)
-    parser.set_defaults_with_config(**nothing)
+    names = _names()
+    parser.set_defaults_with_config(**dict.fromkeys((*names, "config", "data"), argparse.SUPPRESS))
     typed, rest = parser.parse_known_args(list(argv))
     _check_rest(rest, names)
     path = getattr(typed, "config", None)
@@ -226,7 +223,7 @@ def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> d
         if name not in names:
             raise ConfigError(f"{path} has {shown(name)}. {_nearest(name, names)}")
     if "model_name_or_path" not in {**filed, **vars(typed)}:
-        filed = {**_own_defaults(), **filed}
+        filed = {**DEFAULTS, **filed}
     parser.set_defaults_with_config(**filed)  # texts are read as if they were typed
     try:
         said: dict[str, Any] = vars(parser.parse_args(list(argv)))
@@ -236,11 +233,26 @@ def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> d
     return said
 
 
-def _own_defaults() -> Mapping[str, Any]:
-    """Return the field values of a run that names no model."""
-    from penstock.train.default import DEFAULTS
+def request_of(said: Mapping[str, Any]) -> Request:
+    """Make the request of what is said, by field. Ranks of a launcher have met when it returns.
 
-    return DEFAULTS
+    Raises:
+        ConfigError: a value that cannot be, or two that contradict each other.
+    """
+    values = copy.deepcopy(dict(said))
+    sources = read_sources(values.pop("data", None) or values.get("dataset_name"))
+    if sources:
+        written = [_written(source) for source in sources]
+        values["dataset_name"] = written[0] if len(written) == 1 else written
+    names = _names()
+    changed = {name: value for name, value in values.items() if value != names[name].default}
+    script, training, model, mixture, own = (_made(kind, copy.deepcopy(values)) for kind in _KINDS)
+    return Request(script, training, model, mixture, own, sources, changed)
+
+
+def _names() -> dict[str, Field[Any]]:
+    """List the fields that there are."""
+    return {each.name: each for kind in _KINDS for each in fields(kind) if each.init}
 
 
 def _check_rest(rest: Sequence[str], names: Mapping[str, Any]) -> None:
@@ -267,16 +279,18 @@ def _made(kind: type, said: Mapping[str, Any]) -> Any:
     if kind is SFTConfig:
         given = _on_this_machine(given)
     try:
-        return kind(**given)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")  # the name that TRL has
+            return kind(**given)
     except (ValueError, TypeError, ImportError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{one_line(error)}") from error
 
 
 def _on_this_machine(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what TRL has to be told of a machine without an accelerator, where it would train nothing."""
+    """Add what TRL has to be told of a machine without an accelerator, where it would train nothing, and of a log."""
     import torch
 
-    return {"use_cpu": not torch.accelerator.is_available(), **given}
+    return {"use_cpu": not torch.accelerator.is_available(), "disable_tqdm": not sys.stderr.isatty(), **given}
 
 
 def read_sources(names: str | Sequence[str] | None) -> tuple[Source, ...]:

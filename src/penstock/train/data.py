@@ -50,11 +50,9 @@ CHECKED = 64
 SOURCE, NUMBER = "__source__", "__row__"
 FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "labels")})
 #: Fields of a row that are read, beside that of the text; others may differ in type from source to source.
-_FIELDS = frozenset(
-    {
-        *("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs", "chosen", "rejected"),
-        *("image", "images", "input_ids", "labels", "completion_mask", "assistant_masks"),
-    }
+_FIELDS = (
+    *("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs", "chosen", "rejected"),
+    *("image", "images", "input_ids", "labels", "completion_mask", "assistant_masks"),
 )
 _PIECE_CHARS = 1 << 22
 
@@ -407,7 +405,7 @@ class Encoder:
         self._chats = Conversations(tokenizer, is_masked=self._assistant_only)
         self._told: set[str] = set()
         self.text_field: str = training.dataset_text_field
-        self.fields = _FIELDS | {self.text_field}
+        self.fields = (*_FIELDS, self.text_field)
 
     def encode(self, row: Mapping[str, Any]) -> tuple[Sequence[int], Any]:
         """Make the ids of a row, and its labels: -100 where nothing is learned.
@@ -546,7 +544,8 @@ def tokenize(
     given["names"] = dataset.features.get(SOURCE)
     # Another release may encode otherwise.
     releases = [importlib.metadata.version(library) for library in ("penstock", "transformers", "tokenizers", "trl")]
-    digest = datasets.fingerprint.Hasher.hash([dataset._fingerprint, given, releases])
+    rows = datasets.fingerprint.generate_fingerprint(dataset)
+    digest = datasets.fingerprint.Hasher.hash([rows, given, releases])
     cache = cache_of(training)
     _be_quiet()
     with _first_ranks_first():

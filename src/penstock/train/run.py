@@ -2,17 +2,21 @@
 
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from rich.console import Console
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.cli.ranks import Ranks, joined
+from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
 from penstock.integrations.transformers import RecordCallback
 from penstock.integrations.transformers.resuming import is_whole
-from penstock.train.arguments import PenstockArguments, Request, parse, say
+from penstock.train.arguments import PenstockArguments, Request, read_said, request_of, say
 from penstock.train.callbacks import InterruptCallback
 from penstock.train.data import read_data
 from penstock.train.fit import Outlook, look
@@ -35,22 +39,47 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
     Returns:
         The exit status.
     """
-    request = parse(argv)
-    source = find(request)
-    built = build(request, source)
-    outlook = look(request, built, say=say)
-    if not request.penstock.dry_run:  # which tells what it takes before it says what is too small
-        outlook.check()
-    data = read_data(request, built.tokenizer)
-    if request.penstock.dry_run:
-        tell(request, built, outlook, data)
-        return 0
-    trainer = make_trainer(request, built, outlook, data)
+    said = read_said(argv)
+    timeout_s = float(said.get("ddp_timeout", 1800))  # others wait while one reads
+    with joined(replace(Ranks.from_environment(), timeout_s=timeout_s)), told_in_one_line():
+        request = request_of(said)
+        if request.training.disable_tqdm:
+            transformers.utils.logging.disable_progress_bar()
+        built = build(request, find(request))
+        outlook = look(request, built, say=say)
+        if not request.penstock.dry_run:  # which tells what it takes before it says what is too small
+            outlook.check()
+        data = read_data(request, built.tokenizer)
+        if request.penstock.dry_run:
+            tell(request, built, outlook, data)
+            return 0
+        trainer = make_trainer(request, built, outlook, data)
+        try:
+            return train(request, trainer, outlook, argv, interruption)
+        finally:
+            if trainer.accelerator.is_prepared(trainer.model):
+                trainer.penstock.close(keep_params=False)
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Say in one line what went wrong where that is the machine's memory.
+
+    Raises:
+        MemoryBudgetError: the device or the host has too little memory.
+    """
     try:
-        return train(request, trainer, outlook, argv, interruption)
-    finally:
-        if trainer.accelerator.is_prepared(trainer.model):
-            trainer.penstock.close(keep_params=False)
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryBudgetError(
+                f"There is too little memory: {one_line(error)}. Use a smaller --per_device_train_batch_size with more "
+                "--gradient_accumulation_steps, a smaller --max_length, --gradient_checkpointing, --params cpu, "
+                "--activations cpu, or --use_peft."
+            ) from error
+        raise
 
 
 def tell(request: Request, built: Built, outlook: Outlook, data: Any) -> None:
@@ -104,15 +133,23 @@ def write_report(out: Path) -> None:
 
 
 def make_trainer(request: Request, built: Built, outlook: Outlook, data: Any) -> Any:
-    """Make the trainer of a run."""
-    return sft_class(request.penstock.rule, **outlook.arguments)(
-        model=built.model,
-        args=request.training,
-        train_dataset=data.train,
-        eval_dataset=data.eval,
-        processing_class=built.tokenizer,
-        peft_config=built.peft_config,
-    )
+    """Make the trainer of a run.
+
+    Raises:
+        ConfigError: TRL refuses what it is given.
+    """
+    made = sft_class(request.penstock.rule, **outlook.arguments)
+    try:
+        return made(
+            model=built.model,
+            args=request.training,
+            train_dataset=data.train,
+            eval_dataset=data.eval,
+            processing_class=built.tokenizer,
+            peft_config=built.peft_config,
+        )
+    except (ImportError, TypeError, ValueError) as error:
+        raise error if isinstance(error, PenstockError) else ConfigError(one_line(error, 600)) from error
 
 
 def begin(request: Request, trainer: Any) -> str | None:

@@ -14,9 +14,11 @@ from torch import nn
 
 import penstock
 from penstock.cli.app import app
+from tests.support import thorough
 
 #: Of each command that has the option: what is typed, and a key of what it prints.
 COMMANDS = {
+    "convert-config": ("config.json", "notes"),
     "doctor": ("--folders .", "findings"),
     "inspect": ("step --verify", "damaged"),
     # With too little room on the device, so that a solver is asked.
@@ -31,13 +33,15 @@ def test_every_command_with_the_option_is_here() -> None:
     assert found == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# Of the others, tests in one process read what Python prints.
+@pytest.mark.parametrize("command", [name if name == "plan" else thorough(name) for name in COMMANDS])
 def test_standard_output_is_json_and_nothing_else(command: str, tmp_path: Path) -> None:
     if command == "inspect":
         model = nn.Linear(8, 8)
         optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
         optimizer.save(tmp_path / "step")
         optimizer.close()
+    (tmp_path / "config.json").write_text('{"zero_optimization": {"stage": 2}}')
     words, key = COMMANDS[command]
     typed = [sys.executable, "-m", "penstock", command, *words.split(), "--json"]
     done = subprocess.run(typed, capture_output=True, check=False, cwd=tmp_path, timeout=300)

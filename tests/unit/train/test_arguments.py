@@ -7,7 +7,7 @@ import pytest
 
 from penstock import Placement
 from penstock.errors import ConfigError
-from penstock.train import default
+from penstock.train import arguments
 from penstock.train.arguments import Request, Source, make_parser, parse, read_size, read_sources
 from penstock.train.environment import is_local, prepare_environment
 from penstock.train.run_file import RENAMED
@@ -81,7 +81,7 @@ def test_data_may_be_named_several_times_and_wins_over_the_file(tmp_path: Path) 
 
 
 def test_a_run_without_a_model_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(default, "DEFAULTS", {"max_steps": 400, "learning_rate": 2e-3})
+    monkeypatch.setattr(arguments, "DEFAULTS", {"max_steps": 400, "learning_rate": 2e-3})
     Path(tmp_path, "run.yaml").write_text("max_steps: 3\n")
     found = parse(["--use_cpu", "--config", str(tmp_path / "run.yaml")])
     assert found.is_default

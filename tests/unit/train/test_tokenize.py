@@ -11,7 +11,7 @@ from datasets import Dataset
 from trl import SFTTrainer
 
 from penstock.errors import ConfigError
-from penstock.train.data import tokenize
+from penstock.train.data import Encoder, tokenize
 from tests.chats import CALL, CONVERSATIONS, RESULT, TOOLS, assistant, plain_tokenizer, system, user
 from tests.unit.train.runs import MARKED, by_trl, config, tokens
 
@@ -125,6 +125,13 @@ def test_what_was_encoded_is_found_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert encode(assistant_only_loss=True) == 5
     assert encode(MARKED + " ") == 5
     assert {file.suffix for file in (tmp_path / "out" / "cache").iterdir()} == {".arrow"}
+
+
+def test_the_name_of_what_was_encoded_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """Sets have an order of their own in each process: an encoder with one was never found again."""
+    made = Encoder(plain_tokenizer(MARKED), config(tmp_path, assistant_only_loss=True))
+    held = [*vars(made).values(), *vars(made._chats).values()]
+    assert [value for value in held if isinstance(value, set | frozenset) and value] == []
 
 
 def test_a_long_text_is_encoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
