@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -121,7 +121,9 @@ class Question:
             model = add_adapters(model, self.lora, seed=_SEED)
         is_chunkable = asked.chunked_loss == "on" or is_known(self.source.model_class, Feature.CHUNKED)
         if asked.chunked_loss != "off" and is_chunkable and not _is_divided(asked):
-            chunk_loss(model)
+            # Of a head with adapters, for example, the logits are whole unless that is asked for.
+            with suppress(ConfigError) if asked.chunked_loss == "auto" else nullcontext():
+                chunk_loss(model)
         if mesh is not None:
             _divide(model, mesh)
         if asked.recompute == "on":
@@ -223,7 +225,7 @@ def _options(request: Request) -> Options:
 
 
 def _optimizer(request: Request, model: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer: matrices, and vectors, which have no weight decay, in groups of their own."""
+    """Make the optimizer, with matrices and vectors in groups of their own, as in a run."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]]
     given = _assignments("--optimizer-args", request.optimizer_args, "eps=1e-6")
