@@ -417,7 +417,7 @@ def about(found: Plan, question: Question) -> str:
         parts.append(f"written: {request.out}")
     if not found.fits or request.what_if:
         return "\n".join(parts)
-    if found.mesh or not _is_of_train(request):
+    if not _is_of_train(found, request):
         parts.append("run: a script of yours, with prepare(placement='auto', plan=...)")
     else:
         first = "" if _is_found_again(request) else f", planned with --out {_FILE}"
@@ -470,14 +470,15 @@ def command(found: Plan, question: Question) -> str:
     return shlex.join([*words, *(["--options", *request.options] if request.options else [])])
 
 
-def _is_of_train(request: Request) -> bool:
-    """Return True if `penstock train` has an option for everything that was asked."""
+def _is_of_train(found: Plan, request: Request) -> bool:
+    """Return True if `penstock train` can do what the plan says, and has an option for everything that was asked."""
     return (
-        request.optimizer_name in _IN_TRAIN
+        not found.mesh
+        and found.overlap != "backward"  # a trainer asks for the norm of all gradients before it steps
+        and request.optimizer_name in _IN_TRAIN
         and not request.optimizer_args
         and request.pad_vocab_to == 1
         and request.chunked_loss != "off"
-        and not _is_divided(request)
     )
 
 

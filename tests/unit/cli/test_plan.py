@@ -235,6 +235,14 @@ def test_what_does_not_fit_or_is_too_slow_ends_with_status_1(
     assert ("\nrun: " in outcome.out) is changes.get("fits", True)
 
 
+def test_a_plan_with_updates_in_backward_is_for_prepare(
+    penstock_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, config_folder: str
+) -> None:
+    monkeypatch.setattr(planning, "plan", lambda *rest, **named: desktop(overlap="backward"))
+    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--max-grad-norm", "0")
+    assert outcome.out.endswith("run: a script of yours, with prepare(placement='auto', plan=...)\n")
+
+
 def test_a_plan_of_a_mesh_is_for_prepare(penstock_command: Callable[..., Any], config_folder: str) -> None:
     words = ["--batch", "1x16", "--gpus", "2", "--hosts", "2", "--params", "device", "--mesh"]
     outcome = penstock_command("plan", "--model", config_folder, *FOREIGN, *words, "dp_replicate=2,dp_shard=2")
