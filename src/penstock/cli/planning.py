@@ -473,7 +473,7 @@ def command(found: Plan, question: Question) -> str:
 def _is_of_train(found: Plan, request: Request) -> bool:
     """Return True if `penstock train` can do what the plan says, and has an option for everything that was asked."""
     return (
-        not found.mesh
+        not (found.mesh or _is_divided(request))
         and found.overlap != "backward"  # a trainer asks for the norm of all gradients before it steps
         and request.optimizer_name in _IN_TRAIN
         and not request.optimizer_args
