@@ -13,19 +13,22 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import typer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from penstock import Options, Placement
+from penstock.cli import values
 from penstock.errors import ConfigError, one_line, shown
+from penstock.files import parse_object
 from penstock.train.default import DEFAULTS
-from penstock.train.run_file import RENAMED, SHORT, read_run_file
+from penstock.train.run_file import SHORT, advice_for, read_run_file
 
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+Parsed = TypeVar("Parsed")
+
 _WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)")
 _HOMES = ("params", "grads", "optimizer")
 
@@ -100,7 +103,7 @@ class PenstockArguments:
 
     def to_placement(self) -> Placement:
         """Return the placement that these fields name."""
-        tiers: Any = {name: read_home(getattr(self, name), name) for name in _HOMES}
+        tiers: Any = {name: read_home(getattr(self, name), f"--{name}") for name in _HOMES}
         activations: Any = self.activations
         return Placement(**tiers, activations=activations, nvme_path=self.nvme_path or None)
 
@@ -108,18 +111,17 @@ class PenstockArguments:
         """Return the options that these fields name."""
         given: Any = self.options or {}
         if not isinstance(given, Mapping):
-            pairs = [text.partition("=") for text in given]
-            given = {name: value for name, _, value in pairs}
-        known = {each.name: each for each in fields(Options)}
-        values: dict[str, Any] = {}
+            given = parse_object("\n".join(text.replace("=", ": ", 1) for text in given).encode(), ".yaml")
+        sizes = {name: getattr(self, f"max_{name}") for name in ("device_bytes", "host_bytes")}
+        given = {**given, **{name: value for name, value in sizes.items() if value is not None}}
+        known = {each.name for each in fields(Options)}
         for name, value in given.items():
             if name not in known:
                 raise ConfigError(f"--options {shown(name)}: {_nearest(str(name), known)}")
-            values[name] = _typed(value, f"--options {name}", is_size=name.endswith("_bytes"))
-        for name in ("max_device_bytes", "max_host_bytes"):
-            if getattr(self, name) is not None:
-                values[name.removeprefix("max_")] = read_size(getattr(self, name), f"--{name}")
-        return Options(**values)
+            if name.endswith("_bytes") and value is not None:
+                option = f"--max_{name}" if sizes.get(name) is not None else f"--options {name}"
+                given[name] = read_size(value, option)
+        return Options(**given)
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,8 @@ def read_said(argv: Sequence[str]) -> dict[str, Any]:
     for name in filed:
         if name not in names:
             raise ConfigError(f"{path} has {shown(name)}. {_nearest(name, names)}")
+        if isinstance(filed[name], list | dict) and names[name].type in (int, float, bool):
+            raise ConfigError(f"{path}: {name} is {shown(filed[name])}. Use one value.")
     if "model_name_or_path" not in {**filed, **vars(typed)}:
         filed = {**DEFAULTS, **filed}
     parser.set_defaults_with_config(**filed)  # texts are read as if they were typed
@@ -239,14 +243,14 @@ def request_of(said: Mapping[str, Any]) -> Request:
     Raises:
         ConfigError: a value that cannot be, or two that contradict each other.
     """
-    values = copy.deepcopy(dict(said))
-    sources = read_sources(values.pop("data", None) or values.get("dataset_name"))
+    given = copy.deepcopy(dict(said))
+    sources = read_sources(given.pop("data", None) or given.get("dataset_name"))
     if sources:
         written = [_written(source) for source in sources]
-        values["dataset_name"] = written[0] if len(written) == 1 else written
+        given["dataset_name"] = written[0] if len(written) == 1 else written
     names = _names()
-    changed = {name: value for name, value in values.items() if value != names[name].default}
-    script, training, model, mixture, own = (_made(kind, copy.deepcopy(values)) for kind in _KINDS)
+    changed = {name: value for name, value in given.items() if value != names[name].default}
+    script, training, model, mixture, own = (_made(kind, copy.deepcopy(given)) for kind in _KINDS)
     return Request(script, training, model, mixture, own, sources, changed)
 
 
@@ -262,8 +266,8 @@ def _check_rest(rest: Sequence[str], names: Mapping[str, Any]) -> None:
         field_name = name.lstrip("-").replace("-", "_")
         if not name.startswith("-"):
             raise ConfigError(f"{shown(word)} belongs to no option. See penstock train --help.")
-        if field_name in RENAMED:
-            raise ConfigError(f"{name} is an option of 0.2: {RENAMED[field_name][0]}.")
+        if (advice := advice_for(field_name)) is not None:
+            raise ConfigError(f"{name} is an option of 0.2: {advice}.")
         raise ConfigError(f"{one_line(name, 40)}: {_nearest(field_name, [*names, *SHORT])}")
 
 
@@ -282,8 +286,8 @@ def _made(kind: type, said: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")  # the name that TRL has
             return kind(**given)
-    except (ValueError, TypeError, ImportError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"{one_line(error)}") from error
+    except Exception as error:  # of values of any kind
+        raise error if isinstance(error, ConfigError) else ConfigError(one_line(error)) from error
 
 
 def _on_this_machine(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,47 +323,20 @@ def read_home(value: Any, name: str) -> str | dict[str, float]:
     """Read where a kind of state lives: a tier, or tiers with their fractions.
 
     Example:
-        >>> read_home("device=0.4,cpu=0.6", "optimizer")
+        >>> read_home("device=0.4,cpu=0.6", "--optimizer")
         {'device': 0.4, 'cpu': 0.6}
     """
-    if not isinstance(value, str) or "=" not in value:
-        return dict(value) if isinstance(value, Mapping) else str(value)
-    home: dict[str, float] = {}
-    for part in value.split(","):
-        tier, _, fraction = (piece.strip() for piece in part.partition("="))
-        try:
-            home[tier] = float(fraction)
-        except ValueError:
-            raise ConfigError(f"--{name} {shown(value)}: write it like device=0.4,cpu=0.6.") from None
-    return home
+    return dict(value) if isinstance(value, Mapping) else _read(values.storage, value, name)
 
 
 def read_size(value: Any, name: str) -> int:
-    """Read a number of bytes: `20GiB` has units of 1024, `20GB` of 1000.
-
-    Example:
-        >>> read_size("64MiB", "--max_host_bytes"), read_size("1.5k", "--max_host_bytes")
-        (67108864, 1500)
-    """
-    match = _SIZE.fullmatch(str(value))
-    if match is None:
-        raise ConfigError(f"{name} {shown(value)} is no size. Write bytes, or a number with KiB, MiB, GiB or TiB.")
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()])
+    """Read a number of bytes: `20GiB` has units of 1024, `20GB` of 1000."""
+    return _read(values.size, value, name)
 
 
-def _typed(value: Any, name: str, *, is_size: bool) -> Any:
-    """Read the value of a field of `penstock.Options` as it is typed."""
-    if is_size and value is not None:
-        return read_size(value, name)
-    if not isinstance(value, str):
-        return value
-    words: Mapping[str, Any] = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return words[value.lower()]
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+def _read(parser: Callable[[str], Parsed], value: Any, name: str) -> Parsed:
+    """Read a value as the small commands do, with the name of the option in the message."""
+    try:
+        return parser(str(value))
+    except typer.BadParameter as error:
+        raise ConfigError(f"{name} {error.message}") from error
