@@ -85,6 +85,7 @@ LISTS = {
             "ext.observe.timeline",
             "files",
             "footprint",
+            "forecast.wording",
             "losses",
             "optim",
             "parallel",

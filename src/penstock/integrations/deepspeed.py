@@ -20,9 +20,19 @@ from torch import Tensor
 from penstock.errors import one_line
 from penstock.files import Field
 from penstock.integrations.engine_internals import Incoming, write_checkpoint
-from penstock.integrations.foreign import OPTIONS, most_bytes, reading
 from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
-from penstock.integrations.pickled import Made, PickledFile, PickleError, Stored, mapping, named, refused, shape
+from penstock.integrations.pickled import (
+    OPTIONS,
+    PickledFile,
+    PickleError,
+    Stored,
+    inert,
+    most_bytes,
+    named,
+    reading,
+    refused,
+    shape,
+)
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: Kinds of a checkpoint that are the weights.
@@ -41,9 +51,8 @@ def _number(value: Any) -> int:
 #: What the pickles name beside tensors, and the stand-in for each.
 _NAMES: Mapping[str, Any] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _number,
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Made,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Made,
-    "deepspeed.utils.tensor_fragment.fragment_address": Made,
+    **inert("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
+    **inert("deepspeed.utils.tensor_fragment", "fragment_address"),
 }
 
 
@@ -112,9 +121,11 @@ class _Saved:
         # The optimizer for bf16 that sums gradients in fp32 does not say it, and lays everything out as stage 1 does.
         self._stage = self._optimizer["zero_stage"].integer(least=1, most=3) if "zero_stage" in self._optimizer else 1
         self._base = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
-        # Before the model files, which stage 3 has one of for each rank: a missing optimizer file is named as such.
+        # Before the model files are read: a missing optimizer file is named as such.
         self._check_ranks()
-        self._model_files = [PickledFile(file, _NAMES) for file in _model_files(folder, self._stage, len(files))]
+        # Stage 3 has a model file for each rank; of the others one, because ranks have the same parameters.
+        numbers = [f"zero_pp_rank_{rank}_" for rank in range(len(files))] if self._stage == 3 else [""]
+        self._model_files = [PickledFile(folder / f"{rank}mp_rank_00_model_states.pt", _NAMES) for rank in numbers]
         self._file = self._model_files[0]
         self._model = self._file.content
         self.nbytes = sum(file.nbytes for file in (*files, *self._model_files))
@@ -152,7 +163,7 @@ class _Saved:
 
     def extra(self) -> dict[str, Any]:
         """Read DeepSpeed's counts, and the state of its scheduler."""
-        kept = [key for key in (*_COUNTS, "lr_scheduler") if mapping(self._model).get(key) is not None]
+        kept = [key for key in (*_COUNTS, "lr_scheduler") if self._model.mapping().get(key) is not None]
         return {key: self._file.plain(self._model[key]) for key in kept}
 
     def _check_ranks(self) -> None:
@@ -167,12 +178,12 @@ class _Saved:
         """Find what is frozen: the name, the shape, and flat tensors that follow each other."""
         if self._stage < 3:
             others = {name for shapes in self._shapes for name, _ in shapes} | self.buffers.keys()
-            others |= mapping(self._model["shared_params"]).keys()
+            others |= self._model["shared_params"].mapping().keys()
             for name, field in named(self._model["module"]).items():
                 if name not in others:
                     whole = self._file.tensor(field)
                     yield name, tuple(whole.shape), [whole.flatten()]
-        elif mapping(self._model).get("frozen_param_shapes"):
+        elif self._model.mapping().get("frozen_param_shapes"):
             for name, field in named(self._model["frozen_param_shapes"]).items():
                 fragments = [_flat(file.content["frozen_param_fragments"][name], file) for file in self._model_files]
                 yield name, shape(field), fragments
@@ -186,10 +197,9 @@ class _Saved:
             if len(known | set(numbers)) < len(known) + len(numbers):
                 raise group.fail("has parameters of another group, or some of its own twice")
             known |= set(numbers)
-            options = mapping(group)
-            if options.get("bias_correction") is False:
+            if group.mapping().get("bias_correction") is False:
                 raise group.fail("has bias_correction=False, with which Penstock does not train")
-            kept = {key: self._optimizers[0][1].plain(group[key]) for key in options if key in OPTIONS}
+            kept = {key: self._optimizers[0][1].plain(group[key]) for key in group.mapping() if key in OPTIONS}
             groups.append((numbers, kept))
         return groups
 
@@ -200,28 +210,24 @@ class _Saved:
         count = len(self._shapes)
         if any(len(of_rank) != count for of_rank in masters):
             raise self._optimizer[key].fail(f"has not the {count} groups that the model file names")
-        steps = [self._steps(optimizer, file) for optimizer, file in self._optimizers]
-        return [self._read_flat(number, [of_rank[number] for of_rank in masters], steps) for number in range(count)]
+        return [self._read_flat(number, [of_rank[number] for of_rank in masters]) for number in range(count)]
 
-    def _read_flat(self, number: int, master: list[Tensor], steps: Sequence[Mapping[int, int]]) -> Flat:
+    def _read_flat(self, number: int, master: list[Tensor]) -> Flat:
         """Read the states of one flat group.
 
         Arguments:
             number: which one it is.
             master: its master weights on each rank, which say how many elements a state must have.
-            steps: for each rank, the step counts that lie in param groups.
         """
         states: dict[str, list[Tensor]] = {}
         step = 0
-        for (optimizer, file), weights, of_groups in zip(self._optimizers, master, steps, strict=True):
+        for (optimizer, file), weights in zip(self._optimizers, master, strict=True):
             field = optimizer[self._base]["state"]
-            found = mapping(field)
-            if number not in found:
+            groups: Mapping[Any, Any] = field.mapping()
+            if number not in groups:
                 raise field.fail(f"has nothing of group {number}")
-            of_rank = named(Field(field.file, number, found[number], field))
-            if "step" not in of_rank and number not in of_groups:
-                raise optimizer[self._base]["param_groups"].fail(f"has no group {number}")
-            step = file.count(of_rank["step"]) if "step" in of_rank else of_groups[number]
+            of_rank = named(field.inside(number, groups[number]))
+            step = file.count(of_rank["step"]) if "step" in of_rank else self._step(optimizer, file, number)
             for name, item in of_rank.items():
                 if type(item.value) is Stored and item.value.shape:
                     if name in _NO_STATES:
@@ -234,18 +240,18 @@ class _Saved:
             raise self._optimizer[self._base].fail(f"has no state of group {number} on some ranks")
         return Flat(master, states, step)
 
-    def _steps(self, optimizer: Field, file: PickledFile) -> Mapping[int, int]:
-        """Read the step count of each flat group where DeepSpeed's own Adam keeps it: in the param group."""
-        return {
-            number: file.count(group["step"]) if "step" in mapping(group) else 0
-            for group in optimizer[self._base]["param_groups"].items()
-            for number in group["params"].integers()
-        }
+    def _step(self, optimizer: Field, file: PickledFile, number: int) -> int:
+        """Read the step count of a flat group where DeepSpeed's own Adam keeps it: in the param group."""
+        groups = optimizer[self._base]["param_groups"]
+        for group in groups.items():
+            if number in group["params"].integers():
+                return file.count(group["step"]) if "step" in group else 0
+        raise groups.fail(f"has no group {number}")
 
     def _read_paddings(self) -> list[Sequence[int]]:
         """Read how many elements stage 1 and 2 leave free after each parameter, by flat group."""
         counts = [len(shapes) for shapes in self._shapes]
-        if mapping(self._optimizer).get("param_alignment_paddings") is None:
+        if self._optimizer.mapping().get("param_alignment_paddings") is None:
             return [[0] * count for count in counts]
         paddings = list(self._optimizer["param_alignment_paddings"].items(len(counts)))
         return [field.integers(count) for field, count in zip(paddings, counts, strict=True)]
@@ -285,17 +291,6 @@ def _optimizer_files(folder: Path) -> list[Path]:
         if rank not in files:
             raise refused(folder, f"{folder} lacks the optimizer's states of rank {rank}.")
     return [files[rank] for rank in sorted(files)]
-
-
-def _model_files(folder: Path, stage: int, ranks: int) -> list[Path]:
-    """List the model files: one where ranks have the same parameters, else one for each rank."""
-    names = ["mp_rank_00_model_states.pt"]
-    if stage == 3:
-        names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(ranks)]
-    for name in names:
-        if not (folder / name).is_file():
-            raise refused(folder / name, f"{folder / name} is missing.")
-    return [folder / name for name in names]
 
 
 def _flat(field: Field, file: PickledFile) -> Tensor:

@@ -1,6 +1,6 @@
 """What integrations and the command line take from inside the library: every such name, from here alone."""
 
-from penstock.checkpoint.beside import batches, persistent_buffers
+from penstock.checkpoint.beside import batches
 from penstock.checkpoint.folder import remove
 from penstock.checkpoint.format import MARKER, MOST_DIMENSIONS, MOST_NUMEL, encode
 from penstock.checkpoint.pretrained import (

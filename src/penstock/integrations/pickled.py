@@ -1,24 +1,23 @@
-"""Pickles that other libraries have written, read as plain values and as tensors where they lie in the file.
+"""The restricted unpickler: files that other libraries have pickled, read as plain values and mapped tensors.
 
-No pickle is believed. It is read in two passes:
+It executes the opcodes that files of torch have, and no others, on values of its own. A name that a pickle looks up is
+in a closed list, and stands for something inert: nothing is imported, and no class or function of another library is
+called. Memory is charged as values are made: a pickle that makes much more than it has bytes is refused on the way.
+Keys of dicts are such that Python hashes them in constant time.
 
-1. `_scan` goes over its opcodes without making an object, and refuses opcodes, keys of dicts and amounts of memory that
-   no file of these formats has.
-2. `pickle.Unpickler` makes the value. `find_class` knows a closed list of names, and has an inert stand-in for each:
-   nothing is imported, and no class of another library is called.
-
-What the value says of a tensor is held against the file before the tensor is made: it lies in the file, and no element
-of the file is two of it. A tensor is mapped, so it is in memory only while it is copied.
+A tensor is compared with its file before it is made: it lies in the file, and no element of the file is two of it. It
+is mapped, so it is in memory only while it is copied.
 """
 
+import contextlib
+import functools
 import io
-import pickle
 import pickletools
 import stat
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,172 +26,40 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError, one_line
+from penstock.errors import CheckpointError, PenstockError, one_line
 from penstock.files import Field
 from penstock.integrations.engine_internals import DTYPES, MOST_DIMENSIONS, MOST_NUMEL
 
+#: Options of a param group that Penstock's rules have too.
+OPTIONS = (
+    *("lr", "initial_lr", "betas", "eps", "weight_decay"),
+    *("momentum", "dampening", "nesterov", "amsgrad", "maximize"),
+)
 #: The most bytes of a file that are not tensors: names and numbers.
 MOST_PICKLE_BYTES = 1 << 26
 _MOST_COUNT = 1 << 53
 _MOST_DEPTH = 64
-#: Values and characters for each byte of a pickle, which can say the same thing often.
+#: Values and characters for each byte of a pickle, which can refer to the same value often.
 _MOST_TIMES = 8
-#: Memory of a pickle's values, as `_BYTES` counts it: indices of torch need up to 32 bytes for each of theirs.
+#: Memory of a pickle's values: indices of torch need 16 bytes for each of theirs.
 _SLACK_BYTES, _BYTES_PER_BYTE = 1 << 18, 48
-#: Dict keys that are numbers. Python's hash of a number is known, so many of them can be made to collide.
-_MOST_NUMBERS = 1 << 12
+_MOST_NUMBER_KEYS, _LARGEST_NUMBER_KEY = 1 << 12, 1 << 32
 _MOST_ARGUMENTS = 256
 _MOST_NAME_CHARS, _MOST_RECORD_CHARS = 1 << 12, 64
 _LOCAL_HEADER_BYTES = 30
 T = TypeVar("T")
-
-_KEYS, _NUMBERS = {"BINUNICODE", "SHORT_BINUNICODE", "NEWOBJ"}, {"BININT", "BININT1", "BININT2"}
-_PUTS, _ITEMS, _CALLS = ("BINPUT", "LONG_BINPUT", "MEMOIZE"), ("SETITEM", "SETITEMS"), ("NEWOBJ", "REDUCE")
-_TUPLES = ("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")
-#: The opcodes that are read, by the bytes that each makes beside its argument. A place on the stack takes 8 bytes, one
-#: in the memo 16; an empty dict is charged as one of five keys.
-_OPCODES_BY_BYTES = {
-    0: "PROTO FRAME STOP BUILD SETITEM SETITEMS",
-    8: "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINBYTES "
-    "SHORT_BINBYTES MARK EMPTY_TUPLE BINGET LONG_BINGET GLOBAL STACK_GLOBAL",
-    16: "BINPUT LONG_BINPUT MEMOIZE",
-    32: "APPEND APPENDS",
-    48: "NEWOBJ",
-    64: "EMPTY_LIST TUPLE TUPLE1",
-    80: "TUPLE2 TUPLE3",
-    128: "REDUCE BINPERSID",
-    232: "EMPTY_DICT",
-}
-_BYTES = {name: nbytes for nbytes, names in _OPCODES_BY_BYTES.items() for name in names.split()}
 
 
 class PickleError(Exception):
     """A pickle that is damaged, or holds what is not read."""
 
 
-def read_value(data: bytes, names: Mapping[str, Any]) -> Any:
-    """Read the value that a pickle describes.
-
-    Arguments:
-        data: the pickle, of protocol 2 to 5.
-        names: the classes, functions and constants that it may name, and the stand-in for each.
-
-    Raises:
-        PickleError: it is damaged, names something else, or has what no file of torch has.
-    """
-    try:
-        _scan(data)
-        return _Unpickler(data, names).load()
-    except PickleError:
-        raise
-    except Exception as error:  # another library's bytes: whatever they make of the unpickler
-        raise PickleError(f"it is damaged, {one_line(error)}") from error
-
-
-def _scan(data: bytes) -> None:
-    """Refuse a pickle that is more than such a file needs, before an object of it is made.
-
-    The stack and the memo are followed as far as the opcode that made each value: keys of dicts are strings, few
-    numbers, or objects, all of which Python hashes in constant time.
-    """
-    stack: list[str] = []
-    marks: list[int] = []
-    memo: list[str] = []
-    argument: Any
-    position: Any  # it is None only in a file without a place
-    spent = numbers = 0
-    for opcode, argument, position in pickletools.genops(data):
-        name, before = opcode.name, opcode.stack_before
-        if name not in _BYTES:
-            raise PickleError(f"it has the opcode {name} at byte {position:,}, which is not read")
-        if spent > _SLACK_BYTES + _BYTES_PER_BYTE * position:
-            raise PickleError(
-                f"its first {position:,} bytes are {spent:,} bytes of values, more than such a file needs"
-            )
-        spent += _BYTES[name] + (0 if argument is None else sys.getsizeof(argument))
-        if name == "MARK":
-            marks.append(len(stack))
-            continue
-        if name in _PUTS:
-            if argument not in (None, len(memo)):  # the memo is as long as its largest number
-                raise PickleError("it remembers values out of order")
-            memo.append(stack[-1])
-            continue
-        to_mark = pickletools.markobject in before
-        start = (marks.pop() - len(before) + 2) if to_mark else (len(stack) - len(before))
-        if start < (marks[-1] if marks else 0):
-            raise PickleError(f"it is damaged at byte {position:,}")
-        taken = stack[start:]
-        del stack[start:]
-        if name in _ITEMS:
-            keys = taken[1::2]
-            spent += 104 * max(0, len(keys) - 5) if to_mark else 104
-            numbers += sum(key in _NUMBERS for key in keys)
-            if numbers > _MOST_NUMBERS or not {*keys} <= _KEYS | _NUMBERS:
-                raise PickleError("it has a dict whose keys are neither names nor few numbers")
-        elif name == "BUILD" and taken[0] not in _CALLS:
-            raise PickleError("it sets the state of what is no object")
-        elif name in _CALLS and not (taken[0] in ("GLOBAL", "STACK_GLOBAL") and taken[1] in _TUPLES):
-            raise PickleError("it makes an object of what is no class, or of too many arguments")
-        if name in (*_ITEMS, "APPEND", "APPENDS", "BUILD"):
-            stack.append(taken[0])
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif opcode.stack_after:
-            stack.append("long tuple" if len(taken) > _MOST_ARGUMENTS else name)
-
-
-class _Unpickler(pickle.Unpickler):
-    """The unpickler that knows a closed list of names, and of what lies outside of a pickle the storages of tensors."""
-
-    def __init__(self, data: bytes, names: Mapping[str, Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._names = names
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Give the stand-in for a name."""
-        whole = f"{module}.{name}"
-        if whole not in self._names:
-            raise PickleError(f"it names {whole[:200]!r}, which is not read")
-        return self._names[whole]
-
-    def persistent_load(self, pid: Any) -> "Stored":
-        """Note a storage: ("storage", its class, its record, the device, its elements)."""
-        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-            raise PickleError("it has something outside of it that is no storage")
-        if not isinstance(pid[1], torch.dtype) or type(pid[2]) is not str or len(pid[2]) > _MOST_RECORD_CHARS:
-            raise PickleError("it has a storage without a dtype or a name")
-        return Stored(pid[1], pid[2])
-
-
-# What stands in for classes and functions. None keeps its arguments, or copies them: one tuple may be given to many.
-
-
+@dataclass(eq=False, slots=True)
 class Made:
-    """Stands for an object: its class is the one that the pickle names, and its state what the pickle sets."""
+    """Stands for an object: the name of its class, and the state that the pickle sets."""
 
-    __slots__ = ("state",)
-
-    def __new__(cls, *arguments: Any) -> "Made":
-        """Make one, whatever it is called with."""
-        del arguments
-        made = super().__new__(cls)
-        made.state = None
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        """Keep what the pickle sets."""
-        self.state = state
-
-
-class _Dict(dict[Any, Any]):
-    """Stands for an `OrderedDict`; what else is set of it is left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None:
-        """Leave it out."""
+    name: str
+    state: Any = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -206,13 +73,161 @@ class Stored:
     strides: tuple[int, ...] = ()
 
 
-def made(name: str) -> type[Made]:
-    """Make the stand-in for a class whose objects are told apart by its name."""
-    return type(name, (Made,), {"__slots__": ()})
+def read_value(data: bytes, names: Mapping[str, Any]) -> Any:
+    """Read the value that a pickle describes.
+
+    Arguments:
+        data: the pickle, of protocol 2 to 5.
+        names: the classes, functions and constants that it may name, and the stand-in for each.
+
+    Raises:
+        PickleError: it is damaged, names something else, or has what no file of torch has.
+    """
+    machine = _Machine(names)
+    try:
+        for opcode, argument, position in pickletools.genops(data):
+            machine.execute(opcode.name, argument)
+            if machine.spent > _SLACK_BYTES + _BYTES_PER_BYTE * (position or 0):
+                raise PickleError(
+                    f"its first {position:,} bytes are {machine.spent:,} bytes of values, more than such a file needs"
+                )
+        return machine.take(1)[0]
+    except PickleError:
+        raise
+    except Exception as error:  # another library's bytes: whatever they make of the machine
+        raise PickleError(f"it is damaged, {one_line(error)}") from error
+
+
+class _Machine:
+    """Executes the opcodes of one pickle.
+
+    Attributes:
+        spent: the bytes of memory of all values that were made.
+    """
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.spent = 0
+        self._names = names
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: list[Any] = []
+        self._number_keys = 0
+
+    def execute(self, name: str, argument: Any) -> None:
+        """Execute one opcode."""
+        match name:
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
+                self._push(argument)
+            case "BINBYTES" | "SHORT_BINBYTES":
+                self._push(argument)
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                if argument not in (None, len(self._memo)):  # the memo is as long as its largest number
+                    raise PickleError("it remembers values out of order")
+                self._memo.append(self._stack[-1])
+                self.spent += 16
+            case "BINGET" | "LONG_BINGET":
+                self._refer(self._memo[argument])
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                self._refer({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
+            case "MARK":
+                self._marks.append(len(self._stack))
+                self.spent += 8
+            case "EMPTY_TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                self._push(tuple(self.take(0 if name == "EMPTY_TUPLE" else int(name[-1]))))
+            case "TUPLE":
+                self._push(tuple(self._take_to_mark()))
+            case "EMPTY_LIST" | "EMPTY_DICT":
+                self._push([] if name == "EMPTY_LIST" else {})
+            case "APPEND" | "APPENDS":
+                self._extend(self.take(1) if name == "APPEND" else self._take_to_mark())
+            case "SETITEM" | "SETITEMS":
+                self._update(self.take(2) if name == "SETITEM" else self._take_to_mark())
+            case "GLOBAL" | "STACK_GLOBAL":
+                self._find(".".join(argument.split(" ") if name == "GLOBAL" else self.take(2)))
+            case "NEWOBJ" | "REDUCE":
+                self._call(*self.take(2))
+            case "BUILD":
+                self._build(*self.take(1))
+            case "BINPERSID":
+                self._push(_storage(*self.take(1)))
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case _:
+                raise PickleError(f"it has the opcode {name}, which is not read")
+
+    def take(self, count: int) -> list[Any]:
+        """Remove the topmost values of the stack, down to the last mark at most."""
+        start = len(self._stack) - count
+        if start < (self._marks[-1] if self._marks else 0):
+            raise PickleError("it is damaged")
+        taken = self._stack[start:]
+        del self._stack[start:]
+        return taken
+
+    def _take_to_mark(self) -> list[Any]:
+        return self.take(len(self._stack) - self._marks.pop())
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+        self.spent += 8 + sys.getsizeof(value)
+
+    def _refer(self, value: Any) -> None:
+        self._stack.append(value)
+        self.spent += 8
+
+    def _extend(self, items: list[Any]) -> None:
+        (target,) = self.take(1)
+        if type(target) is not list:
+            raise PickleError("it appends to what is no list")
+        self.spent -= sys.getsizeof(target)
+        target.extend(items)
+        self._push(target)
+
+    def _update(self, items: list[Any]) -> None:
+        (target,) = self.take(1)
+        keys = items[::2]
+        numbers = [key for key in keys if type(key) is int and abs(key) < _LARGEST_NUMBER_KEY]
+        self._number_keys += len(numbers)
+        others = sum(type(key) in (str, Made) for key in keys)
+        if len(numbers) + others < len(keys) or self._number_keys > _MOST_NUMBER_KEYS or type(target) is not dict:
+            raise PickleError("it has a dict whose keys are neither names nor few numbers")
+        self.spent -= sys.getsizeof(target)
+        target.update(zip(keys, items[1::2], strict=True))
+        self._push(target)
+
+    def _find(self, name: str) -> None:
+        if name not in self._names:
+            raise PickleError(f"it names {name[:200]!r}, which is not read")
+        self._refer(self._names[name])
+
+    def _call(self, function: Any, arguments: Any) -> None:
+        if not callable(function) or type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
+            raise PickleError("it makes an object of what is no class, or of too many arguments")
+        self._push(function(*arguments))
+
+    def _build(self, state: Any) -> None:
+        target = self._stack[-1]
+        if isinstance(target, Made):
+            target.state = state
+        elif type(target) is not dict:  # an OrderedDict's attributes are left out
+            raise PickleError("it sets the state of what is no object")
+
+
+# Stand-ins for classes and functions. None keeps its arguments, or copies them: one tuple may be given to many.
+
+
+def inert(module: str, *names: str) -> dict[str, Callable[..., Made]]:
+    """Make stand-ins for classes whose objects are told apart by name."""
+    return {f"{module}.{name}": functools.partial(_make, name) for name in names}
+
+
+def _make(name: str, *arguments: Any) -> Made:
+    del arguments
+    return Made(name)
 
 
 def extents(value: Any = ()) -> tuple[int, ...]:
-    """Read a shape, or what else has a number for each dimension: stands for `torch.Size`.
+    """Read a shape, or another tuple of a number for each dimension: stands for `torch.Size`.
 
     Raises:
         PickleError: they are no extents, or larger than any tensor's.
@@ -224,52 +239,55 @@ def extents(value: Any = ()) -> tuple[int, ...]:
     return value
 
 
-def _rebuild_tensor(
-    storage: Any, first: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, metadata: Any = None
-) -> Stored:
-    del requires_grad, hooks, metadata
+def _storage(pid: Any) -> Stored:
+    """Read a reference to a storage: ("storage", its class, its record, the device, its elements)."""
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
+        raise PickleError("it has something outside of it that is no storage")
+    if not isinstance(pid[1], torch.dtype) or type(pid[2]) is not str or len(pid[2]) > _MOST_RECORD_CHARS:
+        raise PickleError("it has a storage without a dtype or a name")
+    return Stored(pid[1], pid[2])
+
+
+def _rebuild_tensor(storage: Any, first: Any, shape: Any, strides: Any, *others: Any) -> Stored:
     shape, strides = extents(shape), extents(strides)
     if type(storage) is not Stored or type(first) is not int or first < 0 or len(shape) != len(strides):
         raise PickleError("it has a tensor that is none")
     return Stored(storage.dtype, storage.record, first, shape, strides)
 
 
-def _rebuild_parameter(tensor: Any, requires_grad: Any, hooks: Any) -> Stored:
-    del requires_grad, hooks
-    if not isinstance(tensor, Stored):
+def _rebuild_parameter(tensor: Any, *others: Any) -> Stored:
+    if type(tensor) is not Stored:
         raise PickleError("it has a parameter that is no tensor")
     return tensor
 
 
 def _rebuild_with_attributes(function: Any, kind: Any, arguments: Any, state: Any) -> Stored:
-    del kind, state
     if function is not _rebuild_tensor or type(arguments) is not tuple:
         raise PickleError("it has a tensor of another class")
     stored: Stored = _rebuild_tensor(*arguments)
     return stored
 
 
+def _ordered_dict() -> dict[Any, Any]:
+    return {}
+
+
+_STORAGES = {
+    **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16},
+    **{"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8},
+    "Bool": torch.bool,
+}
 DTYPE_NAMES: Mapping[str, Any] = {str(dtype): dtype for dtype in DTYPES.values()}
 #: What a file of `torch.save` names that holds tensors and plain values.
 TENSOR_NAMES: Mapping[str, Any] = {
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._tensor._rebuild_from_type_v2": _rebuild_with_attributes,
-    "torch.Tensor": Made,
-    "torch.device": Made,
+    **inert("torch", "Tensor", "device"),
     "torch.Size": extents,
-    "collections.OrderedDict": _Dict,
+    "collections.OrderedDict": _ordered_dict,
     **DTYPE_NAMES,
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
+    **{f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()},
 }
 
 
@@ -317,18 +335,18 @@ class Archive:
         """
         if type(tensor) is not Stored:
             raise PickleError("it is not a tensor")
-        size, numel = tensor.dtype.itemsize, prod(tensor.shape)
+        shape, size, numel = one_line(str(tensor.shape), 80), tensor.dtype.itemsize, prod(tensor.shape)
         count = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.strides, strict=True))
         if not numel:
             return torch.empty(0, dtype=torch.uint8)
         if numel > count:
-            raise PickleError(f"it is a tensor of shape {_shown(tensor.shape)}, more elements than it has")
-        header, nbytes = self._records.get(f"data/{tensor.record}", (-1, 0))
+            raise PickleError(f"it is a tensor of shape {shape}, more elements than it has")
+        header, nbytes = self._records.get(f"data/{tensor.record}", (self._mapped.numel(), 0))
         begin = header + _LOCAL_HEADER_BYTES
-        if header >= 0 and begin <= self._mapped.numel():
+        if begin <= self._mapped.numel():
             begin += sum(struct.unpack("<HH", bytes(self._mapped[begin - 4 : begin].tolist())))  # a name, and padding
-        if header < 0 or (tensor.first + count) * size > nbytes or begin + nbytes > self._mapped.numel():
-            raise PickleError(f"it is a tensor of shape {_shown(tensor.shape)} that does not lie in the file")
+        if (tensor.first + count) * size > nbytes or begin + nbytes > self._mapped.numel():
+            raise PickleError(f"it is a tensor of shape {shape} that does not lie in the file")
         return self._mapped[begin + tensor.first * size :][: count * size]
 
     def tensor(self, tensor: Any) -> Tensor:
@@ -348,22 +366,21 @@ class Archive:
 
         Raises:
             PickleError: it holds something else, is nested deeply, or has more in it than the file has bytes: a pickle
-                can say the same thing often.
+                can refer to the same value often.
         """
-        left, tensors_left = _MOST_TIMES * self._pickle_bytes, self._mapped.numel()
+        left = self._mapped.numel() + _MOST_TIMES * self._pickle_bytes
 
         def copy(value: Any, depth: int) -> Any:
-            nonlocal left, tensors_left
+            nonlocal left
             left -= 1 + (len(value) if isinstance(value, str | bytes) else 0)
+            left -= self.elements(value).numel() if type(value) is Stored else 0
             if depth > _MOST_DEPTH:
                 raise PickleError("it is nested too deeply")
-            if type(value) is Stored:
-                tensors_left -= self.elements(value).numel()
-            if left < 0 or tensors_left < 0:
+            if left < 0:
                 raise PickleError("it has more in it than the file has bytes")
             if type(value) is Stored:
                 return self.tensor(value).clone()
-            if isinstance(value, dict):
+            if type(value) is dict:
                 return {key: copy(item, depth + 1) for key, item in value.items()}
             if type(value) in (list, tuple):
                 return type(value)(copy(item, depth + 1) for item in value)
@@ -382,16 +399,12 @@ class _Window(io.RawIOBase):
         self._at = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go elsewhere."""
+        """Move to a position, and return it."""
         self._at = max(0, (0, self._at, self._window.numel())[whence] + offset)
         return self._at
 
-    def tell(self) -> int:
-        """Tell where one is."""
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
-        """Read on."""
+        """Read up to as many bytes as a buffer has, and return their number."""
         part = self._window[self._at : self._at + len(buffer)]
         buffer[: part.numel()] = part.numpy().tobytes()
         self._at += part.numel()
@@ -490,6 +503,26 @@ def not_read(path: Path, why: str) -> CheckpointError:
     )
 
 
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Report in one line what goes wrong inside, around all that reads a checkpoint and computes with its values.
+
+    Raises:
+        CheckpointError: another library has raised something; errors of our own stay as they are.
+    """
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:  # files say anything, and so does what they make of torch
+        raise refused(folder, f"{folder} is not read: {one_line(error)}.") from error
+
+
+def most_bytes(nbytes: int) -> int:
+    """Bound what is written of files of so many bytes: about as many, and more where parameters are many and small."""
+    return (1 << 26) + 16 * nbytes
+
+
 def shape(field: Field) -> tuple[int, ...]:
     """Read the extents of a tensor that lies elsewhere.
 
@@ -499,29 +532,14 @@ def shape(field: Field) -> tuple[int, ...]:
     return _of(field, extents)
 
 
-def mapping(field: Field) -> Mapping[Any, Any]:
-    """Read a dict.
-
-    Raises:
-        CheckpointError: it is no dict.
-    """
-    if not isinstance(field.value, Mapping):
-        raise field.fail("is not a dict")
-    return field.value
-
-
 def named(field: Field) -> Mapping[str, Field]:
     """Read the values of a dict whose keys are names.
 
     Raises:
         CheckpointError: it is no dict, or a key is not a name.
     """
-    for key in mapping(field):
+    keys: Iterable[Any] = field.mapping()
+    for key in keys:
         if not isinstance(key, str) or len(key) > _MOST_NAME_CHARS or not key.isprintable():
             raise field.fail(f"has the key {one_line(repr(key), 80)}, which is not a name")
     return dict(field.entries())
-
-
-def _shown(extents: Sequence[int]) -> str:
-    """Write a shape for a message, cut where it is long."""
-    return one_line(str(tuple(extents)), 80)

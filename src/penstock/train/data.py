@@ -38,7 +38,8 @@ _LOG = logging.getLogger("penstock.train")
 READERS: Mapping[str, str] = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".csv": "csv",
+    ".tsv": "tsv",
     **dict.fromkeys((".arrow", ".feather"), "arrow"),
     ".parquet": "parquet",
 }
@@ -49,11 +50,9 @@ CHECKED = 64
 SOURCE, NUMBER = "__source__", "__row__"
 FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "labels")})
 #: Fields of a row that are read, beside that of the text; others may differ in type from source to source.
-_FIELDS = frozenset(
-    {
-        *("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs", "chosen", "rejected"),
-        *("image", "images", "input_ids", "labels", "completion_mask", "assistant_masks"),
-    }
+_FIELDS = (
+    *("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs", "chosen", "rejected"),
+    *("image", "images", "input_ids", "labels", "completion_mask", "assistant_masks"),
 )
 _PIECE_CHARS = 1 << 22
 
@@ -177,7 +176,8 @@ def read_data(request: Any, tokenizer: Any) -> Data:
     names = datasets.ClassLabel(names=list(dict.fromkeys(each.name for each in found)))
     weights = [source.weight for source in request.sources if source.weight is not None]
     evaluation = None
-    with _quiet(), _first_ranks_first():
+    _be_quiet()
+    with _first_ranks_first():
         parts = [_read(each, script.dataset_train_split, request, encoder, names) for each in found]
         train = _mixed(parts, weights, training.seed)
         if size is not None:
@@ -242,29 +242,25 @@ def _load(reader: str, files: Sequence[str], **options: Any) -> Any:
         fsspec.compression.register_compression("zstd", unpack, "zst")
     if reader == "text":
         options["sample_by"] = "document"
-    if reader == "csv":
+    if separator := {"csv": ",", "tsv": "\t"}.get(reader):
         # All values are text: pandas would make numbers of some, and nothing of "None".
-        separator = "\t" if Path(files[0]).suffixes[0].lower() == ".tsv" else ","
         with fsspec.open(files[0], "rt", compression="infer", encoding="utf-8-sig", newline="") as lines:
             header = next(filter(None, csv.reader(lines, delimiter=separator)))
         features = datasets.Features({name: datasets.Value("string") for name in header})
         options |= {"sep": separator, "keep_default_na": False, "na_values": [""], "features": features}
-    return datasets.load_dataset(reader, data_files=list(map(glob.escape, files)), split="train", **options)
+    builder = "csv" if separator else reader
+    return datasets.load_dataset(builder, data_files=list(map(glob.escape, files)), split="train", **options)
 
 
 def _try(found: _Found, split: str, rows: Any, encoder: "Encoder") -> None:
     """Encode the first rows."""
-    number, left = 0, iter(rows)
-    while number < CHECKED:
-        with _reading(found, split):
-            row = next(left, None)
-        if row is None:
-            break
-        number += 1
-        try:
-            encoder.encode(row)
-        except ConfigError as error:
-            raise ConfigError(f"{_place(found, split, number)}: {error}") from error
+    number = 0
+    with _reading(found, split):
+        for number, row in enumerate(itertools.islice(rows, CHECKED), start=1):
+            try:
+                encoder.encode(row)
+            except ConfigError as error:
+                raise ConfigError(f"{_place(found, split, number)}: {error}") from error
     if not number:
         raise ConfigError(f"{found.name} holds no rows. Name data with rows or text in it.")
 
@@ -285,19 +281,11 @@ def cache_of(training: Any) -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(training.output_dir, "cache"))
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _be_quiet() -> None:
     """Draw progress bars on a terminal alone, and leave it to errors to say what went wrong."""
-    level, draws = datasets.logging.get_verbosity(), datasets.is_progress_bar_enabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if draws:
-            datasets.enable_progress_bars()
 
 
 @contextlib.contextmanager
@@ -376,8 +364,6 @@ _MARKS = {
     b"PAR1": "a parquet file: name it .parquet",
     b"ARROW1": "an Arrow IPC file: name it .arrow",
     b"\x1f\x8b": "compressed by gzip: add .gz to its name",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: add .zst to its name",
-    b"PK\x03\x04": "a zip archive or an office document: unpack it first",
     b"%PDF-": "a PDF document: extract its text first",
     b"\x80": "a pickle, which is never read: write its rows as .jsonl",
 }
@@ -385,14 +371,13 @@ _MARKS = {
 
 def seems(file: str) -> str:
     """Tell what a file that is not what its name says seems to be, as a sentence; nothing where that cannot be told."""
+    suffix = os.path.splitext(file)[1].lower()
     with Path(file).open("rb") as opened:
         head = opened.read(1024)
-    if Path(file).suffix.lower() in COMPRESSIONS:
-        return ""
     for mark, what in _MARKS.items():
-        if head.startswith(mark) and not what.endswith(Path(file).suffix):
+        if head.startswith(mark) and not (suffix and suffix in what):
             return f"It looks like {what}."
-    if b"\0" in head and reader_of(file) not in ("parquet", "arrow"):
+    if b"\0" in head and suffix not in (*COMPRESSIONS, ".parquet", ".arrow", ".feather"):
         return "It looks like binary data, or text in UTF-16: leave it out, or convert it to UTF-8."
     return ""
 
@@ -420,7 +405,7 @@ class Encoder:
         self._chats = Conversations(tokenizer, is_masked=self._assistant_only)
         self._told: set[str] = set()
         self.text_field: str = training.dataset_text_field
-        self.fields = _FIELDS | {self.text_field}
+        self.fields = (*_FIELDS, self.text_field)
 
     def encode(self, row: Mapping[str, Any]) -> tuple[Sequence[int], Any]:
         """Make the ids of a row, and its labels: -100 where nothing is learned.
@@ -452,11 +437,23 @@ class Encoder:
 
     def _tokens(self, fields: dict[str, Any]) -> Sequence[Any]:
         """Make ids, and the masks of what is learned."""
+        variables = {"tools": _parsed(fields.get("tools"), "tools"), **(fields.get("chat_template_kwargs") or {})}
         if "prompt" in fields and "completion" in fields:
-            return self._completion(fields)
+            prompt, completion = fields["prompt"], fields["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                # TRL ends one field alone, the text where there is one.
+                end = completion if self.text_field in fields else self._ended(completion)
+                before, ids, masks = self._text(prompt), self._text(prompt + end), []
+            else:
+                asked = _messages(prompt, "prompt")
+                before = self._chats.ids(asked, asks=True, **variables)
+                ids, *masks = self._chat(asked + _messages(completion, "completion"), variables)
+            if self._completion_only:  # from where the ids differ from the prompt's
+                masks.append(np.arange(len(ids)) >= common_prefix_length(before, ids))
+            return ids, *masks
         for name in ("messages", "conversations"):
             if name in fields:
-                return self._chat(_messages(fields[name], name), fields)
+                return self._chat(_messages(fields[name], name), variables)
         text = fields.get(self.text_field)
         if not isinstance(text, str):
             raise ConfigError(
@@ -466,28 +463,10 @@ class Encoder:
             )
         return [self._text(self._ended(text))]
 
-    def _chat(self, messages: list[Message], fields: Mapping[str, Any]) -> Sequence[Any]:
-        variables = _variables(fields)
+    def _chat(self, messages: list[Message], variables: Mapping[str, Any]) -> Sequence[Any]:
         if self._assistant_only:
             return self._chats.masked(messages, **variables)
         return [self._chats.ids(messages, **variables)]
-
-    def _completion(self, fields: dict[str, Any]) -> Sequence[Any]:
-        """Learn what follows the tokens that a prompt has in common with itself and its completion."""
-        prompt, completion = fields["prompt"], fields["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            before = self._text(prompt)
-            # TRL ends one field alone, the text where there is one.
-            ids, *masks = [self._text(prompt + (completion if self.text_field in fields else self._ended(completion)))]
-        elif isinstance(prompt, str) or isinstance(completion, str):
-            raise ConfigError("of 'prompt' and 'completion' one is text. Make both text, or both lists of messages")
-        else:
-            asked = _messages(prompt, "prompt")
-            before = self._chats.ids(asked, asks=True, **_variables(fields))
-            ids, *masks = self._chat(asked + _messages(completion, "completion"), fields)
-        if self._completion_only:
-            masks.append(np.arange(len(ids)) >= common_prefix_length(before, ids))
-        return ids, *masks
 
     def _ended(self, text: str) -> str:
         end = self._tokenizer.eos_token
@@ -515,11 +494,6 @@ def _borders(text: str) -> list[int]:
     return [*borders, len(text)]
 
 
-def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect what a row has for its template beside the messages."""
-    return {"tools": _parsed(fields.get("tools"), "tools"), **(fields.get("chat_template_kwargs") or {})}
-
-
 def _messages(value: Any, name: str) -> list[Message]:
     """Check a list of messages. Those of ShareGPT's style get the names of fields that templates know."""
     messages = _parsed(value, name)
@@ -527,9 +501,8 @@ def _messages(value: Any, name: str) -> list[Message]:
         raise ConfigError(f"{name!r} is no list of messages, or an empty one. Mend or remove the row")
     if messages[0].get("role") is None:
         messages = maybe_convert_to_chatml({"messages": [dict(message) for message in messages]})["messages"]
-    for index, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise ConfigError(f"{name}[{index}] has no 'role'. Give each message one")
+    if missing := [index for index, message in enumerate(messages) if not isinstance(message.get("role"), str)]:
+        raise ConfigError(f"{name}[{missing[0]}] has no 'role'. Give each message one")
     return list(messages)
 
 
@@ -571,9 +544,11 @@ def tokenize(
     given["names"] = dataset.features.get(SOURCE)
     # Another release may encode otherwise.
     releases = [importlib.metadata.version(library) for library in ("penstock", "transformers", "tokenizers", "trl")]
-    digest = datasets.fingerprint.Hasher.hash([dataset._fingerprint, given, releases])
+    rows = datasets.fingerprint.generate_fingerprint(dataset)
+    digest = datasets.fingerprint.Hasher.hash([rows, given, releases])
     cache = cache_of(training)
-    with _quiet(), _first_ranks_first():
+    _be_quiet()
+    with _first_ranks_first():
         cache.mkdir(parents=True, exist_ok=True)
         made |= {"cache_file_name": str(cache / f"tokens-{digest}.arrow"), "new_fingerprint": digest}
         made |= {"num_proc": training.dataset_num_proc, "desc": f"Tokenizing {name} dataset"}

@@ -19,7 +19,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,8 @@ class Conversations:
         Raises:
             ConfigError: there is no template, or it fails on these messages.
         """
-        with_prompt = {"add_generation_prompt": True} if asks else {}
-        found: list[int] = self._apply(messages, variables, tokenize=True, return_dict=True, **with_prompt)["input_ids"]
+        prompt = {"add_generation_prompt": True} if asks else {}
+        found: list[int] = self._apply(messages, variables, return_dict=True, **prompt)["input_ids"]
         return found
 
     def masked(self, messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[bool]]:
@@ -83,57 +83,36 @@ class Conversations:
         Raises:
             ConfigError: the template fails, no message is the assistant's, or what the assistant writes cannot be told.
         """
+        roles = one_line(", ".join(sorted({repr(message.get("role")) for message in messages})), 120)
         if self._has_markers(variables.get("tools")):
-            found = self._apply(messages, variables, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            mask = [bool(bit) for bit in found["assistant_masks"]]
-            if not any(mask):
-                raise ConfigError(
-                    f"the chat template marks nothing as the assistant's, of messages by {_roles(messages)}"
-                )
-            return found["input_ids"], mask
+            found = self._apply(messages, variables, return_dict=True, return_assistant_tokens_mask=True)
+            if 1 not in found["assistant_masks"]:
+                raise ConfigError(f"the chat template marks nothing as the assistant's, of messages by {roles}")
+            return found["input_ids"], [bool(bit) for bit in found["assistant_masks"]]
         if all(message.get("role") != ASSISTANT for message in messages):
-            raise ConfigError(f"no message is the assistant's, only by {_roles(messages)}. There is nothing to learn")
-        turns = Turns(messages, lambda part, **more: self._rendered(part, variables, **more), self._added, self._ends)
+            raise ConfigError(f"no message is the assistant's, only by {roles}. There is nothing to learn")
+        turns = Turns(messages, partial(self._apply, variables=variables, tokenize=False), self._added, self._ends)
         spans = turns.spans()
         self.notes |= turns.notes
         if not turns.text[slice(*spans[-1])].rstrip().endswith((*self._added, *self._ends)):
             self.notes.add(ENDLESS)
-        if not self._tokenizer.is_fast:
-            raise ConfigError(
-                "what the assistant writes cannot be told: the tokenizer, one in Python alone, does not say which "
-                "characters its tokens stand for. Use a model with a tokenizer.json"
-            )
         encoded = self._tokenizer(turns.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoded["input_ids"], tokens_of(turns.text, encoded["offset_mapping"], spans)
 
     def _has_markers(self, tools: Any) -> bool:
-        template = self._template or self._template_of(tools)
+        try:
+            template = self._template or self._tokenizer.get_chat_template(tools=tools)
+        except ValueError:  # there is none, as its use will say
+            return False
         return _MARKER.search(_COMMENT.sub("", template)) is not None
 
-    def _template_of(self, tools: Any) -> str:
-        """Choose the tokenizer's template; some have several, by name."""
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                "it is a conversation, and the tokenizer has no chat template. Name one with --chat_template_path "
-                "FILE.jinja, or the model that was trained for chats"
-            )
-        template: str = self._tokenizer.get_chat_template(tools=tools)
-        return template
-
-    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any], **more: Any) -> str:
-        text: str = self._apply(messages, variables, tokenize=False, **more)
-        return text
-
     def _apply(self, messages: Sequence[Message], variables: Mapping[str, Any], **more: Any) -> Any:
-        self._template_of(variables.get("tools"))
         given = {"chat_template": self._template, **variables, **more}
         try:
             return self._tokenizer.apply_chat_template([dict(message) for message in messages], **given)
         except Exception as error:  # a template is a program that came with a model: it may do anything
-            raise ConfigError(
-                f"the chat template fails: {one_line(error)}. Mend the row, or name another template with "
-                "--chat_template_path"
-            ) from error
+            advice = "Mend the row, or name another template: --chat_template_path FILE.jinja"
+            raise ConfigError(f"the chat template fails: {one_line(error)}. {advice}") from error
 
     @cached_property
     def _added(self) -> tuple[str, ...]:
@@ -144,14 +123,12 @@ class Conversations:
     def _ends(self) -> tuple[str, ...]:
         """The texts of tokens that end a turn: the tokenizer's own, and those at which the model's generation stops."""
         try:
-            config = GenerationConfig.from_pretrained(self._tokenizer.name_or_path, local_files_only=True)
-        except (OSError, ValueError, TypeError):
-            ends: list[Any] = []
-        else:
-            ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        ids = [i for i in ends if type(i) is int and 0 <= i < len(self._tokenizer)]
+            ends = GenerationConfig.from_pretrained(self._tokenizer.name_or_path, local_files_only=True).eos_token_id
+        except (OSError, ValueError, TypeError):  # the model's folder has none
+            ends = None
+        ids = [i for i in (ends if isinstance(ends, list) else [ends]) if i in range(len(self._tokenizer))]
         found = [self._tokenizer.eos_token, *self._tokenizer.convert_ids_to_tokens(ids)]
-        return tuple(dict.fromkeys(text for text in found if text))
+        return tuple(dict.fromkeys(filter(None, found)))
 
 
 def _training_template(tokenizer: Any) -> str | None:
@@ -163,10 +140,6 @@ def _training_template(tokenizer: Any) -> str | None:
     except Exception:  # a template that TRL does not know, or that fails on what TRL tries
         pass
     return None
-
-
-def _roles(messages: Sequence[Message]) -> str:
-    return one_line(", ".join(sorted({repr(message.get("role")) for message in messages})), 120)
 
 
 def tokens_of(text: str, offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

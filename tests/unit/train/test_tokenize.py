@@ -11,7 +11,7 @@ from datasets import Dataset
 from trl import SFTTrainer
 
 from penstock.errors import ConfigError
-from penstock.train.data import tokenize
+from penstock.train.data import Encoder, tokenize
 from tests.chats import CALL, CONVERSATIONS, RESULT, TOOLS, assistant, plain_tokenizer, system, user
 from tests.unit.train.runs import MARKED, by_trl, config, tokens
 
@@ -127,6 +127,13 @@ def test_what_was_encoded_is_found_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert {file.suffix for file in (tmp_path / "out" / "cache").iterdir()} == {".arrow"}
 
 
+def test_the_name_of_what_was_encoded_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """Sets have an order of their own in each process: an encoder with one was never found again."""
+    made = Encoder(plain_tokenizer(MARKED), config(tmp_path, assistant_only_loss=True))
+    held = [*vars(made).values(), *vars(made._chats).values()]
+    assert [value for value in held if isinstance(value, set | frozenset) and value] == []
+
+
 def test_a_long_text_is_encoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, training = plain_tokenizer(begin="<s>"), config(tmp_path)
     rows = Dataset.from_list([{"text": "one\ntwo, three\nfour, five, six\n seven"}])
@@ -145,13 +152,17 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a prompt of another kind": (
         {"prompt": "a", "completion": [assistant("b")]},
         {},
-        "of 'prompt' and 'completion' one",
+        "'prompt' is text that is not JSON",
     ),
     "a preference pair": ({"chosen": "a", "rejected": "b"}, {}, "it is a preference pair, or has images"),
     "no messages": ({"messages": []}, {}, "'messages' is no list of messages, or an empty one"),
     "messages that are text": ({"messages": "hello"}, {}, "'messages' is text that is not JSON"),
     "a message without a role": ({"messages": [{"content": "a"}]}, {}, "messages[0] has no 'role'"),
-    "no template": ({"messages": [user("a")]}, {"template": None}, "the tokenizer has no chat template"),
+    "no template": (
+        {"messages": [user("a")]},
+        {"template": None},
+        "the chat template fails: Cannot use chat template functions because",
+    ),
     "a template that refuses": (
         {"messages": [user("a")]},
         {"template": "{{ raise_exception('roles must alternate') }}"},
