@@ -29,9 +29,7 @@ CONSTRUCTORS = {
     "engine.unit.partition.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.format.Manifest": "the fields of the file",
     "checkpoint.tables.UnitTable": "the fields of the file",
-    "cli.training.reporting.progress.Progress": "the fields of the file",
     "forecast.answer.Answer": "the fields of the file, and what people read of a plan",
-    "cli.training.request.Request": "what the user asked for, and what follows from it before the data is read",
 }
 
 ROOT = Path(__file__).parents[2]
