@@ -21,8 +21,9 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, T
 
 from penstock import Options, Placement
 from penstock.errors import ConfigError, one_line, shown
+from penstock.files import parse_object
 from penstock.train.default import DEFAULTS
-from penstock.train.run_file import RENAMED, SHORT, read_run_file
+from penstock.train.run_file import SHORT, advice_for, read_run_file
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
@@ -108,14 +109,14 @@ class PenstockArguments:
         """Return the options that these fields name."""
         given: Any = self.options or {}
         if not isinstance(given, Mapping):
-            pairs = [text.partition("=") for text in given]
-            given = {name: value for name, _, value in pairs}
+            given = parse_object("\n".join(text.replace("=", ": ", 1) for text in given).encode(), ".yaml")
         known = {each.name: each for each in fields(Options)}
         values: dict[str, Any] = {}
         for name, value in given.items():
             if name not in known:
                 raise ConfigError(f"--options {shown(name)}: {_nearest(str(name), known)}")
-            values[name] = _typed(value, f"--options {name}", is_size=name.endswith("_bytes"))
+            is_size = name.endswith("_bytes") and value is not None
+            values[name] = read_size(value, f"--options {name}") if is_size else value
         for name in ("max_device_bytes", "max_host_bytes"):
             if getattr(self, name) is not None:
                 values[name.removeprefix("max_")] = read_size(getattr(self, name), f"--{name}")
@@ -222,6 +223,8 @@ def read_said(argv: Sequence[str]) -> dict[str, Any]:
     for name in filed:
         if name not in names:
             raise ConfigError(f"{path} has {shown(name)}. {_nearest(name, names)}")
+        if isinstance(filed[name], list | dict) and names[name].type in (int, float, bool):
+            raise ConfigError(f"{path}: {name} is {shown(filed[name])}. Use one value.")
     if "model_name_or_path" not in {**filed, **vars(typed)}:
         filed = {**DEFAULTS, **filed}
     parser.set_defaults_with_config(**filed)  # texts are read as if they were typed
@@ -262,8 +265,8 @@ def _check_rest(rest: Sequence[str], names: Mapping[str, Any]) -> None:
         field_name = name.lstrip("-").replace("-", "_")
         if not name.startswith("-"):
             raise ConfigError(f"{shown(word)} belongs to no option. See penstock train --help.")
-        if field_name in RENAMED:
-            raise ConfigError(f"{name} is an option of 0.2: {RENAMED[field_name][0]}.")
+        if (advice := advice_for(field_name)) is not None:
+            raise ConfigError(f"{name} is an option of 0.2: {advice}.")
         raise ConfigError(f"{one_line(name, 40)}: {_nearest(field_name, [*names, *SHORT])}")
 
 
@@ -282,8 +285,8 @@ def _made(kind: type, said: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")  # the name that TRL has
             return kind(**given)
-    except (ValueError, TypeError, ImportError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"{one_line(error)}") from error
+    except Exception as error:  # of values of any kind
+        raise error if isinstance(error, ConfigError) else ConfigError(one_line(error)) from error
 
 
 def _on_this_machine(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,20 +349,3 @@ def read_size(value: Any, name: str) -> int:
         raise ConfigError(f"{name} {shown(value)} is no size. Write bytes, or a number with KiB, MiB, GiB or TiB.")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()])
-
-
-def _typed(value: Any, name: str, *, is_size: bool) -> Any:
-    """Read the value of a field of `penstock.Options` as it is typed."""
-    if is_size and value is not None:
-        return read_size(value, name)
-    if not isinstance(value, str):
-        return value
-    words: Mapping[str, Any] = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return words[value.lower()]
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value

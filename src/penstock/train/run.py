@@ -3,12 +3,13 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_l
 from penstock.integrations.transformers import RecordCallback
 from penstock.integrations.transformers.resuming import is_whole
 from penstock.train.arguments import PenstockArguments, Request, read_said, request_of, say
-from penstock.train.callbacks import InterruptCallback
+from penstock.train.callbacks import AllStepsMadeError, InterruptCallback
 from penstock.train.data import read_data
 from penstock.train.fit import Outlook, look
 from penstock.train.model import Built, build, find
@@ -41,10 +42,12 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
     """
     said = read_said(argv)
     timeout_s = float(said.get("ddp_timeout", 1800))  # others wait while one reads
-    with joined(replace(Ranks.from_environment(), timeout_s=timeout_s)), told_in_one_line():
+    ranks = replace(Ranks.from_environment(), timeout_s=timeout_s)
+    with nullcontext() if dist.is_initialized() else joined(ranks), told_in_one_line():
         request = request_of(said)
         if request.training.disable_tqdm:
             transformers.utils.logging.disable_progress_bar()
+        check_resumed(request)
         built = build(request, find(request))
         outlook = look(request, built, say=say)
         if not request.penstock.dry_run:  # which tells what it takes before it says what is too small
@@ -107,7 +110,11 @@ def train(request: Request, trainer: Any, outlook: Outlook, argv: Sequence[str],
         said = {**request.said, **({"plan": str(out / PLAN_NAME)} if outlook.arguments.get("plan") else {})}
         said = {name: value for name, value in said.items() if name != "placement"}
         write_run_file(out, said, own, argv=argv, world_size=outlook.found.world_size)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except AllStepsMadeError:
+        if request.training.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            trainer._load_best_model()
     if is_first:
         write_report(out)
     if ending.has_ended:
@@ -152,26 +159,32 @@ def make_trainer(request: Request, built: Built, outlook: Outlook, data: Any) ->
         raise error if isinstance(error, PenstockError) else ConfigError(one_line(error, 600)) from error
 
 
+def check_resumed(request: Request) -> None:
+    """Refuse a checkpoint that a run cannot go on from.
+
+    Raises:
+        ConfigError: the folder that is named is none.
+    """
+    named = str(request.training.resume_from_checkpoint)
+    if named.lower() not in ("none", "true", "false") and not Path(named, "trainer_state.json").is_file():
+        raise ConfigError(f"--resume_from_checkpoint {named} is no checkpoint that a run can go on from.")
+
+
 def begin(request: Request, trainer: Any) -> str | None:
     """Find the checkpoint that a run goes on from; one that starts anew has those of an earlier run removed.
 
     Returns:
         Its folder; `None` where the run begins.
-
-    Raises:
-        ConfigError: the folder that is named is no checkpoint.
     """
-    out, named = Path(str(request.training.output_dir)), request.training.resume_from_checkpoint
+    out, named = Path(str(request.training.output_dir)), str(request.training.resume_from_checkpoint)
     found = checkpoints_of(out)
-    if named is None or str(named).lower() == "true":
+    if named.lower() in ("none", "true"):
         newest = next((folder for folder in reversed(found) if is_whole(folder)), None)
         if newest is not None:
             say(f"goes on from {newest}. --resume_from_checkpoint false starts anew")
         return None if newest is None else str(newest)
-    if str(named).lower() != "false":
-        if not Path(named, "trainer_state.json").is_file():
-            raise ConfigError(f"--resume_from_checkpoint {named} is no checkpoint that a run can go on from.")
-        return str(named)
+    if named.lower() != "false":
+        return named
     trainer.accelerator.wait_for_everyone()  # all have looked
     if trainer.is_world_process_zero():
         for folder in found:  # the next run would go on from them

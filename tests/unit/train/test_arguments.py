@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from penstock.train import arguments
 from penstock.train.arguments import Request, Source, make_parser, parse, read_size, read_sources
 from penstock.train.environment import is_local, prepare_environment
-from penstock.train.run_file import RENAMED
+from penstock.train.run_file import OTHERWISE, RENAMED, advice_for
 
 GIVEN = ["--model", "m", "--data", "d", "--use_cpu", "--bf16", "false"]
 
@@ -129,6 +129,7 @@ def test_mistakes_are_one_line(name: str) -> None:
         ("penstock: 3\n", "penstock is 3"),
         ("model: m\nmodel_name_or_path: n\n", "twice"),
         ("max_steps: many\n", "max_steps"),
+        ("learning_rate: [1, 2]\n", "learning_rate is [1, 2]"),
         ("[1]\n", "not a mapping"),
     ],
 )
@@ -144,7 +145,8 @@ def test_every_old_name_is_no_option_now_and_names_some_that_are(capsys: pytest.
         parse(["--help"])
     told = capsys.readouterr().out
     known = {word.strip(",") for word in told.split() if word.startswith("--")}
-    for name, (text, _) in RENAMED.items():
+    for name in (*RENAMED, *OTHERWISE):
+        text = str(advice_for(name))
         assert f"--{name}" not in known, name
         named = [word.strip(",;:") for word in text.replace("=...", "").split() if word.startswith("--")]
         assert set(named) <= known, name
