@@ -121,6 +121,14 @@ def test_several_sources_are_those_of_a_mixture(made: Path, tmp_path: Path) -> N
     assert_same(ours(settings, tmp_path / "typed", "--data", *files, penstock=CPU), expected)
 
 
+def write_documents(folder: Path, texts: list[str]) -> Path:
+    """Write each text to a file of its own: a file is a document."""
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:02}.txt").write_text(text)
+    return folder
+
+
 @pytest.mark.parametrize("form", ["csv", "parquet", "jsonl.gz", "saved", "txt", "json"])
 def test_rows_are_the_same_in_every_form_of_file(form: str, made: Path, tmp_path: Path) -> None:
     rows = load_dataset("json", data_files=str(made / "texts" / "train.jsonl"), split="train")
