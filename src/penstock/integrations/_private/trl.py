@@ -7,6 +7,4 @@ NAMES = {
     "trl.SFTTrainer._tokenizer": "read: the tokenizer, also of a processor",
     "trl.generation.vllm_generation.VLLMGeneration._dist": "replaced: what a generation with vLLM asks for them",
     "trl.DPOTrainer._precompute_ref_logps": "wrapped: the model is prepared before it stands for its own reference",
-    "trl.SFTTrainer._prepare_dataset": "overridden: rows become ids and labels in one pass, with verified masks",
-    "trl.SFTTrainer._tokenizer": "read: the tokenizer with its end of text and its padding",
 }
