@@ -1,10 +1,10 @@
 """Tokens a second of `penstock train`, of this checkout beside another, or of one setting beside another.
 
     python benchmarks/train.py --others path/to/other/.venv/bin/python     # the run without options
-    python benchmarks/train.py --set "--packing on" --set "--packing off" -- --model M --data chat.jsonl
+    python benchmarks/train.py --set "--packing true" --set "--packing false" -- --model M --data chat.jsonl
 
-Whole runs take turns, each in a process of its own. What counts is the last report of each, which no warming up is
-part of; ratios are of the runs of a round.
+Whole runs take turns, each in a process of its own. What counts is the median of the last steps of each, which no
+warming up is part of; ratios are of the runs of a round.
 """
 
 import argparse
@@ -18,17 +18,19 @@ from pathlib import Path
 
 import machine
 
-RUN = ["--steps", "60", "--log-every", "20", "--eval-sequences", "16", "--sample-tokens", "0"]
+RUN = ["--max_steps", "60", "--logging_steps", "20", "--eval_strategy", "no", "--report_to", "none"]
+TOLD = 20  # the last steps, which count
 RESULTS = Path(__file__).parent / "results"
 
 
 def tokens_per_second(python: str, options: list[str]) -> float:
-    """Make a run, and return what its last report says."""
+    """Make a run, and return what its last steps say."""
     with tempfile.TemporaryDirectory() as out:
         command = [python, "-m", "penstock", "train", *RUN, *options, "--out", out]
         subprocess.run(command, check=True, capture_output=True, cwd=Path.cwd())
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    return float([line for line in lines if line["event"] == "step"][-1]["tokens_per_second"])
+    told = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return statistics.median(told[-TOLD:])
 
 
 def main() -> None:

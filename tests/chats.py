@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from penstock.train.default import byte_tokenizer
@@ -111,24 +110,3 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     ),
     "user last": ([user("Hi"), assistant(" Hello.\n\n"), user(" bye ")], None),
 }
-
-
-# Of the encoder of `cli.training` alone
-
-
-def folder_tokenizer(folder: Path, template: str | None = None, **options: Any) -> Any:
-    from penstock.integrations.tokenizers import FolderTokenizer
-
-    plain_tokenizer(template, **options).save_pretrained(folder)
-    return FolderTokenizer(folder)
-
-
-def encoder(folder: Path, template: str | None = None, **options: Any) -> Any:
-    from penstock.cli.training.data.encoding.samples import Encoder
-
-    return Encoder(folder_tokenizer(folder, template, **options), text_field="text")
-
-
-def shown(made: Any, sample: Any) -> str:
-    """A sample's text with what is learned of it between ⟦ and ⟧."""
-    return "".join(f"⟦{part.text}⟧" if part.trained else part.text for part in made.segments(sample))

@@ -30,9 +30,3 @@ from tests.gpu.test_pinned import (  # noqa: F401
     test_what_is_not_pinned_trains_the_same,
 )
 from tests.gpu.test_several_devices import test_everything_lands_on_the_device_that_was_current_in_prepare  # noqa: F401
-from tests.gpu.test_train import (  # noqa: F401
-    on,
-    on_cpu,
-    test_a_run_on_the_device_learns_what_one_on_the_cpu_learns,
-    test_too_few_bytes_of_the_device_are_refused_before_the_data_is_read,
-)

@@ -3,34 +3,23 @@
 import re
 import shlex
 import subprocess
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
 from penstock.cli.app import app
-from penstock.cli.doctor import DoctorConfig
-from penstock.cli.options import options_of, value_of
-from penstock.cli.plan import PlanConfig
-from penstock.cli.probe import ProbeConfig
-from penstock.cli.training.config import DataConfig, TrainConfig
+from penstock.cli.request import Request
 from tests.docs.blocks import ROOT, Block
 
 #: Kinds of blocks that have nothing but commands in them, and those that have them between other things.
 COMMANDS, MIXED = ("sh", "bash"), ("", "console")
 #: What a page writes for what the reader has typed before.
 LEFT_OUT = "..."
-_SETTINGS: dict[str, Any] = {
-    "train": TrainConfig,
-    "data": DataConfig,
-    "plan": PlanConfig,
-    "probe": ProbeConfig,
-    "doctor": DoctorConfig,
-}
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 
 
@@ -71,18 +60,30 @@ def _words(line: str) -> list[str]:
 
 def check_penstock(words: tuple[str, ...]) -> None:
     """Read a command line of ours with the parser that reads it, up to the first look at a file."""
+    if words[0] == "train":
+        check_train(words[1:])
+        return
     command = get_command(app).commands[words[0]]  # type: ignore[attr-defined]
     partial = LEFT_OUT in words
     typed = [word for word in words[1:] if word != LEFT_OUT]
-    context = command.make_context(words[0], typed, resilient_parsing=partial)
-    if words[0] not in _SETTINGS:
-        return
-    settings = _SETTINGS[words[0]]
-    options = options_of(settings)
-    given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
-    values = {name: value_of(options[name], context.params[name]) for name in given & options.keys()}
-    if not partial and "config" not in given:
-        settings(**values)
+    # Without the words that are left out, a command may lack an argument.
+    lacks = partial and any(each.required for each in command.params)
+    context = command.make_context(words[0], typed, resilient_parsing=lacks)
+    if words[0] == "plan" and not partial:
+        Request(**context.params)
+
+
+def check_train(words: tuple[str, ...]) -> None:
+    """Read what follows `penstock train`; the file that it names is the reader's."""
+    from penstock.train.arguments import parse
+
+    typed = [word for word in words if word != LEFT_OUT]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write("model_name_or_path: path/to/model\n")
+        file.flush()
+        if "--config" in typed:
+            typed[typed.index("--config") + 1] = file.name
+        parse(typed)
 
 
 def check_torchrun(words: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
 
 @pytest.mark.parametrize("command", TYPED, ids=str)
 def test_its_program_takes_the_command(command: Command) -> None:
-    pytest.importorskip("transformers" if command.program in ("penstock", "torchrun") else "torch")
+    pytest.importorskip("trl" if command.program in ("penstock", "torchrun") else "torch")
     CHECKS[command.program](command.words[1:])
 
 
@@ -62,8 +62,9 @@ def test_blocks_that_are_not_run_say_why() -> None:
     [
         "penstock nothing",
         "penstock train --no-such-option 1",
-        "penstock train --lr fast",
+        "penstock train --learning_rate fast",
         "penstock train --optimizer nvme",
+        "penstock train --lr 1e-4",
         "penstock plan ... --what-if",
         "penstock inspect",
         "torchrun --no-such-option 2 -m penstock train",
@@ -76,7 +77,7 @@ def test_blocks_that_are_not_run_say_why() -> None:
     ],
 )
 def test_a_command_that_its_program_would_not_take_is_found(line: str) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("trl")
     (command,) = commands_of(Block("page", 1, "sh", f"{line}  # a comment\n"))
     with pytest.raises(Exception):  # noqa: B017, PT011 - of each program its own
         CHECKS[command.program](command.words[1:])

@@ -43,7 +43,7 @@ def expensive(command: Command) -> bool:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the reader of the page is."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     model = instruct_folder(tmp_path / "path" / "to" / "model")
     config = json.loads((model / "config.json").read_text())
@@ -72,7 +72,7 @@ def test_what_the_page_types_works(
         said = capsys.readouterr()
         # The doctor's 1 is about the machine of the tests.
         assert end.value.code == 0 or (command.words[1], end.value.code) == ("doctor", 1), (str(command), said.err)
-    assert (folder / "runs" / "second" / "model.safetensors").is_file()
+    assert list((folder / "runs").glob("*/model.safetensors"))
 
 
 @pytest.mark.thorough

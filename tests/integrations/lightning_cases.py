@@ -20,6 +20,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
 
+PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 #: Nothing is read in place, and what is released is poisoned: as on a device.
 RELEASED = penstock.Options(debug_release=True)
 

@@ -1,6 +1,8 @@
-"""`penstock launch`: somebody's script, as it is, on one process and on two, and how it ends."""
+"""`penstock launch`: somebody's script, or a module, as it is, on one process and on two, and how it ends."""
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,7 +11,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from penstock.cli.launch import _script_of_trl
+from penstock.errors import ConfigError
 from tests.integrations.trainers import assert_weights
+from tests.integrations.trl_cases import causal, folder_of, texts
 from tests.support import disks
 
 #: It knows nothing of penstock.
@@ -97,3 +102,70 @@ def test_what_a_script_raises_is_shown_as_python_shows_it(folder: Path) -> None:
     assert launched.stderr.rstrip().endswith("No such file or directory: 'nothing.txt'")
     (folder / "script.py").write_text("import sys\nsys.exit(len(sys.argv))")
     assert run(folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py", "--config", "-x").returncode == 3
+
+
+def test_a_module_trains_as_it_is(folder: Path) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").touch()
+    (folder / "package" / "module.py").write_text(
+        "import sys, transformers\nprint(__name__, __package__, transformers.Trainer.__name__, *sys.argv[1:])"
+    )
+    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "-m", "package.module", "--config", "theirs.yaml", "-m")
+    launched = run(folder, *launch)
+    assert launched.stdout.splitlines()[-1] == "__main__ package PenstockTrainer --config theirs.yaml -m", (
+        launched.stderr
+    )
+
+
+@pytest.fixture
+def sft(folder: Path) -> Path:
+    """A run file of TRL's, over a model and rows of its own."""
+    folder_of(causal(), folder / "model")
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(16)))
+    lines = ["model_name_or_path: model", "dataset_name: data", "output_dir: out", "max_steps: 4", "logging_steps: 1"]
+    lines += [
+        "use_cpu: true",
+        "bf16: false",
+        "report_to: none",
+        "save_strategy: 'no'",
+        "per_device_train_batch_size: 2",
+    ]
+    (folder / "sft.yaml").write_text("\n".join([*lines, "learning_rate: 0.01", "disable_tqdm: true"]))
+    return folder
+
+
+def losses(stdout: str) -> list[float]:
+    """What a trainer has printed of its steps."""
+    return [float(match) for match in re.findall(r"'loss': '?([\d.]+)", stdout)]
+
+
+def test_trl_sft_trains_as_trl_does(sft: Path) -> None:
+    theirs = run(sft, "-m", "trl.cli.main", "sft", "--config", "sft.yaml", "--output_dir", "theirs")
+    assert theirs.returncode == 0, theirs.stderr
+    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "-m", "trl", "sft", "--config", "sft.yaml")
+    ours = run(sft, *launch)
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout.splitlines()[0].startswith("penstock launch: transformers.Trainer trains by Penstock")
+    assert losses(ours.stdout) == losses(theirs.stdout)
+    assert len(losses(ours.stdout)) == 4
+    assert_weights(*(load_file(sft / name / "model.safetensors") for name in ("out", "theirs")))
+    two = run(sft, *launch[:5], "--nproc-per-node", "2", *launch[5:], "--per_device_train_batch_size", "1")
+    assert two.returncode == 0, two.stderr
+    assert losses(two.stdout) == pytest.approx(losses(ours.stdout), abs=2e-3)
+
+
+def test_options_of_accelerates_launcher_are_refused_by_name(sft: Path) -> None:
+    (sft / "more.yaml").write_text((sft / "sft.yaml").read_text() + "\nnum_processes: 2\naccelerate_config: zero3\n")
+    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "-m", "trl", "sft", "--config", "more.yaml")
+    refused = run(sft, *launch, "--mixed_precision", "bf16")
+    assert refused.returncode == 2
+    said = "trl sft has no --num_processes, --accelerate_config, --mixed_precision. Options of accelerate's launcher"
+    assert said in refused.stderr
+    assert not (sft / "out").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["env"], ["vllm-serve", "--model", "m"]])
+def test_commands_of_trl_that_train_nothing_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"use a training command of TRL: .*dpo, grpo, kto.*sft"):
+        _script_of_trl(words)

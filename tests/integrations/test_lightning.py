@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 import penstock
+import penstock.integrations.lightning as of_lightning
 from penstock.integrations.lightning import PenstockPrecision, PenstockStrategy
 from tests.integrations.lightning_cases import (
+    PAGE,
     RELEASED,
     Net,
     assert_same_run,
@@ -64,7 +66,7 @@ class Order(lightning.Callback):
 
 
 @pytest.mark.parametrize("loader", ["in order", "shuffled", "sampler", "batch sampler"])
-def test_one_rank_trains_and_evaluates_on_the_loaders_own_batches(loader: str) -> None:
+def test_a_loader_stays_in_its_order_at_one_rank(loader: str) -> None:
     rows = data().dataset
     reverse: Any = list(range(31, -1, -1))
     arguments: dict[str, dict[str, Any]] = {
@@ -290,6 +292,22 @@ def test_hyper_parameters_that_no_checkpoint_holds() -> None:
 
     with pytest.raises(penstock.ConfigError, match=r"hyper_parameters\['act'\].*ignore="):
         fit(made(Odd), "penstock")
+
+
+def test_fabric_is_refused_and_points_to_the_recipe() -> None:
+    from lightning.fabric import Fabric
+
+    for asked in (lambda: Fabric(strategy="penstock"), lambda: of_lightning.PenstockFabricStrategy):
+        with pytest.raises(penstock.ConfigError, match=r"recipe 'Fabric' of docs/lightning\.md"):
+            asked()
+    assert "## Fabric" in PAGE.read_text()
+
+
+def test_a_module_that_another_library_has_placed_is_refused() -> None:
+    module = made()
+    module.first.hf_device_map = {"": "cpu", "head": "disk"}
+    with pytest.raises(penstock.ConfigError, match=r"dispatched over cpu, disk.*placement="):
+        fit(module, "penstock")
 
 
 def test_no_optimizer_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Two ranks: fits, manual loops, evaluation, Fabric and checkpoints beside DDP, and how processes are started."""
+"""Two ranks: fits, manual loops, evaluation and checkpoints beside DDP, and how processes are started."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import penstock
-from penstock.integrations.lightning import PenstockFabricStrategy, PenstockStrategy
+from penstock.integrations.lightning import PenstockStrategy
 from tests.integrations.lightning_cases import (
     RELEASED,
     Net,
@@ -24,8 +24,7 @@ from tests.integrations.lightning_cases import (
     weights,
 )
 from tests.integrations.test_lightning import SPLIT, placements
-from tests.integrations.test_lightning_fabric import adamw, loop, network
-from tests.integrations.test_lightning_manual import Adversaries, Manual
+from tests.integrations.test_lightning_manual import Manual
 from tests.support import RANK_TIMEOUT, run_ranks
 
 TWO: dict[str, Any] = {"devices": 2}
@@ -52,12 +51,11 @@ def test_fits_are_those_of_ddp() -> None:
 
 
 def manual_loops(rank: int) -> None:
-    for kind, plain_name in ((Manual, "ddp"), (Adversaries, "ddp_find_unused_parameters_true")):
-        ours, plain = made(kind), made(kind)
-        fit(ours, PenstockStrategy(options=RELEASED), **TWO)
-        fit(plain, plain_name, **TWO)
-        torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-6, atol=1e-6)
-        assert_same_weights(weights(ours), weights(plain))
+    ours, plain = made(Manual), made(Manual)
+    fit(ours, PenstockStrategy(options=RELEASED), **TWO)
+    fit(plain, "ddp", **TWO)
+    torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-6, atol=1e-6)
+    assert_same_weights(weights(ours), weights(plain))
 
 
 def test_manual_loops_are_those_of_ddp() -> None:
@@ -145,31 +143,6 @@ def test_weights_are_gathered_on_the_first_rank_only() -> None:
     counts = run_two(gathers)
     assert counts[0] > 0
     assert counts[1] == 0
-
-
-def fabric_loops(rank: int, folder: Path) -> None:
-    from lightning.fabric import Fabric
-
-    results = []
-    ours = [PenstockFabricStrategy(stage=stage, options=RELEASED) for stage in (1, 3)]
-    for strategy in (*ours, "ddp"):
-        run = Fabric(strategy=strategy, accelerator="cpu", devices=2)
-        run.launch()
-        raw = network()
-        model, optimizer = run.setup(raw, adamw(raw))
-        losses = loop(run, model, optimizer, first=2 * rank)
-        if strategy != "ddp":
-            run.save(folder / "it", {"model": model, "step": 1})
-            assert run.load(folder / "it", {"model": model}) == {"step": 1}
-            run.strategy.teardown()
-        results.append((losses, weights(raw)))
-    for losses, state in results[:2]:
-        torch.testing.assert_close(losses, results[2][0], rtol=1e-6, atol=1e-6)
-        assert_same_weights(state, results[2][1])
-
-
-def test_fabric_loops_are_those_of_ddp(tmp_path: Path) -> None:
-    run_two(fabric_loops, tmp_path)
 
 
 SCRIPT = """

@@ -1,21 +1,28 @@
 """Callbacks of other libraries' loops that record their steps, and the page of such a run."""
 
+import csv
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
-from transformers import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from transformers import Trainer, TrainerCallback
 
 import penstock.integrations.lightning as of_lightning
 from penstock.cli.reporting.page import write_page
 from penstock.cli.reporting.run import read_run
 from penstock.errors import ConfigError
+from penstock.integrations import _common
+from penstock.integrations.speed import flops_per_token
 from penstock.integrations.transformers import RecordCallback
 from tests.browser import assert_drawn, open_page
-from tests.integrations.trainers import arguments, history, llama, our_trainer, rows
+from tests.integrations.trainers import LENGTH, arguments, history, llama, our_trainer, rows
+from tests.plans import SMALL, small
 
 
 def trained(out: Path, callback: RecordCallback, **changes: Any) -> Any:
@@ -40,6 +47,47 @@ class TestTrainer:
         assert run.end["steps"] == 6
         assert run.timeline is not None
         trainer.penstock.close()
+
+    def test_its_figures_are_in_the_logs_of_trackers_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[dict[str, Any]] = []
+
+        class Tracker(TrainerCallback):
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                seen.append(dict(logs))
+
+        monkeypatch.setattr(_common, "peak_flops", lambda name, precision: 1e9 if precision == "fp32" else None)
+        callbacks = [Tracker(), RecordCallback(), Tracker()]  # a tracker that comes first has them as well
+        counts = {"include_num_input_tokens_seen": "all", "logging_steps": 2}
+        trainer = our_trainer(
+            tmp_path, prepare={"placement": "auto", "plan": SMALL}, given={"callbacks": callbacks}, **counts
+        )
+        trainer.train()
+        model = trainer.model
+        trainer.penstock.close()
+        assert seen[0] == seen[1]
+        steps = [log for log in seen[::2] if "loss" in log]
+        assert len(steps) == 3
+        lines = read_run(tmp_path / "record")
+        per_token = flops_per_token(model, seq_length=0)
+        for number, log in enumerate(steps):
+            seconds = sum(lines.figures[2 * number + of]["step_seconds"] for of in (1, 2))
+            assert log["penstock/tokens_per_second"] == pytest.approx(4 * LENGTH / seconds, rel=1e-2)
+            assert log["penstock/mfu"] == pytest.approx(4 * LENGTH / seconds * per_token / 1e9, rel=1e-2, abs=1e-4)
+            assert {"memory/device", "memory/cpu", "memory/nvme"} <= log.keys()
+        # The second and third step are traced, and have no waits: the last log is of two that are not.
+        rows = {name: share for name, share in steps[2].items() if name.startswith("penstock/waited/")}
+        assert steps[2]["penstock/waited"] == pytest.approx(sum(rows.values()), abs=1e-3)
+        assert lines.column("mfu")[1::2] == [pytest.approx(log["penstock/mfu"], abs=1e-4) for log in steps]
+
+    def test_a_plan_is_held_against_what_was_measured(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        given = {"callbacks": [RecordCallback()]}
+        far = small(step_s=2e3, step_range_s=(1e3, 3e3), busy_s={"host update": 1e3})
+        with caplog.at_level(logging.WARNING, "penstock"):
+            trainer = our_trainer(tmp_path, prepare={"placement": "auto", "plan": far}, given=given)
+            trainer.train()
+        trainer.penstock.close()
+        (said,) = [message for message in caplog.messages if message.startswith("plan: step ")]
+        assert re.search(r"differs: step: .* measured, .* predicted", said)
 
     def test_a_second_training_goes_on_where_the_first_was(self, tmp_path: Path) -> None:
         callback = RecordCallback(tmp_path / "record")
@@ -68,7 +116,7 @@ class TestTrainer:
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, optimizers: int = 1) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
@@ -89,7 +137,7 @@ class Module(lightning.LightningModule):
 def fit(folder: Path, module: Module, *callbacks: Any, **arguments: Any) -> None:
     given = {"strategy": "penstock", "accelerator": "cpu", "devices": 1, "max_epochs": 1, **arguments}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(default_root_dir=folder, callbacks=list(callbacks), **given, **quiet)
+    trainer = lightning.Trainer(default_root_dir=folder, callbacks=list(callbacks), **quiet | given)
     batches = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
     trainer.fit(module, batches, batches)
 
@@ -102,8 +150,17 @@ class TestLightning:
         means = [sum(module.losses[n : n + 2]) / 2 for n in range(0, 8, 2)]
         assert run.column("loss") == [pytest.approx(mean, rel=1e-6) for mean in means]
         assert run.evaluations.keys() == {4}
-        assert run.about["config"] == {"optimizers": 1}
+        assert run.about["config"] == {"width": 8}
         assert run.end["steps"] == 4
+
+    def test_its_figures_are_logged(self, tmp_path: Path) -> None:
+        logger = CSVLogger(tmp_path, name="", version="csv")
+        fit(tmp_path, Module(), of_lightning.RecordCallback(), logger=logger, log_every_n_steps=2)
+        with (tmp_path / "csv" / "metrics.csv").open() as file:
+            logged = [line for line in csv.DictReader(file) if line.get("memory/cpu")]
+        assert [int(line["step"]) for line in logged] == [1, 3, 5, 7]
+        assert all(float(line["memory/device"]) > 0 for line in logged)
+        assert all(0 <= float(line["penstock/waited"]) <= 1 for line in logged[2:])
 
     def test_an_exception_leaves_whole_lines(self, tmp_path: Path) -> None:
         class Failing(Module):

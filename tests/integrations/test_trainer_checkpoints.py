@@ -10,11 +10,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Trainer
 
 import penstock
-from penstock.integrations.transformers import from_pretrained_on_meta
+from penstock import export
+from penstock.checkpoint.reader import Checkpoint, summarize
+from penstock.integrations.transformers import from_pretrained_on_meta, trainer_class
+from penstock.integrations.transformers.resuming import is_whole
 from tests.integrations.trainers import (
+    arguments,
     assert_histories,
     assert_weights,
     history,
@@ -89,6 +93,42 @@ def test_a_model_in_bf16_is_saved_in_bf16(tmp_path: Path) -> None:
     assert ours.accelerator.mixed_precision == "bf16"
 
 
+def test_checkpoints_have_weights_where_they_are_asked_for(tmp_path: Path) -> None:
+    ours = our_trainer(tmp_path / "state", **SAVED)
+    ours.train()
+    beside = {"config.json", "generation_config.json", "training_args.bin", "trainer_state.json", "penstock"}
+    assert files(tmp_path / "state" / "checkpoint-2") == beside | {"rng_state.pth"}
+    assert "model.safetensors" in files(tmp_path / "state" / "checkpoint-6")  # the last one
+    whole = trainer_class(type(ours), whole_weights=True)
+    again = whole(llama(), arguments(tmp_path / "whole", **SAVED), train_dataset=rows())
+    again.train()
+    saved = state_of(tmp_path / "whole" / "checkpoint-2")
+    export(tmp_path / "state" / "checkpoint-2", tmp_path / "out", dtype="fp32")
+    assert_weights(state_of(tmp_path / "out"), saved, relative=0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("end", False), ("every_save", True), ("checkpoint", True), ("all_checkpoints", True)]
+)
+def test_what_is_pushed_has_weights_and_is_whole(
+    strategy: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[tuple[str, bool, bool]] = []
+
+    def push(trainer: Any, folder: str) -> None:
+        pushed.append((Path(folder).name, bool(state_of(Path(folder))), is_whole(Path(folder))))
+
+    for name in ("init_hf_repo", "push_to_hub", "_finish_current_push"):
+        monkeypatch.setattr(Trainer, name, lambda *args, **given: None)
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    changes = {"push_to_hub": True, "hub_strategy": strategy, "save_total_limit": 1, **SAVED}
+    our_trainer(tmp_path, **changes).train()
+    assert [name for name, _, _ in pushed] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert all(has == (expected or name == "checkpoint-6") for name, has, _ in pushed)
+    assert all(whole for _, _, whole in pushed) or "checkpoint" not in strategy
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
+
+
 # Going on
 
 
@@ -124,13 +164,15 @@ def test_a_second_train_resumes_too(tmp_path: Path) -> None:
     assert_weights(weights(ours), first, relative=0)
 
 
-def test_resumed_in_an_epoch_with_accumulation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampling", ["random", "group_by_length"])  # the latter draws from torch's own generator
+def test_resumed_in_an_epoch_with_accumulation(sampling: str, tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 3, "max_steps": 7, "lr_scheduler_type": "cosine"}
+    changes["train_sampling_strategy"] = sampling
     plain = plain_trainer(tmp_path / "plain", **changes)
     plain.train()
     our_trainer(tmp_path, **changes, **SAVED).train()
     resumed = our_trainer(tmp_path, seed=5, **changes)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_histories(resumed, plain)
 
 
@@ -216,6 +258,23 @@ def test_adapters_are_saved_alone_and_gone_on_with(tmp_path: Path) -> None:
     resumed = our_trainer(tmp_path / "ours", adapted(), **SAVED)
     resumed.train(resume_from_checkpoint=str(saved))
     assert_histories(resumed, plain)
+
+
+def test_adapters_are_exported_from_a_checkpoint_and_merged_into_their_base(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    ours = our_trainer(tmp_path / "ours", adapted(), **SAVED)
+    ours.train()
+    summary = summarize(Checkpoint.open(tmp_path / "ours" / "checkpoint-6"))
+    assert summary["parameters"]["left_out_numel"] == sum(p.numel() for p in llama().parameters())
+    export(tmp_path / "ours" / "checkpoint-6" / "penstock", tmp_path / "adapter", dtype="fp32")
+    assert_weights(state_of(tmp_path / "adapter"), state_of(tmp_path / "ours" / "checkpoint-6"), relative=0)
+    export(
+        tmp_path / "ours" / "checkpoint-6", tmp_path / "out", merge_adapters=True, base=tmp_path / "base", dtype="fp32"
+    )
+    ours.penstock.close()
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(merged(ids).logits, ours.model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 # Without values

@@ -33,7 +33,7 @@ REFUSED: Mapping[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "overlap of backward": (lambda: {"prepare": {"overlap": "backward"}}, "Use overlap='forward'"),
     "two precisions": (
         lambda: {"prepare": {"precision": "fp32"}, "bf16": True},
-        "precision='fp32' beside TrainingArguments\\(bf16=True\\). Say it once",
+        "precision='fp32' beside TrainingArguments\\(bf16=True\\), which is 'bf16' here. Say it once",
     ),
     "an argument that there is not": (lambda: {"prepare": {"stages": 2}}, "has no 'stages'. Did you mean 'stage'"),
     "a field that there is not": (lambda: {"prepare": {"placement": {"param": "cpu"}}}, "Did you mean 'params'"),
@@ -66,7 +66,7 @@ def test_a_class_of_optimizer_without_a_rule_is_refused_at_train(tmp_path: Path)
 def test_a_model_over_several_devices_is_refused(tmp_path: Path) -> None:
     model = llama()
     model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
-    with pytest.raises(penstock.ConfigError, match="loaded with device_map=, over cpu, disk"):
+    with pytest.raises(penstock.ConfigError, match="dispatched over cpu, disk"):
         our_trainer(tmp_path, model)
 
 
@@ -147,10 +147,11 @@ def test_a_configuration_of_deepspeed(tmp_path: Path, caplog: pytest.LogCaptureF
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         "elasticity": {"enabled": False},
+        "sparse_gradients": True,
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
     base = trainer_class(Trainer, deepspeed=tmp_path / "ds.json")
-    assert "the optimizer is the one that TrainingArguments describe" in caplog.text
+    assert [record.getMessage().partition(": ")[2][:16] for record in caplog.records] == ["sparse_gradients"]
     same = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     plain = plain_trainer(tmp_path, **same)
     plain.train()
@@ -162,6 +163,17 @@ def test_a_configuration_of_deepspeed(tmp_path: Path, caplog: pytest.LogCaptureF
         base(model=llama(), args=arguments(tmp_path, max_grad_norm=0.5), train_dataset=rows())
     with pytest.raises(penstock.ConfigError, match="Give one of them"):
         trainer_class(Trainer, deepspeed="ds.json", config="p.yaml")
+
+
+def test_the_batch_of_all_ranks_is_no_field_of_trainer(tmp_path: Path) -> None:
+    """`TrainingArguments.train_batch_size` is that of one rank, and without accumulation."""
+    config = {"train_batch_size": 32, "gradient_accumulation_steps": 2, "optimizer": {"params": {"lr": 0.5}}}
+    (tmp_path / "ds.json").write_text(json.dumps(config | {"gradient_clipping": 1.0}))
+    base = trainer_class(Trainer, deepspeed=tmp_path / "ds.json")
+    same = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
+    base(model=llama(), args=arguments(tmp_path, **same, learning_rate=0.5), train_dataset=rows())
+    with pytest.raises(penstock.ConfigError, match=r"differ: learning_rate=0\.1 and 0\.5"):
+        base(model=llama(), args=arguments(tmp_path, **same, learning_rate=0.1), train_dataset=rows())
 
 
 # Classes

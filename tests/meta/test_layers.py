@@ -82,9 +82,12 @@ LISTS = {
         {
             "",
             "errors",
+            "ext.interop.dcp",
+            "ext.interop.deepspeed",
             "ext.observe.timeline",
             "files",
             "footprint",
+            "forecast.wording",
             "losses",
             "optim",
             "parallel",

@@ -1,17 +1,18 @@
 """No pickle is ever loaded: whoever writes one chooses what runs where it is read, be it a file or another rank."""
 
 import ast
+import builtins
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from penstock.integrations import deepspeed, pickled
-from penstock.integrations.dcp import files
+from penstock.ext.interop import dcp, deepspeed, pickled
 from tests.meta.source import modules
 
-#: The one reader of pickles that others wrote: `find_class` knows a closed list of names, and stand-ins for them.
-READER = "integrations.pickled"
+#: The one reader of pickles that others wrote: it executes opcodes itself, and calls what a closed list of names has.
+READER = "ext.interop.pickled"
 
 #: Modules that make objects of bytes, or hand them to code that does.
 MODULES = {
@@ -75,27 +76,34 @@ def test_no_module_loads_a_pickle(module: str) -> None:
     assert not list(uses(modules()[module]))
 
 
-def test_the_one_reader_makes_what_its_list_names() -> None:
-    """Its unpickler is used where the scan has passed, finds names in its list alone, and imports nothing."""
+def test_the_one_reader_calls_what_its_list_names() -> None:
+    """It loads no pickle, looks names up in its list alone, and imports nothing."""
     tree = modules()[READER]
-    found = [use.partition(": ")[2] for use in uses(tree)]
-    assert found == ["import pickle", "import pickletools", "pickle.Unpickler"]
-    (unpickler,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "_Unpickler")
-    assert [ast.unparse(base) for base in unpickler.bases] == ["pickle.Unpickler"]
-    (find_class,) = (n for n in unpickler.body if isinstance(n, ast.FunctionDef) and n.name == "find_class")
-    assert [ast.unparse(n) for n in ast.walk(find_class) if isinstance(n, ast.Return)] == ["return self._names[whole]"]
-    (read,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "read_value")
-    called = [ast.unparse(n.func) for n in ast.walk(read) if isinstance(n, ast.Call)]
-    assert called.index("_scan") < called.index("_Unpickler")
+    assert [use.partition(": ")[2] for use in uses(tree)] == ["import pickletools"]
+    (machine,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "_Machine")
+    methods = {node.name: node for node in machine.body if isinstance(node, ast.FunctionDef)}
+    looked_up = [ast.unparse(node) for node in ast.walk(machine) if isinstance(node, ast.Subscript)]
+    assert [part for part in looked_up if "_names" in part] == ["self._names[name]"]
+    assert ast.unparse(methods["_find"].body[-1]) == "self._refer(self._names[name])"
+    calls = [node for node in ast.walk(machine) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    ours = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    others = [ast.unparse(call) for call in calls if ast.unparse(call.func) not in ours | set(dir(builtins))]
+    assert others == ["function(*arguments)"]
     named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     assert not named & {"getattr", "eval", "exec", "compile", "__import__", "globals", "vars"}
-    assert sum(isinstance(n, ast.Call) and ast.unparse(n.func) == "_Unpickler" for n in ast.walk(tree)) == 1
+
+
+def test_nothing_that_a_pickle_makes_can_be_called() -> None:
+    """But the stand-ins of its list."""
+    made = [None, True, 1, 0.5, "text", b"bytes", (), [], {}, pickled.Made("a"), pickled.Stored(torch.float32, "0")]
+    assert not [value for value in (*made, *pickled.DTYPE_NAMES.values()) if callable(value)]
 
 
 def test_stand_ins_are_our_own() -> None:
     """Of torch there are dtypes, which are constants."""
-    for name, stand_in in {**pickled.TENSOR_NAMES, **files._IN_INDEX, **deepspeed._NAMES}.items():
-        assert isinstance(stand_in, torch.dtype) or stand_in.__module__.startswith("penstock."), name
+    for name, stand_in in {**pickled.TENSOR_NAMES, **dcp._IN_INDEX, **deepspeed._NAMES}.items():
+        function = stand_in.func if isinstance(stand_in, functools.partial) else stand_in
+        assert isinstance(stand_in, torch.dtype) or function.__module__.startswith("penstock."), name
 
 
 @pytest.mark.parametrize(

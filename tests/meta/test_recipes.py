@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from penstock.cli.options import option_of, options_of
-from penstock.cli.training.config import TrainConfig
-
 PAGE = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
 
 
@@ -48,8 +45,9 @@ def without(words: list[str], option: str) -> list[str]:
 
 
 def test_every_torchrun_of_the_page_has_real_options() -> None:
+    arguments = pytest.importorskip("penstock.train.arguments")
     parser = get_args_parser()
-    known = {option_of(name) for name in options_of(TrainConfig)}
+    known = {*arguments.make_parser()._option_string_actions}
     assert len(commands()) == 5
     for words in commands():
         ours = words.index("penstock")
@@ -62,18 +60,16 @@ def test_every_torchrun_of_the_page_has_real_options() -> None:
         assert (args.module, args.training_script, rest) == (True, "penstock", [])
         assert args.max_restarts == 10
         options = {word.partition("=")[0] for word in words[ours + 2 :] if word.startswith("--")}
-        assert {"--resume", "--save-every", "--out"} <= options <= known, words
+        assert {"--save_steps", "--out"} <= options <= known, words
 
 
 def test_the_waits_that_the_page_names_are_those_of_the_code() -> None:
     from penstock import Options
-    from penstock.cli.ranks import JOINING_S
     from penstock.preparing import PATIENCE_S
     from penstock.runtime import control_group
     from penstock.runtime.control_group import HEARING_S, WARN_S
 
-    assert f"any agreement | {Options().timeout_s:g} s | `--timeout-s`; `Options(timeout_s=)` |" in PAGE
-    assert f"for all ranks to join | {JOINING_S:g} s," in PAGE
+    assert f"any agreement | {Options().timeout_s:g} s | `--options timeout_s=`; `Options(timeout_s=)` |" in PAGE
     assert f"for a plan that another rank makes | {PATIENCE_S:g} s," in PAGE
     assert f"for all ranks to come to `prepare` | {control_group.JOINING_S:g} s," in PAGE
     assert f"once a collective failed | {HEARING_S:g} s |" in PAGE

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
+from penstock.integrations._private import accelerate, lightning, transformers, trl
 from tests.meta.source import PACKAGE, modules
 
 MOST_OF_A_FUNCTION, MOST_ARGUMENTS = 60, 8
@@ -28,9 +29,7 @@ CONSTRUCTORS = {
     "engine.unit.partition.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.format.Manifest": "the fields of the file",
     "checkpoint.tables.UnitTable": "the fields of the file",
-    "cli.training.reporting.progress.Progress": "the fields of the file",
     "forecast.answer.Answer": "the fields of the file, and what people read of a plan",
-    "cli.training.request.Request": "what the user asked for, and what follows from it before the data is read",
 }
 
 ROOT = Path(__file__).parents[2]
@@ -212,17 +211,10 @@ TORCH: dict[str, dict[str, tuple[str, str]]] = {
 }
 ROWS = frozenset(f"{owner}.{name}" for owner, names in TORCH.items() for name in names)
 IN_TABLE = frozenset(row.rpartition(".")[2] for row in ROWS)
-#: Private names of others, by the library that they are of: their releases are pinned for the tests.
-OTHERS = {
-    "Python": "_DummyThread _asdict _exit _getframe _value_",
-    "accelerate": "_hf_hook _load_model_state_pre_hook _save_model_state_pre_hook",
-    "Lightning": "_accelerator_connector _err_msg_joint_setup_required _layer_sync _reset_optimizers_and_schedulers "
-    "_wrap_closure",
-    "transformers": "_attn_implementation _expand_parallel_plan _hf_peft_config_loaded _init_weights "
-    "_issue_warnings_after_load _keys_to_ignore_on_save _n_gpu _save _supports_attention_backend",
-    "TRL": "_dist _precompute_ref_logps",
-}
-OTHERS_IN_TABLE = frozenset(f"?.{name}" for names in OTHERS.values() for name in names.split())
+#: Private names of Python, and of the libraries that penstock.integrations lists.
+OF_PYTHON = frozenset(f"?.{name}" for name in ("_DummyThread", "_asdict", "_exit", "_getframe", "_value_"))
+LISTED = (accelerate.NAMES, lightning.NAMES, transformers.NAMES, trl.NAMES)
+OF_OTHERS = OF_PYTHON | {f"?.{row.rpartition('.')[2]}" for names in LISTED for row in names}
 #: Names of ours that objects of torch have as well.
 OURS = {"_name", "_native"}
 
@@ -437,7 +429,7 @@ def used() -> Mapping[str, Sequence[str]]:
 
 
 def test_private_names_of_torch_are_in_the_table() -> None:
-    known = OTHERS_IN_TABLE | {name for name in used() if rows_of(name)}
+    known = OF_OTHERS | {name for name in used() if rows_of(name)}
     known |= {name for name in used() if any(row.startswith(f"{name}.") for row in ROWS)}  # on the way to one
     missing = {name: where for name, where in used().items() if name not in known}
     assert missing == {}, "take a public name, or add a row to TORCH: why, and the versions that it was read in"
@@ -445,7 +437,7 @@ def test_private_names_of_torch_are_in_the_table() -> None:
 
 def test_every_row_of_private_names_is_used() -> None:
     assert ROWS - {row for name in used() for row in rows_of(name)} == set(), "take these rows out of TORCH"
-    assert OTHERS_IN_TABLE - used().keys() == set(), "take these names out of OTHERS"
+    assert OF_PYTHON - used().keys() == set(), "take these names out of OF_PYTHON"
 
 
 @pytest.mark.parametrize(

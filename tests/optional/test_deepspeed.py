@@ -2,27 +2,28 @@
 
 import importlib.util
 import json
-import math
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.integrations.convert import convert_deepspeed
-from penstock.integrations.convert.deepspeed import ROWS
+from penstock.integrations.convert import NOT_NEEDED, RULES
 from tests.deepspeed_checks import check
+from tests.docs.blocks import blocks_of
 
 pytestmark = [
     pytest.mark.optional,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
 SCRIPT = Path(__file__).with_name("deepspeed_files.py")
+PAGE = Path(__file__).parents[2] / "docs" / "from-deepspeed.md"
 
 
 def make(folder: Path, stage: int, precision: str, world_size: int, config: Mapping[str, Any]) -> None:
@@ -74,7 +75,7 @@ def test_import(stage: int, precision: str, world_size: int, config: Mapping[str
 
 
 def test_every_key_of_the_block_is_known() -> None:
-    """As the installed DeepSpeed has them: what it adds has to be looked at."""
+    """As the installed DeepSpeed has them: what it adds is a rule, needs nothing, or is on the page."""
     config = importlib.import_module("deepspeed.runtime.zero.config")
     offload = importlib.import_module("deepspeed.runtime.zero.offload_config")
     fields = dict(config.DeepSpeedZeroConfig.model_fields)
@@ -82,21 +83,28 @@ def test_every_key_of_the_block_is_known() -> None:
     for block in ("DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig"):
         name = "offload_param" if "Param" in block else "offload_optimizer"
         keys += [f"{name}.{key}" for key in getattr(offload, block).model_fields]
-    assert [key for key in keys if f"zero_optimization.{key}" not in ROWS] == []
+    known = [
+        key for key in keys if any(fnmatchcase(f"zero_optimization.{key}", each) for each in (*RULES, *NOT_NEEDED))
+    ]
+    assert [key for key in keys if key not in known and f"{key.rpartition('.')[2]}`" not in PAGE.read_text()] == []
 
 
 def test_schedules_give_the_same_rates() -> None:
     schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
+    namespace: dict[str, Any] = {}
+    (block,) = [block.text for block in blocks_of("docs/from-deepspeed.md") if "def warmup_schedule" in block.text]
+    exec(block, namespace)
     for name, params in (
         ("WarmupLR", {"warmup_num_steps": 5}),
         ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_min_lr": 0.01, "warmup_max_lr": 0.1}),
         ("WarmupDecayLR", {"warmup_num_steps": 5, "total_num_steps": 12, "warmup_max_lr": 0.1}),
         ("WarmupDecayLR", {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 0.1, "warmup_type": "linear"}),
     ):
-        config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": name, "params": params}}
-        line = convert_deepspeed(config).training["scheduler"]
         ours, theirs = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
-        written = eval(line, {"torch": torch, "math": math, "optimizer": ours})
+        of_page = {key: value for key, value in params.items() if key in ("warmup_num_steps", "total_num_steps")}
+        share = float(params.get("warmup_min_lr", 0)) / 0.1
+        kind = params.get("warmup_type", "log")
+        written = namespace["warmup_schedule"](ours, **of_page, warmup_type=kind, share=share)
         schedule = getattr(schedules, name)(theirs, **params)
         for step in range(15):
             assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], abs=1e-9), (name, step)

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.integrations.deepspeed import import_checkpoint
+from penstock.ext.interop.deepspeed import import_checkpoint
 from penstock.integrations.huggingface import build_empty, build_model, find_model
 from penstock.integrations.vocabulary import rows_for
 from tests.deepspeed_checks import load
 from tests.instruct import byte_tokenizer
-from tests.property.test_checkpoint_files import at, change_values, copy_of, limited_memory, places
+from tests.property.test_checkpoint_files import at, change_values, limited_memory
 
 EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
 pytestmark = pytest.mark.timeout(0 if EXAMPLES else 1200)
@@ -267,68 +267,3 @@ def test_checkpoints_of_deepspeed_of_anybody(tmp_path_factory: pytest.TempPathFa
 @given(data=st.data())
 def test_checkpoints_of_deepspeed_of_very_many(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     checkpoints_of_deepspeed_of_anybody(tmp_path_factory, data)
-
-
-# What a checkpoint says of its run
-
-
-class Run:
-    """A run of the command that has saved, and what its extra says."""
-
-    def __init__(self, folder: Path) -> None:
-        from penstock.cli.training.config import TrainConfig
-        from penstock.cli.training.learning.checkpoints import Checkpoints, Position, checkpoint_to_resume
-        from penstock.cli.training.recipe import recipe_for
-
-        config = TrainConfig(out=folder, steps=8, seq_length=2, resume="auto")
-        model = torch.nn.Linear(4, 4)
-        self.optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-        self.course = recipe_for(config, positions=None, world_size=1).over(config, 64)
-        identity = {"seed": 0, "seq_length": 2, "sequences": [64], "weights": None, "data": ["0" * 32]}
-        self.checkpoints = Checkpoints(config, self.course, self.optimizer, identity)
-        self.checkpoints.save(Position(3, 24), blocking=True)
-        saved = checkpoint_to_resume(config)
-        assert saved is not None
-        self.whole = saved
-        self.extra = self.optimizer.load(self.whole)
-
-    def resume(self) -> None:
-        position = self.checkpoints.resume(self.whole)
-        assert 0 <= position.step <= 8
-        schedule = self.checkpoints.schedule(position)
-        assert schedule.last_epoch == position.step
-        assert schedule.get_last_lr()[0] <= self.course.lr
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    run = Run(tmp_path_factory.mktemp("run"))
-    yield run
-    run.optimizer.close()
-
-
-def runs_of_anybody(run: Run, data: st.DataObject) -> None:
-    extra = copy_of({key: value for key, value in run.extra.items() if key != "config"})
-    extra["scheduler"] = {"last_epoch": 3, "_step_count": 4, "base_lrs": [0.1], "lr_lambdas": [None]}
-    change_values(extra, data)
-    if data.draw(st.booleans()):
-        path = data.draw(st.sampled_from(list(places(extra)) or [("scheduler",)]))
-        at(extra, path[:-1])[path[-1]] = data.draw(st.sampled_from([torch.zeros(3), float("inf"), b"x", (), {1: 2}]))
-    try:
-        run.optimizer.save(run.whole, extra=extra)
-    except penstock.ConfigError:  # what no checkpoint holds
-        return
-    refused_in_one_line(run.resume)
-
-
-@examples(40)
-@given(data=st.data())
-def test_runs_of_anybody(run: Run, data: st.DataObject) -> None:
-    runs_of_anybody(run, data)
-
-
-@pytest.mark.thorough
-@examples(400)
-@given(data=st.data())
-def test_runs_of_very_many(run: Run, data: st.DataObject) -> None:
-    runs_of_anybody(run, data)

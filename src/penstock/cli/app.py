@@ -3,29 +3,27 @@
 import io
 import os
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, NoReturn
 
 import typer
 
-from penstock.cli.commands import words_of
 from penstock.cli.convert_config import convert_config
-from penstock.cli.data import data
-from penstock.cli.doctor import DoctorConfig, doctor
+from penstock.cli.doctor import doctor
 from penstock.cli.export import export
 from penstock.cli.import_dcp import import_dcp
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
 from penstock.cli.launch import launch
 from penstock.cli.plan import plan
-from penstock.cli.planning.config import PlanConfig
-from penstock.cli.probe import ProbeConfig, probe
+from penstock.cli.probe import probe
 from penstock.cli.report import report
-from penstock.cli.train import train
-from penstock.cli.training.config import DataConfig, TrainConfig
 from penstock.errors import PenstockError, one_line
 
 _MOST_CHARS = 2000
+#: What follows the command is read by the command itself, --help too.
+UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
     name="penstock",
@@ -52,9 +50,14 @@ def root(
     """Train PyTorch models larger than GPU memory."""
 
 
-app.command(cls=words_of(TrainConfig))(train)
-app.command(cls=words_of(DataConfig))(data)
-app.command(cls=words_of(PlanConfig))(plan)
+def train(context: typer.Context) -> None:
+    """Train a causal language model by TRL's SFTTrainer, larger than GPU memory. See penstock train --help."""
+    # Here, not at the top: it imports torch, transformers and TRL.
+    raise typer.Exit(import_module("penstock.train").main(context.args))
+
+
+app.command(context_settings=UNREAD)(train)
+app.command()(plan)
 app.command()(export)
 app.command()(inspect)
 app.command()(report)
@@ -63,8 +66,8 @@ app.command()(import_dcp)
 # What follows the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(convert_config)
-app.command(cls=words_of(ProbeConfig))(probe)
-app.command(cls=words_of(DoctorConfig))(doctor)
+app.command()(probe)
+app.command()(doctor)
 
 
 def main() -> None:

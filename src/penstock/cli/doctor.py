@@ -1,14 +1,12 @@
 """`penstock doctor`: whether this machine is fit to train on, what is slow on it, and how to mend it."""
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.commands import command_of
-from penstock.cli.options import check_options, option
-from penstock.cli.parse import parse_path
+from penstock.cli import values
 
 if TYPE_CHECKING:
     from penstock.doctor import Finding
@@ -16,22 +14,12 @@ if TYPE_CHECKING:
 _COLOURS = {"fine": "green", "slow": "yellow", "broken": "red"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorConfig:
-    """What is looked at, and how it is told."""
-
-    folders: tuple[str, ...] = option((), "Folders of the nvme tier, one for each disk.", many=True)
-    json: bool = option(False, "Print JSON, and no table.")
-
-    def __post_init__(self) -> None:
-        """Refuse what names no folder."""
-        check_options(self)
-        for folder in self.folders:
-            parse_path(folder, option="--folders")
-
-
-@command_of(DoctorConfig)
-def doctor(config: DoctorConfig) -> None:
+def doctor(
+    folders: Annotated[
+        list[Path] | None, typer.Option(help="A folder of the nvme tier, once for each disk.", parser=values.path)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and no table.")] = False,
+) -> None:
     """Look at this machine: versions, devices, memory, limits and disks; what is slow or broken, and how to mend it.
 
     Nothing is measured (penstock probe does that) and nothing changed. Exit status 1 if something is broken.
@@ -39,9 +27,9 @@ def doctor(config: DoctorConfig) -> None:
     # Here, not at the top: it imports torch, which --help does not wait for.
     from penstock.doctor import Verdict, examine
 
-    found = examine(config.folders)
+    found = examine(folders or ())
     is_broken = any(finding.verdict is Verdict.BROKEN for finding in found)
-    if config.json:
+    if as_json:
         print(json.dumps({"broken": is_broken, "findings": [finding.to_dict() for finding in found]}, indent=2))
     else:
         _show(found)

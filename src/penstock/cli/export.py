@@ -1,15 +1,20 @@
 """`penstock export`: a checkpoint's weights as files that other libraries load."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.parse import parse_path, parse_size_bytes
+from penstock.cli import values
 
 
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a folder of them for the newest.")],
-    out: Annotated[str, typer.Argument(help="The folder to write. It must not exist, or be empty.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a folder of them for the newest.", parser=values.path)
+    ],
+    out: Annotated[
+        Path, typer.Argument(help="The folder to write. It must not exist, or be empty.", parser=values.path)
+    ],
     dtype: Annotated[str, typer.Option(help="Of the weights: fp32, bf16 or fp16.")] = "bf16",
     adapters_only: Annotated[
         bool,
@@ -19,9 +24,12 @@ def export(
         bool, typer.Option("--merge-adapters", help="Write the model with its LoRA adapters merged into it.")
     ] = False,
     base: Annotated[
-        str, typer.Option(help="The folder that a frozen base came from, of a checkpoint that leaves it out.")
-    ] = "",
-    max_shard_bytes: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
+        Path | None,
+        typer.Option(
+            help="The folder that a frozen base came from, of a checkpoint that leaves it out.", parser=values.path
+        ),
+    ] = None,
+    max_shard_bytes: Annotated[Any, typer.Option(help="Size of a file at most.", parser=values.size)] = "5GB",
     average: Annotated[
         bool, typer.Option("--average", help="Write the average (penstock.EMA) of what was trained.")
     ] = False,
@@ -31,23 +39,19 @@ def export(
     Needs memory for a few tiles, no device and no model. With several processes, which divide the files: torchrun
     --nproc-per-node 4 -m penstock export CHECKPOINT OUT
     """
-    source, target = parse_path(checkpoint, option="CHECKPOINT"), parse_path(out, option="OUT")
-    of_base = parse_path(base, option="--base") if base else None
-    most_bytes = parse_size_bytes(max_shard_bytes, option="--max-shard-bytes")
     import penstock
-    from penstock.cli.ranks import Ranks, joined  # torch, which --help does not wait for
+    from penstock.cli.group import joined  # torch, which --help does not wait for
 
-    ranks = Ranks.from_environment()
-    with joined(ranks):
+    with joined() as rank:
         penstock.export(
-            source,
-            target,
+            checkpoint,
+            out,
             dtype=dtype,  # type: ignore[arg-type]
             adapters_only=adapters_only,
-            max_shard_bytes=most_bytes,
+            max_shard_bytes=max_shard_bytes,
             average=average,
             merge_adapters=merge_adapters,
-            base=of_base,
+            base=base,
         )
-    if ranks.is_first:
+    if rank == 0:
         print(out)

@@ -2,28 +2,28 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.parse import parse_path
+from penstock.cli import values
 from penstock.errors import one_line
 
 _MOST_CHARS = 160
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="A checkpoint, or a folder of them for the newest.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them for the newest.", parser=values.path)],
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every tile and say which are damaged; exit status 1 if any is.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a checkpoint holds: steps, parameters, optimizer, where state rested, files."""
-    folder = parse_path(path, option="PATH")
     from penstock.integrations.engine_internals import Checkpoint, damaged_tiles, summarize
 
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(path)
     summary = summarize(checkpoint)
     damaged = [str(error) for error in damaged_tiles(checkpoint)] if verify else None
     if as_json:

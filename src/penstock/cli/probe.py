@@ -4,63 +4,55 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from penstock.cli.commands import command_of
-from penstock.cli.options import check_options, option
-from penstock.cli.parse import parse_path
+import typer
+
+from penstock.cli import values
 from penstock.errors import ConfigError, one_line
 
-MOST_SECONDS = 3600
+_MOST_SECONDS = 3600
 _LOOKED_AT, _MOST_CHARS = 1 << 16, 500
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
-    """What is measured, for how long, and where it goes."""
-
-    folders: tuple[str, ...] = option((), "Folders of the nvme tier, one for each disk.", many=True)
-    seconds: float = option(60.0, "How long it may take.", least=1, most=MOST_SECONDS)
-    out: str = option("", "The JSON file to write, for --machine.", default_help="the cache, where plans look")
-    json: bool = option(False, "Print JSON, and no table.")
-
-    def __post_init__(self) -> None:
-        """Refuse values out of range, by the name of their option."""
-        if self.seconds != self.seconds:
-            raise ConfigError(f"--seconds {self.seconds} is no number. Use 1 or more.")
-        check_options(self)
-        for folder in self.folders:
-            parse_path(folder, option="--folders")
-
-
-@command_of(ProbeConfig)
-def probe(config: ProbeConfig) -> None:
+def probe(
+    folders: Annotated[
+        list[Path] | None, typer.Option(help="A folder of the nvme tier, once for each disk.", parser=values.path)
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long it may take.", min=1, max=_MOST_SECONDS)] = 60.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The JSON file to write, for --machine.",
+            parser=values.path,
+            show_default="the cache, where plans look",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and no table.")] = False,
+) -> None:
     """Measure this machine: arithmetic, memory, updates, links and disks. penstock plan reads what it finds.
 
     What is measured in a folder is gone afterwards. The file can be edited, or written by hand for another machine.
 
     With several processes, which measure what is between them: torchrun --nproc-per-node 4 -m penstock probe
     """
-    target = None if not config.out else parse_path(config.out, option="--out")
-    if target is not None:
-        check_target(target)
+    if out is not None:
+        check_target(out)
     # Here, not at the top: it imports torch, which --help does not wait for.
-    from penstock.cli.ranks import Ranks, joined
+    from penstock.cli.group import joined
     from penstock.planner import probing
 
-    ranks = Ranks.from_environment()
-    with joined(ranks), _status() as say:
-        machine = probing.probe(folders=config.folders, seconds=config.seconds, progress=say)
-    if not ranks.is_first:
+    with joined() as rank, _status() as say:
+        machine = probing.probe(folders=folders or (), seconds=seconds, progress=say)
+    if rank:
         return
-    if target is None:
+    if out is None:
         written = probing.remember(machine)
     else:
-        machine.write(target)
-        written = target
-    if config.json:
+        machine.write(out)
+        written = out
+    if as_json:
         print(probing.as_json(machine))
     else:
         _show(machine, written)

@@ -27,93 +27,29 @@ class Ranks:
         rank: its number.
         world_size: how many ranks there are.
         device: what it computes on.
-        hosts: how many hosts there are.
         timeout_s: how long it waits for the others in a collective, in seconds.
-        dp_replicate: how many copies of the training state there are, each shared by ranks with consecutive numbers.
-        cp: how many of those, with consecutive numbers, share each sequence; the product divides `world_size`.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    hosts: int = 1
     timeout_s: float = 600.0
-    dp_replicate: int = 1
-    cp: int = 1
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Ranks":
         """Read the place that the launcher describes; alone without one. Joins nothing."""
         on_cuda = torch.cuda.is_available()
         world_size = _number(environ, "WORLD_SIZE", "1", least=1)
-        of_host = _number(environ, "LOCAL_WORLD_SIZE", str(world_size), least=1)
         return cls(
             rank=_number(environ, "RANK", "0", most=world_size - 1),
             world_size=world_size,
             device=torch.device("cuda", _number(environ, "LOCAL_RANK", "0")) if on_cuda else torch.device("cpu"),
-            hosts=1 if world_size % of_host else world_size // of_host,
         )
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this is the rank that prints and saves."""
+        """Return True if this is the rank that prints."""
         return self.rank == 0
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Count the ranks along each dimension of the mesh, the outermost first, by the names that it has for them."""
-        shards = self.world_size // (self.dp_replicate * self.cp)
-        return {"dp_replicate": self.dp_replicate, "dp_shard": shards, "cp": self.cp}
-
-    @property
-    def dp_rank(self) -> int:
-        """Number the rows that this rank reads: ranks that share a sequence read the same ones."""
-        return self.rank // self.cp
-
-    @property
-    def dp_world_size(self) -> int:
-        """Count the ranks that read rows of their own."""
-        return self.world_size // self.cp
-
-    @property
-    def counts_rows(self) -> bool:
-        """Tell whether this is the rank that counts what is in its rows, for all that share them."""
-        return self.rank % self.cp == 0
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add the values up over all ranks, in place. Every rank calls it."""
-        if self.world_size > 1:
-            with self._named_when_missing():
-                dist.all_reduce(values)
-        return values
-
-    def any(self, flag: bool) -> bool:
-        """Tell whether the flag is set on any rank. The same answer on every rank; every rank calls it."""
-        # On the host: the answer does not wait for the device.
-        return flag if self.world_size == 1 else bool(self.sum(torch.tensor(float(flag))).item() > 0)
-
-    def from_first(self, values: torch.Tensor) -> torch.Tensor:
-        """Overwrite the values with those of rank 0. Every rank calls it."""
-        if self.world_size > 1:
-            with self._named_when_missing():
-                dist.broadcast(values, src=0)
-        return values
-
-    @contextmanager
-    def _named_when_missing(self) -> Iterator[None]:
-        """Make the backend's error of a rank that waited in vain one that says how long ranks wait, and where.
-
-        Raises:
-            EngineError: another rank has ended, is stopped, or does something else.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            raise EngineError(
-                f"Rank {self.rank} of {self.world_size} waits between two steps for another one, which has ended, is "
-                f"stopped, or does something else. Ranks wait for {self.timeout_s:g} s at most: --timeout-s. Look at "
-                f"what the others have said. ({one_line(error)})"
-            ) from error
 
 
 def _number(environ: Mapping[str, str], name: str, default: str, *, least: int = 0, most: int = 1 << 20) -> int:

@@ -1,16 +1,23 @@
 """`penstock report`: a page of a run, or of two side by side."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.cli.parse import parse_path
+from penstock.cli import values
 from penstock.errors import ConfigError
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(help="The folder of a run; two are held against each other.")],
-    out: Annotated[str, typer.Option(help="The file.", show_default="report.html in the folder of the run")] = "",
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="The folder of a run; two are held against each other.", parser=values.path),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file.", parser=values.path, show_default="report.html in the folder of the run"),
+    ] = None,
 ) -> None:
     """Make a page of a run: curves, memory by tier, the timeline of a step, where every byte was, settings, samples.
 
@@ -22,6 +29,4 @@ def report(
     # Here, not at the top: --help needs none of it.
     from penstock.cli.reporting.page import write_page
 
-    folders = [parse_path(run, option="RUN") for run in runs]
-    path = write_page(folders, parse_path(out, option="--out") if out else None)
-    print(f"{path}: open it in a browser")
+    print(f"{write_page(runs, out)}: open it in a browser")

@@ -205,7 +205,7 @@ def add_adapters(model: nn.Module, lora: "Lora | LoraConfig", *, seed: int) -> n
 
 @contextmanager
 def _drawn_from(seed: int) -> Iterator[None]:
-    """Seed the cpu's random numbers for a `with` block. Afterwards they go on as before."""
+    """Draw random numbers from a seed in a `with` block. Afterwards those of the cpu go on as before."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

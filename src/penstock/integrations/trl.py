@@ -11,17 +11,22 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+import trl
 from torch import nn
 from trl import SyncRefModelCallback
 
 from penstock import Optimizer
 from penstock.errors import ConfigError, EngineError
+from penstock.integrations import _private
+from penstock.integrations._private.trl import TESTED
 from penstock.integrations.engine_internals import batches
 from penstock.integrations.generation import generating, move_away
 from penstock.integrations.transformers.accelerator import TrainerAccelerator
 
 #: What is gathered at once where parameters are read one after the other.
 GATHER_BYTES = 256 << 20
+
+_private.warn_untested("TRL", trl.__version__, TESTED)
 
 
 def check_arguments(args: Any) -> None:

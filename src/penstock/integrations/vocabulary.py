@@ -35,28 +35,25 @@ def rows_for(folder: Path | None, vocab_size: int, *, multiple: int = 1, trust_r
     Raises:
         ConfigError: the tokenizer cannot be read.
     """
-    rows = vocab_size
-    if folder is not None and any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        from transformers import AutoTokenizer
+    if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return -(-vocab_size // multiple) * multiple
+    from transformers import AutoTokenizer
 
-        with reading("tokenizer", folder):
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-            # In a vocabulary with holes, the largest id is beyond the count.
-            rows = int(max(rows, len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values())))
-    return -(-rows // multiple) * multiple
+    with reading("tokenizer", folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        return vocabulary_for(tokenizer, vocab_size, multiple=multiple)
 
 
 def vocabulary_for(tokenizer: Any, vocab_size: int, *, multiple: int = 1) -> int:
     """Return the rows that a model's embedding needs for a tokenizer.
 
     Arguments:
-        tokenizer: has `vocab_size`, which all ids are below.
+        tokenizer: a tokenizer of transformers.
         vocab_size: the rows that the model has. It never loses one.
         multiple: the result is rounded up to a multiple of it.
     """
-    wanted: int = max(vocab_size, tokenizer.vocab_size)
+    # Its own `vocab_size` leaves out added tokens, and holes put ids beyond its length.
+    wanted = max(vocab_size, len(tokenizer), *(int(number) + 1 for number in tokenizer.get_vocab().values()))
     return -(-wanted // multiple) * multiple
 
 

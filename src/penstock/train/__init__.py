@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from penstock.errors import ConfigError
 from penstock.train.environment import prepare_environment
 from penstock.train.signals import Ended, Interruption, end_with_launcher
 
@@ -38,9 +39,10 @@ def main(argv: Sequence[str]) -> int:
     end_with_launcher()
     try:
         with Interruption() as interruption:
-            # Here: it imports torch, transformers and TRL, which read the environment.
-            from penstock.train.run import run
-
+            try:  # here, because it imports torch, transformers and TRL, which read the environment
+                from penstock.train.run import run
+            except ModuleNotFoundError as error:
+                raise ConfigError(f"penstock train needs {error.name}: pip install 'penstock[train]'.") from error
             return run(argv, interruption)
     except Ended as ended:
         rank = os.environ.get("RANK", "0")

@@ -12,18 +12,23 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, NoReturn, TypeVar
 
+import typer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from penstock import Options, Placement
+from penstock.cli import values
 from penstock.errors import ConfigError, one_line, shown
-from penstock.train.run_file import RENAMED, SHORT, read_run_file
+from penstock.files import parse_object
+from penstock.train.default import DEFAULTS
+from penstock.train.run_file import SHORT, advice_for, read_run_file
 
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+Parsed = TypeVar("Parsed")
+
 _WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)")
 _HOMES = ("params", "grads", "optimizer")
 
@@ -98,7 +103,7 @@ class PenstockArguments:
 
     def to_placement(self) -> Placement:
         """Return the placement that these fields name."""
-        tiers: Any = {name: read_home(getattr(self, name), name) for name in _HOMES}
+        tiers: Any = {name: read_home(getattr(self, name), f"--{name}") for name in _HOMES}
         activations: Any = self.activations
         return Placement(**tiers, activations=activations, nvme_path=self.nvme_path or None)
 
@@ -106,18 +111,17 @@ class PenstockArguments:
         """Return the options that these fields name."""
         given: Any = self.options or {}
         if not isinstance(given, Mapping):
-            pairs = [text.partition("=") for text in given]
-            given = {name: value for name, _, value in pairs}
-        known = {each.name: each for each in fields(Options)}
-        values: dict[str, Any] = {}
+            given = parse_object("\n".join(text.replace("=", ": ", 1) for text in given).encode(), ".yaml")
+        sizes = {name: getattr(self, f"max_{name}") for name in ("device_bytes", "host_bytes")}
+        given = {**given, **{name: value for name, value in sizes.items() if value is not None}}
+        known = {each.name for each in fields(Options)}
         for name, value in given.items():
             if name not in known:
                 raise ConfigError(f"--options {shown(name)}: {_nearest(str(name), known)}")
-            values[name] = _typed(value, f"--options {name}", is_size=name.endswith("_bytes"))
-        for name in ("max_device_bytes", "max_host_bytes"):
-            if getattr(self, name) is not None:
-                values[name.removeprefix("max_")] = read_size(getattr(self, name), f"--{name}")
-        return Options(**values)
+            if name.endswith("_bytes") and value is not None:
+                option = f"--max_{name}" if sizes.get(name) is not None else f"--options {name}"
+                given[name] = read_size(value, option)
+        return Options(**given)
 
 
 @dataclass(frozen=True)
@@ -191,33 +195,28 @@ def make_parser() -> TrlParser:
 
 
 def parse(argv: Sequence[str]) -> Request:
-    """Read the command line, and the file that it names. Ranks of a launcher have met when it returns.
+    """Read the command line, and the file that it names.
+
+    Raises:
+        ConfigError: as `read_said` and `request_of`.
+    """
+    return request_of(read_said(argv))
+
+
+def read_said(argv: Sequence[str]) -> dict[str, Any]:
+    """Read the values that the command line says, or its file, or the defaults of a run that names no model; by field.
 
     Raises:
         ConfigError: an option that there is not, with the nearest one; a name of 0.2, with what it is called now; a
-            value that cannot be.
+            value of another kind.
         SystemExit: `--help` was asked for.
     """
     parser = make_parser()
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         raise SystemExit(0)
-    names = {each.name: each for kind in _KINDS for each in fields(kind) if each.init}
-    said = _said(parser, argv, names)
-    sources = read_sources(said.pop("data", None) or said.get("dataset_name"))
-    if sources:
-        said["dataset_name"] = [_written(source) for source in sources]
-        if len(sources) == 1:
-            said["dataset_name"] = said["dataset_name"][0]
-    script, training, model, mixture, own = (_made(kind, copy.deepcopy(said)) for kind in _KINDS)
-    changed = {name: value for name, value in said.items() if name in names and value != names[name].default}
-    return Request(script, training, model, mixture, own, sources, changed)
-
-
-def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the values that are said: typed, else by the file, else by the defaults of a run that names no model."""
-    nothing = dict.fromkeys((*names, "config", "data"), argparse.SUPPRESS)
-    parser.set_defaults_with_config(**nothing)
+    names = _names()
+    parser.set_defaults_with_config(**dict.fromkeys((*names, "config", "data"), argparse.SUPPRESS))
     typed, rest = parser.parse_known_args(list(argv))
     _check_rest(rest, names)
     path = getattr(typed, "config", None)
@@ -225,8 +224,10 @@ def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> d
     for name in filed:
         if name not in names:
             raise ConfigError(f"{path} has {shown(name)}. {_nearest(name, names)}")
+        if isinstance(filed[name], list | dict) and names[name].type in (int, float, bool):
+            raise ConfigError(f"{path}: {name} is {shown(filed[name])}. Use one value.")
     if "model_name_or_path" not in {**filed, **vars(typed)}:
-        filed = {**_own_defaults(), **filed}
+        filed = {**DEFAULTS, **filed}
     parser.set_defaults_with_config(**filed)  # texts are read as if they were typed
     try:
         said: dict[str, Any] = vars(parser.parse_args(list(argv)))
@@ -236,11 +237,26 @@ def _said(parser: TrlParser, argv: Sequence[str], names: Mapping[str, Any]) -> d
     return said
 
 
-def _own_defaults() -> Mapping[str, Any]:
-    """Return the field values of a run that names no model."""
-    from penstock.train.default import DEFAULTS
+def request_of(said: Mapping[str, Any]) -> Request:
+    """Make the request of what is said, by field. Ranks of a launcher have met when it returns.
 
-    return DEFAULTS
+    Raises:
+        ConfigError: a value that cannot be, or two that contradict each other.
+    """
+    given = copy.deepcopy(dict(said))
+    sources = read_sources(given.pop("data", None) or given.get("dataset_name"))
+    if sources:
+        written = [_written(source) for source in sources]
+        given["dataset_name"] = written[0] if len(written) == 1 else written
+    names = _names()
+    changed = {name: value for name, value in given.items() if value != names[name].default}
+    script, training, model, mixture, own = (_made(kind, copy.deepcopy(given)) for kind in _KINDS)
+    return Request(script, training, model, mixture, own, sources, changed)
+
+
+def _names() -> dict[str, Field[Any]]:
+    """List the fields that there are."""
+    return {each.name: each for kind in _KINDS for each in fields(kind) if each.init}
 
 
 def _check_rest(rest: Sequence[str], names: Mapping[str, Any]) -> None:
@@ -250,8 +266,8 @@ def _check_rest(rest: Sequence[str], names: Mapping[str, Any]) -> None:
         field_name = name.lstrip("-").replace("-", "_")
         if not name.startswith("-"):
             raise ConfigError(f"{shown(word)} belongs to no option. See penstock train --help.")
-        if field_name in RENAMED:
-            raise ConfigError(f"{name} is an option of 0.2: {RENAMED[field_name][0]}.")
+        if (advice := advice_for(field_name)) is not None:
+            raise ConfigError(f"{name} is an option of 0.2: {advice}.")
         raise ConfigError(f"{one_line(name, 40)}: {_nearest(field_name, [*names, *SHORT])}")
 
 
@@ -267,16 +283,18 @@ def _made(kind: type, said: Mapping[str, Any]) -> Any:
     if kind is SFTConfig:
         given = _on_this_machine(given)
     try:
-        return kind(**given)
-    except (ValueError, TypeError, ImportError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"{one_line(error)}") from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")  # the name that TRL has
+            return kind(**given)
+    except Exception as error:  # of values of any kind
+        raise error if isinstance(error, ConfigError) else ConfigError(one_line(error)) from error
 
 
 def _on_this_machine(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what TRL has to be told of a machine without an accelerator, where it would train nothing."""
+    """Add what TRL has to be told of a machine without an accelerator, where it would train nothing, and of a log."""
     import torch
 
-    return {"use_cpu": not torch.accelerator.is_available(), **given}
+    return {"use_cpu": not torch.accelerator.is_available(), "disable_tqdm": not sys.stderr.isatty(), **given}
 
 
 def read_sources(names: str | Sequence[str] | None) -> tuple[Source, ...]:
@@ -305,47 +323,20 @@ def read_home(value: Any, name: str) -> str | dict[str, float]:
     """Read where a kind of state lives: a tier, or tiers with their fractions.
 
     Example:
-        >>> read_home("device=0.4,cpu=0.6", "optimizer")
+        >>> read_home("device=0.4,cpu=0.6", "--optimizer")
         {'device': 0.4, 'cpu': 0.6}
     """
-    if not isinstance(value, str) or "=" not in value:
-        return dict(value) if isinstance(value, Mapping) else str(value)
-    home: dict[str, float] = {}
-    for part in value.split(","):
-        tier, _, fraction = (piece.strip() for piece in part.partition("="))
-        try:
-            home[tier] = float(fraction)
-        except ValueError:
-            raise ConfigError(f"--{name} {shown(value)}: write it like device=0.4,cpu=0.6.") from None
-    return home
+    return dict(value) if isinstance(value, Mapping) else _read(values.storage, value, name)
 
 
 def read_size(value: Any, name: str) -> int:
-    """Read a number of bytes: `20GiB` has units of 1024, `20GB` of 1000.
-
-    Example:
-        >>> read_size("64MiB", "--max_host_bytes"), read_size("1.5k", "--max_host_bytes")
-        (67108864, 1500)
-    """
-    match = _SIZE.fullmatch(str(value))
-    if match is None:
-        raise ConfigError(f"{name} {shown(value)} is no size. Write bytes, or a number with KiB, MiB, GiB or TiB.")
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()])
+    """Read a number of bytes: `20GiB` has units of 1024, `20GB` of 1000."""
+    return _read(values.size, value, name)
 
 
-def _typed(value: Any, name: str, *, is_size: bool) -> Any:
-    """Read the value of a field of `penstock.Options` as it is typed."""
-    if is_size and value is not None:
-        return read_size(value, name)
-    if not isinstance(value, str):
-        return value
-    words: Mapping[str, Any] = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return words[value.lower()]
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+def _read(parser: Callable[[str], Parsed], value: Any, name: str) -> Parsed:
+    """Read a value as the small commands do, with the name of the option in the message."""
+    try:
+        return parser(str(value))
+    except typer.BadParameter as error:
+        raise ConfigError(f"{name} {error.message}") from error

@@ -9,6 +9,10 @@ from transformers import TrainerCallback
 from penstock.train.signals import Interruption
 
 
+class AllStepsMadeError(Exception):
+    """A run goes on from the checkpoint of its last step: there is nothing to train."""
+
+
 class InterruptCallback(TrainerCallback):
     """Ends a run that was asked to end, after its step, with a checkpoint. Every rank has one.
 
@@ -25,7 +29,13 @@ class InterruptCallback(TrainerCallback):
         self._group: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note signals from now on. Collective."""
+        """Note signals from now on. Collective.
+
+        Raises:
+            AllStepsMadeError: all steps were made. The trainer would make another one.
+        """
+        if state.global_step >= state.max_steps:
+            raise AllStepsMadeError
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")  # on the host: no answer waits for a device
         self._interruption.defer()

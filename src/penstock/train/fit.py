@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer
+from transformers.integrations import get_available_reporting_integrations
 
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.footprint import Footprint, footprint
@@ -36,48 +37,16 @@ _OF_TRAINED = 16
 
 
 @dataclass(frozen=True)
-class Disk:
-    """What a run writes in `output_dir`, of all ranks together.
-
-    Attributes:
-        out: the folder.
-        count: checkpoints at once, with the one that is being written; those that are not limited count as one.
-        needed_bytes: what has to be free for them, beside those that are there, and for the model.
-        free_bytes: what is free.
-    """
-
-    out: Path
-    count: int
-    needed_bytes: int
-    free_bytes: int
-
-    @property
-    def lack(self) -> str:
-        """Say what is missing, and what to do; nothing where it fits."""
-        if self.needed_bytes <= self.free_bytes:
-            return ""
-        return (
-            f"--output_dir {str(self.out)!r} has {self.free_bytes:,} bytes free, and {self.count} checkpoints with the "
-            f"model need {self.needed_bytes:,}. Use a smaller --save_total_limit, or another disk."
-        )
-
-    def __str__(self) -> str:
-        return f"{'checkpoints and model':<32} {self.needed_bytes:>18,} {self.free_bytes:>18,}"
-
-
-@dataclass(frozen=True)
 class Outlook:
     """How a run will be.
 
     Attributes:
         arguments: those of `penstock.prepare`.
-        found: what training state takes.
-        disk: what is written in `output_dir`.
+        found: what it takes: training state, and in `output_dir` checkpoints and the model.
     """
 
     arguments: dict[str, Any]
     found: Footprint
-    disk: Disk
 
     def check(self) -> None:
         """Refuse a run for which there is no room.
@@ -85,18 +54,15 @@ class Outlook:
         Raises:
             MemoryBudgetError: the device, the host or a disk is too small.
         """
-        lacks = [*self.found.lacks, *([self.disk.lack] if self.disk.lack else [])]
-        if lacks:
-            raise MemoryBudgetError(" ".join(lacks))
+        if self.found.lacks:
+            raise MemoryBudgetError(" ".join(self.found.lacks))
 
     def __str__(self) -> str:
         chosen = self.arguments.get("plan")
-        lines = [f"each of {self.found.world_size} ranks:"] if self.found.world_size > 1 else []
-        lines += [line for line in str(self.found).splitlines() if line not in self.found.lacks]
-        lines.append(str(self.disk))
+        table = "\n".join(line for line in str(self.found).splitlines() if line not in self.found.lacks)
         if chosen is None:
-            lines.append("activations come beside that: --placement auto counts them")
-        return "\n".join([*([] if chosen is None else [str(chosen)]), *lines])
+            return f"{table}\nactivations come beside that: --placement auto counts them"
+        return f"{chosen}\n{table}"
 
 
 def look(request: Request, built: Built, *, say: Callable[[str], None]) -> Outlook:
@@ -115,6 +81,9 @@ def look(request: Request, built: Built, *, say: Callable[[str], None]) -> Outlo
     check_arguments(training)
     if own.rule is None:
         settings.check_optim(training)
+    absent = set(training.report_to) - set(get_available_reporting_integrations())
+    if absent:
+        raise ConfigError(f"--report_to {', '.join(sorted(absent))} is not installed. Install it with pip.")
     collator_for(built.model.config, training, built.tokenizer)  # refuses rows that would see each other
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = _mesh(request, ranks)
@@ -134,7 +103,7 @@ def look(request: Request, built: Built, *, say: Callable[[str], None]) -> Outlo
     found = _of_adapters(footprint(built.model, optimizer, mesh=mesh, **by_hand), request, built)
     if built.weights is not None:
         arguments["weights"] = built.weights
-    return Outlook(arguments, found, _disk(request, built, found))
+    return Outlook(arguments, replace(found, rooms=[*found.rooms, _disk(request, built, found)]))
 
 
 def _mesh(request: Request, ranks: int) -> dict[str, int]:
@@ -202,7 +171,7 @@ def _plan(
                 overlap="forward",  # the trainer asks for the norm of all gradients
                 **{name: value for name, value in common.items() if name != "weights"},
             )
-    chosen = _shared(chosen) if ranks > 1 else chosen
+    chosen = _shared(chosen, training.device) if ranks > 1 else chosen
     assert chosen is not None
     if chosen.recompute and not recomputes:
         training.gradient_checkpointing = training.activation_checkpointing = True
@@ -228,11 +197,14 @@ def _batches(request: Request) -> Callable[[], dict[str, Any]]:
     return lambda: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def _shared(chosen: Plan | None) -> Plan:
-    """Give the first rank's plan to all. Collective."""
-    held = [None if chosen is None else chosen.to_json()]
-    dist.broadcast_object_list(held, src=0)
-    return chosen or Plan.from_json(str(held[0]))
+def _shared(chosen: Plan | None, device: torch.device) -> Plan:
+    """Give the first rank's plan to all, as text: no object of another rank is unpickled. Collective."""
+    text = b"" if chosen is None else chosen.to_json().encode()
+    length = torch.tensor(len(text), device=device)
+    dist.broadcast(length, src=0)
+    held = torch.frombuffer(bytearray(text or bytes(int(length))), dtype=torch.uint8).to(device)
+    dist.broadcast(held, src=0)
+    return chosen or Plan.from_json(bytes(held.tolist()).decode())
 
 
 def _of_adapters(found: Footprint, request: Request, built: Built) -> Footprint:
@@ -243,28 +215,27 @@ def _of_adapters(found: Footprint, request: Request, built: Built) -> Footprint:
     return replace(found, checkpoint_bytes=min(found.checkpoint_bytes, _OF_TRAINED * trained // found.world_size))
 
 
-def _disk(request: Request, built: Built, found: Footprint) -> Disk:
-    """Count what a run writes in `output_dir`, and what is free there. Checkpoints that are there are replaced."""
+def _disk(request: Request, built: Built, found: Footprint) -> Any:
+    """Count what a run writes in `output_dir`, of all ranks, and what is free there. What is there is replaced."""
     training, out = request.training, Path(str(request.training.output_dir))
     saved = [p for p in built.model.parameters() if p.requires_grad or not request.model.use_peft]
     model_bytes = sum(p.numel() * p.element_size() for p in saved)
     each = model_bytes if training.save_only_model else found.checkpoint_bytes * found.world_size
     saves = str(getattr(training.save_strategy, "value", training.save_strategy)) != "no"
-    count = (training.save_total_limit or 0) + 1 if saves else 0
+    count = (training.save_total_limit or 0) + 1 if saves else 0  # with the one that is being written
     there = sum(map(_bytes_of, checkpoints_of(out)))
     place = Path(os.path.abspath(out))
     while not place.exists() and place != place.parent:
         place = place.parent
-    # One is whole before another one goes.
-    checkpoints = max(count * each - there, min(count, 1) * each)
-    return Disk(out, count, checkpoints + model_bytes, shutil.disk_usage(place).free)
+    needed, free = max(count * each - there, min(count, 1) * each) + model_bytes, shutil.disk_usage(place).free
+    lack = (
+        f"--output_dir {str(out)!r} has {free:,} bytes free, and {count} checkpoints with the model need {needed:,}. "
+        "Use a smaller --save_total_limit, or another disk."
+    )
+    room = {"name": "checkpoints and model", "needed": needed, "available": free}
+    return replace(found.rooms[0], **room, lack=lack if needed > free else None)
 
 
 def _bytes_of(folder: Path) -> int:
     """Add up the files of a folder at any depth."""
-    sizes = 0
-    for root, _, files in os.walk(folder):
-        for name in files:
-            with suppress(OSError):
-                sizes += os.lstat(os.path.join(root, name)).st_size
-    return sizes
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())

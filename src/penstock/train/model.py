@@ -15,7 +15,7 @@ from penstock.integrations.hub import is_hub_name
 from penstock.integrations.huggingface import ModelSource, build_empty, build_model, find_model
 from penstock.integrations.lora import LoraWeights, add_adapters
 from penstock.integrations.quantised import quantise_linears
-from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary, vocabulary_for
+from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary
 from penstock.train.arguments import Request
 
 #: What `model_init_kwargs` may say of a model that is built without values.
@@ -63,6 +63,9 @@ def find(request: Request) -> ModelSource:
     if of_hub and model.model_revision != "main":
         name = f"{name}@{model.model_revision}"
     source = find_model(name, seq_length=1, trust_remote_code=request.training.trust_remote_code)
+    out = str(request.training.output_dir)
+    if source.folder is not None and source.folder.resolve() == Path(out).resolve():
+        raise ConfigError(f"--output_dir {out!r} is the folder of --model, which it would overwrite. Use another one.")
     if of_hub:  # what model cards and adapters say that they are of
         source.config.name_or_path = str(model.model_name_or_path)
     return source
@@ -87,7 +90,8 @@ def build(request: Request, source: ModelSource) -> Built:
     model = _empty(request, source, kwargs)
     weights = None if model is None else WeightFiles(source.folder)
     built = Built(_whole(source, kwargs) if model is None else model, tokenizer, weights)
-    if (vocab_size := vocabulary_for(tokenizer, source.vocab_size)) > source.vocab_size:
+    # In a vocabulary with holes, the largest id is beyond the count.
+    if (vocab_size := 1 + max(tokenizer.get_vocab().values())) > source.vocab_size:
         rows = grow_vocabulary(built.model, vocab_size)
         built.weights = built.weights and GrownTensors(built.weights, rows, vocab_size)
     if request.penstock.base == "int8":
@@ -174,7 +178,10 @@ def _whole(source: ModelSource, kwargs: dict[str, Any]) -> Any:
     assert source.folder is not None
     more = {"device_map": None, "trust_remote_code": source.trust_remote_code, "use_safetensors": True}
     with reading("model", source.folder):
-        model = create_model_from_path(str(source.folder), **{**more, **kwargs})
+        model, loading = create_model_from_path(str(source.folder), **{**more, **kwargs, "output_loading_info": True})
+        if loading["missing_keys"]:  # transformers would train random weights in their place
+            missing = one_line(", ".join(sorted(loading["missing_keys"])))
+            raise ConfigError(f"The weights in {source.folder} lack {missing}. Name a folder that has them.")
     model.config.name_or_path = source.config.name_or_path
     return model
 

@@ -24,95 +24,65 @@ _OPTIONS = (
     *("tile_bytes", "live_bytes", "prefetch_bytes", "persistent_bytes", "pinned_bytes", "update_threads"),
     *("streamed_updates", "state_dtype", "gather_format", "reduce_format", "secondary_shard", "timeout_s"),
 )
-_OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
-_LORA = {"r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "base": "base"}
-
-#: Options of 0.2 that are not named where a file has them: they are read beside others, or need nothing.
-_READ_ELSEWHERE = ("cache", "chunked_loss", "min_lr", "overlap", "resume", "truncation")
-
-Reader = Callable[[Any], Mapping[str, Any]]
 
 
 # Options of 0.2
 
 
-def _as(name: str) -> Reader:
-    """Make what reads an option that has another name now."""
-    return lambda value: {name: value}
-
-
-def _nothing(value: Any) -> Mapping[str, Any]:
-    del value
-    return {}
-
-
-def _lora(value: Any) -> Mapping[str, Any]:
-    pairs = dict(part.partition("=")[::2] for part in str(value).replace(" ", "").split(","))
-    found: dict[str, Any] = {"use_peft": True, "lora_target_modules": ["all-linear"], "lora_dropout": 0.0}
-    found |= {_LORA[name]: given for name, given in pairs.items() if name in _LORA and given not in ("auto", "bf16")}
-    if "targets" in pairs:
-        found["lora_target_modules"] = pairs["targets"].split("+")
-    return found
-
-
-def _optimizer(value: Any) -> Mapping[str, Any]:
-    return {"rule": value} if value in ("muon", "lion") else {"optim": _OPTIMIZERS.get(str(value), value)}
-
-
-def _truncation(value: Any) -> Mapping[str, Any]:
-    return {"truncation_mode": {"left": "keep_end", "right": "keep_start"}[value]} if value in ("left", "right") else {}
-
-
-#: Options of 0.2: what says the same now, and what a run file's value becomes.
-RENAMED: Mapping[str, tuple[str, Reader]] = {
-    "accumulation": ("use --gradient_accumulation_steps", _as("gradient_accumulation_steps")),
-    "batch_size": ("use --per_device_train_batch_size", _as("per_device_train_batch_size")),
-    "betas": ("use --adam_beta1 and --adam_beta2", lambda v: dict(zip(("adam_beta1", "adam_beta2"), v, strict=True))),
-    "cache": ("the cache is in --output_dir", _nothing),
-    "chat_template": ("use --chat_template_path", _as("chat_template_path")),
-    "chunked_loss": ("the loss never has whole logits", _nothing),
-    "compile": ("use --torch_compile", _as("torch_compile")),
-    "cp": ("use penstock.parallel in a loop of your own", _nothing),
-    "device_bytes": ("use --max_device_bytes", _as("max_device_bytes")),
-    "early_stop": ("use --load_best_model_at_end, which keeps the best weights", _nothing),
-    "epochs": ("use --num_train_epochs", _as("num_train_epochs")),
-    "eval_data": ("use --dataset_test_split, a split of --data", _nothing),
-    "eval_every": ("use --eval_strategy steps --eval_steps", _nothing),
-    "eval_sequences": ("use --dataset_test_split, a split of --data", _nothing),
-    "global_batch": ("use --gradient_accumulation_steps, which a run that goes on at other ranks adapts", _nothing),
-    "host_bytes": ("use --max_host_bytes", _as("max_host_bytes")),
-    "jsonl_field": ("use --dataset_text_field", _as("dataset_text_field")),
-    "keep": ("use --save_total_limit", _as("save_total_limit")),
-    "keep_best": ("use --load_best_model_at_end", _nothing),
-    "log_every": ("use --logging_steps", _as("logging_steps")),
-    "lora": ("use --use_peft --lora_r 16 --lora_alpha 32", _lora),
-    "lr": ("use --learning_rate", _as("learning_rate")),
-    "min_lr": ('use --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate": 0.1}', _nothing),
-    "optimizer_args": ("use --adam_epsilon, --optim_args", _nothing),
-    "optimizer_name": ("use --optim, or --rule muon, --rule lion", _optimizer),
-    "overlap": ("updates overlap where they can", _nothing),
-    "pad_vocab_to": ("the vocabulary grows as the tokenizer asks", _nothing),
-    "peak_flops": ("MFU is that of known devices", _nothing),
-    "precision": ("use --bf16, --fp16, or --bf16 false", lambda v: {"bf16": v == "bf16", "fp16": v == "fp16"}),
-    "prompt": ("generate with the saved model", _nothing),
-    "recompute": ("use --gradient_checkpointing", lambda v: {"gradient_checkpointing": v in ("on", True)}),
-    "resume": ("a run goes on by itself; --resume_from_checkpoint false starts anew", _nothing),
-    "sample_tokens": ("generate with the saved model", _nothing),
-    "save_every": ("use --save_steps", lambda v: {"save_steps": v} if v else {"save_strategy": "no"}),
-    "schedule": ("use --lr_scheduler_type", _as("lr_scheduler_type")),
-    "seq_length": ("use --max_length", _as("max_length")),
-    "steps": ("use --max_steps", _as("max_steps")),
-    "text_field": ("use --dataset_text_field", _as("dataset_text_field")),
-    "truncation": ("use --truncation_mode, or --packing_strategy bfd_split", _truncation),
-    "warmup": ("use --warmup_steps", _as("warmup_steps")),
-    **{name: (f"use --options {name}=...", _as(name)) for name in _OPTIONS},
+#: Options of 0.2 that have another name now.
+RENAMED: Mapping[str, str] = {
+    "accumulation": "gradient_accumulation_steps",
+    "batch_size": "per_device_train_batch_size",
+    "chat_template": "chat_template_path",
+    "compile": "torch_compile",
+    "device_bytes": "max_device_bytes",
+    "epochs": "num_train_epochs",
+    "host_bytes": "max_host_bytes",
+    "jsonl_field": "dataset_text_field",
+    "keep": "save_total_limit",
+    "log_every": "logging_steps",
+    "lr": "learning_rate",
+    "schedule": "lr_scheduler_type",
+    "seq_length": "max_length",
+    "steps": "max_steps",
+    "text_field": "dataset_text_field",
+    "warmup": "warmup_steps",
 }
-#: Options of 0.2 that have the same name, and other values.
-_OTHER_VALUES: Mapping[str, Reader] = {
-    "packing": lambda value: {"packing": value in ("on", True)},
-    "plan": lambda value: {"placement": "auto"} if value == "auto" else {"plan": value},
-    "model": lambda value: {} if value == "tiny" else {"model_name_or_path": value},
+#: Options of 0.2 that are said otherwise now, or not at all.
+OTHERWISE: Mapping[str, str] = {
+    "betas": "use --adam_beta1 and --adam_beta2",
+    "cache": "the cache is in --output_dir",
+    "chunked_loss": "the loss never has whole logits",
+    "cp": "use penstock.parallel in a loop of your own",
+    "early_stop": "use --load_best_model_at_end, which keeps the best weights",
+    "eval_data": "use --dataset_test_split, a split of --data",
+    "eval_every": "use --eval_strategy steps --eval_steps",
+    "eval_sequences": "use --dataset_test_split, a split of --data",
+    "global_batch": "use --gradient_accumulation_steps, which a run that goes on at other ranks adapts",
+    "keep_best": "use --load_best_model_at_end",
+    "lora": "use --use_peft --lora_r --lora_alpha --lora_target_modules",
+    "min_lr": 'use --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate": 0.1}',
+    "optimizer_args": "use --adam_epsilon, --optim_args",
+    "optimizer_name": "use --optim, or --rule muon, --rule lion",
+    "overlap": "updates overlap where they can",
+    "pad_vocab_to": "the vocabulary grows as the tokenizer asks",
+    "peak_flops": "MFU is that of known devices",
+    "precision": "use --bf16, --fp16, or --bf16 false",
+    "prompt": "generate with the saved model",
+    "recompute": "use --gradient_checkpointing",
+    "resume": "a run goes on by itself; --resume_from_checkpoint false starts anew",
+    "sample_tokens": "generate with the saved model",
+    "save_every": "use --save_steps",
+    "truncation": "use --truncation_mode, or --packing_strategy bfd_split",
+    **{name: f"use --options {name}=..." for name in _OPTIONS},
 }
+#: Options that are not named where a file of 0.2 has them: they are read beside others, or need nothing.
+_QUIET = ("cache", "chunked_loss", "min_lr", "overlap", "resume", "truncation")
+
+
+def advice_for(name: str) -> str | None:
+    """Say what an option of 0.2 is now; `None` where it was none, or has its name still."""
+    return f"use --{RENAMED[name]}" if name in RENAMED else OTHERWISE.get(name)
 
 
 def _from_before(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -121,27 +91,52 @@ def _from_before(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     Returns:
         The values by field, and the names of options that nothing takes the place of.
     """
-    values: dict[str, Any] = {}
-    gone: list[str] = []
     given = {str(name).replace("-", "_"): value for name, value in content.items() if name != "about"}
+    given = {name: value for name, value in given.items() if value not in (None, "", [])}
+    values: dict[str, Any] = {}
     for name, value in given.items():
-        if value in (None, "", []):
-            continue
-        reader = RENAMED[name][1] if name in RENAMED else _OTHER_VALUES.get(name, _as(SHORT.get(name, name)))
-        found = reader(value)
-        values |= found
-        if not found and name in RENAMED and name not in _READ_ELSEWHERE:
-            gone.append(name)
-    kind, lowest = values.get("lr_scheduler_type"), given.get("min_lr", 0)
-    if kind in ("cosine", "cosine_with_min_lr") and lowest:
-        values |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": lowest}}
-    elif kind in ("wsd", "warmup_stable_decay"):
-        steps, warmup = int(given.get("steps") or 0), given.get("warmup") or 0
-        decay = max(1, min(steps // 5, int(steps - (warmup if warmup >= 1 else warmup * steps))))
-        kwargs = {"num_decay_steps": decay, "min_lr_ratio": lowest}
-        values |= {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
-    options = {name: values.pop(name) for name in _OPTIONS if name in values}
+        if name in _VALUES:
+            values |= _VALUES[name](value)
+        elif name not in OTHERWISE:
+            values[RENAMED.get(name, SHORT.get(name, name))] = value
+    if values.get("lr_scheduler_type") == "cosine" and given.get("min_lr"):
+        kwargs = {"min_lr_rate": given["min_lr"]}
+        values |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs}
+    options = {name: given[name] for name in _OPTIONS if name in given}
+    gone = [name for name in given if name in OTHERWISE and name not in (*_VALUES, *_OPTIONS, *_QUIET)]
     return values | ({"options": options} if options else {}), gone
+
+
+def _lora(value: str) -> dict[str, Any]:
+    pairs = dict(part.partition("=")[::2] for part in value.replace(" ", "").split(","))
+    targets = pairs.pop("targets", "all-linear").split("+")
+    if pairs.get("base") != "int8":
+        pairs.pop("base", None)
+    names = {name: name if name == "base" else f"lora_{name}" for name in pairs}
+    return {
+        "use_peft": True,
+        "lora_target_modules": targets,
+        "lora_dropout": 0.0,
+        **{names[name]: given for name, given in pairs.items()},
+    }
+
+
+def _optimizer(name: str) -> dict[str, Any]:
+    return {"rule": name} if name in ("muon", "lion") else {"optim": "adamw_torch" if name == "adamw" else name}
+
+
+#: What values become that are written otherwise now.
+_VALUES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "betas": lambda betas: dict(zip(("adam_beta1", "adam_beta2"), betas, strict=True)),
+    "lora": _lora,
+    "model": lambda name: {} if name == "tiny" else {"model_name_or_path": name},
+    "optimizer_name": _optimizer,
+    "packing": lambda packing: {"packing": packing in ("on", True)},
+    "plan": lambda plan: {"placement": "auto"} if plan == "auto" else {"plan": plan},
+    "precision": lambda precision: {"bf16": precision == "bf16", "fp16": precision == "fp16"},
+    "recompute": lambda recompute: {"gradient_checkpointing": recompute in ("on", True)},
+    "save_every": lambda steps: {"save_steps": steps} if steps else {"save_strategy": "no"},
+}
 
 
 # Files
@@ -158,7 +153,9 @@ def read_run_file(path: str | os.PathLike[str], say: Callable[[str], None] = lam
         ConfigError: it cannot be read, or says a thing twice.
     """
     content = read_mapping(Path(path))
-    if "about" in content or (BLOCK not in content and any(str(n).replace("-", "_") in RENAMED for n in content)):
+    if "about" in content or (
+        BLOCK not in content and any(advice_for(str(name).replace("-", "_")) for name in content)
+    ):
         values, gone = _from_before(content)
         say(f"{path} is a run file of 0.2, which the next release does not read; {NAME} of this run takes its place")
         if gone:

@@ -1,4 +1,4 @@
-"""`penstock convert-config`: Python on stdout, a file for `penstock launch`, one line for a mistake."""
+"""`penstock convert-config`: YAML or JSON on stdout, a file for `penstock launch`, one line for a mistake."""
 
 import json
 from collections.abc import Callable
@@ -20,11 +20,16 @@ def config(tmp_path: Path) -> str:
     return "ds_config.json"
 
 
-def test_python_and_a_file(penstock_command: Callable[..., Any], config: str, tmp_path: Path) -> None:
+def test_two_files(penstock_command: Callable[..., Any], config: str, tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     outcome = penstock_command("convert-config", config, "--out", "p.yaml")
     assert outcome.exit_code == 0
-    compile(outcome.out, "printed", "exec")
+    assert yaml.safe_load(outcome.out) == {
+        "max_grad_norm": 1.0,
+        "bf16": True,
+        "fp16": False,
+        "penstock": {"stage": 3, "params": "device", "grads": "cpu", "optimizer": "cpu"},
+    }
     assert "penstock launch --config p.yaml" in outcome.out
     assert yaml.safe_load((tmp_path / "p.yaml").read_text()) == {
         "stage": 3,
@@ -34,6 +39,12 @@ def test_python_and_a_file(penstock_command: Callable[..., Any], config: str, tm
     }
     again = penstock_command("convert-config", config, "--out", "p.yaml")
     assert (again.exit_code, again.err) == (2, "penstock: error: p.yaml is there already. Name another file.\n")
+
+
+def test_json_and_nothing_else(penstock_command: Callable[..., Any], config: str) -> None:
+    found = json.loads(penstock_command("convert-config", config, "--json").out)
+    assert found["arguments"]["placement"] == {"optimizer": "cpu", "grads": "cpu"}
+    assert [note["key"] for note in found["notes"]] == ["zero_optimization.a\nb"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ def test_the_table_the_json_and_the_status(
     asked: list[Any] = []
     monkeypatch.setattr(doctor, "examine", lambda folders: asked.append(folders) or found)
     monkeypatch.setenv("COLUMNS", "120")
-    outcome = penstock_command("doctor", "--folders", "a", "b")
-    assert (outcome.exit_code, outcome.err, asked) == (status, "", [("a", "b")])
+    outcome = penstock_command("doctor", "--folders", "a", "--folders", "b")
+    assert (outcome.exit_code, outcome.err, asked) == (status, "", [[Path("a"), Path("b")]])
     lines = [line.strip() for line in outcome.out.splitlines()]
     assert lines[-1] == last
     for finding in found:

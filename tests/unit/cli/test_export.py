@@ -1,9 +1,14 @@
 """`penstock export`: what is typed reaches the library, and comes out."""
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -39,10 +44,44 @@ def test_mistakes_are_one_line(penstock_command: Callable[..., Any], tmp_path: P
     for arguments, text in [
         (("nowhere", "out"), "nowhere does not exist"),
         ((".", "out", "--dtype", "int8"), "dtype='int8'"),
-        ((".", "out", "--max-shard-bytes", "big"), "--max-shard-bytes 'big' is not a size"),
+        ((".", "out", "--max-shard-bytes", "big"), "Invalid value for '--max-shard-bytes': 'big' is not a size"),
         (("step", "out", "--merge-adapters"), "there are no adapters"),
     ]:
         outcome = penstock_command("export", *arguments)
         assert outcome.exit_code == 2
         assert text in outcome.err
         assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.thorough  # two processes that import torch
+def test_two_processes_divide_the_files(tmp_path: Path) -> None:
+    masters = saved(tmp_path / "step")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    words = [sys.executable, "-m", "penstock", "export", "step", "out", "--dtype", "fp32", "--max-shard-bytes", "300B"]
+    ranks = [
+        subprocess.Popen(words, env=common | {"RANK": str(rank)}, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert ([rank.returncode for rank in ranks], said) == ([0, 0], ["out\n", ""])
+    found = {
+        name: value for file in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    assert found.keys() == masters.keys()
+    assert all(torch.equal(found[name], master) for name, master in masters.items())
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["", "x", "-1", "1.5", str(10**30)])
+def test_a_launcher_that_says_nonsense(
+    penstock_command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    saved(tmp_path / "step")
+    monkeypatch.setenv(name, value)
+    outcome = penstock_command("export", "step", "out")
+    assert outcome.exit_code == 2
+    assert f"The launcher's {name}=" in outcome.err
+    assert outcome.err.count("\n") == 1

@@ -1,9 +1,7 @@
 """Every option of every command with values that nobody means: one line on standard error, and what was there stays."""
 
-import json
 import os
 import shutil
-import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,97 +24,12 @@ PATHS += ["x" * 5000, "a-file/below", "a\x00b", "", "/dev/null", "/proc/self/mem
 
 OUT = ["a-file", "a-fifo", "a-file/below", "a\x00b", "", "x" * 300, "/dev/null", "/proc/x", "a-loop"]
 
-TRAIN_FLAGS = ("--trust-remote-code", "--compile", "--dry-run", "--keep-best")
 SWITCHES = ["", "x", "0", "true"]
 LORA = ["x", "r", "r=", "=", "r=0", "r=-1", "r=nan", "r=1.5", f"r={HUGE}", "alpha=nan", "alpha=inf", "r=2,r=3", "zz=3"]
 LORA += ["targets=nothing", "targets=", "base=int3", "dropout=2", "alpha=x", "dropout=nan", "r=\udcff"]
 SHARES = ["", "x", "nan", "inf", "-1", "1.5", HUGE]
-READ: dict[str, list[str]] = {
-    "--config": [*PATHS, "a-file/x.json", "x.toml"],
-    "--model": [*PATHS, "x"],
-    "--data": [*(path for path in PATHS if path != "a-file"), "[", "**"],
-    "--eval-data": [*(path for path in PATHS if path != "a-file"), "[", "**"],
-    "--text-field": [""],
-    "--chat-template": [path for path in PATHS if path not in ("a-file", "")],
-    "--seq-length": [*COUNTS, "1", "10000000"],
-    "--truncation": ["", "x", "0"],
-    "--packing": SWITCHES,
-    "--cache": [path for path in OUT if path not in ("", "/proc/x")] + ["/dev/null/x", "a-dangling-link"],
-    "--seed": [*NUMBERS, str(1 << 63)],
-}
-
 TABLE: dict[str, dict[str, list[str]]] = {
-    "train": {
-        **READ,
-        "--out": OUT,
-        "--lora": LORA,
-        "--plan": [path for path in PATHS if path],
-        "--dp-replicate": [*COUNTS, "3"],
-        "--cp": [*COUNTS, "3"],
-        "--stage": [*NUMBERS, "4"],
-        "--params": HOMES,
-        "--grads": HOMES,
-        "--optimizer": HOMES,
-        "--activations": ["", "x", "disk", "cpu=1"],
-        "--nvme-path": ["", "a-file", "a-fifo", "a-dangling-link", "missing", "a\x00b", "/dev/null", "a-loop"],
-        "--precision": ["", "x", "fp64", "0"],
-        "--chunked-loss": SWITCHES,
-        "--recompute": SWITCHES,
-        "--pad-vocab-to": COUNTS,
-        "--overlap": ["", "x", "0"],
-        "--device-bytes": [*SIZES, "0", "1"],
-        "--tile-bytes": [*SIZES, "0", "1"],
-        "--live-bytes": SIZES,
-        "--prefetch-bytes": SIZES,
-        "--persistent-bytes": SIZES,
-        "--pinned-bytes": SIZES,
-        "--host-bytes": [*SIZES, "0", "1"],
-        "--update-threads": COUNTS,
-        "--streamed-updates": SHARES,
-        "--state-dtype": ["", "x", "fp16"],
-        "--gather-format": ["", "x", "int4"],
-        "--reduce-format": ["", "x", "fp8"],
-        "--secondary-shard": ["", "x", "-1", "1.5"],
-        "--timeout-s": ["", "x", "nan", "inf", "-1", "0"],
-        "--optimizer-name": ["", "x", "AdamW "],
-        "--optimizer-args": [
-            "",
-            "x",
-            "eps",
-            "eps=",
-            "=",
-            "eps=nan",
-            "eps=x",
-            "eps=-1",
-            "lr=1",
-            "eps=1e400",
-            "foreach=1",
-        ],
-        "--lr": ["", "x", "nan", "inf", "-inf", "-1", "0", HUGER],
-        "--weight-decay": ["", "x", "nan", "inf", "-1", HUGER],
-        "--betas": ["", "x", "0.9", "0.9,0.95,0.99", "nan,0.9", "1,0.9", "0.9,inf", "-1,0.5"],
-        "--max-grad-norm": ["", "x", "nan", "inf", "-1", HUGER],
-        "--schedule": ["", "x", "cosinus"],
-        "--min-lr": SHARES,
-        "--warmup": [*NUMBERS, "5000"],
-        "--steps": COUNTS,
-        "--epochs": ["", "x", "nan", "inf", "-1", "0", HUGER],
-        "--batch-size": [*COUNTS, str(1 << 31)],
-        "--accumulation": COUNTS,
-        "--global-batch": COUNTS,
-        "--eval-every": NUMBERS,
-        "--eval-sequences": NUMBERS,
-        "--early-stop": [*NUMBERS, "1"],
-        "--sample-tokens": NUMBERS,
-        "--prompt": [],
-        "--log-every": COUNTS,
-        "--save-every": NUMBERS,
-        "--keep": COUNTS,
-        "--resume": [path for path in PATHS if path],
-        "--report-to": ["", "x", "all"],
-        "--peak-flops": ["", "x", "nan", "inf", "-1", "0", HUGER],
-        **{flag: ["=x"] for flag in TRAIN_FLAGS},
-    },
+    "train": {},  # reads what is typed by itself: tests/train/test_refusals.py
     "plan": {
         "--model": [*PATHS, "x"],
         "--batch": [*COUNTS, "x1", "1x", "0x8", "1x1", f"{HUGE}x8", f"8x{HUGE}", "65536x65536", "8x8x8", "-1x8"],
@@ -133,21 +46,20 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--optimizer": HOMES,
         "--activations": ["", "x", "disk", "cpu=1"],
         "--overlap": ["", "x", "0"],
-        "--tile-bytes": [*SIZES, "0", "1"],
-        **{f"--{name}-bytes": SIZES for name in ("live", "prefetch", "persistent", "pinned")},
-        "--update-threads": COUNTS,
-        "--streamed-updates": SHARES,
-        "--state-dtype": ["", "x", "fp16"],
-        "--gather-format": ["", "x", "int4"],
-        "--reduce-format": ["", "x", "fp8"],
-        "--secondary-shard": ["", "x", "-1", "1.5"],
+        "--options": [
+            *("", "x", "=", "tile_bytes", "tile_bytes=", "tile_byte=1", "update_threads=x", "update_threads=1.5"),
+            *(f"tile_bytes={size}" for size in (*SIZES, "0", "1")),
+            *(f"{name}_bytes={size}" for name in ("live", "prefetch", "persistent", "pinned") for size in SIZES),
+            *(f"streamed_updates={share}" for share in SHARES),
+            *("state_dtype=fp16", "gather_format=int4", "reduce_format=[1]", "secondary_shard=-1", "tile_bytes=4KiB,1"),
+        ],
         "--optimizer-name": ["", "x", "AdamW "],
-        "--optimizer-args": ["", "x", "eps", "eps=nan", "lr=1", "eps=1e400", "foreach=1"],
+        "--optimizer-args": ["", "x", "eps", "eps=nan", "lr=x", "eps=1e400", "foreaches=1", "betas=[1]"],
         "--max-grad-norm": ["", "x", "nan", "inf", "-1", HUGER],
         "--machine": [path for path in PATHS if path],
         "--gpus": [*COUNTS, "2000"],
         "--hosts": [*COUNTS, str(1 << 20)],
-        "--mesh": ["", "x", "dp_shard=0", "dp_shard=x", "rows=2"],
+        "--mesh": ["", "x", "dp_shard=0", "dp_shard=-1", "dp_shard=x", "rows=2", "dp_shard=1,tp=-1", f"tp={HUGER}"],
         "--device-memory": [*SIZES, "0"],
         "--host-memory": [*SIZES, "0"],
         "--folders": ["", "0", "65", "a\x00b"],
@@ -158,7 +70,6 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--compare": ["a-file", "missing"],
         **{flag: ["=x"] for flag in ("--trust-remote-code", "--measure", "--explain", "--json")},
     },
-    "data": {**READ, "--show": NUMBERS, "--trust-remote-code": ["=x"]},
     "export": {
         "checkpoint": PATHS,
         "out": OUT,
@@ -173,7 +84,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
     "inspect": {"path": PATHS, "--verify": ["=x"], "--json": ["=x"]},
     "import-deepspeed": {"folder": PATHS, "out": OUT},
     "import-dcp": {"folder": PATHS, "out": OUT, "--buffer": ["", "x", "x" * 5000]},
-    "convert-config": {"file": PATHS, "--out": [path for path in OUT if path]},
+    "convert-config": {"file": PATHS, "--out": [path for path in OUT if path], "--json": ["=x"]},
     "probe": {
         "--folders": [path for path in PATHS if path not in ("a-folder", "a-locked-folder")],
         "--seconds": [*(count for count in COUNTS if count != "1.5"), "0.5", "3601"],
@@ -229,35 +140,18 @@ def surroundings(tmp_path: Path, checkpoint: Path) -> Iterator[Path]:
     (tmp_path / "a-locked-folder").chmod(0o700)
 
 
-#: What would run, but for the value of the row.
-RUN = {"--data": "a-file", "--steps": "1", "--seq-length": "8", "--batch-size": "1", "--eval-sequences": "1"}
-RUN |= {"--sample-tokens": "1", "--warmup": "0", "--save-every": "1"}
-
-
 def arguments(command: str, option: str, value: str) -> list[str]:
     typed = option + value if value == "=x" else f"{option}={value}"
-    if command == "data":
-        return [command, *(["--data", "a-file"] if option != "--data" else []), typed]
     if command == "plan":
         base = {"--machine": "cpu-laptop", "--batch": "1x8"}
         return [command, *(word for pair in base.items() if pair[0] != option for word in pair), typed]
-    if command != "train":
-        positional = {name: "" for name in COMMANDS[command] if not name.startswith("-")}
-        given = {"checkpoint": "checkpoint", "path": "checkpoint", "folder": "a-folder", "out": "out"}
-        given |= {"file": "a-config", "script": "a-file", "arguments": "x", "runs": "a-run"}
-        if option in positional:
-            before = ["--config=a-config"] if command == "launch" else []
-            return [command, *before, "--", *(value if name == option else given[name] for name in positional)]
-        return [command, typed, *(given[name] for name in positional)]
-    rest = ["--optimizer", "nvme"] if option == "--nvme-path" else []
-    left_out = {option} | ({"--steps", "--warmup"} if option == "--epochs" else set())
-    rest += [word for pair in RUN.items() if pair[0] not in left_out for word in pair]
-    return [command, *rest, typed]
-
-
-def test_the_row_without_its_value_runs(penstock_command: Callable[..., Any], surroundings: Path) -> None:
-    outcome = penstock_command("train", *(word for pair in RUN.items() for word in pair))
-    assert outcome.exit_code == 0, outcome.err
+    positional = {name: "" for name in COMMANDS[command] if not name.startswith("-")}
+    given = {"checkpoint": "checkpoint", "path": "checkpoint", "folder": "a-folder", "out": "out"}
+    given |= {"file": "a-config", "script": "a-file", "arguments": "x", "runs": "a-run"}
+    if option in positional:
+        before = ["--config=a-config"] if command == "launch" else []
+        return [command, *before, "--", *(value if name == option else given[name] for name in positional)]
+    return [command, typed, *(given[name] for name in positional)]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +178,7 @@ def test_a_launcher_that_says_nonsense(
     if name == "LOCAL_RANK" or (name, value) == ("WORLD_SIZE", "3"):
         pytest.skip("read with a device only, or what launchers say")
     monkeypatch.setenv(name, value)
-    outcome = penstock_command("train", "--data", "a-file")
+    outcome = penstock_command("export", "checkpoint", "out")
     assert outcome.exit_code == 2
     assert f"The launcher's {name}=" in outcome.err
     assert outcome.err.count("\n") == 1
@@ -294,57 +188,3 @@ def test_a_path_of_any_bytes_can_be_printed(penstock_command: Callable[..., Any]
     shutil.copytree(surroundings / "checkpoint", surroundings / "bad-\udcff")
     outcome = penstock_command("inspect", "bad-\udcff")
     assert outcome.exit_code == 0, outcome.err
-
-
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"text": ' + DEEP + "}", "is not JSON: "),
-        ('{"text": ' + "9" * 10_000 + "}", "is not JSON: "),
-        ('{"' + "x" * 100_000 + '": 1}', "its fields ('xxxx"),
-        ('{"text": "a\\u0000b", "text": {}}', "holds a value of type dict, not text."),
-        ("\x00", "is not UTF-8 text: it has the byte 0x00 in column 1."),
-        ("nan", "is not JSON: "),
-        ("NaN", "holds a value of type float, not an object."),
-    ],
-)
-def test_lines_of_data_that_nobody_writes(
-    penstock_command: Callable[..., Any], tmp_path: Path, text: str, said: str
-) -> None:
-    (tmp_path / "data.jsonl").write_text(text + "\n")
-    outcome = penstock_command("train", "--data", "data.jsonl")
-    assert outcome.exit_code == 2
-    before = ("data.jsonl:1 ", "data.jsonl:1: ", "data.jsonl:1: the field 'text' ")
-    assert any(f"{place}{said}" in outcome.err for place in before)
-    assert outcome.err.count("\n") == 1
-    assert len(outcome.err) < 1000
-
-
-def test_data_with_half_a_character_is_refused_and_a_prompt_with_one_is_read(
-    penstock_command: Callable[..., Any], model_folder: Path, tmp_path: Path
-) -> None:
-    from penstock.integrations.tokenizers import ByteTokenizer
-
-    shutil.copytree(model_folder, tmp_path / "model")
-    ByteTokenizer().save(tmp_path / "model")
-    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "whole " * 40}) + "\n")
-    (tmp_path / "half.jsonl").write_text(json.dumps({"text": "half \ud800 "}) + "\n")
-    run = ["--steps", "1", "--seq-length", "16", "--batch-size", "1", "--eval-sequences", "0", "--sample-tokens", "1"]
-    for model in ("model", str(model_folder)):
-        outcome = penstock_command("train", "--model", model, "--data", "data.jsonl", "--prompt", "\udcff", *run)
-        assert outcome.exit_code == 0, outcome.err
-        outcome = penstock_command("train", "--model", model, "--data", "half.jsonl", *run)
-        said = "half.jsonl:1 holds \\ud800, which is half a character. Mend or remove it."
-        assert (outcome.exit_code, outcome.err) == (2, f"penstock: error: {said}\n")
-
-
-def test_the_table_is_of_the_types_that_the_command_has() -> None:
-    """A new option gets values of its own type, not an empty row."""
-    from penstock.cli.train import train
-
-    for name, annotation in typing.get_type_hints(train).items():
-        option = "--" + name.replace("_", "-")
-        assert name in ("ctx", "return") or TABLE["train"][option] or option == "--prompt", (option, annotation)

@@ -26,6 +26,7 @@ def script(tmp_path: Path) -> str:
         (["--config", "q.yaml", "script.py"], "q.yaml has no 'stages'. Did you mean 'stage'?"),
         (["--config", "p.yaml", "--nproc-per-node", "two", "script.py"], "use a number of processes to 1024, or gpu"),
         (["--config", "p.yaml"], "Missing argument 'script'"),
+        (["--config", "p.yaml", "-m", "nowhere.at_all", "--config", "x"], "-m nowhere.at_all: there is no module"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], says: str, script: str, penstock_command: Callable[..., Any]) -> None:

@@ -2,22 +2,22 @@
 
 import json
 import re
+import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 
 from penstock import ConfigError, Placement
-from penstock.cli.options import about_of, option_of
-from penstock.cli.planning import question
-from penstock.cli.planning.config import PlanConfig, parse_batch
-from penstock.cli.planning.question import precision_on
+from penstock.cli import planning
+from penstock.cli.app import app
+from penstock.cli.planning import precision_on
+from penstock.cli.request import batch_size
 from penstock.forecast.answer import Lack
 from penstock.planner import Machine, Plan
 from penstock.recompute import can_be_told, recomputes
@@ -43,22 +43,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append({"model": model, "optimizer": optimizer, "batch": batch(), **arguments})
         return desktop(recompute=False)
 
-    monkeypatch.setattr(question, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     return seen
-
-
-def test_standard_output_of_the_process_is_json_and_nothing_else(config_folder: str, tmp_path: Path) -> None:
-    """With too little room on the device, so that a solver is asked: it is C, and prints past Python."""
-    words = ["plan", "--model", config_folder, "--batch", "2x16", "--machine", "rtx4090-desktop", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", *words, "--what-if", "device_memory=300000"],
-        capture_output=True,
-        check=False,
-        cwd=tmp_path,
-        timeout=300,
-    )
-    assert not done.returncode, done.stderr.decode()
-    assert json.loads(done.stdout)["penstock"] == "plan"
 
 
 def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
@@ -70,7 +56,10 @@ def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
     assert outcome.exit_code == 0, outcome.err
     assert outcome.out.startswith("fits: yes     step ")
     assert "rtx4090-desktop, bf16, stage 3, input_ids" in outcome.out
-    run = "penstock train --plan p.json --model described --batch-size 2 --seq-length 16 --precision bf16"
+    run = (
+        "penstock train --plan p.json --model described --per_device_train_batch_size 2 --max_length 16 --bf16 true "
+        "--packing --gradient_checkpointing false"
+    )
     assert outcome.out.endswith(f"step of at most 9 s: met\nwritten: p.json\nrun: {run}\n")
     plan = Plan.read("p.json")
     assert (plan.fits, plan.machine, plan.bytes["device"] > 0) == (True, "rtx4090-desktop", True)
@@ -83,23 +72,12 @@ def test_every_option_reaches_the_planner(
 ) -> None:
     words = ["--model", f"{config_folder}/config.json", "--batch", "3x16", "--accumulation", "2", "--stage", "2"]
     words += ["--precision", "fp16", "--optimizer-name", "lion", "--max-grad-norm", "0", "--overlap", "none"]
-    words += [
-        "--state-dtype",
-        "bf16",
-        "--tile-bytes",
-        "8KiB",
-        "--gpus",
-        "4",
-        "--hosts",
-        "2",
-        "--mesh",
-        "dp_replicate=2,dp_shard=4",
-        "--folders",
-        "2",
-        "--measure",
-    ]
+    words += ["--options", "state_dtype=bf16", "--options", "tile_bytes=8KiB", "--options", "update_threads=3"]
+    words += ["--gpus", "4", "--hosts", "2", "--mesh", "dp_replicate=2,dp_shard=4", "--folders", "2", "--measure"]
+    words += ["--what-if", "disk_read=14GB/s", "--what-if", "h2d=20GB/s", "--lora", "r=2"]
+    words += ["--optimizer-args", "betas=0.5,0.25", "--optimizer-args", "weight_decay=1e-6"]
     words += ["--device-memory", "10GiB", "--host-memory", "64GB", "--packing", "off", "--pad-vocab-to", "64"]
-    outcome = penstock_command("plan", *words, *FOREIGN, "--what-if", "disk_read=14GB/s", "h2d=20GB/s", "--lora", "r=2")
+    outcome = penstock_command("plan", *words, *FOREIGN)
     assert outcome.exit_code == 0, outcome.err
     (seen,) = asked
     assert seen["model"].get_base_model().get_input_embeddings().weight.shape == (320, 32)
@@ -119,7 +97,10 @@ def test_every_option_reaches_the_planner(
     expected |= {"mesh": {"dp_replicate": 2, "dp_shard": 4}}
     expected |= {"precision": "fp16", "overlap": "none", "max_grad_norm": None}
     assert {name: seen[name] for name in expected} == expected
-    assert (seen["options"].state_dtype, seen["options"].tile_bytes) == ("bf16", 8192)
+    options = seen["options"]
+    assert (options.state_dtype, options.tile_bytes, options.update_threads) == ("bf16", 8192, 3)
+    assert seen["optimizer"].defaults["betas"] == (0.5, 0.25)
+    assert seen["optimizer"].defaults["weight_decay"] == 1e-6
     assert "what if: disk_read=14GB/s, h2d=20GB/s; not a plan of the machine as it is" in outcome.out
     assert "run: " not in outcome.out  # there is no such machine
 
@@ -154,39 +135,61 @@ def test_a_home_that_is_named_is_looked_at_beside_the_homes_of_a_run(
 @pytest.mark.parametrize(
     ("words", "run"),
     [
-        ([], "penstock train --plan auto --nvme-path DIR1 --model described"),
+        ([], "penstock train --placement auto --nvme_path DIR1 --model described"),
         (
             ["--host-memory", "64GB"],
-            "run, planned with --out plan.json: penstock train --plan plan.json --nvme-path DIR1",
+            "run, planned with --out plan.json: penstock train --plan plan.json --nvme_path DIR1",
         ),
-        (["--host-memory", "64GB", "--out", "p"], "run: penstock train --plan p --nvme-path DIR1"),
-        (["--out", "p q.json"], "penstock train --plan 'p q.json' --nvme-path DIR1 --model described"),
+        (["--host-memory", "64GB", "--out", "p"], "run: penstock train --plan p --nvme_path DIR1"),
+        (["--out", "p q.json"], "penstock train --plan 'p q.json' --nvme_path DIR1 --model described"),
         (["--folders", "/a", "--out", "p"], "penstock train --plan p --model described"),
         (
             ["--optimizer", "cpu=0.5,nvme=0.5", "--folders", "/a"],
-            "penstock train --optimizer cpu=0.5,nvme=0.5 --nvme-path /a",
+            "penstock train --optimizer cpu=0.5,nvme=0.5 --nvme_path /a",
         ),
-        (["--gpus", "8"], "torchrun --nproc-per-node 8 -m penstock train --plan auto"),
-        (["--gpus", "8", "--hosts", "3"], "torchrun --nnodes 3 --nproc-per-node 8 -m penstock train --plan auto"),
-        (["--recompute", "on"], "penstock train --plan auto --nvme-path DIR1 --recompute on"),
-        (["--recompute", "off"], "penstock train --plan auto --nvme-path DIR1 --model"),
+        (["--gpus", "8"], "torchrun --nproc-per-node 8 -m penstock train --placement auto"),
+        (["--gpus", "8", "--hosts", "3"], "torchrun --nnodes 3 --nproc-per-node 8 -m penstock train --placement auto"),
+        (["--recompute", "on"], "--max_length 16 --bf16 true --packing --max_grad_norm 0.5"),
+        (["--recompute", "off"], "--packing --gradient_checkpointing false --max_grad_norm 0.5"),
+        (["--accumulation", "4"], "--max_length 16 --gradient_accumulation_steps 4 --bf16 true"),
+        (["--packing", "off"], "--max_length 16 --bf16 true --gradient_checkpointing false"),
+        (["--precision", "fp32"], "--bf16 false --packing"),
+        (["--overlap", "none"], "run, planned with --out plan.json: penstock train --plan plan.json"),
+        (["--optimizer-name", "lion", "--stage", "2"], "--rule lion --max_grad_norm 0.5 --stage 2"),
+        (["--optimizer-name", "sgd", "--options", "tile_bytes=8KiB"], "--optim sgd"),
         (
-            ["--accumulation", "4"],
-            "--nvme-path DIR1 --accumulation 4 --model described --batch-size 2 --seq-length 16 --",
+            ["--lora", "r=2,base=int8"],
+            "--use_peft --lora_r 2 --lora_alpha 4 --lora_target_modules all-linear --base int8 --max_grad_norm",
         ),
-        (["--optimizer-args", "eps=1e-6", "amsgrad=true"], "--optimizer-args eps=1e-6 amsgrad=true --model described"),
-        (["--lora", "r=2", "--max-grad-norm", "0"], "--lora r=2 --max-grad-norm 0 --model described"),
+        (["--optimizer-name", "radam"], "run: a script of yours, with prepare(placement='auto', plan=...)"),
+        (["--optimizer-args", "eps=1e-6"], "run: a script of yours"),
     ],
 )
 def test_the_command_that_is_named_has_the_options_that_the_plan_was_made_for(
     penstock_command: Callable[..., Any], config_folder: str, asked: list[dict[str, Any]], words: list[str], run: str
 ) -> None:
-    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, *words)
+    more = ["--max-grad-norm", "0.5", *FOREIGN]
+    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *more, *words)
     assert outcome.exit_code == 0, outcome.err
     named = outcome.out.splitlines()[-1]
     assert named.startswith("run")
     assert run in named
-    assert named.endswith(" --batch-size 2 --seq-length 16 --precision bf16")
+    if named.startswith("run: penstock train"):  # by the words of the command itself
+        arguments = pytest.importorskip("penstock.train.arguments")
+        arguments.parse([*shlex.split(named)[3:], "--data", "a.txt"])
+
+
+@pytest.mark.parametrize(("chunked", "whole"), [("auto", False), ("off", True), ("on", False)])
+def test_logits_are_whole_where_the_class_is_not_known_or_they_are_asked_for(
+    penstock_command: Callable[..., Any], config_folder: str, asked: list[dict[str, Any]], chunked: str, whole: bool
+) -> None:
+    words = ["plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--chunked-loss", chunked]
+    assert penstock_command(*words).exit_code == 0
+    assert ("forward" not in vars(asked[0]["model"])) is whole
+    refused = penstock_command(*words, "--lora", "r=2,targets=lm_head")  # a head that is no linear layer any more
+    assert (refused.exit_code, "The head of LlamaForCausalLM" in refused.err) == (
+        (2, True) if chunked == "on" else (0, False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,11 +228,19 @@ def test_what_does_not_fit_or_is_too_slow_ends_with_status_1(
     status: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(question, "plan", lambda *rest, **named: desktop(**changes))
+    monkeypatch.setattr(planning, "plan", lambda *rest, **named: desktop(**changes))
     outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, *words)
     assert (outcome.exit_code, outcome.err) == (status, "")
     assert said in outcome.out
     assert ("\nrun: " in outcome.out) is changes.get("fits", True)
+
+
+def test_a_plan_with_updates_in_backward_is_for_prepare(
+    penstock_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, config_folder: str
+) -> None:
+    monkeypatch.setattr(planning, "plan", lambda *rest, **named: desktop(overlap="backward"))
+    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--max-grad-norm", "0")
+    assert outcome.out.endswith("run: a script of yours, with prepare(placement='auto', plan=...)\n")
 
 
 def test_a_plan_of_a_mesh_is_for_prepare(penstock_command: Callable[..., Any], config_folder: str) -> None:
@@ -237,7 +248,7 @@ def test_a_plan_of_a_mesh_is_for_prepare(penstock_command: Callable[..., Any], c
     outcome = penstock_command("plan", "--model", config_folder, *FOREIGN, *words, "dp_replicate=2,dp_shard=2")
     assert outcome.exit_code == 0, outcome.err
     assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in outcome.out
-    assert "run: a script of yours, with prepare(placement='auto', mesh=..., plan=...)" in outcome.out
+    assert "run: a script of yours, with prepare(placement='auto', plan=...)" in outcome.out
 
 
 def test_a_plan_of_a_mesh_with_tp_is_of_one_of_its_parts(
@@ -309,8 +320,7 @@ def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--batch", "16"], "--batch '16' is no micro-batch. Write sequences x tokens, such as 16x1024."),
-        (["--batch", "2x1"], "--batch '2x1': use 1 sequence or more of 2 tokens or more"),
+        (["--batch", "16"], "'--batch': '16' is no micro-batch. Write sequences x tokens, such as 16x1024: 1 or more"),
         (
             ["--batch", "2x99"],
             "--batch 2x99 has longer sequences than the 64 positions of described. Use shorter ones.",
@@ -319,22 +329,27 @@ def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., 
         (["--what-if", "disk_reed=7GB/s"], "--what-if: There is no figure 'disk_reed'. Did you mean disk_read?"),
         (["--what-if", "disk_read=7Gb/s"], "--what-if: "),
         (["--gpus", "9"], "--gpus 9 is more than the 8 of a host of a100-80gb-node. Use more --hosts"),
-        (["--mesh", "dp_shard"], "--mesh 'dp_shard' is no mesh. Write each dimension once"),
-        (["--mesh", "tp=2,tp=2"], "--mesh 'tp=2,tp=2' is no mesh."),
+        (["--mesh", "dp_shard"], "'--mesh': 'dp_shard': write each name once with its value, like dp_replicate=16"),
+        (["--mesh", "tp=2,tp=2"], "'--mesh': 'tp=2,tp=2': write each name once"),
         (["--mesh", "dp_shard=8"], "--mesh has 8 ranks, and --gpus 1 x --hosts 1 says 1. Make them agree."),
         (["--folders", "0"], "--folders 0: use a number from 1 to 64"),
         (["--machine", "", "--folders", "2"], "--folders 2 is a number: of this machine, name the folders themselves."),
-        (["--max-step", "0"], "--max-step 0 is no time."),
-        (["--compare", "a"], "--compare takes two files of plans, and was given 1."),
+        (["--compare", "a"], "Option '--compare' requires 2 arguments."),
+        (["--gpus", "0"], "Invalid value for '--gpus': "),
+        (["--folders", "/a", "/b"], "Got unexpected extra argument"),
+        (["--options", "tile_byte=1"], "--options has no 'tile_byte'. Did you mean 'tile_bytes'?"),
+        (["--options", "tile_bytes=x"], "--options tile_bytes='x' is not a size."),
+        (["--options", "tile_bytes=1"], "Options(tile_bytes=1): use a whole number of bytes, 4096 or more."),
         (["--compare", "a", "b", "--json"], "--compare prints no JSON"),
         (["--out", "no/p.json"], "--out 'no/p.json' cannot be written: its folder is none"),
         (["--trace", "described"], "--trace 'described' cannot be written: it is no file."),
-        (["--params", "x"], "--params x is not a tier. Use one of"),
-        (["--optimizer-args", "eps"], "--optimizer-args 'eps': write name=value"),
+        (["--params", "x"], "params='x' is not a tier. Use one of"),
+        (["--optimizer-args", "eps"], "--optimizer-args 'eps': write each name once with its value, such as eps=1e-6."),
+        (["--optimizer-args", "epsilon=1"], "--optimizer-args: adamw does not take them: "),
         (["--lora", "q=1"], "--lora"),
-        (["--chunked-loss", "x"], "--chunked-loss 'x': use one of"),
+        (["--chunked-loss", "x"], "Invalid value for '--chunked-loss': "),
         (["--model", "missing"], "--model 'missing' is neither a folder, a preset nor owner/name of a hub."),
-        (["--device-memory", "x"], "--device-memory 'x' is not a size."),
+        (["--device-memory", "x"], "'--device-memory': 'x' is not a size."),
     ],
 )
 def test_what_is_wrong_is_one_line_before_a_model_is_built(
@@ -345,7 +360,7 @@ def test_what_is_wrong_is_one_line_before_a_model_is_built(
     words: list[str],
     said: str,
 ) -> None:
-    monkeypatch.setattr(question, "build_described", lambda *rest, **named: pytest.fail("a model was built"))
+    monkeypatch.setattr(planning, "build_sketch", lambda *rest, **named: pytest.fail("a model was built"))
     base = [] if "--batch" in words else ["--batch", "2x16"]
     base += [] if "--machine" in words else FOREIGN
     base += [] if "--model" in words else ["--model", config_folder]
@@ -382,7 +397,7 @@ def test_a_figure_that_is_missed_is_stated_by_its_option(
     Machine("bare", "cpu", figures).write(tmp_path / "bare.json")
     outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", "--machine", "bare.json")
     assert outcome.err.startswith("penstock: error: The machine 'bare' has no figure host_memory")
-    assert outcome.err.endswith("or state it: --what-if host_memory=NUMBER.\n")
+    assert outcome.err.endswith("or state it: host_memory=NUMBER.\n")
 
 
 def test_this_machine_is_probed_where_none_is_named(
@@ -397,7 +412,7 @@ def test_this_machine_is_probed_where_none_is_named(
         meant.append(arguments)
         return Machine.read("cpu-laptop")
 
-    monkeypatch.setattr(question, "machine_for", machine_for)
+    monkeypatch.setattr(planning, "machine_for", machine_for)
     outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", "--folders", "/a", "--json")
     assert outcome.err == "penstock: this machine is measured, unless it was before; about a minute\n"
     assert meant == [(None, ("/a",))]
@@ -425,19 +440,6 @@ def test_weights_of_a_hub_are_not_fetched(monkeypatch: pytest.MonkeyPatch, confi
         find_model(str(tmp_path / config_folder), seq_length=16)
 
 
-def test_the_sketch_is_the_model_that_a_run_would_build(model_folder: Path) -> None:
-    from penstock.cli.training.learning.model import build, build_described
-    from penstock.integrations.huggingface import find_model
-    from penstock.integrations.lora import Lora
-    from penstock.planner import model_fingerprint
-
-    for lora in (None, Lora(r=2)):
-        source = find_model(str(model_folder), seq_length=16)
-        changes: Any = {"vocab_size": 320, "lora": lora, "chunks_loss": True, "seed": 0}
-        built = build(source, compiles=False, **changes)
-        assert model_fingerprint(build_described(source, **changes).model) == model_fingerprint(built.model)
-
-
 def test_what_is_computed_in_follows_from_the_machine() -> None:
     node, laptop = Machine.read("h100-node"), Machine.read("cpu-laptop")
     old = Machine("old", "cuda", {name: node.figures[name] for name in ("flops_float32", "device_memory")})
@@ -446,12 +448,11 @@ def test_what_is_computed_in_follows_from_the_machine() -> None:
 
 
 def test_a_batch_is_two_numbers() -> None:
-    assert parse_batch(" 16x1024 ", option="--batch") == (16, 1024)
+    assert batch_size(" 16x1024 ") == (16, 1024)
     wrong = ["", "x", "1x", "0x8", "1x1", "-1x8", "1.5x8", "1x8x2", "65536x65536", "9" * 400 + "x2", "\uff11x\uff12"]
     for text in wrong:
-        with pytest.raises(ConfigError, match=r"^--batch "):
-            parse_batch(text, option="--batch")
-    assert PlanConfig(batch=(2, 8)).training().batch_size == 2
+        with pytest.raises(typer.BadParameter, match="is no micro-batch"):
+            batch_size(text)
 
 
 def test_the_page_has_every_option_under_its_heading() -> None:
@@ -463,6 +464,7 @@ def test_the_page_has_every_option_under_its_heading() -> None:
         for name, text in headings.items()
     }
     wanted: dict[str, list[str]] = {}
-    for each in fields(PlanConfig):
-        wanted.setdefault(about_of(each).panel or "", []).append(option_of(each.name))
+    group: Any = typer.main.get_command(app)
+    for each in group.commands["plan"].params:
+        wanted.setdefault(each.rich_help_panel or "", []).append(each.opts[0])
     assert found == wanted

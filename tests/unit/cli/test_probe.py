@@ -57,9 +57,10 @@ def test_the_default_is_the_cache_and_it_says_where(
 
 
 def test_folders_seconds_and_out(penstock_command: Callable[..., Any], measured: list[Any], tmp_path: Path) -> None:
-    outcome = penstock_command("probe", "--folders", "a", "b", "--seconds", "2.5", "--out", "machine.json")
+    words = ["--folders", "a", "--folders", "b"]
+    outcome = penstock_command("probe", *words, "--seconds", "2.5", "--out", "machine.json")
     assert outcome.exit_code == 0, outcome.err
-    assert measured == [{"folders": ("a", "b"), "seconds": 2.5}]
+    assert measured == [{"folders": [Path("a"), Path("b")], "seconds": 2.5}]
     assert Machine.read(tmp_path / "machine.json").probed
     assert not (tmp_path / "cache").exists()
     assert penstock_command("probe", "--out", "machine.json").exit_code == 0  # a machine's file may be replaced

@@ -5,6 +5,7 @@ import json
 import math
 import weakref
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import files
 from penstock.errors import ConfigError, EngineError
+from penstock.ext.observe.observer import Observer
 from penstock.ext.observe.record import STEPS_BEFORE, STEPS_TRACED
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import UPDATE, Streams
@@ -364,6 +366,46 @@ def record_on_rank(rank: int, folder: str) -> tuple[int, bool, list[str]]:
         own = optimizer.locations().bytes()
     optimizer.close()
     return own, recorder._lines is None, sorted(path.name for path in Path(folder).iterdir())
+
+
+def waits_kept(rank: int, folder: Path) -> tuple[int, dict[str, Any]]:
+    model, optimizer = prepared()
+    with optimizer.record(folder) as recorder:
+        train(model, optimizer, 5)
+        observer = optimizer._engine.context.streams.observer  # type: ignore[union-attr]
+        assert isinstance(observer, Observer)
+        kept = 0 if observer.waits is None else len(observer.waits._waits)
+        return kept + recorder.steps - 5, recorder.take()
+
+
+def test_ranks_that_write_nothing_keep_no_waits(tmp_path: Path) -> None:
+    """Their notes of waits grew with every step, and on a device each held two events."""
+    first, second = run_ranks(waits_kept, 2, tmp_path)
+    assert first[1].keys() == {"step_seconds", "waited", "waits"}
+    assert second == (0, {})
+
+
+def test_figures_are_means_over_the_steps_since_they_were_taken(tmp_path: Path) -> None:
+    model, optimizer = prepared(separate())
+    with optimizer.record(tmp_path) as recorder:
+        assert (recorder.take(), recorder.measured()) == ({}, {})
+        for number in range(8):
+            one_step(model, optimizer, number)
+            recorder.log(tokens=4)
+            if number == 3:
+                recorder.take()
+        taken, measured = recorder.take(), recorder.measured()
+        assert recorder.take() == {}
+    lines = whole(tmp_path)[4:]
+    seconds = [line["step_seconds"] for line in lines]
+    assert taken["step_seconds"] == pytest.approx(sum(seconds) / 4, rel=1e-3)
+    assert taken["tokens_per_second"] == pytest.approx(16 / sum(seconds), rel=1e-3)
+    waited = sum(line["waited"] * line["step_seconds"] for line in lines) / sum(seconds)
+    assert taken["waited"] == pytest.approx(waited, abs=1e-3)
+    assert taken["waited"] == pytest.approx(sum(taken["waits"].values()))
+    steps = [line["step_seconds"] for line in whole(tmp_path)[STEPS_BEFORE:] if "traced" not in line]
+    assert measured["step"] == pytest.approx(median(steps), rel=1e-3)
+    assert 0 < measured["device compute"] < 10 * measured["step"]
 
 
 def test_of_several_ranks_the_first_writes_its_own_bytes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import penstock
-from penstock.integrations.dcp import import_checkpoint
-from penstock.integrations.dcp.boxes import Box, read_boxes
+from penstock.checkpoint.tables import BoxExtent
+from penstock.ext.interop.dcp import _SavedTensor, import_checkpoint
 from tests.deepspeed_checks import check, plain, prepared
 from tests.optional.deepspeed_files import STEPS, Model, batch, groups
 from tests.support import run_ranks
@@ -140,6 +140,11 @@ def test_other_optimizers(tmp_path: Path) -> None:
 # Boxes
 
 
+class Chunk(NamedTuple):
+    box: BoxExtent
+    elements: torch.Tensor
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_boxes_of_any_cut(seed: int) -> None:
     draw = random.Random(seed)
@@ -149,24 +154,19 @@ def test_boxes_of_any_cut(seed: int) -> None:
     corners: list[list[tuple[int, int]]] = [[]]
     for cut in cuts:
         corners = [[*corner, ends] for corner in corners for ends in itertools.pairwise(cut)]
-    boxes = []
+    chunks = []
     for corner in corners:
-        part = (
-            tensor[tuple(slice(*ends) for ends in corner)]
-            .flatten()
-            .clone(memory_format=torch.contiguous_format)
-            .view(torch.uint8)
-        )
-        offsets, sizes = tuple(a for a, _ in corner), tuple(b - a for a, b in corner)
-        boxes.append(Box(shape, offsets, sizes, lambda part=part: part))  # type: ignore[misc]
-    flat = tensor.flatten()
+        part = tensor[tuple(slice(*ends) for ends in corner)].flatten().clone().view(torch.uint8)
+        box = BoxExtent(shape, tuple(a for a, _ in corner), tuple(b - a for a, b in corner))
+        chunks.append(Chunk(box, part))
+    flat, saved = tensor.flatten(), _SavedTensor(shape, torch.float32, cast(Any, chunks))
     for _ in range(10):
         start = draw.randint(0, flat.numel())
         stop = draw.randint(start, flat.numel())
-        assert torch.equal(read_boxes(boxes, torch.float32, start, stop), flat[start:stop])
-    if flat.numel() > 1 and len(boxes) > 1:
+        assert torch.equal(saved.read(start, stop), flat[start:stop])
+    if flat.numel() > 1 and len(chunks) > 1:
         with pytest.raises(penstock.CheckpointError, match="have"):
-            read_boxes(boxes[1:], torch.float32, 0, flat.numel())
+            _SavedTensor(shape, torch.float32, cast(Any, chunks[1:])).read(0, flat.numel())
 
 
 # What is refused, and leaves nothing

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint.pretrained import codes_of, decoded, scales_of
-from penstock.cli.training.learning.model import build
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import chunk_loss
-from penstock.integrations.huggingface import build_model, enable_activation_checkpointing, find_model
+from penstock.integrations.huggingface import enable_activation_checkpointing
 from penstock.integrations.lora import Lora, LoraWeights, add_adapters, check_precision, parse_lora
 from penstock.integrations.quantised import Int8Linear, quantise_linears
 
@@ -245,24 +244,6 @@ def test_adapters_that_are_computed_from_the_base_are_refused(tmp_path: Path) ->
     empty = emptied(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="eva"))
     with pytest.raises(ConfigError, match="init_lora_weights='eva' computes adapters from the base"):
         LoraWeights(tmp_path, empty, seed=3)
-
-
-@pytest.mark.parametrize("base", ["auto", "int8"])
-def test_a_source_is_built_with_adapters(base: Any, tmp_path: Path) -> None:
-    """A folder without values, a preset with them; each is what `add_adapters` makes of the whole model."""
-    lora = Lora(r=2, base=base)
-    llama().save_pretrained(tmp_path)
-    for name in (str(tmp_path), "tiny"):
-        source = find_model(name, seq_length=8)
-        built = build(source, vocab_size=source.vocab_size, lora=lora, chunks_loss=False, compiles=False, seed=3)
-        model, weights = built.model, built.weights
-        assert (weights is None) == (name == "tiny")
-        optimizer = prepared(model, weights=weights)
-        torch.manual_seed(3)
-        expected = add_adapters(build_model(source), lora, seed=3)
-        for (own, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-            assert torch.equal(optimizer.full_param(ours), theirs.detach().float()), own
-        optimizer.close()
 
 
 def test_another_seed_draws_other_adapters(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import penstock
 from penstock.integrations import dcp, deepspeed, pickled
-from penstock.integrations.dcp import files
 
 SIZE = 1 << 16
 PROTO = b"\x80\x04"
@@ -68,6 +70,7 @@ BOMBS = {
     "bytes_of_the_largest": PROTO + b"\x8e" + struct.pack("<Q", 1 << 40) + b"a.",
     "an_array_of_the_largest": PROTO + b"\x96" + struct.pack("<Q", 1 << 40) + b"a.",
     "a_frame_of_the_largest": PROTO + b"\x95" + struct.pack("<Q", 1 << 62) + b"N.",
+    "a_call_for_a_gigabyte": PROTO + b"c__builtin__\nbytearray\nJ" + struct.pack("<i", 1 << 30) + b"\x85R.",
     "frozen_sets": filled(b"(", b"(\x91"),
     "popped": filled(b"", b"N0"),
     "names": filled(b"(", CHUNK[:-2]),
@@ -87,6 +90,7 @@ SAID = {
     **dict.fromkeys(("a_long_integer", "frozen_sets", "popped"), "it has the opcode"),
     "build_of_a_function": "it sets the state of what is no object",
     "a_long_call": "of too many arguments",
+    "a_call_for_a_gigabyte": "it names '__builtin__.bytearray', which is not read",
 }
 
 
@@ -124,6 +128,21 @@ def test_a_bomb_is_refused_and_takes_little(
     assert len(str(caught.value)) < 1000
 
 
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(0, 99), inner),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=PLAIN, protocol=st.integers(3, 5))
+def test_plain_values_are_those_of_pickle(value: Any, protocol: int) -> None:
+    """Also where a value is twice in another."""
+    found = pickled.read_value(pickle.dumps([value, {"again": value}], protocol), {})
+    assert found == [value, {"again": value}]
+    assert repr(found) == repr([value, {"again": value}])
+
+
 def test_an_ordered_dict_keeps_its_items_in_a_dict() -> None:
     """What was there is not copied for each item."""
     count = 2000
@@ -135,7 +154,7 @@ def test_an_ordered_dict_keeps_its_items_in_a_dict() -> None:
 
 def test_nothing_is_set_of_a_stand_in() -> None:
     """What a stand-in is called with, and what is set of it, runs nothing and stays nowhere."""
-    for name, stand_in in {**pickled.TENSOR_NAMES, **files._IN_INDEX, **deepspeed._NAMES}.items():
+    for name, stand_in in {**pickled.TENSOR_NAMES, **dcp._IN_INDEX, **deepspeed._NAMES}.items():
         module, _, attribute = name.rpartition(".")
         content = PROTO + f"c{module}\n{attribute}\n".encode() + b"}X\x01\x00\x00\x00aNsb."
         with pytest.raises(pickled.PickleError, match="state of what is no object"):

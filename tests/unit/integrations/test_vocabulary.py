@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
 import penstock
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import ConfigError
-from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary, rows_for
+from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary, rows_for, vocabulary_for
 from tests.instruct import byte_tokenizer
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -43,6 +43,14 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_rows_for_every_id(folder: Path, rows: int, multiple: int, expected: int) -> None:
     assert rows_for(folder, rows, multiple=multiple) == expected
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert vocabulary_for(tokenizer, rows, multiple=multiple) == expected
+
+
+def test_added_tokens_have_rows_though_transformers_does_not_count_them_in_vocab_size(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.vocab_size == 256
+    assert vocabulary_for(tokenizer, 256) == 262
 
 
 def test_rows_without_a_tokenizer(tmp_path: Path) -> None:

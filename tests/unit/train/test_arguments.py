@@ -7,10 +7,10 @@ import pytest
 
 from penstock import Placement
 from penstock.errors import ConfigError
-from penstock.train import default
+from penstock.train import arguments
 from penstock.train.arguments import Request, Source, make_parser, parse, read_size, read_sources
 from penstock.train.environment import is_local, prepare_environment
-from penstock.train.run_file import RENAMED
+from penstock.train.run_file import OTHERWISE, RENAMED, advice_for
 
 GIVEN = ["--model", "m", "--data", "d", "--use_cpu", "--bf16", "false"]
 
@@ -81,7 +81,7 @@ def test_data_may_be_named_several_times_and_wins_over_the_file(tmp_path: Path) 
 
 
 def test_a_run_without_a_model_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(default, "DEFAULTS", {"max_steps": 400, "learning_rate": 2e-3})
+    monkeypatch.setattr(arguments, "DEFAULTS", {"max_steps": 400, "learning_rate": 2e-3})
     Path(tmp_path, "run.yaml").write_text("max_steps: 3\n")
     found = parse(["--use_cpu", "--config", str(tmp_path / "run.yaml")])
     assert found.is_default
@@ -100,14 +100,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a value of another kind": (["--max_steps", "many"], "max_steps"),
     "values that contradict each other": (["--fp16", "--bf16", "true"], "fp16 and bf16"),
     "a tier that there is not": (["--params", "moon"], "moon"),
-    "fractions that are none": (["--params", "device=half,cpu=half"], "device=0.4,cpu=0.6"),
+    "fractions that are none": (["--params", "device=half,cpu=half"], "device=0.6,cpu=0.4"),
     "the nvme tier without a folder": (["--optimizer", "nvme"], "--nvme_path"),
     "activations on nvme without a folder": (["--activations", "nvme"], "--nvme_path"),
     "a plan beside tiers": (["--plan", "p.json", "--params", "cpu"], "--plan chooses the tiers, and so does --params"),
     "two plans": (["--plan", "p.json", "--placement", "auto"], "--placement chooses the tiers, and so does --plan"),
     "a stage": (["--stage", "4"], "--stage 4"),
     "an option of Penstock's": (["--options", "tile_byte=1"], "Did you mean tile_bytes"),
-    "a size": (["--max_device_bytes", "many"], "--max_device_bytes 'many' is no size"),
+    "a size": (["--max_device_bytes", "many"], "--max_device_bytes 'many' is not a size"),
     "a rule": (["--rule", "sgd"], "--rule 'sgd': use muon or lion"),
     "copies": (["--dp_replicate", "0"], "--dp_replicate 0"),
 }
@@ -129,6 +129,7 @@ def test_mistakes_are_one_line(name: str) -> None:
         ("penstock: 3\n", "penstock is 3"),
         ("model: m\nmodel_name_or_path: n\n", "twice"),
         ("max_steps: many\n", "max_steps"),
+        ("learning_rate: [1, 2]\n", "learning_rate is [1, 2]"),
         ("[1]\n", "not a mapping"),
     ],
 )
@@ -144,7 +145,8 @@ def test_every_old_name_is_no_option_now_and_names_some_that_are(capsys: pytest.
         parse(["--help"])
     told = capsys.readouterr().out
     known = {word.strip(",") for word in told.split() if word.startswith("--")}
-    for name, (text, _) in RENAMED.items():
+    for name in (*RENAMED, *OTHERWISE):
+        text = str(advice_for(name))
         assert f"--{name}" not in known, name
         named = [word.strip(",;:") for word in text.replace("=...", "").split() if word.startswith("--")]
         assert set(named) <= known, name
@@ -159,7 +161,7 @@ def test_help_has_short_names_and_defaults(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_sizes() -> None:
-    sizes = {"20GiB": 20 << 30, "1.5 MB": 1_500_000, "64": 64, "2k": 2000, 7: 7}
+    sizes = {"20GiB": 20 << 30, "1.5 MB": 1_500_000, "64": 64, 7: 7}
     assert {text: read_size(text, "--x") for text in sizes} == sizes
 
 

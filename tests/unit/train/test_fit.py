@@ -11,7 +11,7 @@ from penstock.train import fit
 from penstock.train import run as runs
 
 REFUSED: dict[str, tuple[list[str], type[PenstockError], str]] = {
-    "the host": (["--max_host_bytes", "10k"], MemoryBudgetError, r"336,176 too few"),
+    "the host": (["--max_host_bytes", "10kB"], MemoryBudgetError, r"336,176 too few"),
     "an optimizer without a rule": (["--optim", "adafactor"], ConfigError, "optim='adafactor'"),
     "offloading of TRL's": (["--activation_offloading"], ConfigError, "activations='cpu'"),
     "weights of bitsandbytes": (["--load_in_4bit", "--use_peft"], ConfigError, "--base int8"),
@@ -63,7 +63,7 @@ def test_a_dry_run_of_what_does_not_fit_tells_both(
     train: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(MemoryBudgetError):
-        train("--dry_run", "--max_host_bytes", "10k")
+        train("--dry_run", "--max_host_bytes", "10kB")
     assert "exp_avg" in capsys.readouterr().out
 
 

@@ -102,16 +102,6 @@ def test_a_run_file_of_before_is_read(tmp_path: Path) -> None:
         ("lr: 1\nplan: auto\n", {"learning_rate": 1, "placement": "auto"}),
         ("lr: 1\noptimizer_name: muon\n", {"learning_rate": 1, "rule": "muon"}),
         ("lr: 1\nmodel: tiny\nsave-every: 5\n", {"learning_rate": 1, "save_steps": 5}),
-        (
-            "lr: 1\nschedule: wsd\nsteps: 100\nmin_lr: 0\n",
-            {
-                "learning_rate": 1,
-                "max_steps": 100,
-                "lr_scheduler_type": "warmup_stable_decay",
-                "lr_scheduler_kwargs": {"num_decay_steps": 20, "min_lr_ratio": 0},
-            },
-        ),
-        ("lr: 1\ntruncation: left\n", {"learning_rate": 1, "truncation_mode": "keep_end"}),
     ],
 )
 def test_values_of_before(text: str, values: dict[str, object], tmp_path: Path) -> None:

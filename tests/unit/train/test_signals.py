@@ -141,9 +141,19 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_a_kill_has_not_torn(
     assert f"goes on from {out / 'checkpoint-2'}" in capsys.readouterr().err
 
 
-def test_a_run_that_starts_anew_removes_the_checkpoints_of_the_one_before(
+def test_a_run_that_starts_anew_keeps_the_checkpoints_of_the_one_before_apart(
     train: Callable[..., int], tmp_path: Path
 ) -> None:
     assert train("--save_steps", 2) == 0
     assert train("--save_steps", 3, "--resume_from_checkpoint", "false", steps=3) == 0
     assert [path.name for path in checkpoints_of(tmp_path / "out")] == ["checkpoint-3"]
+    assert [path.name for path in checkpoints_of(tmp_path / "out" / "earlier-1")] == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_run_that_has_made_all_of_its_steps_makes_no_other_one(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train(steps=4) == 0
+    before = weights(tmp_path / "out")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    assert train(steps=4) == 0
+    for name, value in weights(tmp_path / "out").items():
+        torch.testing.assert_close(before[name], value, rtol=0, atol=0, msg=name)

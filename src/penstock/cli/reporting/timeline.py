@@ -2,9 +2,9 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from penstock.ext.observe.timeline import RESOURCES, WAITING, Interval, busiest,
 from penstock.files import read_bytes
 
 TRACE_NAME = "trace.json"
-#: Pieces of a row that are drawn, at most; and what lies between two that are drawn as one, as a share of the step.
+#: Pieces of a row that are drawn, at most.
 MOST_PIECES = 400
-_LEAST_GAP = 1 / 2000
 _MOST_BYTES, _MOST_NUMBER = 1 << 28, 1e30
 
 
@@ -121,29 +120,22 @@ def _window(ends: list[float], rows: Iterable[list[tuple[float, float, str, int]
     return min((span[0] for span in spans), default=0.0), max((span[1] for span in spans), default=0.0)
 
 
-def joined(pieces: list[Piece], seconds: float, most: int = MOST_PIECES) -> list[Piece]:
-    """Draw neighbouring pieces as one, so that at most `most` of them are left, in order.
+def joined(pieces: Sequence[Piece], seconds: float, most: int = MOST_PIECES) -> Sequence[Piece]:
+    """Draw pieces that begin next to each other as one, so that at most `most` are left, in order.
 
     Arguments:
         pieces: of one row, in order.
-        seconds: how long the step is.
+        seconds: the length of the step.
         most: how many are left, at most.
     """
     if len(pieces) <= most:
         return pieces
-    gap = seconds * _LEAST_GAP
-    while True:
-        left: list[Piece] = []
-        for piece in pieces:
-            last = left[-1] if left else None
-            if last is None or piece.start - last.stop > gap or piece.stop - last.start > 50 * gap:
-                left.append(piece)
-            else:
-                stop, nbytes = max(last.stop, piece.stop), last.nbytes + piece.nbytes
-                left[-1] = Piece(last.name, last.start, stop, nbytes, last.count + piece.count)
-        if len(left) <= most:
-            return left
-        gap *= 2
+    width = seconds / most
+    groups = (list(group) for _, group in groupby(pieces, lambda piece: min(most - 1, int(piece.start / width))))
+    return [
+        Piece(g[0].name, g[0].start, max(piece.stop for piece in g), sum(p.nbytes for p in g), sum(p.count for p in g))
+        for g in groups
+    ]
 
 
 def _interval(piece: Piece) -> Interval:

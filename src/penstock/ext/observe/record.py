@@ -8,11 +8,13 @@ import os
 import time
 import warnings
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import torch
@@ -22,7 +24,8 @@ from penstock.engine.engine import Engine, bytes_by_tier, locate
 from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.ext.observe.observer import WaitSums, observe
-from penstock.ext.observe.trace import RANK, take_trace
+from penstock.ext.observe.timeline import RESOURCES, TraceSummary
+from penstock.ext.observe.trace import RANK, TraceReport, take_trace
 from penstock.files import Lines, check_own, write_whole
 
 METRICS_NAME = "metrics.jsonl"
@@ -32,6 +35,9 @@ PLAN_NAME = "plan.json"
 STEPS_BEFORE = 1
 #: Steps of the trace. The first of them finds nothing under way that it could wait for; the last one is looked at.
 STEPS_TRACED = 2
+
+#: Lines of the newest steps, for means and medians.
+LINES_KEPT = 1000
 
 Number = float | Tensor
 
@@ -67,6 +73,10 @@ class Record(AbstractContextManager["Record"]):
         self._trace_ends = 0
         self._is_traced = self._is_placed = False
         self._skipped_count = 0
+        self._recent: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
+        self._taken = begin
+        self._report: TraceReport | None = None
+        self._summary: TraceSummary | None = None
         self._began = self._last = time.monotonic()
         self.closed = False
 
@@ -118,7 +128,9 @@ class Record(AbstractContextManager["Record"]):
                 with suppress(OSError):
                     write_whole(check_own(self.folder / PLAN_NAME), plan)
         observer = observe(engine.context.streams)
-        observer.on_step, observer.waits = self.step_made, WaitSums(engine.context.streams)
+        observer.on_step = self.step_made
+        if self._lines is not None:  # other ranks write no waits, and would keep each
+            observer.waits = WaitSums(engine.context.streams)
         self._began = self._last = time.monotonic()
         return self
 
@@ -150,6 +162,8 @@ class Record(AbstractContextManager["Record"]):
                 now[name] = float(given)
             else:
                 raise ConfigError(f"log({name}={given!r:.80}): give a number, or a tensor of one element.")
+        if self._recent and self._recent[-1]["step"] == of_step and "tokens" in now:
+            self._recent[-1]["tokens"] = now["tokens"]
         if now:
             self._write("step", {"step": of_step, **now})
 
@@ -161,6 +175,41 @@ class Record(AbstractContextManager["Record"]):
         """Add text that the model generates for a prompt, after the last step or another one."""
         of_step = self.steps if step is None else step
         self._write("sample", {"step": of_step, "prompt": str(prompt), "text": str(text)})
+
+    def take(self) -> dict[str, Any]:
+        """Return the means over the steps since the last call, or the newest of them, for logs of the loop's own.
+
+        Returns:
+            `step_seconds`, `waits` (the share of a step that compute stood still, by row) and their sum `waited`, and
+            `tokens_per_second` if tokens were logged as numbers. Empty without steps, and on all ranks but the first.
+        """
+        lines = [line for line in self._recent if line["step"] > self._taken]
+        seconds, self._taken = sum(line["step_seconds"] for line in lines), self.steps
+        if not seconds:
+            return {}
+        means: dict[str, Any] = {"step_seconds": seconds / len(lines)}
+        observed = [line for line in lines if "waits" in line]
+        if span := sum(line["step_seconds"] for line in observed):
+            waits: defaultdict[str, float] = defaultdict(float)
+            for line in observed:
+                for row, share in line["waits"].items():
+                    waits[row] += share * line["step_seconds"] / span
+            means |= {"waited": sum(waits.values()), "waits": dict(waits)}
+        tokens = sum(line.get("tokens", 0.0) for line in lines)
+        return means | ({"tokens_per_second": tokens / seconds} if tokens else {})
+
+    def measured(self) -> dict[str, float]:
+        """Return the seconds of a warm step (`step`, a median), and in it those of each resource that worked, by name.
+
+        Empty on all ranks but the first, and before the trace is over. What `penstock.planner.block` takes.
+        """
+        warm = [line for line in self._recent if "waits" in line and line["step"] > self._begin + STEPS_BEFORE]
+        if self._summary is None or not warm:
+            return {}
+        busy: defaultdict[str, float] = defaultdict(float)
+        for row, use in self._summary.rows.items():
+            busy[RESOURCES[row]] += use.busy_seconds / STEPS_TRACED
+        return {"step": median(line["step_seconds"] for line in warm), **busy}
 
     # Called by the optimizer
 
@@ -178,7 +227,8 @@ class Record(AbstractContextManager["Record"]):
         # 1.
         late, self._late = self._late, []
         if self._lines is not None:
-            self._write("step", self._line(engine, result, groups, seconds))
+            self._recent.append(self._line(engine, result, groups, seconds))
+            self._write("step", self._recent[-1])
             self._write_late(late)
         # 2.
         if not self._is_placed and self.steps - self._begin >= STEPS_BEFORE + STEPS_TRACED:
@@ -232,7 +282,7 @@ class Record(AbstractContextManager["Record"]):
             self._is_traced, self._trace_ends = True, self.steps + STEPS_TRACED
             trace = ExitStack()
             with suppress(PenstockError):  # the file cannot be opened, as all ranks have agreed
-                trace.enter_context(take_trace(self.folder / TRACE_NAME, engine))
+                self._report = trace.enter_context(take_trace(self.folder / TRACE_NAME, engine))
                 self._trace = trace
 
     def end_trace(self) -> None:
@@ -243,6 +293,9 @@ class Record(AbstractContextManager["Record"]):
                 trace.close()
             except PenstockError as error:
                 warnings.warn(one_line(error), stacklevel=2)
+            assert self._report is not None
+            summary, is_whole = self._report.summary, self.steps >= self._trace_ends
+            self._summary = summary if is_whole and self._lines is not None else None
 
     # The end
 

@@ -352,35 +352,33 @@ class PenstockAccelerator(Accelerator):
             )
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+        self, output_dir: str | None = None, safe_serialization: bool = True, *, blocking: bool = True
     ) -> Any:
         """Save everything that the loop needs to go on: models as checkpoints of Penstock, the rest as accelerate's.
 
         Arguments:
             output_dir: as for `Accelerator.save_state`; models are in its folders `penstock`, `penstock_1` and so on.
             safe_serialization: not looked at: nothing of a model is pickled.
-            save_model_func_kwargs: `blocking=False` has models written beside training.
+            blocking: `False` has models written beside training.
         """
-        saving.check_keywords("save_state", list(save_model_func_kwargs), ("blocking",))
-        with saving.saving_states(self, self._pairs, **save_model_func_kwargs):
+        with saving.saving_states(self, self._pairs, blocking=blocking):
             return super().save_state(output_dir, safe_serialization)
 
     def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, *, map_location: Any = None
     ) -> None:
         """Go on from what `save_state` has saved, at any world size, stage and placement. Collective.
 
         Arguments:
             input_dir: as for `Accelerator.load_state`.
             load_kwargs: as there, for what accelerate reads.
-            load_model_func_kwargs: `map_location`, for what accelerate reads.
+            map_location: likewise.
 
         Raises:
             CheckpointError: the folder holds other models, or is damaged.
         """
-        saving.check_keywords("load_state", list(load_model_func_kwargs), ("map_location",))
         with saving.loading_states(self, self._pairs):
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+            super().load_state(input_dir, load_kwargs, map_location=map_location)
 
     # The end
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import penstock
 from penstock.errors import ConfigError, EngineError
+from penstock.integrations._common import check_unplaced
 
 #: What accelerate leaves on what it has prepared; with it, another prepare of the model would do nothing.
 PREPARED = "_is_accelerate_prepared"
@@ -261,15 +262,7 @@ def check_model(model: nn.Module, device: torch.device, *, chooses_precision: bo
     Raises:
         ConfigError: says what to do instead.
     """
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ConfigError(f"prepare: the model is wrapped in {_name(model)}. Give the model inside: Penstock averages.")
-    for module in model.modules():
-        if len(getattr(module, "hf_device_map", ())) > 1 or hasattr(module, "_hf_hook"):
-            raise ConfigError(
-                f"prepare: {_name(module)} is dispatched to several devices, or offloaded, by accelerate (device_map=, "
-                "cpu_offload, dispatch_model). Load it without a device map: penstock={'placement': ...} does this, or "
-                "penstock={'weights': FOLDER} where it is too large to load."
-            )
+    check_unplaced(model)
     dtypes = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
     if dtypes and chooses_precision:
         raise ConfigError(

@@ -4,7 +4,6 @@ import inspect
 import json
 import logging
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,23 +14,21 @@ from typing import Any
 import torch
 from accelerate.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
     WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from penstock.errors import CheckpointError, ConfigError, EngineError
+from penstock.errors import CheckpointError, EngineError
 from penstock.files import check_own, write_whole
 from penstock.integrations.accelerate.pairs import Pair
 from penstock.integrations.weights import saved_entries, state_entries
 
 _STEP = "accelerate_step"
 _logger = logging.getLogger("penstock")
-_OF_SEVERAL = re.compile(r"(.*?)-\d{5}-of-\d{5}")
+_OF_SEVERAL = "-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5
 
 
 # Weights
@@ -54,14 +51,14 @@ def write_model(
     if safe:  # as accelerate: of tied weights the first name alone
         first = {id(entry): name for name, entry in reversed(entries.items()) if isinstance(entry, Tensor)}
         entries = {name: entry for name, entry in entries.items() if first.get(id(entry), name) == name}
-    split = split_torch_state_dict_into_shards(
-        {name: _without_memory(entry, pair.masters) for name, entry in entries.items()},
-        filename_pattern=SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME,
-        max_shard_size=max_shard_size,
-    )
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
+    sized = {name: _without_memory(entry, pair.masters) for name, entry in entries.items()}
+    split = split_torch_state_dict_into_shards(sized, filename_pattern=pattern, max_shard_size=max_shard_size)
     folder.mkdir(parents=True, exist_ok=True)
     if accelerator.is_main_process:
-        _remove_others(folder, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, split.filename_to_tensors)
+        for shard_before in folder.glob(pattern.format(suffix=_OF_SEVERAL)):
+            if shard_before.name not in split.filename_to_tensors:
+                shard_before.unlink()
     for file, names in split.filename_to_tensors.items():
         shard = accelerator.gather_entries(model, {name: entries[name] for name in names}, keep=saves(accelerator))
         whole = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in shard.items()}
@@ -83,15 +80,6 @@ def _without_memory(entry: Any, masters: Container[nn.Parameter]) -> Any:
         return entry
     dtype = torch.float32 if entry in masters else entry.dtype
     return torch.empty(entry.shape, dtype=dtype, device="meta")
-
-
-def _remove_others(folder: Path, weights_name: str, files: Any) -> None:
-    """Remove the shards of a save before."""
-    stem = weights_name.replace(".bin", "")
-    for path in folder.iterdir():
-        is_shard = _OF_SEVERAL.fullmatch(path.name.replace(".bin", "").replace(".safetensors", ""))
-        if path.name.startswith(stem.replace(".safetensors", "")) and is_shard and path.name not in files:
-            path.unlink()
 
 
 def plant_save_pretrained(accelerator: Any, pair: Pair) -> None:
@@ -158,13 +146,13 @@ def _save_alone(pair: Pair, original: Callable[..., Any], *args: Any, **given: A
 
 
 @contextmanager
-def saving_states(accelerator: Any, pairs: Sequence[Pair], **arguments: Any) -> Iterator[None]:
+def saving_states(accelerator: Any, pairs: Sequence[Pair], *, blocking: bool) -> Iterator[None]:
     """Have `Accelerator.save_state` inside save pairs as checkpoints, and gather nothing but for hooks.
 
     Arguments:
         accelerator: the one whose method runs inside.
         pairs: what is saved, each in a folder of its own.
-        arguments: of `penstock.Optimizer.save`.
+        blocking: as for `penstock.Optimizer.save`.
     """
     hooks, models = list(accelerator._save_model_state_pre_hook.values()), list(accelerator._models)
 
@@ -174,7 +162,7 @@ def saving_states(accelerator: Any, pairs: Sequence[Pair], **arguments: Any) -> 
             for hook in hooks:
                 hook(models, weights, folder)
         for number, pair in enumerate(pairs):
-            pair.handle.save(_checkpoint(folder, number), extra={_STEP: accelerator.step}, **arguments)
+            pair.handle.save(_checkpoint(folder, number), extra={_STEP: accelerator.step}, blocking=blocking)
 
     with _in_place_of_hooks(accelerator, "_save_model_state_pre_hook", save):
         yield
@@ -246,18 +234,4 @@ def _check_checkpoints(folder: str, count: int) -> None:
             "prepared. Prepare those that were saved, in that order. Weights that plain accelerate saved "
             "(model.safetensors) go into the model before prepare(), or through penstock={'weights': FILE}.",
             file=folder,
-        )
-
-
-def check_keywords(method: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse what would go to a model's `state_dict` in accelerate, and means nothing here.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise ConfigError(
-            f"{method}({unknown[0]}=): models are saved and loaded by penstock.Optimizer. Use "
-            f"{' or '.join(known)} alone, or leave it out."
         )

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from accelerate.utils import GradScalerKwargs
 
 from penstock.errors import ConfigError
+from penstock.integrations import _common
+from penstock.integrations._common import ComputePrecision
 
 #: accelerate's names of precisions, by Penstock's.
-PRECISIONS: Mapping[str, str] = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+PRECISIONS: Mapping[ComputePrecision, str] = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _MIXED = "ACCELERATE_MIXED_PRECISION"
 _OTHERS: Mapping[str, str] = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -59,7 +61,7 @@ def check_alone(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def choose_precision(arguments: Mapping[str, Any], prepare: Mapping[str, Any]) -> str | None:
+def choose_precision(arguments: Mapping[str, Any], prepare: Mapping[str, Any]) -> ComputePrecision | None:
     """Choose the one precision of both.
 
     What `penstock=` says counts, then `mixed_precision=`, then the launcher's variable.
@@ -74,24 +76,14 @@ def choose_precision(arguments: Mapping[str, Any], prepare: Mapping[str, Any]) -
     Raises:
         ConfigError: two that contradict each other; fp8.
     """
-    ours = prepare.get("precision")
-    if ours is not None and ours not in PRECISIONS:
-        raise ConfigError(f"penstock={{'precision': {ours!r}}}: use one of {', '.join(map(repr, PRECISIONS))}.")
     given, launched = arguments.get("mixed_precision"), os.environ.get(_MIXED, "").lower()
     # "no" is what launchers say where nothing was chosen, so it contradicts nobody.
     where = f"mixed_precision={str(given)!r}" if given is not None else f"{_MIXED}={launched}"
     theirs = str(given).lower() if given is not None else launched if launched not in ("", "no") else None
-    if theirs is None:
-        return ours
     names = {name: precision for precision, name in PRECISIONS.items()}
-    if theirs not in names:
+    if theirs is not None and theirs not in names:
         raise ConfigError(f"{where}: use 'no' (fp32), 'bf16' or 'fp16'.")
-    if ours is not None and names[theirs] != ours:
-        raise ConfigError(
-            f"{where}, and penstock={{'precision': {ours!r}}}: say it once. In Penstock's words it is "
-            f"{names[theirs]!r}."
-        )
-    return names[theirs]
+    return _common.choose_precision(prepare.get("precision"), None if theirs is None else names[theirs], source=where)
 
 
 def check_machine(device: torch.device, world_size: int, given_mesh: Any) -> None:

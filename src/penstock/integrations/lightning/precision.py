@@ -1,13 +1,9 @@
-"""Lightning's names of precisions, in Penstock's: the engine casts and scales, so no autocast and no scaler runs."""
+"""The precision plugin of a Trainer on Penstock: the engine casts and scales, so no autocast and no scaler runs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from lightning.fabric.plugins.precision import Precision as FabricPrecision
-from lightning.fabric.plugins.precision.amp import MixedPrecision as FabricMixed
-from lightning.fabric.plugins.precision.half import HalfPrecision as FabricHalf
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
@@ -16,10 +12,9 @@ from torch import Tensor
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.integrations._common import ComputePrecision, check_precision, choose_precision
 
-ComputePrecision = Literal["fp32", "bf16", "fp16"]
-
-#: What Lightning's precisions are here. "true" and "mixed" are one: parameters compute in the dtype, masters are fp32.
+#: Lightning's precisions. "true" and "mixed" are one: parameters compute in the dtype, masters are fp32.
 COMPUTE: dict[str, ComputePrecision] = {
     "32-true": "fp32",
     "bf16-mixed": "bf16",
@@ -28,7 +23,6 @@ COMPUTE: dict[str, ComputePrecision] = {
     "16-true": "fp16",
 }
 _NAMES: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-_PLUGINS = (Precision, HalfPrecision, MixedPrecision, FabricPrecision, FabricHalf, FabricMixed)
 
 
 class PenstockPrecision(Precision):
@@ -42,15 +36,15 @@ class PenstockPrecision(Precision):
 
     Attributes:
         compute: the compute dtype, as `penstock.prepare` takes it.
-        step_result: what the last optimizer step returned, with the norm before clipping; `None` before the first.
+        step_result: the result of the last optimizer step, with the norm before clipping; `None` before the first.
 
     Example:
         >>> Trainer(strategy="penstock", plugins=[PenstockPrecision("bf16")])  # doctest: +SKIP
     """
 
     def __init__(self, precision: ComputePrecision = "bf16") -> None:
-        self.compute = checked(precision)
-        self.precision = name_of(precision)
+        self.compute = check_precision(precision)
+        self.precision = _NAMES[precision]
         self.step_result: penstock.StepResult | None = None
         self._unclipped: float | None = None
 
@@ -68,43 +62,34 @@ class PenstockPrecision(Precision):
                 f"{type(model).__name__} overrides backward(), and in fp16 the loss is scaled by the optimizer's. "
                 "Remove it, or use precision='bf16-mixed'."
             )
-        scaled_backward(bare(optimizer), tensor, *args, **kwargs)
+        if args or kwargs.keys() - {"retain_graph"}:
+            raise ConfigError("In fp16, backward takes the loss and retain_graph= alone. Leave other arguments out.")
+        unwrapped(optimizer).backward(tensor, retain_graph=bool(kwargs.get("retain_graph")))
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure (forward and backward) and the hooks before the step, then the step.
 
         Returns:
-            What the closure returned, as other strategies do; `step_result` has what the step did.
-
-        Raises:
-            ConfigError: arguments that `step` does not have.
+            The return value of the closure, as other strategies do; `step_result` has the result of the step.
         """
-        if kwargs:
-            raise of_step(kwargs)
-        with torch.enable_grad():
-            returned = self._wrap_closure(model, optimizer, closure)
-        result: penstock.StepResult = bare(optimizer).step()
+        result: penstock.StepResult = super().optimizer_step(unwrapped(optimizer), model, closure, **kwargs)
+        returned = result.loss
         if self._unclipped is not None and not result.skipped:  # a step after `clip_grad_norm_` sees the clipped norm
             result = replace(result, grad_norm=self._unclipped)
-        self.step_result, self._unclipped = result, None
+        self.step_result, self._unclipped = replace(result, loss=None), None
         return returned
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip the norm of the gradient over all parameters and ranks, as a factor of the update."""
-        self._unclipped = float(bare(optimizer).clip_grad_norm_(clip_val))
+        self._unclipped = float(unwrapped(optimizer).clip_grad_norm_(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Refuse it: gradients are sharded, and are not changed one by one.
+        """Refuse to clip by value: gradients are sharded, and are not changed one by one.
 
         Raises:
             ConfigError: always.
         """
         raise by_value()
-
-
-def name_of(precision: ComputePrecision) -> Any:
-    """Name a compute precision as Lightning does."""
-    return _NAMES[precision]
 
 
 def by_value() -> ConfigError:
@@ -115,62 +100,28 @@ def by_value() -> ConfigError:
     )
 
 
-def of_step(arguments: Iterable[str]) -> ConfigError:
-    """Make the error of arguments that `step` does not have; the caller raises it."""
-    return ConfigError(f"optimizer.step({', '.join(arguments)}=): Penstock's takes a closure alone. Leave them out.")
-
-
-def bare(optimizer: Any) -> Any:
-    """Return Penstock's optimizer, of which Lightning may have handed over its wrapper."""
+def unwrapped(optimizer: Any) -> Any:
+    """Return Penstock's optimizer, which Lightning may have wrapped."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def scaled_backward(optimizer: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Run the backward of a loss that the optimizer scales first.
-
-    Raises:
-        ConfigError: an argument is not `retain_graph`.
-    """
-    if args or kwargs.keys() - {"retain_graph"}:
-        raise ConfigError("In fp16, backward takes the loss and retain_graph= alone. Leave other arguments out.")
-    optimizer.backward(loss, retain_graph=bool(kwargs.get("retain_graph")))
-
-
-def checked(precision: Any) -> ComputePrecision:
-    """Check the name of a compute precision.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    for known in COMPUTE.values():
-        if precision == known:
-            return known
-    raise ConfigError(f"precision={precision!r}: use one of 'fp32', 'bf16', 'fp16'.")
-
-
 def compute_of(plugin: Any, wanted: Any) -> ComputePrecision:
-    """Decide on the compute precision.
+    """Choose the compute precision.
 
     Arguments:
         plugin: the plugin that Lightning has made of `precision=`, or the user's own.
-        wanted: what the strategy was given; `None` where it was given nothing.
+        wanted: the precision that the strategy was given; `None` without one.
 
     Raises:
-        ConfigError: the plugin's precision is one that Penstock does not have, or both say something else.
+        ConfigError: Penstock does not have the plugin's precision, or the two differ.
     """
     name = getattr(plugin, "precision", None)
-    known = type(plugin) in _PLUGINS or hasattr(plugin, "compute")
-    if not known or name not in COMPUTE:
+    is_known = type(plugin) in (Precision, HalfPrecision, MixedPrecision) or isinstance(plugin, PenstockPrecision)
+    if not is_known or name not in COMPUTE:
         raise ConfigError(
             f"The strategy 'penstock' does not take {type(plugin).__name__} (precision={name!r}). Use one of "
             f"{', '.join(map(repr, COMPUTE))}."
         )
-    # Lightning's own default is no wish: who names a precision for the strategy alone gets it.
-    is_default = type(plugin) in (Precision, FabricPrecision)
-    if wanted is None or (not is_default and checked(wanted) == COMPUTE[name]):
-        return COMPUTE[name]
-    if not is_default:
-        raise ConfigError(
-            f"The strategy was given precision={wanted!r}, and the Trainer (or Fabric) {name!r}. Leave one of them out."
-        )
-    return checked(wanted)
+    # Lightning makes a plain Precision where no precision was given, too.
+    given = None if type(plugin) is Precision else COMPUTE[name]
+    return choose_precision(wanted, given, source=f"Trainer(precision={name!r})") or "fp32"

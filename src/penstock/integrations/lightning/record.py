@@ -9,13 +9,16 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.integrations._common import StepRecord
 from penstock.integrations.lightning.strategy import PenstockStrategy
 
 
 class RecordCallback(Callback):
     """Records the steps of a fit: `Optimizer.record`, with the losses of `training_step`. Every rank has one.
 
-    Of several optimizers each has a folder of its own inside, by its number.
+    Its figures are logged every `log_every_n_steps` steps, for loggers: `penstock/waited` (the share of a step that
+    compute stood still) and `penstock/waited/ROW`, and the bytes of training state on each tier, `memory/TIER`. If a
+    plan placed the module, the end of a fit logs it beside what was measured.
 
     Arguments:
         folder: where; `None` for the folder `record` in the trainer's `default_root_dir`. A fit that is resumed goes on
@@ -27,7 +30,7 @@ class RecordCallback(Callback):
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = folder
-        self._records: list[Any] = []
+        self._steps: StepRecord | None = None
         self._loss: Any = 0.0
         self._logged_step = 0
 
@@ -41,32 +44,35 @@ class RecordCallback(Callback):
             raise ConfigError("RecordCallback records what Penstock trains. Use Trainer(strategy='penstock').")
         self._close()
         folder = Path(trainer.default_root_dir, "record") if self._folder is None else Path(self._folder)
-        optimizers = trainer.strategy.optimizers
         settings = dict(pl_module.hparams) if isinstance(getattr(pl_module, "hparams", None), Mapping) else {}
-        # A step of the loop is one of some optimizer; several share the count, so each begins anew.
-        begin = trainer.global_step if len(optimizers) == 1 else 0
-        self._loss, self._logged_step = 0.0, begin
-        for number, optimizer in enumerate(optimizers):
-            place = folder if len(optimizers) == 1 else folder / str(number)
-            self._records.append(optimizer.record(place, begin=begin, config=settings))
+        self._loss, self._logged_step = 0.0, trainer.global_step
+        (optimizer,) = trainer.strategy.optimizers
+        device = trainer.strategy.root_device
+        begin = trainer.global_step
+        self._steps = StepRecord(optimizer, pl_module, folder, begin=begin, config=settings, device=device)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write the loss of a step, the mean over its batches; it is read a step later, so nothing waits for it."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if not isinstance(loss, Tensor) or len(self._records) != 1:
+        if not isinstance(loss, Tensor) or self._steps is None:
             return
         self._loss = self._loss + loss.detach()  # Lightning has divided it by the batches of a step
-        if self._records[0].steps > self._logged_step:
-            self._logged_step = self._records[0].steps
-            self._records[0].log(loss=self._loss)
+        record = self._steps.record
+        if record.steps > self._logged_step:
+            self._logged_step = record.steps
+            record.log(loss=self._loss)
             self._loss = 0.0
+            if record.steps % trainer.log_every_n_steps == 0:
+                (optimizer,) = trainer.strategy.optimizers
+                report = optimizer.locations()
+                memory = {f"memory/{tier}": float(report.bytes(tier=tier)) for tier in ("device", "cpu", "nvme")}
+                self.log_dict(memory | self._steps.figures())
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the `val_loss` that the module has logged."""
         loss = trainer.callback_metrics.get("val_loss")
-        if isinstance(loss, Tensor) and not trainer.sanity_checking:
-            for record in self._records:
-                record.evaluation(float(loss))
+        if isinstance(loss, Tensor) and not trainer.sanity_checking and self._steps is not None:
+            self._steps.record.evaluation(float(loss))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the record."""
@@ -77,6 +83,6 @@ class RecordCallback(Callback):
         self._close()
 
     def _close(self) -> None:
-        records, self._records = self._records, []
-        for record in records:
-            record.close()
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()

@@ -10,8 +10,14 @@ record       a callback that records steps, for penstock report
 trainer      the mixin that stands before a trainer's class, and the class of both
 """
 
+import transformers
+
+from penstock.integrations import _private
+from penstock.integrations._private.transformers import TESTED
 from penstock.integrations.transformers.record import RecordCallback
 from penstock.integrations.transformers.trainer import PenstockTrainerMixin, trainer_class
 from penstock.integrations.transformers.weights import from_pretrained_on_meta
 
 __all__ = ["PenstockTrainerMixin", "RecordCallback", "from_pretrained_on_meta", "trainer_class"]
+
+_private.warn_untested("transformers", transformers.__version__, TESTED)

@@ -8,12 +8,10 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.integrations.arguments import prepare_arguments, read_arguments
-from penstock.integrations.convert import Converted, convert_file
+from penstock.integrations.convert import convert_file
 
 #: Names the file of arguments where a script names none.
 VARIABLE = "PENSTOCK_CONFIG"
-
-_MADE_BY_TRAINER = ("optimizer", "scheduler")
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +54,10 @@ def told_to_trainer(
         if config is not None:
             raise ConfigError("trainer_class(config=, deepspeed=): each says the whole. Give one of them.")
         converted = convert_file(deepspeed)
-        _report(converted, str(deepspeed))
+        for note in (*converted.of("no counterpart"), *converted.of("unknown")):
+            logger.warning("%s: %s", deepspeed, note)
         arguments = prepare_arguments(converted.arguments, source=str(deepspeed))
-        training = {n: v for n, v in converted.training.items() if v != "auto" and n not in _MADE_BY_TRAINER}
+        training = dict(converted.training)
     if "max_grad_norm" in arguments:  # Trainer clips, and is told so in its own words
         training["max_grad_norm"] = arguments.pop("max_grad_norm")
     return Told(arguments | said, training)
-
-
-def _report(converted: Converted, source: str) -> None:
-    """Say what of a configuration does nothing here."""
-    for note in (*converted.of("no counterpart"), *converted.of("unknown")):
-        logger.warning("%s: %s", source, note)
-    for name in _MADE_BY_TRAINER:
-        if name in converted.training:
-            logger.warning("%s: the %s is the one that TrainingArguments describe, not the file's.", source, name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.engine_internals import Checkpoint, read_manifest
@@ -93,19 +93,20 @@ def choose_checkpoint(asked: str | PathLike[str] | bool | None, output_dir: str)
 
 
 def remove_old(folder: Path, limit: int | None, best: str | None) -> None:
-    """Remove checkpoints beside a new one that is whole, until so many are left: first those that are not.
+    """Remove the oldest checkpoints beside a new one that is whole; first those that are not.
 
     Arguments:
-        folder: the new one.
+        folder: the new one, which stays.
         limit: how many stay; `None` for all.
         best: one that stays.
     """
     if limit is None or limit <= 0:
         return
-    for other in map(Path, sort_checkpoints(str(folder.parent))):
-        if (other / STATE).is_dir() and not is_whole(other):
-            shutil.rmtree(other, ignore_errors=True)
-    rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+    kept = {folder, folder if best is None else Path(best)}
+    others = [path for path in map(Path, sort_checkpoints(str(folder.parent), use_mtime=True)) if path not in kept]
+    others.sort(key=is_whole)  # stable: the older first
+    for other in others[: max(0, len(others) + len(kept) - limit)]:
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def may_copy(callback: TrainerCallback) -> bool:
@@ -129,7 +130,7 @@ def read_extra(checkpoint: Any) -> Mapping[str, Any]:
 
 
 def batch_of(trainer: Any) -> dict[str, Any]:
-    """Return what makes the rows of a step: ranks, rows of each at once, micro-batches; and those GRPO generates for."""
+    """Return what makes the rows of a step: ranks, rows of each at once, micro-batches; and of GRPO's generations."""
     args = trainer.args
     return {
         "ranks": 1 if args.accelerator_config.split_batches else args.world_size,
@@ -189,11 +190,14 @@ def _nearest(step: int, ranks: int, rows: int) -> str:
 def _other_rows(trainer: Any, saved: Mapping[str, Any]) -> str | None:
     """Return why steps have other rows at another number of ranks; `None` where they have the same."""
     args, dataset = trainer.args, trainer.train_dataset
+    dispatched = args.accelerator_config.dispatch_batches
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        divided = dispatched is False and getattr(dataset, "n_shards", 1) > 1
+        return "with dispatch_batches=False each rank reads files of its own" if divided else None
     if args.train_sampling_strategy == "group_by_length":
         return "train_sampling_strategy='group_by_length' groups the rows of one rank"
-    if isinstance(dataset, IterableDataset):
-        divided = args.accelerator_config.dispatch_batches is False and getattr(dataset, "n_shards", 1) > 1
-        return "with dispatch_batches=False each rank reads files of its own" if divided else None
+    if dispatched:
+        return "dispatch_batches=True skips others"
     batches = [(len(dataset) // (b["ranks"] * b["rows"]), b["micro_batches"]) for b in (saved, batch_of(trainer))]
     if args.dataloader_drop_last and len({math.ceil(count / each) for count, each in batches}) > 1:
         return "dataloader_drop_last=True drops others, and epochs have another number of steps"

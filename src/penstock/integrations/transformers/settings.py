@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.integrations import _common
+from penstock.integrations._common import ComputePrecision
 from penstock.integrations.accelerate.settings import PRECISIONS
 
 #: Names of `TrainingArguments(optim=)` whose class Penstock has a rule for.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
-_OF_DTYPES: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_OF_DTYPES: Mapping[torch.dtype, ComputePrecision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LION = (
     "Give Trainer optimizer_cls_and_kwargs=(penstock.optim.Lion, {'lr': ..., 'betas': ...}), and keep its state on the "
     "tier that placement= says"
@@ -102,21 +104,7 @@ def check_optim(args: Any) -> None:
     )
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse a model that another library has placed.
-
-    Raises:
-        ConfigError: its parts are on several devices, or off them.
-    """
-    places = getattr(model, "hf_device_map", None) or {}
-    if len(set(map(str, places.values()))) > 1:
-        raise ConfigError(
-            f"The model was loaded with device_map=, over {', '.join(sorted(set(map(str, places.values()))))}. Load it "
-            "without: Penstock places it, as placement= says."
-        )
-
-
-def choose_precision(args: Any, arguments: Mapping[str, Any], model: nn.Module | None) -> str:
+def choose_precision(args: Any, arguments: Mapping[str, Any], model: nn.Module | None) -> ComputePrecision:
     """Choose the precision of a run: what is said, else what the model is in.
 
     Arguments:
@@ -127,19 +115,15 @@ def choose_precision(args: Any, arguments: Mapping[str, Any], model: nn.Module |
     Raises:
         ConfigError: two that contradict each other; fp8.
     """
-    ours, theirs = arguments.get("precision"), args.mixed_precision
+    theirs = args.mixed_precision
     names = {name: precision for precision, name in PRECISIONS.items()}
     if theirs not in names:
         raise ConfigError(
             f"TrainingArguments and its launcher say mixed_precision={theirs!r}. Use bf16=True or fp16=True."
         )
-    if theirs == "no":  # also where nobody chose
-        return ours or _precision_of(model)
-    if ours not in (None, names[theirs]):
-        raise ConfigError(
-            f"precision={ours!r} beside TrainingArguments({names[theirs]}=True). Say it once: leave one of them out."
-        )
-    return names[theirs]
+    given = None if theirs == "no" else names[theirs]  # "no" also where nobody chose
+    source = f"TrainingArguments({theirs}=True)"
+    return _common.choose_precision(arguments.get("precision"), given, source=source) or _precision_of(model)
 
 
 def _plain(value: Any) -> Any:
@@ -147,7 +131,7 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _precision_of(model: nn.Module | None) -> str:
+def _precision_of(model: nn.Module | None) -> ComputePrecision:
     """Tell the precision that a model was loaded in."""
     floating = (p.dtype for p in model.parameters() if p.is_floating_point()) if model is not None else ()
     return _OF_DTYPES.get(next(iter(floating), torch.float32), "fp32")

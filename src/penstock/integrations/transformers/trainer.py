@@ -13,16 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from penstock import Optimizer
 from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations._common import check_unplaced
 from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import resuming, settings
 from penstock.integrations.transformers.accelerator import TrainerAccelerator
 from penstock.integrations.transformers.config import told_to_trainer
+from penstock.integrations.transformers.record import RecordCallback
 from penstock.integrations.transformers.resuming import STATE
 from penstock.integrations.transformers.weights import is_empty, load_weights
 from penstock.integrations.weights import is_adapted, saved_entries
@@ -102,7 +105,7 @@ class PenstockTrainerMixin(Trainer):
     def _validate_args(self) -> None:
         """Hold the model and the optimizers that were given against what Penstock can do."""
         super()._validate_args()
-        settings.check_model(self.model)
+        check_unplaced(self.model)
         if isinstance(self.optimizer, Optimizer):
             raise ConfigError(
                 "optimizers=: the optimizer is what penstock.prepare() returned. Give the one that it was made of: "
@@ -173,21 +176,25 @@ class PenstockTrainerMixin(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         folder, state = Path(output_dir or self.args.output_dir), {}
-        has_weights = folder != self._checkpoint or self._keeps_weights()
+        has_weights = not _internal_call or folder != self._checkpoint or self._keeps_weights()
         if has_weights:
             state = self.accelerator.gather_entries(self.model, saved_entries(self.model), keep=self.args.should_save)
         if self.args.should_save:
             self._save(str(folder), state_dict=state)
-            if not has_weights:
-                (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # a file without a tensor
+            for name in () if has_weights else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+                (folder / name).unlink(missing_ok=True)  # without a tensor, or of a checkpoint before
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _keeps_weights(self) -> bool:
         """Return True if weights are saved with the checkpoint that is being saved."""
-        args = self.args
-        is_asked = args.save_only_model or self.penstock_whole_weights or self.state.global_step >= self.state.max_steps
-        return is_asked or is_adapted(self.model) or (args.push_to_hub and args.hub_strategy != HubStrategy.END)
+        is_last = self.state.global_step >= self.state.max_steps
+        is_asked = self.args.save_only_model or self.penstock_whole_weights or self._is_pushed()
+        return is_last or is_asked or is_adapted(self.model)
+
+    def _is_pushed(self) -> bool:
+        """Return True if each checkpoint is pushed to the hub."""
+        return bool(self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint: what the class writes, then the state of training, beside the next steps. Collective.
@@ -203,26 +210,21 @@ class PenstockTrainerMixin(Trainer):
         if args.process_index == 0:
             shutil.rmtree(self._checkpoint / STATE, ignore_errors=True)
             if not args.save_only_model:
-                (self._checkpoint / STATE).mkdir(parents=True)
+                (self._checkpoint / STATE).mkdir(parents=True, exist_ok=True)
         try:
             super()._save_checkpoint(model, trial)
         finally:
             args.save_total_limit = limit
-        if not args.save_only_model and not self._pushes_checkpoints():
+        if not (args.save_only_model or self._is_pushed()):
             self._save_state(blocking=False)
-        if any(map(resuming.may_copy, self.callback_handler.callbacks)):
+        if args.save_only_model or any(map(resuming.may_copy, self.callback_handler.callbacks)):
             self._finish_checkpoint()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state of training if the folder is pushed next; else `_save_checkpoint` does, last. Collective."""
-        if self._pushes_checkpoints():
+        self.args.save_total_limit = None  # until the checkpoint is whole
+        if self._is_pushed():
             self._save_state(blocking=True)
-        else:
-            self.args.save_total_limit = None
-
-    def _pushes_checkpoints(self) -> bool:
-        strategies = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
-        return bool(self.args.push_to_hub and self.args.hub_strategy in strategies)
 
     def _save_state(self, *, blocking: bool) -> None:
         """Save the state of training, sharded; of a model with adapters, without its base. Collective."""
@@ -267,7 +269,8 @@ class PenstockTrainerMixin(Trainer):
             return
         folder = Path(checkpoint, STATE)
         if folder.is_dir():
-            extra = self.penstock.load(folder)
+            with torch.random.fork_rng(devices=[]):  # Trainer restores it once samplers have drawn what is skipped
+                extra = self.penstock.load(folder)
             if not isinstance(extra.get("scheduler"), dict):
                 raise CheckpointError(f"{folder} has no state of a scheduler: no trainer wrote it.", field="extra")
             self.lr_scheduler.load_state_dict(extra["scheduler"])
@@ -291,10 +294,13 @@ class PenstockTrainerMixin(Trainer):
     # Logs
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log what the class logs, and beside a loss the bytes of this rank's training state on each tier."""
+        """Log what the class logs, and beside a loss this rank's bytes on each tier and the figures of a record."""
         if "loss" in logs and self.accelerator.is_prepared(self.model):
             report = self.penstock.locations()
             logs.update({f"memory/{tier}": report.bytes(tier=tier) for tier in TIERS})
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, RecordCallback):
+                    logs.update(callback.figures())
         super().log(logs, *args, **kwargs)
 
 

@@ -4,11 +4,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import Optimizer
 from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations._common import put_entry
 from penstock.integrations.engine_internals import WeightFiles
 from penstock.integrations.huggingface import build_empty, find_model
 from penstock.integrations.weights import adapter_entries, is_adapted, state_entries
@@ -93,18 +93,9 @@ def load_weights(optimizer: Optimizer, model: Any, folder: Path) -> LoadResult:
                 raise CheckpointError(f"{files.entries[name].file}: '{name}' is {shape}, and {here} in the model.")
         for name in shared:
             target = targets[name]
-            _write(optimizer, target, files.read(name, 0, target.numel()).reshape(target.shape))
+            put_entry(optimizer, target, files.read(name, 0, target.numel()).reshape(target.shape))
         read = {id(targets[name]) for name in shared}  # tied weights are in the files once
         missing = [name for name, target in targets.items() if id(target) not in read]
         return LoadResult(missing, sorted(files.entries.keys() - targets.keys()))
     finally:
         files.close()
-
-
-def _write(optimizer: Optimizer, target: Tensor, value: Tensor) -> None:
-    """Overwrite a parameter wherever it rests, or a buffer in place."""
-    if isinstance(target, nn.Parameter):
-        optimizer.set_full_param(target, value.float())
-    else:
-        with torch.no_grad():
-            target.copy_(value)

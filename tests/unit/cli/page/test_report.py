@@ -13,8 +13,6 @@ from penstock import Placement
 from penstock.cli.reporting import page as pages
 from penstock.cli.reporting.page import page, write_page
 from penstock.cli.reporting.run import read_run
-from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.reporting.reports import Reports
 from penstock.errors import ConfigError
 from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, lines_of, record_loop, write_plan
 
@@ -94,7 +92,7 @@ def test_every_chart_has_a_table_that_says_the_same(folder: Path) -> None:
 def test_a_plan_is_held_against_what_was_measured(folder: Path) -> None:
     written = page([read_run(folder)], "")
     plan = written[written.index('id="plan-0"') :]
-    assert "<td>500.0 ms</td>" in plan
+    assert "<td>500 ms</td>" in plan
     assert "at rest on device" in plan
     assert "More than 15% off: step" in plan
 
@@ -157,7 +155,7 @@ class TestCommand:
         done = penstock_command("report", str(folder))
         assert done.exit_code == 2
         assert done.err.count("\n") == 1
-        assert "Install it with: pip install 'penstock[report]'" in done.err
+        assert "Install it with: pip install 'penstock[train]'" in done.err
 
     @pytest.mark.parametrize(
         ("runs", "error"),
@@ -176,35 +174,3 @@ class TestCommand:
         pytest.importorskip("plotly")
         with pytest.raises(ConfigError, match=r"page\.html cannot be written: No such file"):
             write_page([folder], tmp_path / "nowhere" / "page.html")
-
-
-class TestEndOfARun:
-    @pytest.fixture
-    def notes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-        def ended() -> str:
-            with Reports(TrainConfig(out=tmp_path), is_first_rank=True) as reports:
-                reports.start(world_size=1)
-                reports.end()
-            return capsys.readouterr().out
-
-        return ended
-
-    def test_it_has_a_page(self, notes: Callable[[], str], tmp_path: Path) -> None:
-        pytest.importorskip("plotly")
-        assert notes() == f"a page of this run is {tmp_path}/report.html\n"
-        assert (tmp_path / "report.html").is_file()
-
-    def test_without_plotly_a_line_says_how(
-        self, notes: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(pages, "find_spec", lambda name: None)
-        assert notes() == f"a page of this run: pip install 'penstock[report]', and then penstock report {tmp_path}\n"
-
-    def test_nothing_of_it_fails_the_run(self, notes: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("plotly")
-
-        def fail(*arguments: object) -> str:
-            raise ZeroDivisionError("of a chart")
-
-        monkeypatch.setattr(pages, "page", fail)
-        assert notes() == "warning: the run's page was not made: of a chart (ZeroDivisionError)\n"

@@ -1,0 +1,114 @@
+"""Values of options that typer has no type for: each function is the `parser=` of an option or an argument."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+_UNIT_BYTES = (
+    {"": 1, "b": 1}
+    | {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+    | {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+)
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+#: No file and no memory is larger, and every reader of a number takes it.
+_MOST_BYTES = 1 << 62
+
+
+def path(text: str | Path) -> Path:
+    """Read a path. An empty one is refused: it would be the current folder.
+
+    Raises:
+        typer.BadParameter: it is empty, or holds a character that no path has.
+    """
+    if not str(text) or "\0" in str(text):
+        raise typer.BadParameter(f"{str(text)[:80]!r} is no path. Name a file or a folder.")
+    return Path(text)
+
+
+def size(text: str) -> int:
+    """Read a size: a number of bytes, or a number with a suffix (`64MiB` is 2**26, `64MB` is 64 million).
+
+    Raises:
+        typer.BadParameter: not a size, or not a whole number of bytes.
+
+    Example:
+        >>> size("64MiB")
+        67108864
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _UNIT_BYTES.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise typer.BadParameter(f"{text[:80]!r} is not a size. Write bytes, or a number with KiB, MiB, GiB or TiB.")
+    nbytes = int(match[1]) * unit if match[1].isdigit() else float(match[1]) * unit
+    if nbytes != int(nbytes) or nbytes > _MOST_BYTES:
+        raise typer.BadParameter(f"{text[:80]!r} is {nbytes:g} bytes. Write a whole number, of at most 4096 PiB.")
+    return int(nbytes)
+
+
+def storage(text: str) -> str | dict[str, float]:
+    """Read where a kind of state lives: a tier (`cpu`), or tiers with their fractions (`device=0.6,cpu=0.4`).
+
+    The library checks which tiers there are.
+
+    Raises:
+        typer.BadParameter: a fraction is not a number, or a tier is named twice.
+
+    Example:
+        >>> storage("device=0.6,cpu=0.4")
+        {'device': 0.6, 'cpu': 0.4}
+    """
+    return pairs(text, number, "device=0.6,cpu=0.4") if "=" in text else text.strip()
+
+
+def pairs(text: str, read: Callable[[str], Any], example: str) -> dict[str, Any]:
+    """Read names with values, `a=1,b=2`.
+
+    Arguments:
+        text: the pairs.
+        read: reads a value; raises `ValueError` if it is none.
+        example: how to write them, for the message.
+
+    Raises:
+        typer.BadParameter: a pair has no name or no value, or a name is there twice.
+    """
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        try:
+            if not name or name in found:
+                raise ValueError
+            found[name] = read(value)
+        except ValueError:
+            raise typer.BadParameter(f"{text[:80]!r}: write each name once with its value, like {example}.") from None
+    return found
+
+
+def number(text: str) -> float:
+    """Read a finite number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text[:80]!r} is not finite")
+    return found
+
+
+def seconds(text: str) -> float:
+    """Read a time above 0.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    try:
+        found = number(text)
+    except ValueError:
+        found = 0.0
+    if found <= 0:
+        raise typer.BadParameter(f"{text[:80]!r} is no time. Use seconds above 0.")
+    return found

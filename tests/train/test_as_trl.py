@@ -1,0 +1,223 @@
+"""The same YAML trains the same with `penstock train` as with `trl sft`, wherever state is."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import load_dataset
+
+from tests.support import thorough
+from tests.train.runs import (
+    COMMON,
+    CPU,
+    DEVICE,
+    MIXED,
+    NVME,
+    STEPS,
+    Outcome,
+    assert_same,
+    assert_same_weights,
+    checkpoints,
+    ours,
+    run_ranks,
+    saved,
+    steps_of,
+    theirs,
+)
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": "all-linear"}
+ASSISTANT = {"assistant_only_loss": True}
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    # Rates that undo what was learned: the best is not the last.
+    "lr_scheduler_type": "constant",
+    "learning_rate": 3e-2,
+    "warmup_steps": 0,
+}
+
+
+def settings_of(made: Path, rows: str, model: str = "marked", **changes: Any) -> dict[str, Any]:
+    """Settings of TRL for a run of rows of some kind."""
+    files = {"model_name_or_path": str(made / model), "dataset_name": str(made / rows)}
+    return COMMON | files | changes
+
+
+# name: rows, settings of TRL, placement
+ROWS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "texts on the device": ("texts", {}, DEVICE),
+    "texts, split between tiers, decayed": ("texts", {"weight_decay": 0.3}, MIXED),
+    "completions on the cpu": ("completions", {}, CPU),
+    "completions, all of them learned": ("completions", {"completion_only_loss": False}, CPU),
+    "chats on nvme": ("chats", ASSISTANT, NVME),
+    "chats, prompts learned too": ("chats", {}, CPU),
+    "completions of chats": ("chat completions", {}, DEVICE),
+    "rows that are cut": ("chats", ASSISTANT | {"max_length": 60}, CPU),
+    "packed": ("texts", {"packing": True, "max_length": 64}, CPU),
+    "packed chats on nvme": ("chats", ASSISTANT | {"packing": True}, NVME),
+    "packed completions, split between tiers": ("completions", {"packing": True}, MIXED),
+    "wrapped": ("texts", {"packing": True, "packing_strategy": "wrapped", "max_length": 48}, CPU),
+    "adapters on the cpu": ("chats", ASSISTANT | LORA, CPU),
+    # What dropout draws depends on the shape of a batch, which packed rows have as rows here, and flattened in TRL.
+    "adapters on nvme, packed": (
+        "chats",
+        ASSISTANT | LORA | {"packing": True, "weight_decay": 0.3, "lora_dropout": 0.0},
+        NVME,
+    ),
+    "evaluated": ("chats", ASSISTANT | {"eval_strategy": "steps", "eval_steps": 2}, CPU),
+    "no norm, one batch, no recomputation": (
+        "completions",
+        {
+            "max_grad_norm": 0.0,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "gradient_checkpointing": False,
+        },
+        MIXED,
+    ),
+    "two epochs in another order": ("texts", {"max_steps": -1, "num_train_epochs": 2, "seed": 11}, CPU),
+    "another optimizer": ("texts", {"optim": "sgd", "learning_rate": 1.0, "optim_args": "momentum=0.9"}, CPU),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_same_file_trains_the_same(row: str, made: Path, tmp_path: Path) -> None:
+    rows, changes, placement = ROWS[row]
+    settings = settings_of(made, rows, **changes)
+    found = ours(settings, tmp_path / "ours", penstock=placement)
+    assert found.status == 0
+    assert_same(found, theirs(settings, tmp_path / "theirs"))
+
+
+def test_the_best_model_of_a_run_is_the_one_of_trl(made: Path, tmp_path: Path) -> None:
+    settings = settings_of(made, "chats", **ASSISTANT, **BEST)
+    found, expected = ours(settings, tmp_path / "ours", penstock=CPU), theirs(settings, tmp_path / "theirs")
+    evaluated = [line["eval_loss"] for line in expected.logs if "eval_loss" in line]
+    assert evaluated.index(min(evaluated)) < len(evaluated) - 1, "the last is not the best"
+    assert_same(found, expected, 1e-5)
+    assert checkpoints(found.out) == checkpoints(expected.out)
+
+
+def test_a_template_without_markers_is_learned_as_trl_learns_the_one_with_them(made: Path, tmp_path: Path) -> None:
+    found = ours(settings_of(made, "chats", "plain", **ASSISTANT), tmp_path / "ours", penstock=CPU)
+    assert_same(found, theirs(settings_of(made, "chats", "marked", **ASSISTANT), tmp_path / "theirs"))
+
+
+def test_several_sources_are_those_of_a_mixture(made: Path, tmp_path: Path) -> None:
+    """TRL's `datasets:`, and `--data` twice, are the rows of one after those of the other."""
+    files = [str(made / rows / "train.jsonl") for rows in ("texts", "chats")]
+    (tmp_path / "more.jsonl").write_text('{"text": "one more sheep"}\n' * 5)
+    files[1] = str(tmp_path / "more.jsonl")
+    settings = {key: value for key, value in settings_of(made, "texts").items() if key != "dataset_name"}
+    mixture = {"datasets": [{"path": "json", "data_files": file} for file in files]}
+    expected = theirs(settings | mixture, tmp_path / "theirs")
+    assert_same(ours(settings | mixture, tmp_path / "mixture", penstock=CPU), expected)
+    assert_same(ours(settings, tmp_path / "typed", "--data", *files, penstock=CPU), expected)
+
+
+def write_documents(folder: Path, texts: list[str]) -> Path:
+    """Write each text to a file of its own: a file is a document."""
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:02}.txt").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "jsonl.gz", "saved", "txt", "json"])
+def test_rows_are_the_same_in_every_form_of_file(form: str, made: Path, tmp_path: Path) -> None:
+    rows = load_dataset("json", data_files=str(made / "texts" / "train.jsonl"), split="train")
+    path = tmp_path / f"rows.{form}"
+    if form == "saved":
+        rows.save_to_disk(str(path))
+    elif form == "csv":
+        rows.to_csv(str(path))
+    elif form == "parquet":
+        rows.to_parquet(str(path))
+    elif form == "txt":
+        path = write_documents(tmp_path / "documents", [row["text"] for row in rows])
+    else:
+        compression = {"compression": "gzip"} if form.endswith("gz") else {}
+        rows.to_json(str(path), lines=form != "json", **compression)
+    settings = settings_of(made, "texts", max_steps=2)
+    expected = ours(settings, tmp_path / "expected")
+    found = ours({**settings, "dataset_name": str(path)}, tmp_path / "found")
+    assert steps_of(found.logs) == steps_of(expected.logs)
+    assert_same_weights(found.weights, expected.weights, 0)
+
+
+# name: model, rows, settings, what both have of ours, and where state is in the second run
+PLACED: dict[str, tuple[str, str, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
+    "packed": ("marked", "chats", ASSISTANT | {"packing": True}, {}, CPU | {"activations": "cpu"}),
+    "tied, bf16": ("tied", "texts", {"bf16": True}, {}, MIXED | {"stage": 2}),
+    "a vocabulary that grows": ("grows", "chats", ASSISTANT, {}, NVME | {"activations": "nvme"}),
+    "GPT-2, stage 1": ("gpt2", "completions", {}, {}, CPU | {"stage": 1}),
+    "muon": ("marked", "texts", {}, {"rule": "muon"}, NVME),
+    "lion in 8 bits, stage 0": (
+        "tied",
+        "texts",
+        {"learning_rate": 1e-3},
+        {"rule": "lion", "options": {"state_dtype": "int8"}},
+        {"params": "cpu", "stage": 0},
+    ),
+    "adapters with dropout": ("marked", "chats", ASSISTANT | LORA | {"lora_dropout": 0.1}, {}, MIXED | {"stage": 1}),
+    "adapters over 8 bits": ("tied", "chats", ASSISTANT | LORA, {"base": "int8"}, NVME),
+    "adagrad, no norm": ("marked", "chats", ASSISTANT | {"optim": "adagrad", "max_grad_norm": 0.0}, {}, CPU),
+}
+
+
+@pytest.mark.parametrize("row", PLACED)
+def test_placement_changes_no_bit(row: str, made: Path, tmp_path: Path) -> None:
+    model, rows, changes, common, placement = PLACED[row]
+    settings = settings_of(made, rows, model, **changes)
+    expected = ours(settings, tmp_path / "device", penstock={**DEVICE, **common})
+    found = ours(settings, tmp_path / "elsewhere", penstock={**placement, **common})
+    assert len(found.losses) == STEPS
+    assert steps_of(found.logs) == steps_of(expected.logs)
+    assert_same_weights(found.weights, expected.weights, 0)
+
+
+# Two ranks, beside TRL's own, which are averaged by DistributedDataParallel
+
+
+def both(rank: int, settings: dict[str, Any], placement: dict[str, Any], folder: Path) -> tuple[Outcome, Outcome]:
+    """Run ours and TRL's in the same processes: most of a rank's time is its start."""
+    os.environ.update(CI="1", HF_HUB_OFFLINE="1")
+    os.chdir(folder)
+    found = ours(settings, folder / "ours", penstock=placement)
+    return found, theirs(settings, folder / "theirs")
+
+
+RANKS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "chats on the cpu": ("chats", ASSISTANT, CPU),
+    "packed adapters on nvme": ("chats", ASSISTANT | LORA | {"packing": True, "lora_dropout": 0.0}, NVME),
+    "completions at stage 1, evaluated": (
+        "completions",
+        {"eval_strategy": "steps", "eval_steps": 3},
+        MIXED | {"stage": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "row", ["chats on the cpu", *map(thorough, ["packed adapters on nvme", "completions at stage 1, evaluated"])]
+)
+def test_two_ranks_train_as_two_of_trl(row: str, made: Path, tmp_path: Path) -> None:
+    rows, changes, placement = RANKS[row]
+    settings = settings_of(made, rows, per_device_train_batch_size=1, **changes)
+    (found, expected), _ = run_ranks(both, 2, settings, dict(placement), tmp_path)
+    assert found.status == 0
+    assert_same(found, expected)
+    assert_same_weights(saved(tmp_path / "ours"), saved(tmp_path / "theirs"), 1e-6)
+
+
+def test_bf16_learns_what_trl_learns(made: Path, tmp_path: Path) -> None:
+    """A bf16 run rounds elsewhere than autocast does, so closely and not equally."""
+    settings = settings_of(made, "texts", bf16=True)
+    found, expected = ours(settings, tmp_path / "ours", penstock=CPU), theirs(settings, tmp_path / "theirs")
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=2e-2, atol=0)

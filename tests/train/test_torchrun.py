@@ -1,0 +1,116 @@
+"""Ranks and launchers that are killed or asked to end: torchrun starts the run again, to the same weights."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launched import Job, job, until
+from tests.support import thorough
+from tests.train.runs import (
+    COMMON,
+    Outcome,
+    assert_same_weights,
+    checkpoints,
+    metrics,
+    run_ranks,
+    saved,
+    steps_of,
+    written,
+)
+from tests.train.test_resume import run_on_rank
+
+STEPS = 64
+
+
+def losses(out: Path) -> dict[int, float]:
+    """What is told of each step; of one that was made again, the last."""
+    return {line["step"]: line["loss"] for line in metrics(out) if line["event"] == "step" and "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def whole(made: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Outcome]:
+    """The file of a run of two ranks, the folder of its files in swap, and that run, to which nothing happens."""
+    folder = tmp_path_factory.mktemp("launched")
+    (folder / "swap").mkdir()
+    # 20 rows, which one rank and two share: else accelerate fills the last step of an epoch.
+    rows = "".join((made / "texts" / f"{split}.jsonl").read_text() for split in ("train", "test"))
+    (folder / "rows.jsonl").write_text(rows)
+    files = {"model_name_or_path": str(made / "marked"), "dataset_name": str(folder / "rows.jsonl")}
+    changes = {"max_steps": STEPS, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    saving = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2}
+    placement = {"optimizer": "nvme", "nvme_path": [str(folder / "swap")]}
+    settings = COMMON | files | changes | saving
+    (found, _) = run_ranks(run_on_rank, 2, settings, folder / "whole", placement)
+    assert found.status == 0
+    file = written({**settings, "penstock": placement}, folder, "run")
+    return file, folder / "swap", Outcome(found.logs, saved(folder / "whole"), folder / "whole")
+
+
+def command(file: Path, out: Path) -> list[str]:
+    return ["-m", "penstock.train", "--config", str(file), "--out", str(out)]
+
+
+def wait_for_step(running: Job, step: int) -> None:
+    until(lambda: running.step() >= step, running.said)
+    assert running.step() < STEPS, "it is killed while it runs"
+
+
+def same_end(swap: Path, whole: Outcome, out: Path) -> None:
+    """Every step was made, and the weights are those of the run to which nothing happened, bit for bit."""
+    found = losses(out)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert list(found.values()) == [loss for loss, _, _ in steps_of(whole.logs)]
+    assert_same_weights(saved(out), whole.weights, 0)
+    assert list(swap.iterdir()) == [], "files of ranks that were killed are gone"
+    assert checkpoints(out) == checkpoints(whole.out)
+
+
+@pytest.mark.parametrize("seed", [0, *map(thorough, range(1, 3))])
+def test_a_rank_that_is_killed_at_any_moment(seed: int, whole: tuple[Path, Path, Outcome], tmp_path: Path) -> None:
+    file, swap, expected = whole
+    draw = random.Random(seed)
+    with job(command(file, tmp_path / "out"), tmp_path / "out") as running:
+        running.start(2, "1", "--shutdown-timeout", "5")
+        wait_for_step(running, draw.randrange(4, STEPS // 3))
+        time.sleep(draw.random() / 10)
+        os.kill(running.ranks_of(0)[draw.randrange(2)], signal.SIGKILL)
+        assert running.ended(0) == 0, running.said
+    same_end(swap, expected, tmp_path / "out")
+
+
+@pytest.mark.thorough
+def test_a_launcher_that_is_asked_to_end_has_the_run_saved(whole: tuple[Path, Path, Outcome], tmp_path: Path) -> None:
+    """SIGTERM, as of a scheduler; then the same command goes on."""
+    file, swap, expected = whole
+    with job(command(file, tmp_path / "out"), tmp_path / "out") as running:
+        running.start(2, "1")
+        wait_for_step(running, 10)
+        running.agents[0].send_signal(signal.SIGTERM)
+        assert running.ended(0) == 1, "torchrun's own"
+        stopped = re.search(r"saved step (\d+); go on with: torchrun ", running.said)
+        assert stopped, running.said
+        running.start(2, "1")
+        assert running.ended(1) == 0, running.said
+    same_end(swap, expected, tmp_path / "out")
+
+
+@pytest.mark.thorough
+def test_a_host_that_is_gone_is_done_without(whole: tuple[Path, Path, Outcome], tmp_path: Path) -> None:
+    """Steps have the same rows on what is left, so losses are the same but for the order of sums."""
+    file, _, expected = whole
+    out = tmp_path / "out"
+    with job(command(file, out), out) as running:
+        for _ in range(2):
+            running.start(1, "1:2", "--shutdown-timeout", "5")
+        wait_for_step(running, 10)
+        (rank,) = running.ranks_of(1)
+        os.kill(running.agents[1].pid, signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
+        assert running.ended(0) == 0, running.said
+    found = list(losses(out).values())
+    assert found == pytest.approx([loss for loss, _, _ in steps_of(expected.logs)], rel=1e-3)

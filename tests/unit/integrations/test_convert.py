@@ -1,0 +1,594 @@
+"""Configurations of DeepSpeed and accelerate as arguments of `prepare`: each key becomes something, or is named."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock import Options
+from penstock.errors import ConfigError
+from penstock.integrations.arguments import prepare_arguments
+from penstock.integrations.convert import (
+    NOT_NEEDED,
+    RULES,
+    Converted,
+    convert_accelerate,
+    convert_deepspeed,
+    convert_file,
+    prepare_call,
+    report,
+    train_file,
+)
+
+#: As many people have it: ZeRO-3 with everything offloaded, for Trainer.
+TRAINERS = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+#: A loop of somebody's own, with every kind of state on another tier.
+INFINITY = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 2},
+    "communication_data_type": "fp32",
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "torch_adam": True}},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+    "aio": {"block_size": 1048576, "queue_depth": 8},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": "/a",
+            "ratio": 0.75,
+            "buffer_count": 4,
+            "fast_init": False,
+        },
+        "offload_param": {"device": "nvme", "nvme_path": "/b", "buffer_size": 1e8, "max_in_cpu": 1e9},
+        "stage3_prefetch_bucket_size": 5e7,
+        "stage3_param_persistence_threshold": 1e5,
+        "stage3_max_live_parameters": 1e9,
+        "zero_hpz_partition_size": 8,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": False,
+    },
+}
+SECOND = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+    "zero_optimization": {"stage": 2, "cpu_offload": True, "stage3_max_live_parameters": 1e9, "mics_shard_size": 2},
+    "gradient_allreduce_op": "sum",
+    "a_key_of_tomorrow": {"with": {"keys": 1}},
+}
+CONFIGS = {
+    "trainers": TRAINERS,
+    "infinity": INFINITY,
+    "second": SECOND,
+    "empty": {},
+    "static": {
+        "fp16": {"enabled": True, "loss_scale": 128},
+        "zero_optimization": {"stage": "1"},
+        "gradient_clipping": 0,
+    },
+}
+
+
+def notes(converted: Converted, verdict: str) -> set[str]:
+    return {note.key for note in converted.notes if note.verdict == verdict}
+
+
+def of_zero(**block: Any) -> Mapping[str, Any]:
+    return convert_deepspeed({"bf16": {"enabled": True}, "zero_optimization": block}).arguments
+
+
+def test_a_configuration_of_trainers() -> None:
+    converted = convert_deepspeed(TRAINERS)
+    assert converted.arguments == {
+        "stage": 3,
+        "placement": {"params": "cpu", "optimizer": "cpu", "grads": "cpu"},
+        "options": {"live_bytes": 2_000_000_000},
+    }
+    assert converted.training == {"lr_scheduler_type": "constant_with_warmup"}
+    assert {"gradient_clipping", "bf16.enabled", "optimizer.params.betas"} < notes(converted, "auto")
+    assert notes(converted, "no counterpart") == {"fp16.hysteresis", "scheduler.type"}
+    assert not notes(converted, "unknown")
+
+
+def test_everything_at_once() -> None:
+    converted = convert_deepspeed(INFINITY)
+    assert converted.arguments == {
+        "stage": 3,
+        "placement": {
+            "optimizer": {"nvme": 0.75, "device": 0.25},
+            "grads": {"cpu": 0.75, "device": 0.25},
+            "nvme_path": ["/a", "/b"],
+            "params": "nvme",
+            "activations": "cpu",
+        },
+        "precision": "fp16",
+        "max_grad_norm": 0.5,
+        "grad_accumulation_dtype": "fp32",
+        "reduce_dtype": "fp32",
+        "options": {
+            "dynamic_loss_scale": True,
+            "initial_loss_scale": 4096.0,
+            "prefetch_bytes": 100_000_000,
+            "persistent_bytes": 200_000,
+            "live_bytes": 2_000_000_000,
+            "secondary_shard": 8,
+            "gather_format": "int8",
+        },
+    }
+    assert converted.training == {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 8,
+        "learning_rate": 1e-4,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+    }
+    assert notes(converted, "no counterpart") == {"fp16.loss_scale_window", "fp16.hysteresis"}
+    assert notes(converted, "unknown") == {"zero_optimization.offload_param.max_in_cpu"}
+
+
+ZEROPP = {"zero_quantized_weights": "true", "zero_quantized_gradients": True, "zero_hpz_partition_size": 4}
+
+
+def test_what_zeropp_sends_in_fewer_bits() -> None:
+    arguments = of_zero(stage=3, **ZEROPP)
+    assert arguments["options"] == {"gather_format": "int8", "reduce_format": "int4", "secondary_shard": 4}
+    options = Options(**arguments["options"])
+    assert (options.gather_format, options.reduce_format, options.nodes) == ("int8", "int4", 4)
+    assert of_zero(stage=3, zero_quantized_gradients=True)["options"] == {"reduce_format": "int4"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_zeropp_is_of_stage_3_alone(stage: int) -> None:
+    """DeepSpeed lets these be in other stages; `prepare` would refuse the options that they become."""
+    assert "options" not in of_zero(stage=stage, **ZEROPP, stage3_max_live_parameters=1e9)
+
+
+def test_zeropp_that_is_off() -> None:
+    off = {"zero_quantized_weights": "False", "zero_quantized_gradients": False, "zero_hpz_partition_size": 1.0}
+    assert "options" not in of_zero(stage=3, **off)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("zero_hpz_partition_size", value) for value in (0, -2, 2.5, "eight", True, [8], float("inf"))],
+        *[(f"zero_quantized_{name}", "int8") for name in ("weights", "gradients")],
+    ],
+)
+def test_values_of_zeropp_that_make_no_sense(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"'zero_optimization.{key}' is ") as caught:
+        of_zero(stage=3, **{key: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_bf16_without_masters() -> None:
+    converted = convert_deepspeed(SECOND)
+    assert converted.arguments == {
+        "stage": 2,
+        "placement": {"optimizer": "cpu", "grads": "cpu"},
+        "precision": "bf16",
+        "max_grad_norm": 1.0,
+        "master": "none",
+        "options": {"state_dtype": "bf16", "reduce_op": "sum"},
+    }
+    assert notes(converted, "unknown") == {"a_key_of_tomorrow.with.keys", "zero_optimization.mics_shard_size"}
+
+
+def test_what_deepspeed_does_unless_it_is_told_more() -> None:
+    """fp32, nothing sharded, clipping at 1: the defaults of `prepare` are others."""
+    converted = convert_deepspeed({})
+    assert converted.arguments == {"stage": 0, "precision": "fp32", "max_grad_norm": 1.0}
+    assert converted.notes == ()
+
+
+def test_a_static_loss_scale() -> None:
+    converted = convert_deepspeed(CONFIGS["static"])
+    assert converted.arguments["options"] == {"initial_loss_scale": 128.0, "dynamic_loss_scale": False}
+    assert "max_grad_norm" not in converted.arguments
+
+
+def test_elements_are_bytes_of_the_precision() -> None:
+    size = {"stage": 3, "stage3_max_live_parameters": 1000, "stage3_prefetch_bucket_size": "5e2"}
+    assert of_zero(**size)["options"] == {"live_bytes": 2000, "prefetch_bytes": 1000}
+    assert convert_deepspeed({"zero_optimization": size}).arguments["options"] == {
+        "live_bytes": 4000,
+        "prefetch_bytes": 2000,
+    }
+
+
+@pytest.mark.parametrize(
+    ("block", "placement"),
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"optimizer": "cpu", "grads": "cpu"}),
+        ({"stage": 2, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}}, None),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, {"params": "cpu"}),
+        (
+            {"stage": 3, "offload_optimizer": {"ratio": 0.25, "device": "cpu"}},
+            {"optimizer": {"cpu": 0.25, "device": 0.75}, "grads": {"cpu": 0.25, "device": 0.75}},
+        ),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, {"optimizer": "cpu", "grads": "cpu"}),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}},
+            {"optimizer": "nvme", "grads": "cpu", "nvme_path": "/n"},
+        ),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "/n"}}, {"optimizer": "cpu", "grads": "cpu"}),
+        ({"stage": 3, "cpu_offload_param": True}, {"params": "cpu"}),
+    ],
+)
+def test_where_state_rests(block: Mapping[str, Any], placement: Mapping[str, Any] | None) -> None:
+    assert of_zero(**block).get("placement") == placement
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "offload_param.device"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "ratio"),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": "many"}}, "stage3_max_live_parameters"),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": float("nan")}}, "stage3_max_live"),
+        ({"gradient_clipping": True}, "gradient_clipping"),
+        ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled"),
+        ({"communication_data_type": "int4"}, "communication_data_type"),
+    ],
+)
+def test_a_mistake_names_its_key(config: Mapping[str, Any], key: str) -> None:
+    with pytest.raises(penstock.ConfigError, match=key):
+        convert_deepspeed(config)
+
+
+def test_no_mapping() -> None:
+    with pytest.raises(penstock.ConfigError, match="is a list"):
+        convert_deepspeed([])  # type: ignore[arg-type]
+
+
+# Of accelerate
+
+
+AROUND = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "machine_rank": 1,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 29500,
+    "main_training_function": "main",
+    "mixed_precision": "bf16",
+    "num_machines": 2,
+    "num_processes": 16,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+FSDP_1: Mapping[str, Any] = {
+    **AROUND,
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 1,
+        "fsdp_activation_checkpointing": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_forward_prefetch": False,
+        "fsdp_min_num_params": 100000000,
+        "fsdp_offload_params": True,
+        "fsdp_sharding_strategy": "HYBRID_SHARD",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_sync_module_states": True,
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer, Embedding",
+        "fsdp_use_orig_params": True,
+    },
+}
+FSDP_2 = {
+    **AROUND,
+    "distributed_type": "FSDP",
+    "mixed_precision": "no",
+    "num_machines": 1,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_activation_checkpointing_offload": True,
+        "fsdp_offload_params": False,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": "float32", "output_dtype": "fp32"},
+        "fsdp_something_new": 1,
+    },
+}
+BLOCK: Mapping[str, Any] = {
+    **AROUND,
+    "distributed_type": "DEEPSPEED",
+    "deepspeed_config": {
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "offload_optimizer_device": "nvme",
+        "offload_optimizer_nvme_path": "/nvme",
+        "offload_param_device": "none",
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+        "zero_stage": 3,
+    },
+}
+PLAIN = {"distributed_type": "MULTI_GPU", "num_processes": 4, "deepspeed_config": {"zero_stage": 3}}
+OF_ACCELERATE = {"fsdp_1": FSDP_1, "fsdp_2": FSDP_2, "block": BLOCK, "plain": PLAIN}
+
+
+def test_version_1() -> None:
+    converted = convert_accelerate(FSDP_1)
+    assert converted.arguments == {
+        "stage": 3,
+        "placement": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
+        "precision": "bf16",
+        "units": ["LlamaDecoderLayer", "Embedding"],
+    }
+    assert (converted.mesh, converted.notes) == ((2, 8), ())
+    assert "mesh=torch.distributed.device_mesh.init_device_mesh('cuda', (2, 8))," in prepare_call(converted)
+    assert converted.training == {"gradient_checkpointing": True}
+    launch = (
+        "--nproc-per-node 8 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --nnodes 2 --rdzv-backend static"
+    )
+    assert f": torchrun {launch} -m penstock launch --config p.yaml train.py\n" in report(converted, "p.yaml")
+
+
+def test_version_2() -> None:
+    converted = convert_accelerate(FSDP_2)
+    assert converted.arguments == {
+        "stage": 2,
+        "placement": {"activations": "cpu"},
+        "precision": "fp32",
+        "reduce_dtype": "fp32",
+    }
+    policy = "fsdp_config.fsdp_mixed_precision_policy.output_dtype"
+    assert notes(converted, "unknown") == {policy, "fsdp_config.fsdp_something_new"}
+    assert converted.launch["nproc-per-node"] == 16
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "stage"),
+    [
+        ({}, 3),
+        ({"fsdp_sharding_strategy": "FULL_SHARD"}, 3),
+        ({"fsdp_sharding_strategy": 2}, 2),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, 0),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}, 2),
+        ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, 2),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": True}, 3),
+        ({"fsdp_version": 2, "fsdp_sharding_strategy": "NO_SHARD"}, 3),
+        ({"fsdp_version": "2", "fsdp_reshard_after_forward": "false", "fsdp_sharding_strategy": "NO_SHARD"}, 2),
+    ],
+)
+def test_strategies(fsdp: Mapping[str, Any], stage: int) -> None:
+    assert convert_accelerate({"distributed_type": "FSDP", "fsdp_config": fsdp}).arguments["stage"] == stage
+    assert convert_accelerate({"fsdp_config": fsdp}).arguments["stage"] == stage
+
+
+def test_what_accelerate_does_unless_it_is_told_more() -> None:
+    assert convert_accelerate(PLAIN).arguments == {"stage": 0, "precision": "fp32"}
+    assert convert_accelerate({"distributed_type": "FSDP"}).arguments == {"stage": 3, "precision": "fp32"}
+
+
+def test_what_is_not_there_is_named() -> None:
+    converted = convert_accelerate({"distributed_type": "MEGATRON_LM", "mixed_precision": "fp8"})
+    assert converted.arguments == {"stage": 0, "precision": "bf16"}
+    assert notes(converted, "no counterpart") == {"distributed_type", "mixed_precision"}
+
+
+def test_its_block_for_deepspeed() -> None:
+    converted = convert_accelerate(BLOCK)
+    assert converted.arguments == {
+        "stage": 3,
+        "placement": {"optimizer": "nvme", "grads": "cpu", "nvme_path": "/nvme"},
+        "precision": "bf16",
+        "max_grad_norm": 0.5,
+    }
+    assert converted.training == {"gradient_accumulation_steps": 4}
+    assert converted.launch["nnodes"] == 2
+    assert converted.notes == ()
+    without = {key: value for key, value in BLOCK.items() if key not in ("deepspeed_config", "mixed_precision")}
+    assert convert_accelerate(without).arguments == {"stage": 2, "precision": "fp32", "max_grad_norm": 1.0}
+
+
+def with_file(folder: Path, config: Mapping[str, Any], **around: Any) -> Converted:
+    (folder / "ds.json").write_text(json.dumps(config))
+    block = {"deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}}
+    (folder / "accelerate.json").write_text(json.dumps({**BLOCK, **block, **around}))
+    return convert_file(folder / "accelerate.json")
+
+
+def test_a_file_of_deepspeed(tmp_path: Path) -> None:
+    converted = with_file(tmp_path, TRAINERS)
+    assert converted.arguments["precision"] == "bf16"  # what accelerate fills in for "auto"
+    assert converted.arguments["placement"] == {"params": "cpu", "optimizer": "cpu", "grads": "cpu"}
+    assert "gradient_clipping" in notes(converted, "auto")
+    assert converted.launch["nnodes"] == 2
+
+
+def test_precision_of_the_file_counts(tmp_path: Path) -> None:
+    fp16 = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    converted = with_file(tmp_path, fp16, mixed_precision="no")
+    assert converted.arguments == {"stage": 1, "precision": "fp16", "max_grad_norm": 1.0}
+    with pytest.raises(penstock.ConfigError, match="mixed_precision is bf16, and DeepSpeed's configuration has fp16"):
+        with_file(tmp_path, fp16)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({**BLOCK, "deepspeed_config": {"deepspeed_config_file": "no.json"}}))
+    with pytest.raises(penstock.ConfigError, match=r"no\.json is not read"):
+        convert_file(tmp_path / "a.json")
+
+
+def test_yaml(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(dict(FSDP_1)))
+    assert convert_file(tmp_path / "a.yaml") == convert_accelerate(FSDP_1)
+
+
+@pytest.mark.parametrize("name", OF_ACCELERATE)
+def test_the_order_of_keys_is_nothing(name: str) -> None:
+    turned = dict(reversed(OF_ACCELERATE[name].items()))
+    assert convert_accelerate(turned).arguments == convert_accelerate(OF_ACCELERATE[name]).arguments
+
+
+def test_units_by_name() -> None:
+    converted = convert_accelerate(
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": ["Linear"]}}
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    space: dict[str, Any] = {"penstock": penstock, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(prepare_call(converted), space)
+    units = {row.unit for row in space["optimizer"].locations().rows}
+    space["optimizer"].close()
+    assert len(units) == 3  # each Linear, and the rest
+
+
+# The table, and what is printed of it
+
+
+def test_a_key_has_a_rule_or_needs_none() -> None:
+    assert not RULES.keys() & set(NOT_NEEDED)
+
+
+class Recorded:
+    """Stands for the package: keeps what `prepare` was called with."""
+
+    Placement = penstock.Placement
+    Options = penstock.Options
+
+    def prepare(self, model: Any, optimizer: Any, **arguments: Any) -> Any:
+        self.arguments = arguments
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_printed_call_gives_the_arguments(name: str) -> None:
+    converted = convert_deepspeed(CONFIGS[name])
+    package = Recorded()
+    exec(prepare_call(converted), {"penstock": package, "torch": torch, "model": None, "optimizer": None})
+    assert package.arguments == prepare_arguments(converted.arguments)
+
+
+def test_the_printed_file_is_yaml_for_train() -> None:
+    yaml = pytest.importorskip("yaml")
+    printed = report(convert_deepspeed(INFINITY), "p.yaml")
+    content = yaml.safe_load(printed)
+    assert content["penstock"] == {
+        "optimizer": "nvme=0.75,device=0.25",
+        "grads": "cpu=0.75,device=0.25",
+        "nvme_path": ["/a", "/b"],
+        "params": "nvme",
+        "activations": "cpu",
+        "stage": 3,
+        "options": dict(convert_deepspeed(INFINITY).arguments["options"]),
+    }
+    assert (content["fp16"], content["bf16"], content["max_grad_norm"]) == (True, False, 0.5)
+    assert content["learning_rate"] == 1e-4
+    for line in (
+        "# Of prepare() alone: reduce_dtype, grad_accumulation_dtype",
+        "#     fp16.hysteresis = 2: it is 1 here",
+        "#     zero_optimization.offload_param.max_in_cpu = 1000000000.0: nothing was made of it",
+    ):
+        assert f"\n{line}" in printed
+    assert yaml.safe_load(report(convert_accelerate(FSDP_1), "p.yaml"))["penstock"]["dp_replicate"] == 2
+    of_block = {"stage": 3, "params": "device", "grads": "cpu", "optimizer": "nvme", "nvme_path": ["/nvme"]}
+    assert train_file(convert_accelerate(BLOCK))["penstock"] == of_block
+
+
+def test_what_is_printed_is_comments_alone_after_the_file() -> None:
+    config = {"distributed_type": "no", "a\nb": "c\nd", "fp8_config": {"e\u2028f": 1}, "main_process_ip": "g\nh"}
+    printed = report(convert_accelerate(config), "p.yaml")
+    begin = printed.index("\n#\n")
+    assert all(line.startswith("#") for line in printed[begin:].split("\n")[1:])
+
+
+def test_optimizers_and_schedules_are_named() -> None:
+    def converted(optimizer: str = "AdamW", schedule: str = "WarmupLR", **params: Any) -> Converted:
+        rates = {"warmup_max_lr": 0.1, "warmup_num_steps": 5, "warmup_type": "linear"}
+        return convert_deepspeed(
+            {
+                "optimizer": {"type": optimizer, "params": {"lr": 1.0, **params}},
+                "scheduler": {"type": schedule, "params": rates},
+            }
+        )
+
+    found = converted()
+    kept = {"learning_rate": 0.1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
+    assert (dict(found.training), found.notes) == (kept, ())
+    for name in ("Adagrad", "Lion", "Muon", "OneBitAdam"):
+        assert notes(converted(name), "no counterpart") == {"optimizer.type"}
+    assert notes(converted("Adam", adam_w_mode=False), "no counterpart") == {"optimizer.type"}
+    assert notes(converted(schedule="OneCycle"), "no counterpart") == {"scheduler.type"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimizer": {"params": {"betas": [1]}}}, r"'optimizer\.params\.betas' is \[1\]\. Write two numbers"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": 0}}},
+            "Write a folder",
+        ),
+        ({"zero_optimization": {"stage": "x" * 9999}}, "'zero_optimization.stage' is 'x{79}\\.\\.\\."),
+    ],
+)
+def test_a_value_of_another_kind_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert_deepspeed(config)
+
+
+STRANGE: list[Any] = [
+    *(None, True, False, 0, -1, 3, 0.5, 10**9, 10**400, float("nan"), float("inf"), "", "x", "auto", "1e9", "true"),
+    *([], [1], [0.9, 0.95], ["x", None], {}, {"a": 1}, "a\nb", "/folder"),
+]
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=repr)
+def test_any_value_of_any_key_is_taken_or_refused_in_one_line(value: Any) -> None:
+    zero = {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "nvme"}
+    fp16 = {"fp16.enabled": True, "fp16.loss_scale": 0}
+    fsdp = {"distributed_type": "FSDP", "num_processes": 4, "num_machines": 2}
+    fsdp["fsdp_config.fsdp_sharding_strategy"] = "HYBRID_SHARD"
+    for convert, around in ((convert_deepspeed, {**zero, **fp16}), (convert_accelerate, fsdp)):
+        for path in RULES:
+            said = ""
+            try:
+                prepare_call(convert({**around, path: value}))
+            except ConfigError as error:
+                said = str(error)
+            assert "\n" not in said
+
+
+def test_hosts_that_share_no_number_of_ranks_are_refused() -> None:
+    config = {**FSDP_1, "num_processes": 15}
+    with pytest.raises(ConfigError, match="'num_processes' is 15"):
+        convert_accelerate(config)

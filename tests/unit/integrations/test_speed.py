@@ -1,0 +1,121 @@
+"""Model FLOPs utilisation: what a token costs, what a device can do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.integrations.speed import Speed, device_name, flops_per_token, peak_flops
+
+HIDDEN, MIDDLE, LAYERS, VOCABULARY = 16, 32, 2, 64
+OF_LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * MIDDLE
+PRODUCTS = LAYERS * OF_LAYER + HIDDEN * VOCABULARY  # the head, and no embeddings and norms
+ATTENTION = 12 * LAYERS * HIDDEN * 8
+
+
+def llama(**sizes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": MIDDLE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**config | sizes))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_six_operations_for_each_weight_of_a_product(tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied)
+    assert flops_per_token(model, seq_length=8) == 6 * PRODUCTS + ATTENTION
+
+
+def test_heads_may_be_wider_than_the_hidden_states() -> None:
+    wide = LAYERS * (OF_LAYER + 4 * HIDDEN * HIDDEN) + HIDDEN * VOCABULARY
+    assert flops_per_token(llama(head_dim=16), seq_length=8) == 6 * wide + 2 * ATTENTION
+
+
+class Adapted(nn.Module):
+    """A frozen layer with adapters, as peft writes it: the layer's sizes are the wrapper's too."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+
+
+def test_a_frozen_weight_has_no_gradient_of_its_own() -> None:
+    model: Any = llama().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj, rank=2)
+    adapters = LAYERS * 2 * 2 * HIDDEN
+    assert flops_per_token(model, seq_length=8) == 4 * PRODUCTS + 6 * adapters + ATTENTION
+
+
+def test_weights_that_are_packed_count_by_their_layer() -> None:
+    class Packed(nn.Module):
+        in_features, out_features = 3, 5
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("codes", torch.zeros(8, dtype=torch.int8))
+
+    assert flops_per_token(nn.Sequential(Packed(), nn.Dropout()), seq_length=8) == 4 * 15
+
+
+def test_of_a_mixture_the_experts_that_a_token_sees() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS}
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, **sizes
+    )
+    router = LAYERS * HIDDEN * 4
+    experts = LAYERS * (OF_LAYER + 3 * HIDDEN * MIDDLE)  # two of the four
+    assert flops_per_token(MixtralForCausalLM(config), seq_length=8) == (
+        6 * (experts + router + HIDDEN * VOCABULARY) + ATTENTION
+    )
+
+
+def test_the_share_is_of_all_ranks_devices() -> None:
+    assert Speed(flops_per_token=100.0, peak_flops=1e6).mfu(2000.0, world_size=4) == 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "peaks"),
+    [
+        ("NVIDIA H200", (989.5e12, 989.5e12, 67e12)),
+        ("NVIDIA H200 NVL", (835.5e12, 835.5e12, 60e12)),
+        ("NVIDIA H100 80GB HBM3", (989.5e12, 989.5e12, 67e12)),
+        ("NVIDIA H100 PCIe", (756.5e12, 756.5e12, 51e12)),
+        ("NVIDIA A100-SXM4-80GB", (312e12, 312e12, 19.5e12)),
+        ("NVIDIA A10", (125e12, 125e12, 31.2e12)),
+        ("NVIDIA L4", (121e12, 121e12, 30.3e12)),
+        ("NVIDIA L40S", (362.05e12, 362.05e12, 91.6e12)),
+        ("NVIDIA B200", (2.25e15, 2.25e15, 75e12)),
+        ("NVIDIA GeForce RTX 4090", (165.2e12, 165.2e12, 82.6e12)),
+        ("Tesla V100-SXM2-32GB", (None, 125e12, 15.7e12)),
+        ("Tesla V100-PCIE-16GB", (None, 112e12, 14e12)),
+        ("Tesla T4", (None, 65e12, 8.1e12)),
+        ("AMD Instinct MI300X", (1307.4e12, 1307.4e12, 163.4e12)),
+        ("AMD Instinct MI250X", (191.5e12, 191.5e12, 47.85e12)),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (None, None, None)),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (None, None, None)),
+        ("NVIDIA GeForce RTX 3090 Ti", (None, None, None)),
+        ("NVIDIA A10G", (None, None, None)),
+        ("NVIDIA L40", (None, None, None)),
+        ("NVIDIA GH200 480GB", (None, None, None)),
+        ("", (None, None, None)),
+    ],
+)
+def test_devices_that_are_known(name: str, peaks: tuple[float | None, ...]) -> None:
+    assert tuple(peak_flops(name, precision) for precision in ("bf16", "fp16", "fp32")) == peaks
+
+
+def test_a_cpu_has_no_name() -> None:
+    assert device_name(torch.device("cpu")) == ""
