@@ -88,16 +88,12 @@ class _Found:
 # 1. What sources name
 
 
-def check_sources(request: Any) -> None:
-    """Check that the sources of a run exist. Reads no rows.
+def _find_all(request: Any) -> list[_Found]:
+    """Find the sources of a run. Reads no rows.
 
     Raises:
         ConfigError: one names nothing that can be read, or only some have a weight.
     """
-    _find_all(request)
-
-
-def _find_all(request: Any) -> list[_Found]:
     bare = [repr(source.name) for source in request.sources if source.weight is None]
     if bare and len(bare) < len(request.sources):
         raise ConfigError(f"--data {', '.join(bare)} has no weight, and others have. Give all one, or none.")
@@ -121,7 +117,8 @@ def _find(name: str, config: str | None, own: Path) -> _Found:
         return _Found(name, reader_of(path) or "text", {"train": [path]})
     if not is_folder and is_hub_name(name) and reader_of(name) is None:
         return _Found(name, "hub")
-    there = sorted(glob.iglob(os.path.join(path, "**", "*") if is_folder else path, recursive=True), reverse=True)
+    pattern = os.path.join(glob.escape(path), "**", "*") if is_folder else path
+    there = sorted(glob.iglob(pattern, recursive=True), reverse=True)
     # A file to which several ways lead, by links, comes once.
     known = {os.path.realpath(file): file for file in there if os.path.isfile(file) and reader_of(file)}
     files = sorted(file for real, file in known.items() if not Path(real).is_relative_to(own))

@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,7 +21,7 @@ from datasets import Dataset, DatasetDict
 
 from penstock.errors import ConfigError
 from penstock.train import data
-from penstock.train.data import NUMBER, SOURCE, check_sources, read_data, tokenize
+from penstock.train.data import NUMBER, SOURCE, read_data, tokenize
 from tests.chats import assistant, plain_tokenizer, user
 from tests.unit.train.runs import MARKED, request
 
@@ -144,8 +143,9 @@ def test_a_folder_gives_its_files_of_one_kind_in_order() -> None:
     write("code/sub/b.md", "b")
     write("code/sub/__init__.py", "")
     assert texts("code") == ["a", "b"]
-    write("[a].txt", "no glob")
-    assert texts("[a].txt") == ["no glob"]
+    for name in ("[a].txt", "[b]/a.txt"):
+        write(name, "text\nno glob")
+    assert texts("[a].txt") == texts("[b]") == ["text\nno glob"]
 
 
 def test_what_a_run_writes_is_no_data() -> None:
@@ -253,11 +253,8 @@ def test_weights_are_shares_of_rows_until_each_was_read_to_its_end() -> None:
 def test_all_sources_have_a_weight_or_none() -> None:
     for name in ("a.txt", "b.txt", "c.txt"):
         write(name, "text")
-    asked = request(Path(), ("a.txt", 1.0), "b.txt", "c.txt")
-    with pytest.raises(
-        ConfigError, match=r"^--data 'b.txt', 'c.txt' has no weight, and others have\. Give all one, or"
-    ):
-        check_sources(asked)
+    message = "--data 'b.txt', 'c.txt' has no weight, and others have. Give all one, or none."
+    assert refused(("a.txt", 1.0), "b.txt", "c.txt") == message
 
 
 def test_fields_that_nobody_reads_may_differ_in_type() -> None:
@@ -449,11 +446,3 @@ def test_ranks_read_in_turn_and_wait_for_none_that_failed(
     with pytest.raises(ConfigError, match="a row that cannot"):
         fail()
     assert state.events == expected
-
-
-def test_a_source_is_what_the_command_makes_of_it() -> None:
-    """What of a request is read here."""
-    write("a.txt", "a")
-    asked = request(Path())
-    asked.sources = (SimpleNamespace(name="a.txt", weight=None),)
-    check_sources(asked)
