@@ -293,7 +293,7 @@ def test_every_rank_refuses_what_one_of_them_cannot(made: Path, tmp_path: Path) 
 
 def test_the_module_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.train", "--learning_rat", "1"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "penstock", "train", "--learning_rat", "1"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr

@@ -52,7 +52,7 @@ def whole(made: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 
 
 def command(file: Path, out: Path) -> list[str]:
-    return ["-m", "penstock.train", "--config", str(file), "--out", str(out)]
+    return ["-m", "penstock", "train", "--config", str(file), "--out", str(out)]
 
 
 def wait_for_step(running: Job, step: int) -> None:

@@ -84,10 +84,6 @@ class PenstockArguments:
         for name, known in (("placement", ("auto",)), ("rule", ("muon", "lion")), ("base", ("int8",))):
             if getattr(self, name) not in (None, *known):
                 raise ConfigError(f"--{name} {shown(getattr(self, name))}: use {' or '.join(known)}, or leave it out.")
-        if self.stage not in (0, 1, 2, 3):
-            raise ConfigError(f"--stage {shown(self.stage)} is no ZeRO stage. Use 0, 1, 2 or 3.")
-        if self.dp_replicate < 1:
-            raise ConfigError(f"--dp_replicate {self.dp_replicate}: use 1 or more.")
         chosen = [f"--{name}" for name in ("placement", "plan") if getattr(self, name)]
         if chosen:
             default = {each.name: each.default for each in fields(self)}
@@ -95,11 +91,7 @@ class PenstockArguments:
         if len(chosen) > 1:
             raise ConfigError(f"{chosen[0]} chooses the tiers, and so does {chosen[1]}. Leave one of them out.")
         self.to_options()
-        placement = self.to_placement()
-        on_disk = [name for name in _HOMES if "nvme" in placement.home(name)]
-        on_disk += ["activations"] if self.activations == "nvme" else []
-        if on_disk and not self.nvme_path:
-            raise ConfigError(f"--{on_disk[0]} nvme needs a folder on a fast disk: --nvme_path FOLDER.")
+        self.to_placement()
 
     def to_placement(self) -> Placement:
         """Return the placement that these fields name."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,14 @@ from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import enable_activation_checkpointing
 from penstock.integrations.transformers import settings
 from penstock.integrations.trl import check_arguments
-from penstock.planner import Plan, machine_for, plan
-from penstock.planner.here import machine_of_ranks
 from penstock.train.arguments import Request
 from penstock.train.collator import collator_for
 from penstock.train.model import Built
 from penstock.train.run_file import checkpoints_of
 from penstock.train.trainer import RULES
+
+if TYPE_CHECKING:
+    from penstock.planner import Plan
 
 #: Bytes that a checkpoint of adapters has for each trained parameter, at most: its fp32 value and the rule's states.
 _OF_TRAINED = 16
@@ -109,7 +110,7 @@ def look(request: Request, built: Built, *, say: Callable[[str], None]) -> Outlo
 def _mesh(request: Request, ranks: int) -> dict[str, int]:
     """Count the ranks along each dimension."""
     own = request.penstock
-    if ranks % own.dp_replicate:
+    if own.dp_replicate < 1 or ranks % own.dp_replicate:
         raise ConfigError(f"--dp_replicate {own.dp_replicate} does not divide the {ranks} ranks that there are.")
     if own.dp_replicate > 1 and (not own.stage or own.placement or own.plan):
         what = "--stage 0 has a copy on every rank" if not own.stage else "plans are for one copy"
@@ -138,8 +139,11 @@ def _plan(
     ranks: int,
     *,
     say: Callable[[str], None],
-) -> Plan:
+) -> "Plan":
     """Read the plan that a run names, or find the best one; the first rank's, on every rank. Collective."""
+    from penstock.planner import Plan, machine_for, plan  # what other runs do without
+    from penstock.planner.here import machine_of_ranks
+
     own, training, folders = request.penstock, request.training, request.penstock.nvme_path or ()
     recomputes = bool(training.gradient_checkpointing)
     if recomputes:
@@ -197,8 +201,10 @@ def _batches(request: Request) -> Callable[[], dict[str, Any]]:
     return lambda: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def _shared(chosen: Plan | None, device: torch.device) -> Plan:
+def _shared(chosen: "Plan | None", device: torch.device) -> "Plan":
     """Give the first rank's plan to all, as text: no object of another rank is unpickled. Collective."""
+    from penstock.planner import Plan
+
     text = b"" if chosen is None else chosen.to_json().encode()
     length = torch.tensor(len(text), device=device)
     dist.broadcast(length, src=0)

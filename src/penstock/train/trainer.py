@@ -54,6 +54,13 @@ class RunTrainer(CountedTokens, SFTTrainer):
         args.assistant_only_loss = False
         return super()._prepare_dataset(tokens, processing_class, args, *rest)
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as TRL does, and have the record of the run count its tokens."""
+        before = self._total_train_tokens
+        outcome = super().compute_loss(*args, **kwargs)
+        self.state.num_input_tokens_seen += self._total_train_tokens - before
+        return outcome
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer of a rule of Penstock's own, or go on as the class does."""
         if self.optimizer is None and self.rule is not None:

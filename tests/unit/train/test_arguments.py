@@ -101,15 +101,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "values that contradict each other": (["--fp16", "--bf16", "true"], "fp16 and bf16"),
     "a tier that there is not": (["--params", "moon"], "moon"),
     "fractions that are none": (["--params", "device=half,cpu=half"], "device=0.6,cpu=0.4"),
-    "the nvme tier without a folder": (["--optimizer", "nvme"], "--nvme_path"),
-    "activations on nvme without a folder": (["--activations", "nvme"], "--nvme_path"),
     "a plan beside tiers": (["--plan", "p.json", "--params", "cpu"], "--plan chooses the tiers, and so does --params"),
     "two plans": (["--plan", "p.json", "--placement", "auto"], "--placement chooses the tiers, and so does --plan"),
-    "a stage": (["--stage", "4"], "--stage 4"),
     "an option of Penstock's": (["--options", "tile_byte=1"], "Did you mean tile_bytes"),
     "a size": (["--max_device_bytes", "many"], "--max_device_bytes 'many' is not a size"),
     "a rule": (["--rule", "sgd"], "--rule 'sgd': use muon or lion"),
-    "copies": (["--dp_replicate", "0"], "--dp_replicate 0"),
 }
 
 
