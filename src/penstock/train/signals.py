@@ -128,7 +128,7 @@ class Interruption:
                 self._began = self._began or time.monotonic()
 
     def _leave_terminal(self) -> None:
-        """Let what is printed go nowhere once the terminal is closed: its error would end the run before it is saved."""
+        """Let what is printed go nowhere once the terminal is closed: an error would end the run before it is saved."""
         for descriptor in self._terminals:
             if not os.isatty(descriptor):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
