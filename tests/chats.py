@@ -1,8 +1,7 @@
 """Tokenizers and conversations for tests of chats: bytes, with the tokens that a template needs beside them."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -10,15 +9,6 @@ from penstock.train.default import byte_tokenizer
 
 END = "<|endoftext|>"
 _TOKENS = re.compile(r"<\|?[a-zA-Z_/][\w]*\|?>|<\uff5c[^\uff5c]*\uff5c>|\[/?[A-Z_]+\]|<\|[^|<> ]+\|>")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row as the reader of files makes it."""
-
-    values: Mapping[str, Any]
-    where: str = "chat.jsonl:17"
-    ends: bool = True
 
 
 def plain_tokenizer(template: str | None = None, *, begin: str | None = None, names: Sequence[str] = ()) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.integrations.deepspeed import _NAMES, import_checkpoint
+from penstock.ext.interop.deepspeed import _NAMES, import_checkpoint
 from tests.optional.deepspeed_files import STEPS, Model, batch, groups
 
 

@@ -4,6 +4,7 @@ A file of another folder is a page under a name of its own. Links are written as
 that lead out of docs/ are led to that page, or become plain text where the site has none.
 """
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -73,8 +74,21 @@ def commands() -> str:
             if "--help" not in names:
                 shown = ", ".join(f"`{name}`" for name in names)
                 page.append(f"| {shown} | {_told(getattr(each, 'help', None) or '')} | {_default(each)} |")
+        page += _own_options_of_train() if name == "train" else []
         page.append("")
     return "\n".join(page)
+
+
+def _own_options_of_train() -> list[str]:
+    """Make the rows of what `penstock train` takes beside TRL's fields."""
+    from penstock.train.arguments import PenstockArguments
+
+    rows = []
+    for each in dataclasses.fields(PenstockArguments):
+        default = "" if each.default in (None, False) else f"`{each.default}`"
+        rows.append(f"| `--{each.name}` | {_told(each.metadata['help'])} | {default} |")
+    kinds = "`SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig`"
+    return [*rows, "", f"And the fields of TRL's {kinds}."]
 
 
 def _default(each: Any) -> str:

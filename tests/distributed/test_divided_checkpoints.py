@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import penstock
 from penstock.checkpoint.reader import Checkpoint, checkpoints_in, summarize
 from penstock.checkpoint.tiles import TileWriter
-from penstock.integrations.dcp import import_checkpoint
+from penstock.ext.interop.dcp import import_checkpoint
 from tests.distributed.test_tensor_parallel import batches, loss_of, make, meshes, parallelize, whole
 from tests.support import run_ranks
 

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,10 +78,12 @@ def check_train(words: tuple[str, ...]) -> None:
     from penstock.train.arguments import parse
 
     typed = [word for word in words if word != LEFT_OUT]
-    if "--config" in typed:
-        place = typed.index("--config")
-        del typed[place : place + 2]
-    parse(typed)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write("model_name_or_path: path/to/model\n")
+        file.flush()
+        if "--config" in typed:
+            typed[typed.index("--config") + 1] = file.name
+        parse(typed)
 
 
 def check_torchrun(words: tuple[str, ...]) -> None:

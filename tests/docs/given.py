@@ -61,7 +61,7 @@ def moving() -> Generator[Names]:
 @contextlib.contextmanager
 def from_deepspeed() -> Generator[Names]:
     """A checkpoint of DeepSpeed's, imported as the page does it, and a model that it is of."""
-    from penstock.integrations.deepspeed import import_checkpoint
+    from penstock.ext.interop.deepspeed import import_checkpoint
     from tests.optional.deepspeed_files import Model, groups
 
     import_checkpoint(Path(__file__).parents[1] / "data" / "deepspeed" / "z2-bf16-w2", "checkpoints/from-deepspeed")

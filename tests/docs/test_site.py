@@ -50,7 +50,7 @@ def check_pages(site: Path) -> None:
     assert "never changes the result" in (site / "index.html").read_text()
     assert "Shard and place the training state of a model" in (site / "reference" / "prepare.html").read_text()
     command = (site / "reference" / "command.html").read_text()
-    assert "--global-batch" in command
+    assert "--max_device_bytes" in command
     assert "convert-config" in command
 
 

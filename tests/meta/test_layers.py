@@ -82,6 +82,8 @@ LISTS = {
         {
             "",
             "errors",
+            "ext.interop.dcp",
+            "ext.interop.deepspeed",
             "ext.observe.timeline",
             "files",
             "footprint",

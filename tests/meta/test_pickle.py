@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from penstock.integrations import dcp, deepspeed, pickled
+from penstock.ext.interop import dcp, deepspeed, pickled
 from tests.meta.source import modules
 
 #: The one reader of pickles that others wrote: it executes opcodes itself, and calls what a closed list of names has.
-READER = "integrations.pickled"
+READER = "ext.interop.pickled"
 
 #: Modules that make objects of bytes, or hand them to code that does.
 MODULES = {

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.integrations.deepspeed import import_checkpoint
+from penstock.ext.interop.deepspeed import import_checkpoint
 from penstock.integrations.huggingface import build_empty, build_model, find_model
 from penstock.integrations.vocabulary import rows_for
 from tests.deepspeed_checks import load

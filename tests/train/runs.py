@@ -5,6 +5,7 @@ TRL's is its script (`trl.scripts.sft`), with its own parser: what `trl sft --co
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers.trainer
 import yaml
@@ -260,9 +262,21 @@ def checkpoints(out: Path) -> list[str]:
 
 
 def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Run `tests.support.run_ranks`: its server of forks finds what it imports in the folder that it is started in."""
+    """Run a function in several processes, with the variables of a launcher and no group yet.
+
+    The server of forks finds what it imports in the folder that it is started in.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     with chdir(ROOT):
-        return run_ranks_here(work, world_size, *args)
+        return run_ranks_here(_as_launched, world_size, port, work, args)
+
+
+def _as_launched(rank: int, port: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return work(rank, *args)
 
 
 def run_child(work: Callable[..., None], *args: Any) -> int:

@@ -162,7 +162,7 @@ def test_a_dry_run_shows_what_is_learned_and_what_it_takes(
     assert found.logs == []
     assert "⟦xyzzy-42<|im_end|>" in said
     assert said.count("What is the password?") == 2, "two rows"
-    for word in ("cpu", "master", "exp_avg", "disk", "checkpoint"):
+    for word in ("cpu", "exp_avg", "checkpoint"):
         assert word in said
     assert not found.out.exists() or {path.name for path in found.out.iterdir()} <= {"cache"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.train.arguments import PenstockArguments, make_parser, parse
-from penstock.train.run_file import RENAMED, read_run_file
+from penstock.train.run_file import OTHERWISE, RENAMED, advice_for, read_run_file
 from tests.docs.blocks import blocks_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
@@ -41,8 +41,10 @@ def test_names_of_02_are_on_the_page() -> None:
         for names, instead in zip(row[::2], row[1::2], strict=True)
         for name in names.replace("`", "").split(", ")
     }
-    for name, (instead, _) in RENAMED.items():
-        assert told[f"--{name.replace('_', '-')}"].replace("`", "") == instead.replace(f"{name}=", "NAME="), name
+    for name in {*RENAMED, *OTHERWISE}:
+        advice = advice_for(name)
+        assert advice is not None
+        assert told[f"--{name.replace('_', '-')}"].replace("`", "") == advice.replace(f"{name}=", "NAME=")
 
 
 def test_the_file_of_the_page_is_read(tmp_path: Path) -> None:

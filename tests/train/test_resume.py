@@ -181,6 +181,8 @@ def test_a_run_goes_on_by_itself_or_begins_anew_as_asked(made: Path, tmp_path: P
     assert len(longer.losses) == 2
     anew = ours(settings, whole.out, "--resume_from_checkpoint", "false", penstock=CPU)
     assert steps_of(anew.logs) == steps_of(whole.logs)
+    assert checkpoints(whole.out) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert list(whole.out.glob("*/checkpoint-8")), "what an earlier run has left is put apart"
 
 
 def test_a_checkpoint_that_is_not_there_or_of_another_model_is_refused(made: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def import_dcp(
     ] = None,
 ) -> None:
     """Make a checkpoint of torch.distributed.checkpoint into one that training loads, on any number of ranks."""
-    from penstock.integrations.dcp import import_checkpoint  # torch, which --help does not wait for
+    from penstock.ext.interop.dcp import import_checkpoint  # torch, which --help does not wait for
 
     import_checkpoint(folder, out, buffers=buffer or ())
     print(out)

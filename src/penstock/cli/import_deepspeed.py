@@ -17,7 +17,7 @@ def import_deepspeed(
     ],
 ) -> None:
     """Make a checkpoint of DeepSpeed's ZeRO stage 1, 2 or 3 into one that training loads, on any number of ranks."""
-    from penstock.integrations.deepspeed import import_checkpoint  # torch, which --help does not wait for
+    from penstock.ext.interop.deepspeed import import_checkpoint  # torch, which --help does not wait for
 
     import_checkpoint(folder, out)
     print(out)

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -121,7 +121,9 @@ class Question:
             model = add_adapters(model, self.lora, seed=_SEED)
         is_chunkable = asked.chunked_loss == "on" or is_known(self.source.model_class, Feature.CHUNKED)
         if asked.chunked_loss != "off" and is_chunkable and not _is_divided(asked):
-            chunk_loss(model)
+            # Of a head with adapters, for example, the logits are whole unless that is asked for.
+            with suppress(ConfigError) if asked.chunked_loss == "auto" else nullcontext():
+                chunk_loss(model)
         if mesh is not None:
             _divide(model, mesh)
         if asked.recompute == "on":
@@ -223,7 +225,7 @@ def _options(request: Request) -> Options:
 
 
 def _optimizer(request: Request, model: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer: matrices, and vectors, which have no weight decay, in groups of their own."""
+    """Make the optimizer, with matrices and vectors in groups of their own, as in a run."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]]
     given = _assignments("--optimizer-args", request.optimizer_args, "eps=1e-6")
@@ -415,7 +417,7 @@ def about(found: Plan, question: Question) -> str:
         parts.append(f"written: {request.out}")
     if not found.fits or request.what_if:
         return "\n".join(parts)
-    if found.mesh or not _is_of_train(request):
+    if not _is_of_train(found, request):
         parts.append("run: a script of yours, with prepare(placement='auto', plan=...)")
     else:
         first = "" if _is_found_again(request) else f", planned with --out {_FILE}"
@@ -468,14 +470,15 @@ def command(found: Plan, question: Question) -> str:
     return shlex.join([*words, *(["--options", *request.options] if request.options else [])])
 
 
-def _is_of_train(request: Request) -> bool:
-    """Return True if `penstock train` has an option for everything that was asked."""
+def _is_of_train(found: Plan, request: Request) -> bool:
+    """Return True if `penstock train` can do what the plan says, and has an option for everything that was asked."""
     return (
-        request.optimizer_name in _IN_TRAIN
+        not (found.mesh or _is_divided(request))
+        and found.overlap != "backward"  # a trainer asks for the norm of all gradients before it steps
+        and request.optimizer_name in _IN_TRAIN
         and not request.optimizer_args
         and request.pad_vocab_to == 1
         and request.chunked_loss != "off"
-        and not _is_divided(request)
     )
 
 

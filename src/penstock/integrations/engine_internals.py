@@ -2,25 +2,9 @@
 
 from penstock.checkpoint.beside import batches
 from penstock.checkpoint.folder import remove
-from penstock.checkpoint.format import MARKER, MOST_DIMENSIONS, MOST_NUMEL, encode
-from penstock.checkpoint.pretrained import (
-    SCALE_DTYPE,
-    base_name,
-    codes_of,
-    decoded,
-    scales_of,
-)
-from penstock.checkpoint.reader import (
-    LATEST,
-    Checkpoint,
-    checkpoints_in,
-    damaged_tiles,
-    read_manifest,
-    resolve,
-    summarize,
-)
-from penstock.checkpoint.save import check_shared
-from penstock.checkpoint.tables import BoxExtent, meet
+from penstock.checkpoint.format import MARKER, encode
+from penstock.checkpoint.pretrained import SCALE_DTYPE, base_name, codes_of, decoded, scales_of
+from penstock.checkpoint.reader import Checkpoint, damaged_tiles, read_manifest, summarize
 from penstock.checkpoint.tensorfiles import (
     DTYPES,
     INDEX,
@@ -33,4 +17,3 @@ from penstock.checkpoint.tensorfiles import (
     failed,
     index_of,
 )
-from penstock.ext.importing import Incoming, Read, write_checkpoint

@@ -100,7 +100,7 @@ def collator_for(model_config: Any, training: Any, tokenizer: Any) -> Callable[.
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # untyped
-    why = why_not_isolated(model_config, mapping[type(model_config)])
+    why = why_not_isolated(model_config, mapping.get(type(model_config), type(model_config)))
     if why is not None:
         option = "--packing" if training.packing else "--padding_free"
         raise ConfigError(

@@ -88,16 +88,12 @@ class _Found:
 # 1. What sources name
 
 
-def check_sources(request: Any) -> None:
-    """Check that the sources of a run exist. Reads no rows.
+def _find_all(request: Any) -> list[_Found]:
+    """Find the sources of a run. Reads no rows.
 
     Raises:
         ConfigError: one names nothing that can be read, or only some have a weight.
     """
-    _find_all(request)
-
-
-def _find_all(request: Any) -> list[_Found]:
     bare = [repr(source.name) for source in request.sources if source.weight is None]
     if bare and len(bare) < len(request.sources):
         raise ConfigError(f"--data {', '.join(bare)} has no weight, and others have. Give all one, or none.")
@@ -121,7 +117,8 @@ def _find(name: str, config: str | None, own: Path) -> _Found:
         return _Found(name, reader_of(path) or "text", {"train": [path]})
     if not is_folder and is_hub_name(name) and reader_of(name) is None:
         return _Found(name, "hub")
-    there = sorted(glob.iglob(os.path.join(path, "**", "*") if is_folder else path, recursive=True), reverse=True)
+    pattern = os.path.join(glob.escape(path), "**", "*") if is_folder else path
+    there = sorted(glob.iglob(pattern, recursive=True), reverse=True)
     # A file to which several ways lead, by links, comes once.
     known = {os.path.realpath(file): file for file in there if os.path.isfile(file) and reader_of(file)}
     files = sorted(file for real, file in known.items() if not Path(real).is_relative_to(own))
@@ -142,10 +139,7 @@ def _find(name: str, config: str | None, own: Path) -> _Found:
         raise ConfigError(f"{option} holds --out, and with it what the run writes. Name the files: '{name}/*.jsonl'.")
     with _reading(_Found(name, readers[0]), "train"):
         builder = datasets.load_dataset_builder(os.path.realpath(path), config)
-    splits = {
-        str(split): [known[real] for real in map(os.path.realpath, names) if real in known]
-        for split, names in builder.config.data_files.items()
-    }
+    splits = {str(split): list(names) for split, names in builder.config.data_files.items()}
     return _Found(name, readers[0], splits)
 
 
@@ -260,7 +254,8 @@ def _try(found: _Found, split: str, rows: Any, encoder: "Encoder") -> None:
             try:
                 encoder.encode(row)
             except ConfigError as error:
-                raise ConfigError(f"{_place(found, split, number)}: {error}") from error
+                _blame(found, split, encoder)
+                raise ConfigError(f"{found.name}, row {number}: {error}") from error
     if not number:
         raise ConfigError(f"{found.name} holds no rows. Name data with rows or text in it.")
 
@@ -313,71 +308,59 @@ def _reading(found: _Found, split: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        for file in found.files.get(split, ()):
-            _check_file(found.reader, file)
+        _blame(found, split)
         advice = "Check the name and the network, or name a folder that save_to_disk wrote."
         if found.reader != "hub":
             advice = "Its files may differ in their fields." if found.files else ""
         raise ConfigError(f"{found.name} cannot be read: {one_line(error.__cause__ or error)}. {advice}") from error
 
 
-def _check_file(reader: str, file: str) -> None:
-    """Read a file to its end, and raise an error that names the place where that is not possible."""
-    count = 0
-    try:
-        for count, _ in enumerate(_load(reader, [file], streaming=True), start=1):  # noqa: B007
-            pass
-    except Exception as error:
-        if not os.path.getsize(file):
-            raise ConfigError(f"{file} holds no rows. Write some, or leave the file out.") from error
-        where = f"{file}, after row {count:,}," if count else file
-        if ".jsonl" in file:
-            with contextlib.suppress(OSError, EOFError), fsspec.open(file, "rb", compression="infer") as lines:
-                broken = (number for number, line in enumerate(lines, start=1) if not _is_json(line))
-                where = f"{file}, line {next(broken, count):,},"
-        hint = seems(file) or "It is damaged, or not what its name says."
-        raise ConfigError(f"{where} cannot be read: {one_line(error)}. {hint}") from error
+def _blame(found: _Found, split: str, encoder: "Encoder | None" = None) -> None:
+    """Read the files of a source one by one, and raise an error that names the one at fault, and the place in it.
 
-
-def _is_json(line: bytes) -> bool:
-    try:
-        return not line.strip() or isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _place(found: _Found, split: str, number: int) -> str:
-    """Name the file of a row that was counted through all files of a source, and its number there."""
+    Arguments:
+        found: the source.
+        split: its split.
+        encoder: encode the rows, too.
+    """
     for file in found.files.get(split, ()):
-        if found.reader == "text":
-            count = 1
-        else:
-            count = sum(1 for _ in itertools.islice(_load(found.reader, [file], streaming=True), number))
-        if number <= count:
-            return file if found.reader == "text" else f"{file}, row {number}"
-        number -= count
-    return f"{found.name}, row {number}"
+        number = 0
+        try:
+            for number, row in enumerate(_load(found.reader, [file], streaming=True), start=1):  # noqa: B007
+                if encoder is not None:
+                    encoder.encode({encoder.text_field: row["text"]} if found.reader == "text" else row)
+        except ConfigError as error:
+            raise ConfigError(f"{file}, row {number}: {error}") from error
+        except Exception as error:
+            if not os.path.getsize(file):
+                raise ConfigError(f"{file} holds no rows. Write some, or leave the file out.") from error
+            line = _broken_line(file)
+            place = f", line {line:,}," if line else f", after row {number:,}," if number else ""
+            hint = seems(file) or "It is damaged, or not what its name says."
+            raise ConfigError(f"{file}{place} cannot be read: {one_line(error)}. {hint}") from error
 
 
-_MARKS = {
-    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS: fetch the file with `git lfs pull`",
-    b"PAR1": "a parquet file: name it .parquet",
-    b"ARROW1": "an Arrow IPC file: name it .arrow",
-    b"\x1f\x8b": "compressed by gzip: add .gz to its name",
-    b"%PDF-": "a PDF document: extract its text first",
-    b"\x80": "a pickle, which is never read: write its rows as .jsonl",
-}
+def _broken_line(file: str) -> int:
+    """Find the first line of a file with an object a line that is none; 0 where there is no such line."""
+    if ".json" not in file or file.endswith(".json"):
+        return 0
+    with contextlib.suppress(OSError, EOFError), fsspec.open(file, "rb", compression="infer") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return number
+            except (ValueError, RecursionError):
+                return number
+    return 0
 
 
 def seems(file: str) -> str:
     """Tell what a file that is not what its name says seems to be, as a sentence; nothing where that cannot be told."""
-    suffix = os.path.splitext(file)[1].lower()
     with Path(file).open("rb") as opened:
         head = opened.read(1024)
-    for mark, what in _MARKS.items():
-        if head.startswith(mark) and not (suffix and suffix in what):
-            return f"It looks like {what}."
-    if b"\0" in head and suffix not in (*COMPRESSIONS, ".parquet", ".arrow", ".feather"):
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        return "It is a pointer of Git LFS: fetch the file with `git lfs pull`."
+    if b"\0" in head and not file.lower().endswith((*COMPRESSIONS, ".parquet", ".arrow", ".feather")):
         return "It looks like binary data, or text in UTF-16: leave it out, or convert it to UTF-8."
     return ""
 
@@ -479,19 +462,10 @@ class Encoder:
         if self._assistant_only:
             raise ConfigError("it is no conversation, of which --assistant_only_loss learns what an assistant says")
         ids: list[int] = []
-        for start, end in itertools.pairwise(_borders(text)):
-            ids += self._tokenizer(text=text[start:end], add_special_tokens=start == 0)["input_ids"]
+        for start in range(0, max(len(text), 1), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            ids += self._tokenizer(text=piece, add_special_tokens=start == 0)["input_ids"]
         return ids
-
-
-def _borders(text: str) -> list[int]:
-    """Cut a text where lines begin, or else anywhere."""
-    borders = [0]
-    while len(text) - borders[-1] > _PIECE_CHARS:
-        most = borders[-1] + _PIECE_CHARS
-        line = text.rfind("\n", borders[-1] + 1, most)
-        borders.append(line if line > 0 else most)
-    return [*borders, len(text)]
 
 
 def _messages(value: Any, name: str) -> list[Message]:

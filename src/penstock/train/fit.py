@@ -175,7 +175,7 @@ def _plan(
                 overlap="forward",  # the trainer asks for the norm of all gradients
                 **{name: value for name, value in common.items() if name != "weights"},
             )
-    chosen = _shared(chosen) if ranks > 1 else chosen
+    chosen = _shared(chosen, training.device) if ranks > 1 else chosen
     assert chosen is not None
     if chosen.recompute and not recomputes:
         training.gradient_checkpointing = training.activation_checkpointing = True
@@ -201,13 +201,16 @@ def _batches(request: Request) -> Callable[[], dict[str, Any]]:
     return lambda: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def _shared(chosen: "Plan | None") -> "Plan":
-    """Give the first rank's plan to all. Collective."""
+def _shared(chosen: "Plan | None", device: torch.device) -> "Plan":
+    """Give the first rank's plan to all, as text: no object of another rank is unpickled. Collective."""
     from penstock.planner import Plan
 
-    held = [None if chosen is None else chosen.to_json()]
-    dist.broadcast_object_list(held, src=0)
-    return chosen or Plan.from_json(str(held[0]))
+    text = b"" if chosen is None else chosen.to_json().encode()
+    length = torch.tensor(len(text), device=device)
+    dist.broadcast(length, src=0)
+    held = torch.frombuffer(bytearray(text or bytes(int(length))), dtype=torch.uint8).to(device)
+    dist.broadcast(held, src=0)
+    return chosen or Plan.from_json(bytes(held.tolist()).decode())
 
 
 def _of_adapters(found: Footprint, request: Request, built: Built) -> Footprint:

@@ -43,7 +43,8 @@ _ADVICE = "Name a template with {% generation %} markers: --chat_template_path F
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PRIVATE_USE = range(0xE000, 0xF900)
-_SAID = ("content", "reasoning", "reasoning_content", "thinking")
+#: Where words are, in messages, in parts of their content, and in calls of functions.
+_SAID = ("content", "text", "reasoning", "reasoning_content", "thinking", "tool_calls", "function", "arguments")
 
 
 class Conversations:
@@ -393,7 +394,7 @@ def replaced(message: Message, sign: str) -> Message:
 
     The name of a called function stays: templates write it into the answer's head too.
     """
-    return _changed(message, lambda text: sign, lambda arguments: {sign: sign})
+    return dict(_changed(message, lambda text: sign, lambda arguments: {sign: sign}))
 
 
 def interrupted(message: Message, sign: str) -> Message:
@@ -408,38 +409,29 @@ def interrupted(message: Message, sign: str) -> Message:
         place = len(text) - 1 if message["role"] == ASSISTANT else len(text) // 2
         return text[:place] + sign + text[place:]
 
-    return _changed(
-        message, interrupt, lambda pairs: {k: interrupt(v) if isinstance(v, str) else v for k, v in pairs.items()}
-    )
+    def interrupt_values(pairs: dict[str, Any]) -> dict[str, Any]:
+        return {name: interrupt(value) if isinstance(value, str) else value for name, value in pairs.items()}
+
+    return dict(_changed(message, interrupt, interrupt_values))
 
 
 def _changed(
-    message: Message, change: Callable[[str], str], change_pairs: Callable[[dict[str, Any]], dict[str, Any]]
-) -> Message:
-    def changed(value: Any) -> Any:
-        """Change text, or the text in a list of parts."""
-        if isinstance(value, str):
-            return change(value)
-        if isinstance(value, list | tuple):
-            has_text = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in value]
-            pairs = zip(value, has_text, strict=True)
-            return [{**part, "text": change(part["text"])} if text else part for part, text in pairs]
-        return value
-
-    def changed_call(call: Any) -> Any:
-        """Change the arguments of a called function."""
-        if not isinstance(call, dict):
-            return call
-        made = dict(call)
-        if "function" in made:
-            made["function"] = changed_call(made["function"])
-        if arguments := made.get("arguments"):
-            made["arguments"] = change_pairs(arguments) if isinstance(arguments, dict) else changed(arguments)
-        return made
-
-    made = {name: changed(value) if name in _SAID else value for name, value in message.items()}
-    if isinstance(calls := made.get("tool_calls"), list | tuple):
-        made["tool_calls"] = [changed_call(call) for call in calls]
+    said: Any, change: Callable[[str], str], change_arguments: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Any:
+    """Change the words in a message, in a part of its content, or in a call of a function."""
+    if isinstance(said, str):
+        return change(said)
+    if isinstance(said, list | tuple):
+        return [_changed(part, change, change_arguments) for part in said]
+    if not isinstance(said, Mapping):
+        return said
+    made = dict(said)
+    for name in _SAID:
+        if made.get(name) is not None:
+            is_arguments = name == "arguments" and isinstance(made[name], dict) and made[name]
+            made[name] = (
+                change_arguments(made[name]) if is_arguments else _changed(made[name], change, change_arguments)
+            )
     return made
 
 

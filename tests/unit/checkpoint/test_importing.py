@@ -12,8 +12,8 @@ import penstock
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.tiles import TileReader
-from penstock.ext import importing
-from penstock.ext.importing import Incoming, Read, write_checkpoint
+from penstock.ext.interop import importing
+from penstock.ext.interop.importing import Incoming, Read, write_checkpoint
 
 
 def reader(values: Tensor) -> Read:

@@ -22,8 +22,8 @@ from penstock.checkpoint.tables import BoxExtent, SlotPart, UnitTable, meet, own
 from penstock.checkpoint.tiles import UnitSource
 from penstock.engine.state.load_plan import SlotRange
 from penstock.errors import CheckpointError
-from penstock.ext import importing
-from penstock.ext.importing import Incoming, write_checkpoint
+from penstock.ext.interop import importing
+from penstock.ext.interop.importing import Incoming, write_checkpoint
 from penstock.layout import Region, Slot
 from penstock.runtime.topology import Grid
 

@@ -179,6 +179,19 @@ def test_the_command_that_is_named_has_the_options_that_the_plan_was_made_for(
         arguments.parse([*shlex.split(named)[3:], "--data", "a.txt"])
 
 
+@pytest.mark.parametrize(("chunked", "whole"), [("auto", False), ("off", True), ("on", False)])
+def test_logits_are_whole_where_the_class_is_not_known_or_they_are_asked_for(
+    penstock_command: Callable[..., Any], config_folder: str, asked: list[dict[str, Any]], chunked: str, whole: bool
+) -> None:
+    words = ["plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--chunked-loss", chunked]
+    assert penstock_command(*words).exit_code == 0
+    assert ("forward" not in vars(asked[0]["model"])) is whole
+    refused = penstock_command(*words, "--lora", "r=2,targets=lm_head")  # a head that is no linear layer any more
+    assert (refused.exit_code, "The head of LlamaForCausalLM" in refused.err) == (
+        (2, True) if chunked == "on" else (0, False)
+    )
+
+
 @pytest.mark.parametrize(
     ("asked_for", "told", "can"), [("auto", False, True), ("on", True, True), ("off", False, False)]
 )
@@ -220,6 +233,14 @@ def test_what_does_not_fit_or_is_too_slow_ends_with_status_1(
     assert (outcome.exit_code, outcome.err) == (status, "")
     assert said in outcome.out
     assert ("\nrun: " in outcome.out) is changes.get("fits", True)
+
+
+def test_a_plan_with_updates_in_backward_is_for_prepare(
+    penstock_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, config_folder: str
+) -> None:
+    monkeypatch.setattr(planning, "plan", lambda *rest, **named: desktop(overlap="backward"))
+    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--max-grad-norm", "0")
+    assert outcome.out.endswith("run: a script of yours, with prepare(placement='auto', plan=...)\n")
 
 
 def test_a_plan_of_a_mesh_is_for_prepare(penstock_command: Callable[..., Any], config_folder: str) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import penstock
 from penstock.checkpoint.tables import BoxExtent
-from penstock.integrations.dcp import _SavedTensor, import_checkpoint
+from penstock.ext.interop.dcp import _SavedTensor, import_checkpoint
 from tests.deepspeed_checks import check, plain, prepared
 from tests.optional.deepspeed_files import STEPS, Model, batch, groups
 from tests.support import run_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.integrations.deepspeed import import_checkpoint
+from penstock.ext.interop.deepspeed import import_checkpoint
 from tests.deepspeed_checks import check, load, masters, prepared
 from tests.property.test_checkpoint_files import limited_memory
 from tests.support import run_ranks

@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,7 +21,7 @@ from datasets import Dataset, DatasetDict
 
 from penstock.errors import ConfigError
 from penstock.train import data
-from penstock.train.data import NUMBER, SOURCE, check_sources, read_data, tokenize
+from penstock.train.data import NUMBER, SOURCE, read_data, tokenize
 from tests.chats import assistant, plain_tokenizer, user
 from tests.unit.train.runs import MARKED, request
 
@@ -144,8 +143,9 @@ def test_a_folder_gives_its_files_of_one_kind_in_order() -> None:
     write("code/sub/b.md", "b")
     write("code/sub/__init__.py", "")
     assert texts("code") == ["a", "b"]
-    write("[a].txt", "no glob")
-    assert texts("[a].txt") == ["no glob"]
+    for name in ("[a].txt", "[b]/a.txt"):
+        write(name, "text\nno glob")
+    assert texts("[a].txt") == texts("[b]") == ["text\nno glob"]
 
 
 def test_what_a_run_writes_is_no_data() -> None:
@@ -253,11 +253,8 @@ def test_weights_are_shares_of_rows_until_each_was_read_to_its_end() -> None:
 def test_all_sources_have_a_weight_or_none() -> None:
     for name in ("a.txt", "b.txt", "c.txt"):
         write(name, "text")
-    asked = request(Path(), ("a.txt", 1.0), "b.txt", "c.txt")
-    with pytest.raises(
-        ConfigError, match=r"^--data 'b.txt', 'c.txt' has no weight, and others have\. Give all one, or"
-    ):
-        check_sources(asked)
+    message = "--data 'b.txt', 'c.txt' has no weight, and others have. Give all one, or none."
+    assert refused(("a.txt", 1.0), "b.txt", "c.txt") == message
 
 
 def test_fields_that_nobody_reads_may_differ_in_type() -> None:
@@ -326,13 +323,12 @@ BAD: dict[str, tuple[str, bytes, list[str]]] = {
     "binary as text": ("a.txt", b"\x7fELF" + NOISE, ["a.txt", "binary data"]),
     "not UTF-8": ("a.txt", b"words\n" * 9 + b"caf\xe9", ["a.txt cannot be read", "utf-8"]),
     "UTF-16": ("a.txt", "some text".encode("utf-16-le"), ["a.txt", "UTF-16"]),
-    "a pickle": ("a.txt", b"\x80\x04\x95" + NOISE, ["a.txt", "a pickle, which is never read"]),
-    "a document": ("a.txt", b"%PDF-1.7 words", ["a.txt", "a PDF document"]),
+    "a pickle": ("a.txt", b"\x80\x04\x95" + NOISE, ["a.txt", "binary data"]),
     "a pointer as text": ("a.txt", LFS, ["a.txt", "git lfs pull"]),
     "a pointer as rows": ("a.jsonl", LFS, ["a.jsonl, line 1,", "git lfs pull"]),
     "a pointer as a table": ("a.parquet", LFS, ["a.parquet", "git lfs pull"]),
     "binary as rows": ("a.jsonl", NOISE, ["a.jsonl"]),
-    "rows that are compressed": ("a.jsonl", gzip.compress(ROWS), ["a.jsonl", "add .gz to its name"]),
+    "rows that are compressed": ("a.jsonl", gzip.compress(ROWS), ["a.jsonl", "cannot be read"]),
     "compressed rows that are none": ("a.jsonl.gz", NOISE, ["a.jsonl.gz"]),
     "compressed rows that end early": ("a.jsonl.gz", gzip.compress(lines(*[TALK] * 99))[:-20], ["a.jsonl.gz"]),
     "binary as a table": ("a.parquet", NOISE, ["a.parquet cannot be read"]),
@@ -374,13 +370,14 @@ def test_a_broken_line_far_behind_is_found() -> None:
 def test_of_several_files_the_one_at_fault_is_named() -> None:
     write("chats/a.jsonl", lines(TALK, TALK))
     write("chats/b.jsonl", lines(TALK, {"messages": []}))
-    assert refused("chats").startswith("chats/b.jsonl, row 2: 'messages' is no list of messages, or an empty one")
+    there = os.path.realpath("chats/b.jsonl")
+    assert refused("chats").startswith(f"{there}, row 2: 'messages' is no list of messages, or an empty one")
     write("chats/b.jsonl", lines({"text": "a"}))
     text = refused("chats")
     assert text.startswith("chats cannot be read: Couldn't cast")
     assert text.endswith("Its files may differ in their fields.")
     write("chats/b.jsonl", lines(TALK) + b"oops\n")
-    assert refused("chats").startswith("chats/b.jsonl, line 2, cannot be read: ")
+    assert refused("chats").startswith(f"{there}, line 2, cannot be read: ")
     write("good.jsonl", lines(TALK))
     assert refused("good.jsonl", "chats/b.jsonl").startswith("chats/b.jsonl, line 2,")
     write("texts/a.txt", "a")
@@ -449,11 +446,3 @@ def test_ranks_read_in_turn_and_wait_for_none_that_failed(
     with pytest.raises(ConfigError, match="a row that cannot"):
         fail()
     assert state.events == expected
-
-
-def test_a_source_is_what_the_command_makes_of_it() -> None:
-    """What of a request is read here."""
-    write("a.txt", "a")
-    asked = request(Path())
-    asked.sources = (SimpleNamespace(name="a.txt", weight=None),)
-    check_sources(asked)

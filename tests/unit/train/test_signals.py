@@ -1,7 +1,9 @@
 """Signals that ask a run to end: before training, while it trains, twice."""
 
 import os
+import pty
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,6 +60,30 @@ def test_a_second_signal_ends_the_process_at_once(
         assert ended.wait(60)
     assert status[0] == 128 + number
     assert "ends after this step" in capfd.readouterr().err
+
+
+HUNG_UP = """
+import sys, time
+from pathlib import Path
+from penstock.train.signals import Interruption
+with Interruption() as interruption:
+    interruption.defer()
+    print("ready", flush=True)
+    while not interruption.number:
+        time.sleep(0.01)
+    print("asked", flush=True)
+    Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_terminal_that_is_closed_asks_a_run_to_end_and_not_without_saving(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(tmp_path / "saved")])
+    assert b"ready" in os.read(terminal, 64)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "saved").read_text() == "saved"
 
 
 def test_an_ignored_signal_stays_ignored_and_handlers_come_back() -> None:

@@ -138,7 +138,7 @@ def test_a_long_text_is_encoded_piece_by_piece(tmp_path: Path, monkeypatch: pyte
     tokenizer, training = plain_tokenizer(begin="<s>"), config(tmp_path)
     rows = Dataset.from_list([{"text": "one\ntwo, three\nfour, five, six\n seven"}])
     whole = list(tokens(tokenize(rows, tokenizer, training)))
-    monkeypatch.setattr("penstock.train.data._PIECE_CHARS", 24)
+    monkeypatch.setattr("penstock.train.data._PIECE_CHARS", 36)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "other"))
     assert list(tokens(tokenize(rows, tokenizer, training))) == whole
 

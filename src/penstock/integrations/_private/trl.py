@@ -3,6 +3,8 @@
 TESTED = ("1.15", "1.16")
 NAMES = {
     "trl.GRPOTrainer._dist": "replaced: what the trainer asks for whole parameters",
+    "trl.SFTTrainer._prepare_dataset": "overridden: ids and labels are made by ours, and cut and packed by TRL's",
+    "trl.SFTTrainer._tokenizer": "read: the tokenizer, also of a processor",
     "trl.generation.vllm_generation.VLLMGeneration._dist": "replaced: what a generation with vLLM asks for them",
     "trl.DPOTrainer._precompute_ref_logps": "wrapped: the model is prepared before it stands for its own reference",
 }

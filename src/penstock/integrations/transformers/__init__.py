@@ -7,6 +7,7 @@ settings     what TrainingArguments and Penstock are both told, and what they ca
 weights      models without values, and the weights of a folder for a model that is prepared
 accelerator  what a trainer goes on with, and what it takes over
 record       a callback that records steps, for penstock report
+resuming     the checkpoint that a run goes on from, the rows of its steps, the runs of its trackers
 trainer      the mixin that stands before a trainer's class, and the class of both
 """
 

@@ -1,8 +1,8 @@
 """Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, as they lie on the disk, made into ones of Penstock.
 
-Where a parameter lies in them: `integrations.partitions`.
+Where a parameter lies in them: `ext.interop.partitions`.
 
-Its files are pickles (`integrations.pickled`): the few classes of DeepSpeed in them become plain values or are ignored,
+Its files are pickles (`ext.interop.pickled`): the few classes of DeepSpeed in them become plain values or are ignored,
 and nothing else is read. No size is believed: tensors lie in the files, and what is written is about as large.
 """
 
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import one_line
-from penstock.files import Field
-from penstock.integrations.engine_internals import Incoming, write_checkpoint
-from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
-from penstock.integrations.pickled import (
+from penstock.ext.interop.importing import Incoming, write_checkpoint
+from penstock.ext.interop.partitions import Flat, chained, concatenated, partitioned, reader
+from penstock.ext.interop.pickled import (
     OPTIONS,
     PickledFile,
     PickleError,
@@ -33,6 +32,7 @@ from penstock.integrations.pickled import (
     refused,
     shape,
 )
+from penstock.files import Field
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: Kinds of a checkpoint that are the weights.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.integrations.engine_internals import Read
+from penstock.ext.interop.importing import Read
 
 
 class Span(NamedTuple):

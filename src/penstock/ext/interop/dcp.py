@@ -3,7 +3,7 @@
     .metadata        a pickle: for each tensor its shape, its chunks and in which file they lie; and how keys are nested
     __0_0.distcp     items one after the other, each a whole file of torch.save: one chunk of a tensor, or a value
 
-The restricted unpickler (`integrations.pickled`) reads both. The index is compared with the files first: each item is
+The restricted unpickler (`ext.interop.pickled`) reads both. The index is compared with the files first: each item is
 read for one key alone, and all of them together are no larger than the files. Keys differ a little:
 
     plain         {"model": ..., "optim": ...} of `get_state_dict`, also inside {"app": ...}
@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.tables import BoxExtent, meet
 from penstock.errors import CheckpointError, one_line
-from penstock.files import read_bytes
-from penstock.integrations.engine_internals import BoxExtent, Incoming, Read, meet, write_checkpoint
-from penstock.integrations.pickled import (
+from penstock.ext.interop.importing import Incoming, Read, write_checkpoint
+from penstock.ext.interop.pickled import (
     DTYPE_NAMES,
     MOST_PICKLE_BYTES,
     OPTIONS,
@@ -47,6 +47,7 @@ from penstock.integrations.pickled import (
     reading,
     refused,
 )
+from penstock.files import read_bytes
 
 _INDEX = ".metadata"
 _MODELS = ("model", "state_dict", "module")

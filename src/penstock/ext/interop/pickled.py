@@ -26,9 +26,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.format import MOST_DIMENSIONS, MOST_NUMEL
+from penstock.checkpoint.tensorfiles import DTYPES
 from penstock.errors import CheckpointError, PenstockError, one_line
 from penstock.files import Field
-from penstock.integrations.engine_internals import DTYPES, MOST_DIMENSIONS, MOST_NUMEL
 
 #: Options of a param group that Penstock's rules have too.
 OPTIONS = (

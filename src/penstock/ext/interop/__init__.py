@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries, and their pickles, as checkpoints of ours."""
