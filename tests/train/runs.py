@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers.trainer
+import trl.trainer.utils
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,6 +25,9 @@ from transformers import TrainerCallback
 from penstock.errors import PenstockError
 from tests.support import PRELOADED, disks
 from tests.support import run_ranks as run_ranks_here
+
+if trl.trainer.utils._ChunkedLogProbFunction is None:  # TRL 1.15 has on GPUs alone what its loss is made of
+    import tests.integrations.trl_cases  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
