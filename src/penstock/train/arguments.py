@@ -218,8 +218,10 @@ def read_said(argv: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{path} has {shown(name)}. {_nearest(name, names)}")
         if isinstance(filed[name], list | dict) and names[name].type in (int, float, bool):
             raise ConfigError(f"{path}: {name} is {shown(filed[name])}. Use one value.")
-    if "model_name_or_path" not in {**filed, **vars(typed)}:
-        filed = {**DEFAULTS, **filed}
+    asked = {**filed, **vars(typed)}
+    if "model_name_or_path" not in asked:
+        unmeasured = {"eval_on_start"} if asked.get("eval_strategy") in ("no", False) else set()
+        filed = {name: value for name, value in DEFAULTS.items() if name not in unmeasured} | filed
     parser.set_defaults_with_config(**filed)  # texts are read as if they were typed
     try:
         said: dict[str, Any] = vars(parser.parse_args(list(argv)))
@@ -243,6 +245,8 @@ def request_of(said: Mapping[str, Any]) -> Request:
     names = _names()
     changed = {name: value for name, value in given.items() if value != names[name].default}
     script, training, model, mixture, own = (_made(kind, copy.deepcopy(given)) for kind in _KINDS)
+    if training.eval_on_start and training.eval_strategy == "no":
+        raise ConfigError("--eval_on_start needs held-out rows, and --eval_strategy no reads none. Leave one out.")
     return Request(script, training, model, mixture, own, sources, changed)
 
 

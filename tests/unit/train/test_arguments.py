@@ -90,6 +90,11 @@ def test_a_run_without_a_model_has_defaults_of_its_own(monkeypatch: pytest.Monke
     assert parsed().training.max_steps == -1
 
 
+def test_a_run_without_a_model_that_measures_nothing_measures_nothing_before_its_first_step() -> None:
+    assert parse(["--use_cpu"]).training.eval_on_start
+    assert not parse(["--use_cpu", "--eval_strategy", "no"]).training.eval_on_start
+
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "an option that there is not": (
         ["--learning_rte", "1"],
@@ -99,6 +104,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a word that belongs to none": (["--seed", "1", "2"], "'2' belongs to no option"),
     "a value of another kind": (["--max_steps", "many"], "max_steps"),
     "values that contradict each other": (["--fp16", "--bf16", "true"], "fp16 and bf16"),
+    "a measure without rows": (["--eval_on_start"], "--eval_on_start needs held-out rows"),
     "a tier that there is not": (["--params", "moon"], "moon"),
     "fractions that are none": (["--params", "device=half,cpu=half"], "device=0.6,cpu=0.4"),
     "a plan beside tiers": (["--plan", "p.json", "--params", "cpu"], "--plan chooses the tiers, and so does --params"),
