@@ -231,7 +231,11 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "unit/test_trace.py": (3, 0),
     "unit/tiers/test_bounce.py": (3, 0),
     "unit/train/test_data.py": (5, 0),
+    "unit/train/test_fit.py": (7, 0),
     "unit/train/test_masks.py": (4, 0),
+    "unit/train/test_model.py": (4, 0),
+    "unit/train/test_run_file.py": (8, 0),
+    "unit/train/test_signals.py": (6, 0),
     "unit/train/test_tokenize.py": (5, 0),
     "unit/train/test_training_templates.py": (4, 0),
 }

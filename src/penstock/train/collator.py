@@ -28,7 +28,7 @@ class PackedCollator:
     transformers finds the segments by the position ids and lets no token attend to another segment's.
 
     Arguments:
-        pad_token_id: what fills rows up.
+        pad_token_id: the id of padding.
         pad_to_multiple_of: lengths are multiples of it; `None`: of one.
     """
 
@@ -78,7 +78,7 @@ class CountedTokens:
 
 
 def collator_for(model_config: Any, training: Any, tokenizer: Any) -> Callable[..., dict[str, Tensor]] | None:
-    """Choose what makes batches of packed rows.
+    """Choose the collator of packed rows.
 
     Arguments:
         model_config: the configuration of the model, with its attention.

@@ -1,4 +1,4 @@
-"""What a run trains on: sources by their names to rows, rows to token ids and labels.
+"""Training data: sources by name to rows, rows to token ids and labels.
 
 1. A source is found: files, a folder, a glob, a folder that `save_to_disk` of datasets wrote, `owner/name` of the hub.
 2. Its first rows are encoded as a check, then all are read, by the library datasets. No code of a data set runs.
@@ -72,7 +72,7 @@ class Data:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a source names.
+    """The files, or the data set, that a source names.
 
     Attributes:
         name: what the user wrote.
@@ -106,7 +106,7 @@ def _find_all(request: Any) -> list[_Found]:
 
 
 def _find(name: str, config: str | None, own: Path) -> _Found:
-    """Find what a name stands for. Folders and globs leave out what is below `own`: what a run writes is no data."""
+    """Find the files or the data set of a name. Folders and globs leave out files below `own`, which the run writes."""
     option, path = f"--data {one_line(repr(name), 200)}", os.path.expanduser(name)
     is_folder = os.path.isdir(path)
     if any(os.path.isfile(os.path.join(path, mark)) for mark in ("state.json", "dataset_dict.json")):
@@ -144,7 +144,7 @@ def _find(name: str, config: str | None, own: Path) -> _Found:
 
 
 def reader_of(file: str) -> str | None:
-    """Choose what reads a file, by its suffix below that of its compression; `None` for an unknown one."""
+    """Return the reader of a file, by its suffix without that of a compression; `None` for an unknown suffix."""
     bare, suffix = os.path.splitext(file.lower())
     return READERS.get(os.path.splitext(bare)[1] if suffix in COMPRESSIONS else suffix)
 
@@ -186,7 +186,7 @@ def read_data(request: Any, tokenizer: Any) -> Data:
 
 
 def _read(found: _Found, split: str, request: Any, encoder: "Encoder", names: datasets.ClassLabel) -> Any:
-    """Read a split of a source, with where each row comes from in the columns `SOURCE` and `NUMBER`."""
+    """Read a split of a source. The columns `SOURCE` and `NUMBER` name the origin of each row."""
     is_streamed = request.script.dataset_streaming or request.mixture.streaming
     for file in found.files.get(split, ()) if found.reader == "text" else ():
         if hint := seems(file):
@@ -247,7 +247,7 @@ def _load(reader: str, files: Sequence[str], **options: Any) -> Any:
 
 
 def _try(found: _Found, split: str, rows: Any, encoder: "Encoder") -> None:
-    """Encode the first rows."""
+    """Encode the first rows of a source, before the rest is read."""
     number = 0
     with _reading(found, split):
         for number, row in enumerate(itertools.islice(rows, CHECKED), start=1):
@@ -261,7 +261,7 @@ def _try(found: _Found, split: str, rows: Any, encoder: "Encoder") -> None:
 
 
 def _mixed(parts: Sequence[Any], weights: Sequence[float], seed: int) -> Any:
-    """Put sources together: one behind the other, or by their weights until each was read to its end."""
+    """Concatenate sources, or interleave them by weight until each was read to its end."""
     try:
         if not weights:
             return datasets.concatenate_datasets(list(parts)) if len(parts) > 1 else parts[0]
@@ -272,12 +272,12 @@ def _mixed(parts: Sequence[Any], weights: Sequence[float], seed: int) -> Any:
 
 
 def cache_of(training: Any) -> Path:
-    """Name the folder of what was read and encoded: below `output_dir`, or where `HF_DATASETS_CACHE` says."""
+    """Return the folder of rows and tokens: below `output_dir`, or the folder that `HF_DATASETS_CACHE` names."""
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(training.output_dir, "cache"))
 
 
 def _be_quiet() -> None:
-    """Draw progress bars on a terminal alone, and leave it to errors to say what went wrong."""
+    """Draw progress bars only on a terminal, and log no errors of the library datasets, which are raised as well."""
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -285,9 +285,9 @@ def _be_quiet() -> None:
 
 @contextlib.contextmanager
 def _first_ranks_first() -> Iterator[None]:
-    """Let the first rank run first, then the first of each host, then all others; those go on where it failed.
+    """Run the first rank first, then the first rank of each host, then the others, also after an error.
 
-    With `main_process_first` of accelerate they would wait for a rank that met an error.
+    With `main_process_first` of accelerate the other ranks would wait for a rank that raised an error.
     """
     state = PartialState()
     turn = 0 if state.is_main_process else 1 if state.is_local_main_process else 2
@@ -302,7 +302,7 @@ def _first_ranks_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading(found: _Found, split: str) -> Iterator[None]:
-    """Say in one line what goes wrong, and of which file: libraries may raise anything about somebody's data."""
+    """Turn any exception of a library into a `ConfigError` of one line that names the file."""
     try:
         yield
     except ConfigError:
@@ -316,7 +316,7 @@ def _reading(found: _Found, split: str) -> Iterator[None]:
 
 
 def _blame(found: _Found, split: str, encoder: "Encoder | None" = None) -> None:
-    """Read the files of a source one by one, and raise an error that names the one at fault, and the place in it.
+    """Read the files of a source one by one. Raise an error that names the first one that fails, and the place in it.
 
     Arguments:
         found: the source.
@@ -341,7 +341,7 @@ def _blame(found: _Found, split: str, encoder: "Encoder | None" = None) -> None:
 
 
 def _broken_line(file: str) -> int:
-    """Find the first line of a file with an object a line that is none; 0 where there is no such line."""
+    """Return the number of the first line of a JSON Lines file that is no object; 0 if there is none."""
     if ".json" not in file or file.endswith(".json"):
         return 0
     with contextlib.suppress(OSError, EOFError), fsspec.open(file, "rb", compression="infer") as lines:
@@ -355,7 +355,7 @@ def _broken_line(file: str) -> int:
 
 
 def seems(file: str) -> str:
-    """Tell what a file that is not what its name says seems to be, as a sentence; nothing where that cannot be told."""
+    """Return a sentence that says what a file of another kind than its name seems to be; empty if unknown."""
     with Path(file).open("rb") as opened:
         head = opened.read(1024)
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
@@ -391,7 +391,7 @@ class Encoder:
         self.fields = (*_FIELDS, self.text_field)
 
     def encode(self, row: Mapping[str, Any]) -> tuple[Sequence[int], Any]:
-        """Make the ids of a row, and its labels: -100 where nothing is learned.
+        """Return the ids of a row, and its labels: -100 for tokens without loss.
 
         A field without a value counts as none.
 
@@ -419,7 +419,7 @@ class Encoder:
         return ids, labels
 
     def _tokens(self, fields: dict[str, Any]) -> Sequence[Any]:
-        """Make ids, and the masks of what is learned."""
+        """Return the ids of a row, followed by masks of its tokens with a loss."""
         variables = {"tools": _parsed(fields.get("tools"), "tools"), **(fields.get("chat_template_kwargs") or {})}
         if "prompt" in fields and "completion" in fields:
             prompt, completion = fields["prompt"], fields["completion"]
@@ -458,7 +458,7 @@ class Encoder:
         return text if text.endswith(end) else text + end
 
     def _text(self, text: str) -> list[int]:
-        """Make ids of a text, of a long one piece by piece: a tokenizer needs some hundred bytes a token."""
+        """Return the ids of a text. A long text is encoded in pieces: a tokenizer needs some hundred bytes a token."""
         if self._assistant_only:
             raise ConfigError("it is no conversation, of which --assistant_only_loss learns what an assistant says")
         ids: list[int] = []
@@ -481,7 +481,7 @@ def _messages(value: Any, name: str) -> list[Message]:
 
 
 def _parsed(value: Any, name: str) -> Any:
-    """Parse what tables hold as text."""
+    """Parse JSON that a table holds as text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -493,14 +493,14 @@ def tokenize(
 ) -> Any:
     """Make token ids and labels of rows, as int32. Rows that are tokens already stay as they are.
 
-    What was encoded is kept below `output_dir`, and found there again by the same rows, tokenizer and settings.
+    Tokens are kept below `output_dir`, and read from there again for the same rows, tokenizer and settings.
 
     Arguments:
         dataset: rows, a `Dataset` or an `IterableDataset` of the library datasets.
         tokenizer: a tokenizer of transformers, with the chat template and the end of text that are to be used.
         training: TRL's SFTConfig.
         completion_only_loss: whether of a prompt and its completion the completion alone is learned; `None`: yes.
-        name: what the data is for, in messages.
+        name: the name of the data in messages.
 
     Returns:
         The columns `input_ids` and `labels`, of as many rows.
@@ -530,7 +530,7 @@ def tokenize(
 
 
 def _encoded(row: Mapping[str, Any], index: int, encoder: Encoder, name: str, names: Any) -> dict[str, Any]:
-    """Encode a row, or say which one cannot be."""
+    """Encode a row. An error names its source and number."""
     try:
         ids, labels = encoder.encode(row)
     except ConfigError as error:
@@ -539,7 +539,7 @@ def _encoded(row: Mapping[str, Any], index: int, encoder: Encoder, name: str, na
 
 
 def place_of(row: Mapping[str, Any], dataset: Any, index: int) -> str:
-    """Name the source of a row, and its number there."""
+    """Return the source of a row and its number there."""
     return _where(row, (dataset.features or {}).get(SOURCE)) or f"row {index + 1}"
 
 

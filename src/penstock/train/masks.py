@@ -1,4 +1,4 @@
-"""Conversations to token ids, and which of these the assistant writes, under any chat template.
+"""Token ids of conversations, with verified masks of the assistant's tokens, under any chat template.
 
 A template with `{% generation %}` markers says so itself, and TRL has such templates for many models. Under any other
 the turns are found by rendering more than once:
@@ -48,7 +48,7 @@ _SAID = ("content", "text", "reasoning", "reasoning_content", "thinking", "tool_
 
 
 class Conversations:
-    """Makes token ids of conversations, as TRL does, and says which of them the assistant writes.
+    """Makes token ids of conversations, as TRL does, and masks of the tokens that the assistant writes.
 
     Arguments:
         tokenizer: a tokenizer of transformers.
@@ -64,7 +64,7 @@ class Conversations:
         self.notes: set[str] = set()
 
     def ids(self, messages: Sequence[Message], asks: bool = False, **variables: Any) -> list[int]:
-        """Make the ids of a conversation.
+        """Return the token ids of a conversation.
 
         Arguments:
             messages: the conversation.
@@ -79,7 +79,7 @@ class Conversations:
         return found
 
     def masked(self, messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[bool]]:
-        """Make the ids of a conversation, and tell for each whether the assistant writes it.
+        """Return the token ids of a conversation, and for each True if the assistant writes it.
 
         Raises:
             ConfigError: the template fails, no message is the assistant's, or what the assistant writes cannot be told.
@@ -133,7 +133,7 @@ class Conversations:
 
 
 def _training_template(tokenizer: Any) -> str | None:
-    """Find TRL's training template for a tokenizer's own one; `None` where that has markers or TRL does not know it."""
+    """Return TRL's training template for that of a tokenizer; `None` if that has markers or TRL does not know it."""
     try:
         if tokenizer.chat_template and not has_generation_markers(tokenizer.chat_template):
             template: str | None = get_training_chat_template(tokenizer)
@@ -144,7 +144,7 @@ def _training_template(tokenizer: Any) -> str | None:
 
 
 def tokens_of(text: str, offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Tell which tokens of a text stand for a character of a span.
+    """Return for each token of a text True if it stands for a character of a span.
 
     A token on the border of a span belongs to it, as in transformers.
 
@@ -252,7 +252,7 @@ class Turns:
 
     @cached_property
     def _cue(self) -> str:
-        """What asks for the answer to a question; empty where the template has nothing for it."""
+        """The text that asks for the answer to a question; empty if the template has none."""
         plain, asked = self._try_render(self._question), self._try_render(self._question, begins_turn=True)
         if plain is None or asked is None:
             return ""
@@ -351,7 +351,7 @@ class Turns:
                 raise ConfigError(f"what the assistant writes cannot be told: the template puts {mistake}. {_ADVICE}")
 
     def _is_interrupted_where(self, text: str, spans: Sequence[Span], *, is_inside: bool) -> bool:
-        """Tell whether a text is interrupted inside of the turns alone, or outside of them alone."""
+        """Return True if a text is interrupted only inside of the turns, or only outside of them."""
         if text.replace(self._sign, "") == self.text:
             lengths = itertools.accumulate(map(len, text.split(self._sign)))
             places = list(lengths)[:-1]
@@ -370,7 +370,7 @@ class Turns:
         return True
 
     def _try_render(self, messages: tuple[Message, ...], *, begins_turn: bool = False) -> str | None:
-        """Render part of the conversation; `None` where the template refuses what it does not refuse as a whole."""
+        """Render part of the conversation; `None` if the template refuses that part."""
         try:
             return self._render(messages, add_generation_prompt=begins_turn)
         except ConfigError:

@@ -1,4 +1,4 @@
-"""A look at rows as training reads them: their tokens, and which of these are learned."""
+"""A look at rows as training reads them: their tokens, and which of them have a loss."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MOST_TOKENS = 1000
 
 
 def show(rows: Any, tokenizer: Any, training: Any, console: Console, count: int = 2) -> None:
-    """Print the first rows with their labels, and how much is cut of those that were tried.
+    """Print the first rows with their labels, and how many tokens of the first `CHECKED` rows are cut.
 
     On a terminal with colours what is learned is green and the rest dim; elsewhere it is in `⟦ ⟧`, so that it can be
     read in a log.

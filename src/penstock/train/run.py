@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from rich.console import Console
 
-from penstock.cli.ranks import Ranks, joined
+from penstock.cli.group import joined
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
 from penstock.integrations.transformers import RecordCallback
 from penstock.integrations.transformers.resuming import is_whole
@@ -42,8 +42,7 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
     """
     said = read_said(argv)
     timeout_s = float(said.get("ddp_timeout", 1800))  # others wait while one reads
-    ranks = replace(Ranks.from_environment(), timeout_s=timeout_s)
-    with nullcontext() if dist.is_initialized() else joined(ranks), told_in_one_line():
+    with nullcontext() if dist.is_initialized() else joined(timeout_s), told_in_one_line():
         request = request_of(said)
         if request.training.disable_tqdm:
             transformers.utils.logging.disable_progress_bar()

@@ -199,7 +199,7 @@ def write_run_file(
     Raises:
         ConfigError: it cannot be written.
     """
-    parts = {name: value for name, value in said.items() if name not in own}
+    parts = {name: value for name, value in said.items() if name not in (*own, "resume_from_checkpoint")}
     block = {name: value for name, value in said.items() if name in own and name != "dry_run"}
     head = [
         "penstock train --config of this file makes the run again. What is typed beside it wins.",

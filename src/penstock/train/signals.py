@@ -22,7 +22,7 @@ from typing import Any, Self
 
 #: The exit status of a run that was asked to end and can be resumed: `EX_TEMPFAIL` of sysexits(3).
 EXIT_INTERRUPTED = 75
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 #: A launcher passes a Ctrl-C on, so that its processes get it twice: within this time the same one is meant.
 AGAIN_SECONDS = 1.0
 _LAST = b"\0"  # no signal has this number
@@ -48,7 +48,7 @@ class Ended(BaseException):
 class Interruption:
     """Takes the signals that ask a run to end, in a `with` block. In a thread that is not the main one it takes none.
 
-    A signal that is ignored, such as the SIGINT of a command in the background, stays ignored.
+    A signal that is ignored, such as the SIGINT of a command in the background, or the SIGHUP of nohup, stays ignored.
 
     Attributes:
         number: the first signal that came; 0 where none did.
@@ -61,6 +61,7 @@ class Interruption:
         self._began = 0.0
         self._before: dict[int, Any] = {}
         self._is_main = threading.current_thread() is threading.main_thread()
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def __enter__(self) -> Self:
         if not self._is_main:
@@ -103,6 +104,8 @@ class Interruption:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         is_first = not self.number
         self.number = self.number or number
         if is_first and not self._is_deferred:
@@ -114,6 +117,8 @@ class Interruption:
             for number in numbers:
                 if number not in SIGNALS:
                     continue
+                if number == signal.SIGHUP:  # here too: the main thread may be printing
+                    self._leave_terminal()
                 if self._began and time.monotonic() - self._began >= AGAIN_SECONDS:
                     self._say(f"{signal.Signals(number).name} again: ended at once")
                     os._exit(128 + number)
@@ -121,6 +126,14 @@ class Interruption:
                     name = signal.Signals(number).name
                     self._say(f"{name}: ends after this step, with a checkpoint. Another one ends at once, unsaved")
                 self._began = self._began or time.monotonic()
+
+    def _leave_terminal(self) -> None:
+        """Let what is printed go nowhere once the terminal is closed: an error would end the run before it is saved."""
+        for descriptor in self._terminals:
+            if not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
     def _say(self, text: str) -> None:
         """Print a line, past Python's files, which the main thread may be writing to."""

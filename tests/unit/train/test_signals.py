@@ -1,21 +1,19 @@
 """Signals that ask a run to end: before training, while it trains, twice."""
 
 import os
+import pty
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
-from penstock.train import run as runs
 from penstock.train import signals
-from penstock.train.callbacks import InterruptCallback
 from penstock.train.run_file import checkpoints_of
-from penstock.train.signals import EXIT_INTERRUPTED, Ended, Interruption, command_to_go_on
-from tests.unit.train.conftest import weights
+from penstock.train.signals import Ended, Interruption, command_to_go_on
 
 
 def ended_by(number: int) -> None:
@@ -64,6 +62,30 @@ def test_a_second_signal_ends_the_process_at_once(
     assert "ends after this step" in capfd.readouterr().err
 
 
+HUNG_UP = """
+import sys, time
+from pathlib import Path
+from penstock.train.signals import Interruption
+with Interruption() as interruption:
+    interruption.defer()
+    print("ready", flush=True)
+    while not interruption.number:
+        time.sleep(0.01)
+    print("asked", flush=True)
+    Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_terminal_that_is_closed_asks_a_run_to_end_and_not_without_saving(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(tmp_path / "saved")])
+    assert b"ready" in os.read(terminal, 64)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "saved").read_text() == "saved"
+
+
 def test_an_ignored_signal_stays_ignored_and_handlers_come_back() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -106,41 +128,6 @@ def test_the_command_that_goes_on(words: list[str], environ: dict[str, str], com
     assert command_to_go_on(words, environ) == command
 
 
-class AfterTwo(InterruptCallback):
-    """Is asked to end in its second step."""
-
-    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        if state.global_step == 1:  # type: ignore[attr-defined]
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_weights(
-    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(out=tmp_path / "whole") == 0
-    with monkeypatch.context() as patched:
-        patched.setattr(runs, "InterruptCallback", AfterTwo)
-        assert train() == EXIT_INTERRUPTED
-    out = tmp_path / "out"
-    assert [path.name for path in checkpoints_of(out)] == ["checkpoint-2"]
-    assert not (out / "model.safetensors").exists()
-    assert "saved step 2; go on with: penstock train --model" in capsys.readouterr().out
-    assert train() == 0
-    assert f"goes on from {out / 'checkpoint-2'}" in capsys.readouterr().err
-    for name, value in weights(tmp_path / "whole").items():
-        torch.testing.assert_close(weights(out)[name], value, rtol=0, atol=0, msg=name)
-
-
-def test_a_run_goes_on_from_the_newest_checkpoint_that_a_kill_has_not_torn(
-    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train("--save_steps", 2) == 0
-    out = tmp_path / "out"
-    Path(out, "checkpoint-4", "penstock", "checkpoint.json").unlink()
-    assert train("--save_steps", 2) == 0
-    assert f"goes on from {out / 'checkpoint-2'}" in capsys.readouterr().err
-
-
 def test_a_run_that_starts_anew_keeps_the_checkpoints_of_the_one_before_apart(
     train: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -148,12 +135,3 @@ def test_a_run_that_starts_anew_keeps_the_checkpoints_of_the_one_before_apart(
     assert train("--save_steps", 3, "--resume_from_checkpoint", "false", steps=3) == 0
     assert [path.name for path in checkpoints_of(tmp_path / "out")] == ["checkpoint-3"]
     assert [path.name for path in checkpoints_of(tmp_path / "out" / "earlier-1")] == ["checkpoint-2", "checkpoint-4"]
-
-
-def test_a_run_that_has_made_all_of_its_steps_makes_no_other_one(train: Callable[..., int], tmp_path: Path) -> None:
-    assert train(steps=4) == 0
-    before = weights(tmp_path / "out")
-    (tmp_path / "out" / "model.safetensors").unlink()
-    assert train(steps=4) == 0
-    for name, value in weights(tmp_path / "out").items():
-        torch.testing.assert_close(before[name], value, rtol=0, atol=0, msg=name)
