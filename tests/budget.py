@@ -145,7 +145,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "train/test_refusals.py": (20, 0),
     "train/test_resume.py": (38, 3),
     "train/test_signals.py": (12, 3),
-    "train/test_torchrun.py": (0, 200),
+    "train/test_torchrun.py": (0, 150),
     "unit/checkpoint/test_export.py": (13, 5),
     "unit/checkpoint/test_hostile.py": (4, 0),
     "unit/checkpoint/test_sharing.py": (5, 0),
