@@ -82,7 +82,6 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "faults/test_exits.py": (15, 17),
     "faults/test_probe.py": (5, 2),
     "faults/test_ranks.py": (1, 10),
-    "faults/test_torchrun.py": (50, 190),
     "faults/test_training.py": (8, 40),
     "gpu/test_loops.py": (6, 0),
     "gpu/test_parity.py": (4, 9),

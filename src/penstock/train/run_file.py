@@ -102,6 +102,9 @@ def _from_before(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     if values.get("lr_scheduler_type") == "cosine" and given.get("min_lr"):
         kwargs = {"min_lr_rate": given["min_lr"]}
         values |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs}
+    elif values.get("lr_scheduler_type") == "wsd":  # which fell in the last fifth of the steps
+        kwargs = {"num_decay_steps": max(1, int(given.get("steps", 0)) // 5), "min_lr_ratio": given.get("min_lr", 0)}
+        values |= {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
     options = {name: given[name] for name in _OPTIONS if name in given}
     gone = [name for name in given if name in OTHERWISE and name not in (*_VALUES, *_OPTIONS, *_QUIET)]
     return values | ({"options": options} if options else {}), gone

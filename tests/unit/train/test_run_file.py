@@ -101,6 +101,14 @@ def test_a_run_file_of_before_is_read(tmp_path: Path) -> None:
     [
         ("lr: 1\nplan: auto\n", {"learning_rate": 1, "placement": "auto"}),
         ("lr: 1\noptimizer_name: muon\n", {"learning_rate": 1, "rule": "muon"}),
+        (
+            "schedule: wsd\nsteps: 50\nmin-lr: 0.1\n",
+            {
+                "max_steps": 50,
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 10, "min_lr_ratio": 0.1},
+            },
+        ),
         ("lr: 1\nmodel: tiny\nsave-every: 5\n", {"learning_rate": 1, "save_steps": 5}),
     ],
 )
