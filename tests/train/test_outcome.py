@@ -1,6 +1,7 @@
 """What a run leaves: a model for `from_pretrained`, its file, its numbers, its page; and runs that have no options."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,33 @@ def test_a_plan_of_another_model_is_refused(made: Path, tmp_path: Path) -> None:
     settings = COMMON | {"model_name_or_path": str(other), "dataset_name": str(made / "texts")}
     file = written(settings | {"output_dir": str(tmp_path / "out")}, tmp_path, "run")
     assert "The plan is for a model of" in refused(["--config", str(file), "--plan", str(found.out / "plan.json")])
+
+
+CODE = """
+import pathlib
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pathlib.Path("ran").touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_model_runs_where_it_is_trusted(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = tmp_path / "own"
+    shutil.copytree(made / "plain", model)
+    (model / "modeling_own.py").write_text(CODE)
+    auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map}
+    (model / "config.json").write_text(json.dumps(config))
+    settings = settings_of(made, "texts", model_name_or_path=str(model), max_steps=1)
+    found = ours(settings, tmp_path / "out", "--trust_remote_code", "true", penstock=CPU)
+    assert found.status == 0
+    assert (tmp_path / "ran").exists()
+    assert found.weights
