@@ -56,8 +56,8 @@ test-thorough: setup-tests ## the rows of their tables that those leave out
 
 # Beside the plain libraries, in their pinned releases and in the ones before.
 test-integrations: setup-integrations ## the loops of other libraries beside the plain libraries
-	$(PYTEST) -m "integrations or train" tests/integrations tests/optional tests/train $(ARGS)
-	PYTHONPATH=$(BEFORE) $(PYTEST) -m "integrations or train" tests/integrations tests/optional tests/train $(ARGS)
+	$(PYTEST) -m "integrations or (train and not thorough)" tests/integrations tests/optional tests/train $(ARGS)
+	PYTHONPATH=$(BEFORE) $(PYTEST) -m "integrations or (train and not thorough)" tests/integrations tests/optional tests/train $(ARGS)
 
 check: setup ## ruff, format, mypy --strict, layers
 	$(BIN)/ruff check .
