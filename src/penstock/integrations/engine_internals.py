@@ -5,6 +5,7 @@ from penstock.checkpoint.folder import remove
 from penstock.checkpoint.format import MARKER, encode
 from penstock.checkpoint.pretrained import SCALE_DTYPE, base_name, codes_of, decoded, scales_of
 from penstock.checkpoint.reader import Checkpoint, damaged_tiles, read_manifest, summarize
+from penstock.checkpoint.save import check_shared
 from penstock.checkpoint.tensorfiles import (
     DTYPES,
     INDEX,

@@ -119,6 +119,8 @@ def _find(name: str, config: str | None, own: Path) -> _Found:
         return _Found(name, "hub")
     pattern = os.path.join(glob.escape(path), "**", "*") if is_folder else path
     there = sorted(glob.iglob(pattern, recursive=True), reverse=True)
+    if not there:
+        raise ConfigError(f"{option} is no file, no folder and no hub's owner/name, and matches nothing as a glob.")
     # A file to which several ways lead, by links, comes once.
     known = {os.path.realpath(file): file for file in there if os.path.isfile(file) and reader_of(file)}
     files = sorted(file for real, file in known.items() if not Path(real).is_relative_to(own))

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from penstock.cli.group import joined
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
+from penstock.integrations.engine_internals import check_shared
 from penstock.integrations.transformers import RecordCallback
 from penstock.integrations.transformers.resuming import is_whole
 from penstock.train.arguments import PenstockArguments, Request, read_said, request_of, say
@@ -51,6 +52,7 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
         outlook = look(request, built, say=say)
         if not request.penstock.dry_run:  # which tells what it takes before it says what is too small
             outlook.check()
+            check_shared(str(request.training.output_dir))  # found by the first save, it would cost every step before
         data = read_data(request, built.tokenizer)
         if request.penstock.dry_run:
             tell(request, built, outlook, data)

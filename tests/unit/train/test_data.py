@@ -398,7 +398,9 @@ def test_names_of_nothing() -> None:
     for name in ("nowhere", "nowhere/*.txt", "sub/nothing.jsonl", "no.jsonl", "a/b/c", "", "x" * 5000, "a\0b", "["):
         assert refused(name).startswith("--data "), name
     write("sub/a.txt", "a")
-    assert refused("sub/train").startswith("--data 'sub/train' names "), "no folder of this disk is looked up elsewhere"
+    assert refused("sub/train").startswith("--data 'sub/train' is no file, no folder"), (
+        "no folder of this disk is looked up elsewhere"
+    )
     write("bin/a.bin", b"")
     assert refused("bin").startswith("--data 'bin' names 1 files, of no kind that is read. ")
     write("mixed/a.jsonl", ROWS)
