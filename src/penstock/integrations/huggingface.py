@@ -100,7 +100,7 @@ def find_model(
     source = _find_folder(name, trust_remote_code, needs_weights)
     if source.max_seq_length is not None and seq_length > source.max_seq_length:
         raise ConfigError(
-            f"--seq-length {seq_length} is longer than the {source.max_seq_length} positions of the model in {name}. "
+            f"{seq_length} tokens are more than the {source.max_seq_length} positions of the model in {name}. "
             "Use a shorter one."
         )
     return source

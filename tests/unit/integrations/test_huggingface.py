@@ -173,7 +173,7 @@ def test_a_model_that_is_no_causal_language_model(folder: Path) -> None:
 
 
 def test_sequences_longer_than_the_positions(folder: Path) -> None:
-    message = r"^--seq-length 65 is longer than the 64 positions of the model in .*. Use a shorter one.$"
+    message = r"^65 tokens are more than the 64 positions of the model in .*. Use a shorter one.$"
     with pytest.raises(ConfigError, match=message):
         find_model(str(folder), seq_length=65)
 
