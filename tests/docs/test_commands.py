@@ -63,7 +63,7 @@ def test_blocks_that_are_not_run_say_why() -> None:
         "penstock nothing",
         "penstock train --no-such-option 1",
         "penstock train --learning_rate fast",
-        "penstock train --optimizer nvme",
+        "penstock train --optimizer moon",
         "penstock train --lr 1e-4",
         "penstock plan ... --what-if",
         "penstock inspect",

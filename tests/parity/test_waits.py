@@ -40,7 +40,7 @@ FORWARD = "the unit's forward, which waits for its update, comes before its back
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
-    "train.checkpoint_saved": "the tests of the command see to it",
+    "trainer.checkpoint_saved": "the tests of Trainer see to it",
     "save.over": SAVES,
     "save.copied": SAVES,
     "save.compute": COMPUTE,

@@ -98,6 +98,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "script": [path for path in PATHS if path not in ("a-file", "/proc/self/mem")],
         "arguments": [],
         "--config": PATHS,
+        "-m": [],
         "--nproc-per-node": [count for count in COUNTS if count],
     },
 }

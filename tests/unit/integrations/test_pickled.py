@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.integrations import dcp, deepspeed, pickled
+from penstock.ext.interop import dcp, deepspeed, pickled
 
 SIZE = 1 << 16
 PROTO = b"\x80\x04"

@@ -181,7 +181,7 @@ class Observer:
 
     def leave(self) -> None:
         """Stop listening if there is no output left."""
-        if self.notes is None and self.on_step is None:
+        if self.notes is None and self.waits is None and self.on_step is None:
             self._streams.observer = None
 
 

@@ -245,7 +245,7 @@ class PenstockTrainerMixin(Trainer):
         """
         folder, self._checkpoint = self._checkpoint, None
         if folder is not None and self.accelerator.is_prepared(self.model):
-            self.penstock.synchronize()
+            self.penstock.synchronize()  # site trainer.checkpoint_saved
             if self.args.should_save:
                 resuming.remove_old(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 

@@ -29,13 +29,11 @@ def test_two_ranks_with_files_and_hostile_names(tmp_path: Path) -> None:
 
 
 def test_a_run_of_the_command(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    options = ["--steps", "8", "--log-every", "2", "--batch-size", "2", "--seq-length", "32", "--eval-sequences", "2"]
-    done = penstock_command("train", *options, "--sample-tokens", "4", "--prompt", HOSTILE[1], "--out", "run")
-    assert "a page of this run is run/report.html" in done.out
+    pytest.importorskip("trl")
+    options = ["--max_steps", "8", "--logging_steps", "2", "--per_device_train_batch_size", "2", "--max_length", "32"]
+    assert penstock_command("train", *options, "--eval_strategy", "no", "--out", "run").exit_code == 0
     drawn = open_page(Path("run/report.html"), tmp_path / "profile")
     assert_drawn(drawn, charts=CURVES)
-    assert HOSTILE[1] in drawn.text
     assert "img" not in drawn.tags
 
 
