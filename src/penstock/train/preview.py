@@ -28,23 +28,42 @@ def show(rows: Any, tokenizer: Any, training: Any, console: Console, count: int 
         console: where it is printed.
         count: how many rows.
     """
-    encoder = Encoder(tokenizer, training, training.completion_only_loss)
-    first = list(itertools.islice(rows, CHECKED))
-    tokens = [encoder.encode(row) for row in first]
-    most, splits = training.max_length, training.packing and training.packing_strategy != "bfd"
-    keeps_end = training.truncation_mode == "keep_end" and not training.packing
-    kept = slice(None) if most is None or splits else slice(-most, None) if keeps_end else slice(most)
-    for number, (row, (ids, labels)) in enumerate(zip(first[:count], tokens, strict=False)):
+    first = Head(rows, tokenizer, training)
+    for number, (row, (ids, labels)) in enumerate(zip(first.rows[:count], first.tokens, strict=False)):
         console.print(Text(visible(place_of(row, rows, number)), style="bold cyan"), soft_wrap=True)
-        console.print(marked(tokenizer, ids[kept], labels[kept], console.color_system is not None), soft_wrap=True)
+        ids, labels = ids[first.kept], labels[first.kept]
+        console.print(marked(tokenizer, ids, labels, console.color_system is not None), soft_wrap=True)
         console.print()
-    lengths = [len(ids) for ids, _ in tokens]
-    cut = [len(ids) - len(ids[kept]) for ids, _ in tokens]
-    lost = (
-        f"{sum(map(bool, cut))} of them lose {sum(cut):,} to --max_length {most}" if any(cut) else "none of them is cut"
-    )
-    total = f"the first {len(first)} rows have {sum(lengths):,} tokens, at most {max(lengths):,}"
-    console.print(f"{total}; {lost}", soft_wrap=True, highlight=False)
+    console.print(first.lengths, soft_wrap=True, highlight=False)
+
+
+class Head:
+    """The first `CHECKED` rows, encoded.
+
+    Arguments:
+        rows, tokenizer, training: as for `show`.
+
+    Attributes:
+        rows: the rows.
+        tokens: ids and labels of each.
+        kept: what of a row `max_length` leaves.
+        is_cut: True if a row loses tokens.
+        lengths: how many tokens there are, and how many are lost, in words.
+    """
+
+    def __init__(self, rows: Any, tokenizer: Any, training: Any) -> None:
+        encoder = Encoder(tokenizer, training, training.completion_only_loss)
+        self.rows = list(itertools.islice(rows, CHECKED))
+        self.tokens = [encoder.encode(row) for row in self.rows]
+        most, splits = training.max_length, training.packing and training.packing_strategy != "bfd"
+        keeps_end = training.truncation_mode == "keep_end" and not training.packing
+        self.kept = slice(None) if most is None or splits else slice(-most, None) if keeps_end else slice(most)
+        lengths = [len(ids) for ids, _ in self.tokens]
+        cut = [len(ids) - len(ids[self.kept]) for ids, _ in self.tokens]
+        self.is_cut = any(cut)
+        lost = f"{sum(map(bool, cut))} of them lose {sum(cut):,} to --max_length {most}"
+        total = f"the first {len(self.rows)} rows have {sum(lengths):,} tokens, at most {max(lengths):,}"
+        self.lengths = f"{total}; {lost if self.is_cut else 'none of them is cut'}"
 
 
 def marked(tokenizer: Any, ids: Sequence[int], labels: Sequence[int], is_coloured: bool) -> Text:

@@ -23,7 +23,7 @@ from penstock.train.callbacks import AllStepsMadeError, InterruptCallback
 from penstock.train.data import read_data
 from penstock.train.fit import Outlook, look
 from penstock.train.model import Built, build, find
-from penstock.train.preview import show
+from penstock.train.preview import Head, show
 from penstock.train.run_file import checkpoints_of, write_run_file
 from penstock.train.signals import EXIT_INTERRUPTED, Interruption, command_to_go_on
 from penstock.train.trainer import sft_class
@@ -57,6 +57,8 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
         if request.penstock.dry_run:
             tell(request, built, outlook, data)
             return 0
+        if (first := Head(data.train, built.tokenizer, request.training)).is_cut:
+            say(first.lengths)
         trainer = make_trainer(request, built, outlook, data)
         try:
             return train(request, trainer, outlook, argv, interruption)

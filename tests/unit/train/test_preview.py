@@ -1,6 +1,7 @@
 """Rows for people: what is learned can be told from what is not, whatever the data holds."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,10 @@ def test_the_middle_of_a_long_row_is_left_out(tmp_path: Path) -> None:
 )
 def test_what_would_steer_a_terminal_is_shown(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+def test_a_run_says_what_its_length_cuts(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--max_length", 4, steps=1) == 0
+    assert "of them lose" in capsys.readouterr().err
+    assert train("--max_length", 64, "--resume_from_checkpoint", "false", steps=1) == 0
+    assert "rows have" not in capsys.readouterr().err
