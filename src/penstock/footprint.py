@@ -82,10 +82,8 @@ class Footprint:
         Returns:
             A message of what is missing; `None` if they fit.
         """
-        place = Path(os.path.abspath(folder))
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        each, free = self.checkpoint_bytes * self.world_size, free_disk_bytes(place)
+        place, free = free_space(folder)
+        each = self.checkpoint_bytes * self.world_size
         if count * each <= free:
             return None
         return (
@@ -104,6 +102,14 @@ class Footprint:
             lines.append(f"{room.name:<32} {room.needed:>18,} {available:>18}")
         lines.append(f"{'a checkpoint':<32} {self.checkpoint_bytes:>18,}")
         return "\n".join([*lines, *self.lacks])
+
+
+def free_space(folder: str | os.PathLike[str]) -> tuple[Path, int]:
+    """Return the nearest folder that is there, for one that may be made, and the bytes that can be written in it."""
+    place = Path(os.path.abspath(folder))
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place, free_disk_bytes(place)
 
 
 @engine_entry

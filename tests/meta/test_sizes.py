@@ -37,7 +37,7 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 
 #: Code lines and modules of each package; `__init__.py` has lines and is no module.
 PACKAGES = {
-    "(top)": (3093, 20),
+    "(top)": (3096, 20),
     "checkpoint": (2077, 10),
     "cli": (1908, 20),
     "doctor": (265, 5),

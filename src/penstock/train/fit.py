@@ -5,7 +5,6 @@ Activations are counted by plans alone.
 
 import copy
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from transformers import Trainer
 from transformers.integrations import get_available_reporting_integrations
 
 from penstock.errors import ConfigError, MemoryBudgetError
-from penstock.footprint import Footprint, footprint
+from penstock.footprint import Footprint, footprint, free_space
 from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import enable_activation_checkpointing
 from penstock.integrations.transformers import settings
@@ -230,10 +229,7 @@ def _disk(request: Request, built: Built, found: Footprint) -> Any:
     saves = str(getattr(training.save_strategy, "value", training.save_strategy)) != "no"
     count = (training.save_total_limit or 0) + 1 if saves else 0  # with the one that is being written
     there = sum(map(_bytes_of, checkpoints_of(out)))
-    place = Path(os.path.abspath(out))
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    needed, free = max(count * each - there, min(count, 1) * each) + model_bytes, shutil.disk_usage(place).free
+    needed, (_, free) = max(count * each - there, min(count, 1) * each) + model_bytes, free_space(out)
     lack = (
         f"--output_dir {str(out)!r} has {free:,} bytes free, and {count} checkpoints with the model need {needed:,}. "
         "Use a smaller --save_total_limit, or another disk."

@@ -55,15 +55,21 @@ class Head:
         encoder = Encoder(tokenizer, training, training.completion_only_loss)
         self.rows = list(itertools.islice(rows, CHECKED))
         self.tokens = [encoder.encode(row) for row in self.rows]
-        most, splits = training.max_length, training.packing and training.packing_strategy != "bfd"
-        keeps_end = training.truncation_mode == "keep_end" and not training.packing
-        self.kept = slice(None) if most is None or splits else slice(-most, None) if keeps_end else slice(most)
+        self.kept = kept_of(training)
         lengths = [len(ids) for ids, _ in self.tokens]
         cut = [len(ids) - len(ids[self.kept]) for ids, _ in self.tokens]
         self.is_cut = any(cut)
-        lost = f"{sum(map(bool, cut))} of them lose {sum(cut):,} to --max_length {most}"
+        lost = f"{sum(map(bool, cut))} of them lose {sum(cut):,} to --max_length {training.max_length}"
         total = f"the first {len(self.rows)} rows have {sum(lengths):,} tokens, at most {max(lengths):,}"
         self.lengths = f"{total}; {lost if self.is_cut else 'none of them is cut'}"
+
+
+def kept_of(training: Any) -> slice:
+    """Return the tokens that TRL keeps of a row: all of them, or the first or last `max_length`."""
+    most, splits = training.max_length, training.packing and training.packing_strategy != "bfd"
+    if most is None or splits:
+        return slice(None)
+    return slice(-most, None) if training.truncation_mode == "keep_end" and not training.packing else slice(most)
 
 
 def marked(tokenizer: Any, ids: Sequence[int], labels: Sequence[int], is_coloured: bool) -> Text:

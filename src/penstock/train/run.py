@@ -14,6 +14,7 @@ import transformers
 from rich.console import Console
 
 from penstock.cli.group import joined
+from penstock.cli.reporting.run import PLAN_NAME
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
 from penstock.integrations.engine_internals import check_shared
 from penstock.integrations.transformers import RecordCallback
@@ -23,12 +24,10 @@ from penstock.train.callbacks import AllStepsMadeError, InterruptCallback
 from penstock.train.data import read_data
 from penstock.train.fit import Outlook, look
 from penstock.train.model import Built, build, find
-from penstock.train.preview import Head, show
+from penstock.train.preview import Head, kept_of, show
 from penstock.train.run_file import checkpoints_of, write_run_file
 from penstock.train.signals import EXIT_INTERRUPTED, Interruption, command_to_go_on
 from penstock.train.trainer import sft_class
-
-PLAN_NAME = "plan.json"
 
 
 def run(argv: Sequence[str], interruption: Interruption) -> int:
@@ -57,7 +56,8 @@ def run(argv: Sequence[str], interruption: Interruption) -> int:
         if request.penstock.dry_run:
             tell(request, built, outlook, data)
             return 0
-        if (first := Head(data.train, built.tokenizer, request.training)).is_cut:
+        is_told = os.environ.get("RANK", "0") == "0" and kept_of(request.training) != slice(None)
+        if is_told and (first := Head(data.train, built.tokenizer, request.training)).is_cut:
             say(first.lengths)
         trainer = make_trainer(request, built, outlook, data)
         try:

@@ -44,7 +44,7 @@ def test_what_cannot_be_is_refused_before_data_is_read(
 def test_a_disk_that_is_too_small_for_checkpoints_is_refused(
     train: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1 << 20})())
+    monkeypatch.setattr(fit, "free_space", lambda folder: (folder, 1 << 20))
     with pytest.raises(MemoryBudgetError, match=r"1,048,576 bytes free, and 4 checkpoints with the model need 1,\d+,"):
         train("--save_total_limit", 3)
 
