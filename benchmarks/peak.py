@@ -29,7 +29,7 @@ def train(model: str, placement: Any) -> int:
     """Train for some steps; the peak of the resident set after the first ones, in bytes."""
     import penstock
 
-    made = hollow(model)
+    made = fake(model)
     given = torch.optim.AdamW(made.parameters())
     optimizer = penstock.prepare(made, given, placement=placement, max_grad_norm=1.0, weights="init")
     for number in range(WARMUP + STEPS):
@@ -46,7 +46,7 @@ def train(model: str, placement: Any) -> int:
     return peak
 
 
-def hollow(model: str) -> torch.nn.Module:
+def fake(model: str) -> torch.nn.Module:
     """The model on the meta device."""
     with torch.device("meta"):
         return step.build_model(model, torch.bfloat16)

@@ -37,7 +37,7 @@ step.MODELS |= {
 }
 
 
-def hollow(name: str) -> torch.nn.Module:
+def fake(name: str) -> torch.nn.Module:
     """The model without values."""
     import transformers
 
@@ -140,7 +140,7 @@ def safetensors(**settings: Any) -> Iterator[Figures]:
     step.device_of(settings)
 
     def turn() -> Any:
-        model = hollow(settings["model"])
+        model = fake(settings["model"])
         for path in sorted(Path(settings["values"]).glob("*.safetensors")):
             found = {key: value.clone() for key, value in load_file(path).items()}  # else nothing is read yet
             model.load_state_dict(found, strict=False, assign=True)
@@ -162,7 +162,7 @@ def penstock(**settings: Any) -> Iterator[Figures]:
     def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), **contenders.HYPER)
 
-    model = hollow(settings["model"])
+    model = fake(settings["model"])
     planned = footprint(model, optimizer_of(model), **arguments)
     of_units: dict[str, int] = {}
     for row in planned.at_rest.rows:
@@ -170,7 +170,7 @@ def penstock(**settings: Any) -> Iterator[Figures]:
             of_units[row.unit] = of_units.get(row.unit, 0) + row.nbytes
 
     def turn() -> Any:
-        model = hollow(settings["model"])
+        model = fake(settings["model"])
         machine.restart_peak()
         before = machine.process_bytes("VmRSS")
         prepared = ours.prepare(model, optimizer_of(model), **arguments)
@@ -192,7 +192,7 @@ CONTENDERS = {"disk": disk, "fresh": fresh, "safetensors": safetensors, "penstoc
 def report(arguments: argparse.Namespace) -> dict[str, Any]:
     """Write the folder, take turns, and compare."""
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="penstock-prepare-") as folder:
-        nbytes = write_folder(hollow(arguments.model), Path(folder))
+        nbytes = write_folder(fake(arguments.model), Path(folder))
         settings = {"model": arguments.model, "threads": arguments.threads, "values": folder}
         environment = {"OMP_NUM_THREADS": str(arguments.threads)}
         rounds = take_turns(CONTENDERS, arguments.rounds, 1, environment, **settings)

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.forecast.figures import Figure
-from penstock.forecast.machine import Machine
-from penstock.forecast.program import Op
-from penstock.planner.question import ask
-from penstock.planner.searching import given
+from penstock.planner.machine import Machine
+from penstock.planner.plan_request import plan_request
+from penstock.planner.rates import Rate
+from penstock.planner.search import given
+from penstock.planner.simulation import operation_times as measured_ops
+from penstock.planner.simulation.fake_operations import Recipe
+from penstock.planner.simulation.program import Op
 from penstock.planner.trials import Trials
-from penstock.rehearsal import measured as measured_ops
-from penstock.rehearsal.rehearsed import Recipe
 from tests.support import prepare_on
 
 #: What takes no time to speak of.
@@ -68,12 +68,12 @@ def machine_of(link: float, kernel_s: float, **figures: float) -> Machine:
         "host_threads": 1,
         **figures,
     }
-    return Machine("strict", "cuda", {name: Figure(value, value, value, "stated") for name, value in values.items()})
+    return Machine("strict", "cuda", {name: Rate(value, value, value, "stated") for name, value in values.items()})
 
 
 def predicted(case: Case) -> float:
     """Seconds of a step, as the planner says; an operation takes as many kernels as the device makes of it."""
-    question = ask(
+    request = plan_request(
         case.model,
         torch.optim.AdamW,
         case.batch,
@@ -83,10 +83,10 @@ def predicted(case: Case) -> float:
         arguments={**case.arguments, "overlap": case.overlap},
     )
     known: dict[Op, float] = {}
-    trials = Trials(question, measured=known)
-    found = given(question, trials, case.placement).trial.rehearsal
+    trials = Trials(request, measured=known)
+    found = given(request, trials, case.placement).trial.simulation
     known |= {op: count * case.kernel_s for op, count in kernels(found.recipes).items()}
-    return Trials(question, measured=known).time(found, question.machine).step_s
+    return Trials(request, measured=known).time(found, request.machine).step_s
 
 
 def kernels(recipes: Mapping[Op, Recipe]) -> dict[Op, int]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from penstock.errors import ConfigError
-from penstock.forecast.program import BackEnd, Collective, Item, Op, Program, ProgramJob, WorkKind
-from penstock.forecast.sharing import Demand, demand
+from penstock.planner.simulation.fair_share import Demand, demand
+from penstock.planner.simulation.program import BackEnd, Collective, Item, Op, Program, ProgramJob, WorkKind
 from penstock.trace import Label
 
 

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config import Placement
-from penstock.forecast.machine import Machine
-from penstock.forecast.plan import Plan
 from penstock.planner import plan
-from penstock.planner.question import Question, ask
+from penstock.planner.machine import Machine
+from penstock.planner.plan_request import PlanRequest, plan_request
+from penstock.planner.plans import Plan
 
 WIDTH, ROWS = 64, 8
 _RATES = ("h2d", "d2h", "host_bandwidth", "update", "disk_read", "disk_write", "flops_bfloat16", "device_bandwidth")
@@ -52,7 +52,7 @@ def batch() -> dict[str, Any]:
     return {"ids": torch.zeros(ROWS, 16, dtype=torch.long)}
 
 
-def asked(model: nn.Module | Callable[[], nn.Module] = Net, **changes: Any) -> Question:
+def asked(model: nn.Module | Callable[[], nn.Module] = Net, **changes: Any) -> PlanRequest:
     """Ask as `plan` does."""
     given: dict[str, Any] = {
         "machine": desktop(),
@@ -68,7 +68,7 @@ def asked(model: nn.Module | Callable[[], nn.Module] = Net, **changes: Any) -> Q
         "arguments": {},
     }
     optimizer = changes.pop("optimizer", torch.optim.AdamW)
-    return ask(model, optimizer, changes.pop("batch", batch), **{**given, **changes})
+    return plan_request(model, optimizer, changes.pop("batch", batch), **{**given, **changes})
 
 
 def planned(model: Any = lambda: Net(), **changes: Any) -> Plan:

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.config import Options, Placement
-from penstock.forecast.answer import Lack, WhatIf, Why
-from penstock.forecast.plan import Plan
+from penstock.planner.plan_fields import Reason, Shortfall, WhatIf
+from penstock.planner.plans import Plan
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -49,8 +49,8 @@ DESKTOP = Plan(
         WhatIf("half the cores", -1.5),
     ),
     why=(
-        Why("recompute", "yes", "no", None, "activations take 41.2 GiB of 23.1 GiB"),
-        Why("optimizer", "83% cpu, 17% nvme", "100% nvme", 0.31),
+        Reason("recompute", "yes", "no", None, "activations take 41.2 GiB of 23.1 GiB"),
+        Reason("optimizer", "83% cpu, 17% nvme", "100% nvme", 0.31),
     ),
 )
 
@@ -86,7 +86,7 @@ def plan(**changes: Any) -> Plan:
 
 def too_large(**changes: Any) -> Plan:
     """Change the desktop's plan to one that does not fit."""
-    lacks = (Lack("device", 3 * GIB + 12345, "1 more rank, 2 in all"),)
+    lacks = (Shortfall("device", 3 * GIB + 12345, "1 more rank, 2 in all"),)
     unknown = {"step_s": 0, "step_range_s": (0, 0), "tokens_per_s": 0, "busy_s": {}, "waits_s": {}, "what_ifs": ()}
     peaks = {"device": 26726 * MIB, "cpu": 98 * GIB, "nvme": 13 * GIB}
     return plan(**({"fits": False, "peak_bytes": peaks, "lacks": lacks, **unknown} | changes))

@@ -27,7 +27,7 @@ import shapes
 import step
 import torch
 from contenders import Training
-from rows import FIGURES
+from rows import RATES
 from torch import Tensor
 
 from penstock.errors import MemoryBudgetError
@@ -344,7 +344,7 @@ def main() -> None:
         for found in measure(settings):
             report["under_way"] = found["batch"]
             if len(found) > 1:
-                rows[found["batch"]] = dict.fromkeys(FIGURES) | found
+                rows[found["batch"]] = dict.fromkeys(RATES) | found
             report["rows"] = list(rows.values())
             parts.write_report(out, report)
         report["under_way"] = None

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/rings.py benchmarks/results/gpu/h100-2026-11
 
-Reads the reports of a folder, rehearses their rows, and writes `rings.json` there. No accelerator is needed.
+Reads the reports of a folder, simulates their rows, and writes `rings.json` there. No accelerator is needed.
 A row was measured in rounds of a few steps that end once all is done, so it is predicted in the same way.
 """
 
@@ -20,14 +20,14 @@ import torch
 from predict import work_of
 
 from penstock import Placement
-from penstock.forecast.costs import MachineCosts, machine_costs
-from penstock.forecast.figures import Figure
-from penstock.forecast.program import Program, WorkKind
-from penstock.forecast.retime import retime
-from penstock.forecast.sharing import Demand, total_loads
 from penstock.planner import Machine
-from penstock.planner.question import ask
-from penstock.planner.searching import given
+from penstock.planner.cost import MachineCosts, machine_costs
+from penstock.planner.plan_request import plan_request
+from penstock.planner.rates import Rate
+from penstock.planner.search import given
+from penstock.planner.simulation.fair_share import Demand, total_loads
+from penstock.planner.simulation.program import Program, WorkKind
+from penstock.planner.simulation.retime import retime
 from penstock.planner.trials import Trials
 from penstock.tiers import staging, transfer
 
@@ -48,10 +48,10 @@ def rings_of_tiles() -> Iterator[None]:
 
 
 def program(shape: str, placement: Mapping[str, str], machine: Machine) -> Program:
-    """Rehearse two steps of 4 sequences of 4,096 tokens, clipped, with layers recomputed."""
+    """Simulate two steps of 4 sequences of 4,096 tokens, clipped, with layers recomputed."""
     # With a vocabulary of 128,256 words the logits would not fit.
     model, batch = work_of(shape, (4, 4096), recompute=True, chunked_loss=shape.startswith("llama"))
-    question = ask(
+    request = plan_request(
         model,
         torch.optim.AdamW,
         batch,
@@ -59,7 +59,7 @@ def program(shape: str, placement: Mapping[str, str], machine: Machine) -> Progr
         placement=Placement(**placement),  # type: ignore[arg-type] # of names of tiers
         arguments={"max_grad_norm": 1.0, "overlap": "forward"},
     )
-    return given(question, Trials(question), Placement(**placement)).trial.rehearsal.program  # type: ignore[arg-type]
+    return given(request, Trials(request), Placement(**placement)).trial.simulation.program  # type: ignore[arg-type]
 
 
 def round_seconds(program: Program, costs: MachineCosts, steps: int) -> float:
@@ -139,7 +139,7 @@ def main() -> None:
         for wake in WAKES:
             stated = {"wake_seconds": wake, "update": 131e9} | LINK
             costs = machine_costs(
-                replace(machine, figures=machine.figures | {n: Figure.stated(v) for n, v in stated.items()})
+                replace(machine, figures=machine.figures | {n: Rate.stated(v) for n, v in stated.items()})
             )
             took, traffic = update_seconds(known("llama-3-8b", eight, rings), costs)
             updates.append({"rings": rings, "wake_s": wake, "update_s": took, "traffic_s": traffic})

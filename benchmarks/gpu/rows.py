@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: The figures of a row, and what they are.
-FIGURES = {
+RATES = {
     "batch": "sequences of a step",
     "sequence": "tokens of each",
     "tokens_per_second": "of the steady step",

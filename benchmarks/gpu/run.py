@@ -31,7 +31,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import parts
 from judge import judge, losses_in_short
-from rows import CASES, FIGURES, LOSS_TOLERANCE, SCRIPTS, Case, Contender, contenders
+from rows import CASES, LOSS_TOLERANCE, RATES, SCRIPTS, Case, Contender, contenders
 from shapes import SHAPES
 
 HERE = Path(__file__).parent
@@ -155,7 +155,7 @@ def run_case(case: Case, arguments: argparse.Namespace, tell: Tell = lambda rows
                 seconds = min(arguments.contender_limit, ends - time.monotonic())
                 traces = arguments.traces and str(arguments.traces / f"trace-{case.shape}-{name}.json.gz")
                 given = settings | {"memory_gb": memory_gb, "trace_out": traces}
-                row = {"name": name, "memory_gb": memory_gb, **asdict(known[name])} | dict.fromkeys(FIGURES)
+                row = {"name": name, "memory_gb": memory_gb, **asdict(known[name])} | dict.fromkeys(RATES)
                 found = run_one(known[name], given, seconds, lambda rows, row=row: tell([row | each for each in rows]))
                 yield from (row | each for each in found)
                 for left in Path(folder).iterdir():  # by a contender that was killed

@@ -19,14 +19,14 @@ from torch import nn
 
 import penstock
 from penstock.blueprint import request_for
-from penstock.forecast.costs import machine_costs
-from penstock.forecast.program import Collective, Program, WorkKind
-from penstock.forecast.retime import Timings
-from penstock.forecast.rings import spread_of, through
 from penstock.integrations.tensor_parallel import divide
-from penstock.planner import Machine, imagined_mesh
-from penstock.planner.question import made
-from penstock.rehearsal.rehearse import BACKWARD, Rehearsal, Scene, rehearse
+from penstock.planner import Machine, simulated_mesh
+from penstock.planner.collective_cost import spread_of, through
+from penstock.planner.cost import machine_costs
+from penstock.planner.plan_request import made
+from penstock.planner.simulation.program import Collective, Program, WorkKind
+from penstock.planner.simulation.retime import Timings
+from penstock.planner.simulation.simulate import BACKWARD, Setup, Simulation, simulate
 from penstock.runtime.topology import grid_of
 from planning.models import batch, large
 
@@ -47,11 +47,11 @@ def collectives(program: Program) -> Iterator[Collective]:
             yield program.meetings[item.index]
 
 
-def on_the_host(rehearsal: Rehearsal) -> Program:
+def on_the_host(simulation: Simulation) -> Program:
     """Let backward gather among the ranks of a host."""
-    program = rehearsal.program
+    program = simulation.program
     jobs = list(program.jobs)
-    for phase in rehearsal.phases[BACKWARD]:
+    for phase in simulation.phases[BACKWARD]:
         for item in (program.items[number] for number in phase):
             if item.kind is WorkKind.SUBMIT:
                 inside = [_inside(each) for each in jobs[item.index].collectives]
@@ -99,11 +99,11 @@ def row(
     )
 
 
-def rehearsed(name: str, model: nn.Module, sizes: dict[str, int], samples: int) -> tuple[Rehearsal, dict[str, float]]:
-    """Rehearse the first rank of a mesh; say how long that took."""
+def simulated(name: str, model: nn.Module, sizes: dict[str, int], samples: int) -> tuple[Simulation, dict[str, float]]:
+    """Simulate the first rank of a mesh; say how long that took."""
     started = time.perf_counter()
     grid = grid_of(sizes, sharded=True)
-    scene = Scene(
+    setup = Setup(
         model,
         torch.optim.AdamW,
         partial(batch, samples, LENGTH),
@@ -114,7 +114,7 @@ def rehearsed(name: str, model: nn.Module, sizes: dict[str, int], samples: int) 
     )
     options = penstock.Options(streamed_updates=0.0)
     request = request_for(model, placement=PLACEMENTS[name], weights="init", options=options)
-    found = rehearse(scene, request)
+    found = simulate(setup, request)
     return found, dict(rehearsed_in_s=time.perf_counter() - started)
 
 
@@ -133,17 +133,17 @@ def meshes(names: Sequence[str] = ("8b", "70b")) -> dict[str, Any]:
             ):
                 if mesh == "hybrid" and ranks == OF_HOST:
                     continue  # the same
-                found, told = rehearsed(name, model, sizes, 1)
+                found, told = simulated(name, model, sizes, 1)
                 rows.append(row(name, mesh, ranks, found.program, machine) | told)
                 print(rows[-1], flush=True)
                 if mesh == "full" and ranks > OF_HOST:
                     rows.append(row(name, "hpZ", ranks, on_the_host(found), machine, copy) | told)
                     print(rows[-1], flush=True)
             sizes = {"dp_shard": ranks // OF_HOST, "tp": OF_HOST}
-            with imagined_mesh(sizes) as within:
+            with simulated_mesh(sizes) as within:
                 part = made(partial(large, name))
                 divide(part, within["tp"])
-                found, told = rehearsed(name, part, sizes, OF_HOST)
+                found, told = simulated(name, part, sizes, OF_HOST)
             rows.append(row(name, "tp", ranks, found.program, machine, lines=OF_HOST) | told)
             print(rows[-1], flush=True)
     return {"machine_file": MACHINE, "sequence": LENGTH, "rows": rows}

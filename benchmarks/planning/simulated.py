@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.forecast.costs import machine_costs
-from penstock.forecast.retime import retime
-from penstock.forecast.sharing import Demand
-from penstock.planner.question import ask
-from penstock.planner.searching import given
+from penstock.planner.cost import machine_costs
+from penstock.planner.plan_request import plan_request
+from penstock.planner.search import given
+from penstock.planner.simulation.fair_share import Demand
+from penstock.planner.simulation.operation_times import time_ops
+from penstock.planner.simulation.retime import retime
 from penstock.planner.trials import Trials
-from penstock.rehearsal.measured import time_ops
 from penstock.runtime.simulated import SimulatedStreams
 from planning.models import batch, gpt2, llama
 from planning.rows import row, summary
@@ -59,7 +59,7 @@ def _row(
     name: str, make: Any, placement: penstock.Placement, count: int, arguments: Any, machine_of: Any, prepare_on: Any
 ) -> dict[str, Any]:
     machine = machine_of(LINK, 1e-9, update=UPDATE, device_update=UPDATE, job_seconds=_beside())
-    question = ask(
+    request = plan_request(
         make,
         torch.optim.AdamW,
         batch,
@@ -68,10 +68,10 @@ def _row(
         micro_batches=count,
         arguments=arguments,
     )
-    question = replace(question, scene=replace(question.scene, back_end="threads"))
-    trials = Trials(question)
-    rehearsal = given(question, trials, placement).trial.rehearsal
-    timed = time_ops(rehearsal.recipes, lambda op: max(machine_costs(machine).op(op), 1e-9), most_seconds=5)
+    request = replace(request, setup=replace(request.setup, back_end="threads"))
+    trials = Trials(request)
+    simulation = given(request, trials, placement).trial.simulation
+    timed = time_ops(simulation.recipes, lambda op: max(machine_costs(machine).op(op), 1e-9), most_seconds=5)
     sleeps = {"upload": LINK, "download": LINK, "update": UPDATE, "device update": UPDATE}
     streams = SimulatedStreams(lambda stream, nbytes: nbytes / sleeps[stream] if stream in sleeps else 0.0)
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def _row(
     steps = [_step(model, optimizer, count) for _ in range(WARM_UP + STEPS * ROUNDS)][WARM_UP:]
     optimizer.synchronize()
     optimizer.close()
-    timing = retime(rehearsal.program, _Sleeps(sleeps, timed, machine.value("job_seconds")))
+    timing = retime(simulation.program, _Sleeps(sleeps, timed, machine.value("job_seconds")))
     return row(name, timing.step_s, statistics.median(steps))
 
 

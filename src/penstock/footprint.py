@@ -147,7 +147,7 @@ def footprint(
     auto = asks_for_plan(arguments.get("placement"))
     if auto and plan is None:
         raise ConfigError(
-            "footprint(placement='auto') rehearses nothing: give plan=, the file that penstock plan wrote."
+            "footprint(placement='auto') simulates nothing: give plan=, the file that penstock plan wrote."
         )
     check_asked(arguments.get("placement"), plan, batch, trains=optimizer is not None)
     request = request_for(model, **arguments | ({"placement": None} if auto else {}))

@@ -26,7 +26,7 @@ from penstock.engine.state.access import as_state, failing_as_a_whole
 from penstock.engine.step.owner_thread import in_backward
 from penstock.engine.step.step import StepResult
 from penstock.errors import ConfigError, EngineError
-from penstock.forecast.plan import Plan
+from penstock.planner.plans import Plan
 from penstock.runtime.control_group import RankChecks
 from penstock.runtime.modes import EngineBlock, engine_entry
 from penstock.tiers.tier import LocationReport

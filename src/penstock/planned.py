@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.forecast.plan import Plan, placeholders
+from penstock.planner.plans import Plan, placeholders
 from penstock.probe.fingerprint import fingerprint
 from penstock.recompute import can_be_told, recomputes
 from penstock.rules import rule_for
@@ -72,7 +72,7 @@ def check_asked(placement: object, plan: object, batch: object, *, trains: bool)
     if not given:
         raise ConfigError(
             "placement='auto' needs to know what it is for: give plan=, the file that penstock plan wrote, or batch=, "
-            "a function that makes one micro-batch, to rehearse it."
+            "a function that makes one micro-batch, to simulate it."
         )
     if len(given) > 1:
         raise ConfigError("plan= and batch= both say what placement='auto' is for. Give one of them.")
@@ -82,7 +82,7 @@ def check_asked(placement: object, plan: object, batch: object, *, trains: bool)
         raise ConfigError(f"batch is a {type(batch).__name__}. Give a function that makes one micro-batch.")
     if batch is not None and not trains:
         raise ConfigError(
-            "batch= rehearses steps of training, and prepare(model, None) trains nothing. Give plan=, the one of the "
+            "batch= simulates steps of training, and prepare(model, None) trains nothing. Give plan=, the one of the "
             "model in training, or a penstock.Placement."
         )
 

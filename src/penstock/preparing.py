@@ -23,9 +23,9 @@ from penstock.engine.unit.dtensor import check_divided
 from penstock.engine.unit.first_values import Weights
 from penstock.engine.unit.partition import UnitPolicy
 from penstock.errors import ConfigError, EngineError
-from penstock.forecast.plan import Plan
 from penstock.optimizer import Optimizer
 from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_elementwise, planned, taken
+from penstock.planner.plans import Plan
 from penstock.runtime.accelerator import streams_for
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import DEFAULT_TIMEOUT_S
@@ -200,7 +200,7 @@ def _choose(
             assert plan is not None
             make = partial(taken, plan) if waiting.is_first else None
         else:
-            from penstock.planner.here import machine_here, plan_here  # with the solver, which others do without
+            from penstock.planner.this_run import machine_here, plan_here  # with the solver, which others do without
 
             machine = machine_here(device, waiting, ranks.groups)
             if machine is not None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.forecast.figures import Figure
+from penstock.planner.rates import Rate
 from penstock.probe import links, memory
 from penstock.probe.arithmetic import measure_arithmetic, measure_passes
 from penstock.probe.links import Link, measure_links
@@ -33,7 +33,7 @@ def test_links_are_measured_both_ways_and_beside_an_update(monkeypatch: pytest.M
     figures = measure_links(torch.device(DEVICE), Deadline(0.3))
     assert figures.keys() == LINKS
     for figure in figures.values():
-        assert Figure(*figure).value > 0
+        assert Rate(*figure).value > 0
     assert "GB/s while the host updates" in figures["h2d"].how
     assert "page-locked memory" in figures["h2d"].how
 
@@ -60,7 +60,7 @@ def test_arithmetic_has_figures_of_three_dtypes() -> None:
     assert {"op_seconds", "op_host_seconds"} < figures.keys()
     del figures["op_seconds"]  # the difference of two times, which this device's clock does not resolve
     for figure in (figures | measure_passes(torch.device(DEVICE), Deadline(0.1))).values():
-        assert Figure(*figure).value > 0
+        assert Rate(*figure).value > 0
 
 
 def test_a_hand_over_between_the_device_and_a_thread_takes_longer_than_a_job() -> None:
@@ -81,7 +81,7 @@ def test_memory_of_the_device_is_page_locked_and_given_back(monkeypatch: pytest.
 def test_an_update_on_the_device() -> None:
     figure = measure_device_update(torch.device(DEVICE), 4 * MIB, Deadline(0.1), Deadline(0.1))
     assert figure is not None
-    assert Figure(*figure).value > 0
+    assert Rate(*figure).value > 0
 
 
 def test_the_whole_probe_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from penstock.blueprint import request_for
 from penstock.build import build
 from penstock.config import Placement
 from penstock.engine.unit.dtensor import divided_over, is_divided
-from penstock.forecast.program import OF_MODEL, Program, WorkKind
 from penstock.planner import Plan, plan
-from penstock.rehearsal.rehearse import Scene, rehearse
+from penstock.planner.simulation.program import OF_MODEL, Program, WorkKind
+from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
 from tests.distributed.test_tensor_parallel import Model, parallelize
 from tests.planning import desktop
@@ -117,8 +117,8 @@ def each_rank(rank: int, tp: int, kind: str, placed: Mapping[str, Any], planned:
     issued = {"counts": dict(ranks.counts), "bytes": dict(ranks.counts.nbytes)}
     optimizer.close()
     meant = parallelize(Model(VOCABULARY), mesh["tp"], kind)
-    scene = Scene(meant, torch.optim.AdamW, batch, grid=ranks.grid, back_end="threads")
-    program = rehearse(scene, request).program
+    setup = Setup(meant, torch.optim.AdamW, batch, grid=ranks.grid, back_end="threads")
+    program = simulate(setup, request).program
     meant = parallelize(Model(VOCABULARY), mesh["tp"], kind)
     units, chosen = (type(model.blocks[0]),), Plan.from_json(planned)
     as_planned = penstock.prepare(
@@ -134,9 +134,9 @@ def each_rank(rank: int, tp: int, kind: str, placed: Mapping[str, Any], planned:
         "taken": taken,
         "state": state,
         "model": (real["counts"], real["bytes"]),
-        "rehearsed": of_program(program, model=True),
+        "simulated": of_program(program, model=True),
         "engine": (issued["counts"], issued["bytes"]),
-        "rehearsed engine": of_program(program, model=False),
+        "simulated engine": of_program(program, model=False),
     }
 
 
@@ -186,5 +186,5 @@ def test_a_plan_has_the_bytes_of_ranks_and_a_rehearsal_their_collectives(
         optimizer = taken["master"] + taken["exp_avg"] + taken["exp_avg_sq"]
         assert found == {"params": taken["param"], "grads": taken["grad"], "optimizer": optimizer}
         assert of_rank["model"][0]  # there are some
-        assert of_rank["rehearsed"] == of_rank["model"]
-        assert of_rank["rehearsed engine"] == of_rank["engine"]
+        assert of_rank["simulated"] == of_rank["model"]
+        assert of_rank["simulated engine"] == of_rank["engine"]

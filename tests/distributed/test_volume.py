@@ -1,4 +1,4 @@
-"""Collectives of a step: how many, and of how many bytes, are what a formula says, and what a rehearsal says.
+"""Collectives of a step: how many, and of how many bytes, are what a formula says, and what a simulation says.
 
 With U units of F bytes each (padded: 256 elements per parameter, and per shard), S shards of R copies:
 
@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.blueprint import request_for
 from penstock.build import build
-from penstock.forecast.program import Program, WorkKind
-from penstock.rehearsal.rehearse import Scene, rehearse
+from penstock.planner.simulation.program import Program, WorkKind
+from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
 from tests.support import run_ranks, separate, thorough
@@ -65,7 +65,7 @@ def formula(stage: int, grid: Grid) -> Volume:
 
 
 def of_program(program: Program) -> Volume:
-    """The same of the last step of a rehearsal."""
+    """The same of the last step of a simulation."""
     counts: Counter[str] = Counter()
     nbytes: Counter[tuple[str, str]] = Counter()
     for item in program.items[program.steps[-2] : program.steps[-1]]:
@@ -91,8 +91,8 @@ def volumes(rank: int, shapes: list[tuple[int, int] | None]) -> list[tuple[int, 
             real = {"counts": dict(ranks.counts), "bytes": dict(ranks.counts.nbytes)}
             optimizer.close()
             meant = net()
-            scene = Scene(meant, torch.optim.AdamW, batch, grid=ranks.grid, back_end="threads")
-            found.append((stage, ranks.grid, real, of_program(rehearse(scene, request(meant, stage)).program)))
+            setup = Setup(meant, torch.optim.AdamW, batch, grid=ranks.grid, back_end="threads")
+            found.append((stage, ranks.grid, real, of_program(simulate(setup, request(meant, stage)).program)))
     return found
 
 
@@ -110,7 +110,7 @@ def test_what_is_issued_is_what_the_formula_says_and_the_rehearsal(
 ) -> None:
     for of_rank in run_ranks(volumes, world_size, shapes):
         assert len(of_rank) == len(shapes) * len(STAGES)
-        for stage, grid, real, rehearsed in of_rank:
+        for stage, grid, real, simulated in of_rank:
             assert grid.world_size == world_size
             assert real == formula(stage, grid), (stage, grid)
-            assert rehearsed == real, (stage, grid)
+            assert simulated == real, (stage, grid)

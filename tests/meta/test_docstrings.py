@@ -25,7 +25,7 @@ look lose lower make map mark mask match measure meet merge mix modify move mult
 notice notify number obey observe obtain offer offload omit open order overlap overwrite pack pad page-lock parse
 part pass patch pause perform pick pin place plan poison poll pop post postpone predict prefer prefetch prepare
 prevent print probe produce propagate prove provide prune publish pull push put quantise query queue quote raise
-read rebuild recompute record recover redraw reduce reduce-scatter refer refill refuse register regroup rehearse reject
+read rebuild recompute record recover redraw reduce reduce-scatter refer refill refuse register regroup simulate reject
 release reload remap remember remove rename render repeat replace replay report request require reserve reset
 resize resolve respond restore resume retire retrieve retry return reuse reverse revert roll round run sample save
 say scale scan scatter schedule search see select send separate serialise serve set settle shard share shift show

@@ -26,13 +26,12 @@ LAYERS = (
     ("checkpoint",),
     ("engine",),
     ("ext",),  # loaded by the option that asks for it
-    ("forecast",),
+    ("planner.plans", "planner.plan_fields", "planner.plan_files", "planner.table", "planner.formatting"),  # values
     ("checks", "losses", "optimizer", "parallel", "recompute", "ring"),
     ("blueprint", "ext.ema", "inference", "planned"),
     ("memory_budget",),
     ("construct",),
     ("build", "footprint"),
-    ("rehearsal",),
     ("planner",),
     ("preparing",),
     ("",),  # the public names
@@ -76,7 +75,7 @@ def test_imports_point_down(module: str) -> None:
 # import besides (files are as public as names), that module.
 OPEN = {"config", "errors", "files", "layout", "trace"}
 LISTS = {
-    "rehearsal.engine_internals": (("rehearsal", "planner"), {*OPEN, "forecast", "probe", "ext.observe.timeline"}),
+    "planner.simulation.engine_internals": (("planner",), {*OPEN, "probe", "ext.observe.timeline"}),
     "integrations.engine_internals": (
         OUTSIDE,
         {
@@ -87,7 +86,7 @@ LISTS = {
             "ext.observe.timeline",
             "files",
             "footprint",
-            "forecast.wording",
+            "planner.formatting",
             "losses",
             "optim",
             "parallel",
@@ -119,13 +118,6 @@ def test_a_list_of_internal_names_has_no_name_that_nobody_takes(internals: str) 
             elif isinstance(node, ast.ImportFrom) and node.module == f"penstock.{internals}":
                 taken |= {alias.name for alias in node.names}
     assert listed == taken
-
-
-def test_forecasts_know_the_engine_by_its_files_alone() -> None:
-    for module in modules():
-        if part_of(module) == "forecast":
-            others = {target for target in imports(module) if part_of(target) not in {*OPEN, "forecast"}}
-            assert others <= {"ext.observe.timeline", "probe.measure"}, module
 
 
 def test_every_layer_is_there() -> None:

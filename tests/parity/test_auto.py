@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from penstock.config import Options
-from penstock.forecast.plan import Plan, model_fingerprint
+from penstock.planner.plans import Plan, model_fingerprint
 from tests.parity import rows
 from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, changed, make_model, shares, train

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from penstock.config import TierName
-from penstock.forecast.load import Load
+from penstock.planner.workload import Load
 
 TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
-FIGURES = ("h2d", "d2h", "disk_read", "disk_write", "update", "device_update")
+RATES = ("h2d", "d2h", "disk_read", "disk_write", "update", "device_update")
 
 
 class Machine:

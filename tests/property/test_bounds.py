@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import TierName
-from penstock.forecast.bounds import Bound, bound
-from penstock.forecast.lacks import Infeasible, fits, missing
-from penstock.forecast.load import Limits, Load
+from penstock.planner.bounds import Bound, bound
+from penstock.planner.shortfall import Infeasible, fits, missing
+from penstock.planner.workload import Limits, Load
 from tests.property.pipelines import TIERS, Machine, Pipeline, all_cuts, at_rest, simulate
 
 ROOMY = Limits(dict.fromkeys(TIERS, 1 << 40))

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.forecast.figures import FIGURES, Figure, parse_figure, write_value
-from penstock.forecast.machine import Machine
+from penstock.planner.machine import Machine
+from penstock.planner.rates import RATES, Rate, parse_rate, write_value
 
 EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
 pytestmark = pytest.mark.timeout(0 if EXAMPLES else 300)
@@ -38,17 +38,17 @@ FINGERPRINTS = st.dictionaries(TEXTS, FINITE | st.lists(FINITE, max_size=3), max
 
 
 @st.composite
-def figures(draw: st.DrawFn, name: str) -> Figure:
-    if FIGURES[name].unit == "count":
+def figures(draw: st.DrawFn, name: str) -> Rate:
+    if RATES[name].unit == "count":
         counts = sorted(draw(st.lists(st.integers(1, 1 << 60), min_size=3, max_size=3)))
-        return Figure(counts[1], counts[0], counts[2], draw(TEXTS))
+        return Rate(counts[1], counts[0], counts[2], draw(TEXTS))
     low, value, high = sorted(draw(st.lists(POSITIVE, min_size=3, max_size=3)))
-    return Figure(value, low, high, draw(TEXTS))
+    return Rate(value, low, high, draw(TEXTS))
 
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
-    names = draw(st.sets(st.sampled_from(list(FIGURES)), max_size=8))
+    names = draw(st.sets(st.sampled_from(list(RATES)), max_size=8))
     return Machine(
         draw(st.text(min_size=1, max_size=200)),
         draw(st.sampled_from(["cpu", "cuda", "xpu", "npu"])),
@@ -91,7 +91,7 @@ def test_any_json_is_a_machine_or_refused(tmp_path: Path, content: Any) -> None:
     assert read_or_refused(file) is None
 
 
-NAMES = st.sampled_from(list(FIGURES)) | TEXTS
+NAMES = st.sampled_from(list(RATES)) | TEXTS
 GIVEN = JSON | POSITIVE | st.fixed_dictionaries({}, optional=dict.fromkeys(("value", "low", "high", "how"), LEAVES))
 NEARLY = st.fixed_dictionaries(
     {"penstock": st.just("machine"), "version": st.just(1) | LEAVES, "name": TEXTS | JSON, "device": st.just("cuda")},
@@ -147,7 +147,7 @@ SIGNS = st.text(string.digits + string.ascii_letters + "./+-=µ \n", max_size=12
 def test_any_text_is_a_figure_or_refused(name: str, written: str) -> None:
     said = ""
     try:
-        parsed, value = parse_figure(f"{name}={written}")
+        parsed, value = parse_rate(f"{name}={written}")
     except penstock.ConfigError as error:
         said = str(error)
     else:
@@ -157,8 +157,8 @@ def test_any_text_is_a_figure_or_refused(name: str, written: str) -> None:
     assert len(said) < 2000
 
 
-@given(name=st.sampled_from(list(FIGURES)), value=st.floats(min_value=1e-9, max_value=1e18))
+@given(name=st.sampled_from(list(RATES)), value=st.floats(min_value=1e-9, max_value=1e18))
 @examples(100)
 def test_what_a_table_shows_can_be_typed(name: str, value: float) -> None:
-    value = float(round(value) or 1) if FIGURES[name].unit == "count" else value
-    assert parse_figure(f"{name}={write_value(name, value)}") == (name, pytest.approx(value, rel=1e-3, abs=1e-13))
+    value = float(round(value) or 1) if RATES[name].unit == "count" else value
+    assert parse_rate(f"{name}={write_value(name, value)}") == (name, pytest.approx(value, rel=1e-3, abs=1e-13))

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import ConfigError, Options, Placement
-from penstock.forecast.answer import KINDS, Lack, WhatIf, Why
-from penstock.forecast.plan import Plan
+from penstock.planner.plan_fields import KINDS, Reason, Shortfall, WhatIf
+from penstock.planner.plans import Plan
 from tests.plans import DESKTOP
 
 EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
@@ -44,7 +44,7 @@ def storages(draw: st.DrawFn) -> object:
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     step, hosts = draw(SECONDS), draw(st.integers(1, 4))
-    lacks = draw(st.lists(st.builds(Lack, st.sampled_from(TIERS), st.integers(1, 1 << 62), TEXTS), max_size=2))
+    lacks = draw(st.lists(st.builds(Shortfall, st.sampled_from(TIERS), st.integers(1, 1 << 62), TEXTS), max_size=2))
     return Plan(
         placement=Placement(
             params=draw(storages()),
@@ -83,7 +83,7 @@ def plans(draw: st.DrawFn) -> Plan:
         kind_bytes=draw(st.dictionaries(st.sampled_from(KINDS), BYTES, max_size=2)),
         waits_s=draw(st.dictionaries(TEXTS, SECONDS, max_size=3)),
         what_ifs=draw(st.lists(st.builds(WhatIf, TEXTS, SIGNED, SIGNED), max_size=2)),
-        why=draw(st.lists(st.builds(Why, TEXTS, TEXTS, TEXTS, SIGNED, TEXTS), max_size=2)),
+        why=draw(st.lists(st.builds(Reason, TEXTS, TEXTS, TEXTS, SIGNED, TEXTS), max_size=2)),
         rounding_notes=draw(st.lists(TEXTS, max_size=2)),
         lacks=lacks,
     )

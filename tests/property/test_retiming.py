@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ext.observe.timeline import TraceTimeline, to_chrome
-from penstock.forecast.costs import machine_costs
-from penstock.forecast.program import Program, ProgramJob, WorkKind
-from penstock.forecast.retime import Timings, busiest, retime
-from penstock.forecast.sharing import fair_speeds
+from penstock.planner.cost import machine_costs
+from penstock.planner.simulation.fair_share import fair_speeds
+from penstock.planner.simulation.program import Program, ProgramJob, WorkKind
+from penstock.planner.simulation.retime import Timings, busiest, retime
 from penstock.trace import Label
 from tests.paper import Machine, Rates, Script
 
 STREAMS = ("upload", "download", "update", "read", "write", "device update")
 FILES = ("read", "write")
 SHARED = {"memory": (*STREAMS, "compute"), "link": ("upload", "download"), "disk": FILES}
-FIGURES = (*STREAMS, "compute", *SHARED)
+RATES = (*STREAMS, "compute", *SHARED)
 SPEEDS = st.sampled_from((1.0, 2.0, 3.0, 5.0))
 
 
@@ -63,7 +63,7 @@ def faster(machine: Rates, name: str, factor: float) -> Rates:
 def at_scale(machine: Rates, factor: float) -> Rates:
     """All figures of a machine so many times as good."""
     scaled = machine
-    for name in FIGURES:
+    for name in RATES:
         scaled = faster(scaled, name, factor)
     latencies = {name: getattr(machine, name) / factor for name in ("latency", "submit", "enqueue", "wake")}
     return replace(scaled, **latencies)
@@ -121,7 +121,7 @@ def test_no_capacity_does_more_than_it_can(program: Program, costs: Rates) -> No
             assert all(load <= (stop - start) * (1 + 1e-6) + 1e-9 for load in loads.values())
 
 
-@given(programs(), machines(), st.sampled_from(FIGURES), st.sampled_from((1.1, 1.5, 2.0, 4.0)), st.booleans())
+@given(programs(), machines(), st.sampled_from(RATES), st.sampled_from((1.1, 1.5, 2.0, 4.0)), st.booleans())
 def test_a_faster_machine_is_never_slower(
     program: Program, costs: Rates, name: str, factor: float, faster_first: bool
 ) -> None:
@@ -186,7 +186,7 @@ def test_speeds_are_max_min_fair(uses: list[Mapping[str, float]]) -> None:
 
 
 WAYS = {"h2d": "upload", "d2h": "download"}
-RATES = st.floats(1.0, 50.0)
+STATED = st.floats(1.0, 50.0)
 
 
 def feasible(figures: Mapping[str, float], up: float, down: float) -> bool:
@@ -201,7 +201,7 @@ def feasible(figures: Mapping[str, float], up: float, down: float) -> bool:
     return all(load <= 1 + 1e-9 for load in used.values())
 
 
-@given(RATES, RATES, RATES, st.sampled_from(("h2d", "d2h", "duplex")), st.floats(1.0, 4.0), RATES, RATES)
+@given(STATED, STATED, STATED, st.sampled_from(("h2d", "d2h", "duplex")), st.floats(1.0, 4.0), STATED, STATED)
 def test_what_a_link_does_at_once_a_faster_one_does(
     h2d: float, d2h: float, duplex: float, name: str, factor: float, up: float, down: float
 ) -> None:

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "auto": (
         with_(placement="auto"),
         "placement='auto' needs to know what it is for: give plan=, the file that penstock plan wrote, or batch=, a "
-        "function that makes one micro-batch, to rehearse it.",
+        "function that makes one micro-batch, to simulate it.",
     ),
     # Optimizers
     "no rule": (

@@ -18,11 +18,11 @@ from penstock.blueprint import PrepareRequest
 from penstock.config import Options, Placement
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.footprint import footprint
-from penstock.forecast.answer import Lack
-from penstock.forecast.machine import Machine
-from penstock.forecast.plan import Plan, model_fingerprint
-from penstock.planner import here
-from penstock.planner.here import plan_here
+from penstock.planner import this_run
+from penstock.planner.machine import Machine
+from penstock.planner.plan_fields import Shortfall
+from penstock.planner.plans import Plan, model_fingerprint
+from penstock.planner.this_run import plan_here
 from penstock.probe.fingerprint import fingerprint
 from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.host_memory import HostMemory
@@ -101,7 +101,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     known = Machine.read("cpu-laptop")
     figures = {name: figure for name, figure in known.figures.items() if not name.startswith(("disk", "folders"))}
     machine = replace(known, figures=figures, fingerprint=fingerprint(CPU), probed=True)
-    here.keep(machine, machine.write)
+    this_run.keep(machine, machine.write)
     return machine
 
 
@@ -127,7 +127,7 @@ class TestWithAPlan:
         by_hand.close()
 
     def test_a_plan_is_done_without_the_solver(self, monkeypatch):
-        for name in ("highspy", "penstock.planner", "penstock.planner.here"):
+        for name in ("highspy", "penstock.planner", "penstock.planner.this_run"):
             monkeypatch.setitem(sys.modules, name, None)  # to import it fails
         prepare(plan=plan()).close()
 
@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "Options(tile_bytes) is 4096 here and 16384 in the plan.",
     ),
     "what does not fit": (
-        lambda: {"plan": plan(fits=False, lacks=(Lack("device", 5 << 20, "2 more ranks, 3 in all"),), **UNMADE)},
+        lambda: {"plan": plan(fits=False, lacks=(Shortfall("device", 5 << 20, "2 more ranks, 3 in all"),), **UNMADE)},
         "The plan does not fit: ",
     ),
     "a model that does not recompute": (
@@ -271,11 +271,11 @@ class TestWithABatch:
         ],
     )
     def test_what_is_planned_for_is_the_memory_that_is_free(self, monkeypatch, shares, options, limits):
-        monkeypatch.setattr(here, "shares_host_memory", lambda device: shares)
-        monkeypatch.setattr(here, "free_device_memory", lambda device: 1000)
-        monkeypatch.setattr(here, "host_memory", lambda options: HostMemory(5000, "the host has"))
+        monkeypatch.setattr(this_run, "shares_host_memory", lambda device: shares)
+        monkeypatch.setattr(this_run, "free_device_memory", lambda device: 1000)
+        monkeypatch.setattr(this_run, "host_memory", lambda options: HostMemory(5000, "the host has"))
         asked: list[dict[str, Any]] = []
-        monkeypatch.setattr(here, "plan", lambda *_, **arguments: asked.append(arguments))
+        monkeypatch.setattr(this_run, "plan", lambda *_, **arguments: asked.append(arguments))
         model, machine = nn.Linear(10, 10), Machine.read("cpu-laptop")
         plan_here(model, adamw(model), net, {"options": options}, machine=machine, device=CPU, grid=Grid())
         assert (asked[0]["device_bytes"], asked[0]["host_bytes"]) == limits
@@ -328,7 +328,7 @@ class TestFootprint:
     @pytest.mark.parametrize("arguments", [{}, {"batch": net}])
     def test_it_rehearses_nothing(self, arguments):
         model = net()
-        with pytest.raises(ConfigError, match=r"footprint\(placement='auto'\) rehearses nothing: give plan=, the file"):
+        with pytest.raises(ConfigError, match=r"footprint\(placement='auto'\) simulates nothing: give plan=, the file"):
             footprint(model, adamw(model), placement="auto", **arguments)
 
     def test_a_plan_goes_with_auto_alone(self):

@@ -36,7 +36,7 @@ from penstock.integrations.ulysses import check_shareable, sequence_parallel
 from penstock.integrations.vocabulary import grow_vocabulary, rows_for
 from penstock.optim import Lion
 from penstock.parallel import cut
-from penstock.planner import Machine, Plan, explain, imagined_mesh, machine_for, parse_figure, plan
+from penstock.planner import Machine, Plan, explain, machine_for, parse_rate, plan, simulated_mesh
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -84,7 +84,7 @@ class Question:
     def answer(self) -> Plan:
         """Build the model without values, and have the planner find the best placement, or look at the one given."""
         asked = self.request
-        with imagined_mesh(asked.mesh or {}) if _is_divided(asked) else nullcontext() as mesh:
+        with simulated_mesh(asked.mesh or {}) if _is_divided(asked) else nullcontext() as mesh:
             model, cp = self._model(mesh), _ranks(mesh, "cp")
             with sequence_parallel(model, mesh.get_group("cp")) if mesh is not None and cp > 1 else nullcontext():
                 found = plan(
@@ -287,7 +287,7 @@ def _check_target(option: str, path: Path) -> None:
 def _figure(text: str) -> tuple[str, float]:
     """Read a figure to change."""
     with _naming("--what-if"):
-        return parse_figure(text)
+        return parse_rate(text)
 
 
 def _machine(request: Request, figures: Mapping[str, float]) -> Machine:

@@ -41,19 +41,19 @@ def probe(
         check_target(out)
     # Here, not at the top: it imports torch, which --help does not wait for.
     from penstock.cli.group import joined
-    from penstock.planner import probing
+    from penstock.planner import this_machine
 
     with joined() as rank, _status() as say:
-        machine = probing.probe(folders=folders or (), seconds=seconds, progress=say)
+        machine = this_machine.probe(folders=folders or (), seconds=seconds, progress=say)
     if rank:
         return
     if out is None:
-        written = probing.remember(machine)
+        written = this_machine.remember(machine)
     else:
         machine.write(out)
         written = out
     if as_json:
-        print(probing.as_json(machine))
+        print(this_machine.as_json(machine))
     else:
         _show(machine, written)
 
@@ -102,7 +102,7 @@ def _show(machine: Any, written: Path | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.planner.probing import write_value
+    from penstock.planner.this_machine import write_value
 
     console = Console(highlight=False)
     computes = "the cpu is the device" if machine.device == "cpu" else f"the device is {machine.device}"

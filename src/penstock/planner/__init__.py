@@ -2,7 +2,7 @@
 
     machine    what a machine does in a second (`Machine`): probed, or read from a file
     question   a model, an optimizer and a batch on a machine, checked
-    trial      a placement that was rehearsed by the engine itself, and timed
+    trial      a placement that was simulated by the engine itself, and timed
     plan       the best placement, as a value and a file (`Plan`)
 
 Example:
@@ -18,26 +18,18 @@ Example:
     True
 """
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from penstock.config import Placement
-from penstock.forecast.compare import compare
-from penstock.forecast.figures import parse_figure
-from penstock.forecast.machine import Machine
-from penstock.forecast.plan import Plan, model_fingerprint
-from penstock.forecast.table import block, explain
-from penstock.planner.answering import answer
-from penstock.planner.divided import on_mesh
-from penstock.planner.machines import machine_for
-from penstock.planner.question import Question, ask
-from penstock.planner.searching import find_best, given
-from penstock.planner.trials import Trials, quick_collection
-from penstock.rehearsal.imagined import imagined_mesh
+if TYPE_CHECKING:
+    from penstock.planner.choose_machine import machine_for
+    from penstock.planner.comparison import compare
+    from penstock.planner.machine import Machine
+    from penstock.planner.make_plan import plan
+    from penstock.planner.plans import Plan, model_fingerprint
+    from penstock.planner.rates import parse_rate
+    from penstock.planner.simulation.simulated_mesh import simulated_mesh
+    from penstock.planner.table import block, explain
 
 __all__ = [
     "Machine",
@@ -45,99 +37,31 @@ __all__ = [
     "block",
     "compare",
     "explain",
-    "imagined_mesh",
     "machine_for",
     "model_fingerprint",
-    "parse_figure",
+    "parse_rate",
     "plan",
+    "simulated_mesh",
 ]
 
-
-@torch.random.fork_rng(devices=[])  # the batch, the model's first values and what is measured may draw some
-def plan(
-    model: nn.Module | Callable[..., nn.Module],
-    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
-    batch: Callable[[], Any],
-    *,
-    machine: Machine | str | os.PathLike[str] | None = None,
-    device_bytes: int | None = None,
-    host_bytes: int | None = None,
-    folders: Sequence[str | os.PathLike[str]] = (),
-    world_size: int = 1,
-    hosts: int = 1,
-    mesh: Mapping[str, int] | None = None,
-    placement: Placement | Literal["auto"] = "auto",
-    micro_batches: int = 1,
-    expert_share: float | None = None,
-    measure: bool = False,
-    trace: str | os.PathLike[str] | None = None,
-    **prepare_arguments: Any,
-) -> Plan:
-    """Find the placement whose step is shortest, of those that fit; or say what a given one would do.
-
-    The engine itself is rehearsed: on tensors without values, streams without threads and tiers without memory. Nothing
-    is loaded and nothing is left. `prepare(placement="auto", plan=...)` does what the plan says.
-
-    Arguments:
-        model: on any device, as it would be prepared, or a function that makes one, which is called for the meta
-            device. It stays as it is. With DTensors each rank has its part. A function that takes an argument is given
-            a `DeviceMesh` of the mesh's `cp`, `tp` and `ep` dimensions, whose ranks need not be there.
-        optimizer: the class, which takes all parameters with its defaults, or an optimizer over the model's parameters.
-        batch: makes one micro-batch, as the model takes it: a mapping of keyword arguments, a tuple of positional ones,
-            or one value. What the model returns has a `loss`, or is the loss; else the mean of it stands for one.
-        machine: what the step is timed for: a machine, its file, or the name of one that comes with the package; `None`
-            for this one, which is probed once.
-        device_bytes: bytes of the device of a rank; `None` for the machine's.
-        host_bytes: bytes of the memory of a host; `None` for the machine's.
-        folders: folders of the nvme tier; of a machine that has folders by its figures none need be named.
-        world_size: how many ranks there are.
-        hosts: on how many hosts they are.
-        mesh: how many of them there are along each dimension, by the names that a `DeviceMesh` has for them, such as
-            `{"dp_replicate": 16, "dp_shard": 8}`: copies of the state, each shared by neighbours. `None`: all of them
-            share one copy.
-        placement: one to be looked at; `"auto"` for the best one.
-        micro_batches: how many of them a step has.
-        expert_share: of models that choose experts, the part of the tokens that each one gets; `None` for equal parts.
-        measure: time each kind of operation for real, on this machine, once: for models whose operations are not what
-            figures of machines expect.
-        trace: a file to which the planned step is written, for Perfetto.
-        prepare_arguments: other arguments of `prepare`: precision, stage, units, options, ...
-
-    Returns:
-        The plan. It may say that nothing fits: by how much, on which tier, and what the smallest change is.
-
-    Raises:
-        ConfigError: an argument is wrong; the machine lacks a figure; or the model cannot be rehearsed, because its
-            control flow depends on values.
-
-    Source: docs/planner.md; the idea of a simulator that is the engine, and its accuracy, are there.
-    """
-    there = machine_for(machine, folders)
-    with on_mesh(model, mesh) as maker:
-        question = ask(
-            maker,
-            optimizer,
-            batch,
-            machine=there,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            folders=folders,
-            world_size=world_size,
-            hosts=hosts,
-            mesh=mesh,
-            placement=placement,
-            micro_batches=micro_batches,
-            expert_share=expert_share,
-            arguments=prepare_arguments,
-        )
-        return _answered(question, measure=measure, trace=trace)
+#: Modules are imported by the first use of a name: a plan's file is read without the simulation.
+_MODULES = {
+    "Machine": "machine",
+    "Plan": "plans",
+    "block": "table",
+    "compare": "comparison",
+    "explain": "table",
+    "machine_for": "choose_machine",
+    "model_fingerprint": "plans",
+    "parse_rate": "rates",
+    "plan": "make_plan",
+    "simulated_mesh": "simulation.simulated_mesh",
+}
 
 
-def _answered(question: Question, *, measure: bool, trace: str | os.PathLike[str] | None) -> Plan:
-    """Look for the best placement, or at the one that was given."""
-    trials, placement = Trials(question, measures=measure), question.placement
-    with quick_collection():
-        best = find_best(question, trials) if isinstance(placement, str) else given(question, trials, placement)
-        if trace is not None:
-            trials.write_trace(best.trial, trace)
-        return answer(question, trials, best)
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'penstock.planner' has no attribute {name!r}")
+    value = getattr(import_module(f"penstock.planner.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,4 +1,4 @@
-"""Placements that are tried: each is rehearsed once, and timed for as many machines as are asked for."""
+"""Placements that are tried: each is simulated once, and timed for as many machines as are asked for."""
 
 import contextlib
 import gc
@@ -15,16 +15,16 @@ from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.ext.observe.timeline import TraceTimeline, to_chrome
 from penstock.files import open_own
-from penstock.forecast.candidates import Choice
-from penstock.forecast.costs import MachineCosts, machine_costs
-from penstock.forecast.load import Fractions
-from penstock.forecast.machine import Machine
-from penstock.forecast.program import Op
-from penstock.forecast.retime import Timing, Timings
-from penstock.planner.question import Question
-from penstock.rehearsal.engine_internals import PrepareRequest, device_for
-from penstock.rehearsal.measured import time_ops
-from penstock.rehearsal.rehearse import Rehearsal, Scene, rehearse
+from penstock.planner.candidates import Choice
+from penstock.planner.cost import MachineCosts, machine_costs
+from penstock.planner.machine import Machine
+from penstock.planner.plan_request import PlanRequest
+from penstock.planner.simulation.engine_internals import PrepareRequest, device_for
+from penstock.planner.simulation.operation_times import time_ops
+from penstock.planner.simulation.program import Op
+from penstock.planner.simulation.retime import Timing, Timings
+from penstock.planner.simulation.simulate import Setup, Simulation, simulate
+from penstock.planner.workload import Fractions
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Trial:
     Attributes:
         placement: where state was.
         choice: what is not a matter of degree.
-        rehearsal: what the engine does.
+        simulation: what the engine does.
         timing: how long that takes.
         peak_bytes: the most bytes at once, by tier.
     """
 
     placement: Placement
     choice: Choice
-    rehearsal: Rehearsal
+    simulation: Simulation
     timing: Timing
     peak_bytes: Mapping[TierName, int]
 
@@ -50,80 +50,80 @@ class Trials:
     """Tries placements.
 
     Arguments:
-        question: what is asked.
+        request: what is asked.
         measures: whether each kind of operation is run for real, once, and timed: on this machine.
     """
 
-    def __init__(self, question: Question, *, measures: bool = False, measured: dict[Op, float] | None = None) -> None:
-        self._question = question
+    def __init__(
+        self, request: PlanRequest, *, measures: bool = False, measured: dict[Op, float] | None = None
+    ) -> None:
+        self._request = request
         self._measures = measures
         self._measured: dict[Op, float] = {} if measured is None else measured
         self._found: dict[str, Trial] = {}
-        self._timings: dict[int, Timings[MachineCosts]] = {}  # of rehearsals, all of which are kept
+        self._timings: dict[int, Timings[MachineCosts]] = {}  # of simulations, all of which are kept
 
     def __len__(self) -> int:
         return len(self._found)
 
     def run(self, placement: Placement, choice: Choice) -> Trial:
-        """Rehearse a placement, or give what was found when it was rehearsed before.
+        """Simulate a placement, or give what was found when it was simulated before.
 
         Raises:
-            ConfigError: `prepare` would refuse it, or the model cannot be rehearsed.
+            ConfigError: `prepare` would refuse it, or the model cannot be simulated.
         """
         key = f"{placement!r} {choice!r}"
         if key not in self._found:
-            question = self._question
-            request = question.request(placement, streamed=choice.streamed)
-            rehearsal = self._rehearse(replace(question.scene, recompute=choice.recompute), request)
+            request = self._request
+            prepare_request = request.request(placement, streamed=choice.streamed)
+            simulation = self._simulate(replace(request.setup, recompute=choice.recompute), prepare_request)
             self._found[key] = Trial(
                 placement,
                 choice,
-                rehearsal,
-                self.time(rehearsal, question.machine),
-                _by_tier(rehearsal.program.peak_bytes),
+                simulation,
+                self.time(simulation, request.machine),
+                _by_tier(simulation.program.peak_bytes),
             )
         return self._found[key]
 
-    def rehearse_other(
+    def simulate_other(
         self, trial: Trial, *, state_dtype: Literal["bf16", "int8"] | None = None, twice: bool = False
     ) -> Trial | None:
-        """Rehearse a trial with states of another dtype, or with twice the batch; `None` where that cannot be."""
-        question = self._question
+        """Simulate a trial with states of another dtype, or with twice the batch; `None` where that cannot be."""
+        request = self._request
         if state_dtype is not None:
-            if question.options.state_dtype == state_dtype:
+            if request.options.state_dtype == state_dtype:
                 return None
-            options = replace(question.options, state_dtype=state_dtype)
-            question = replace(question, arguments={**question.arguments, "options": options})
+            options = replace(request.options, state_dtype=state_dtype)
+            request = replace(request, arguments={**request.arguments, "options": options})
         if twice:
-            question = replace(
-                question, scene=replace(question.scene, batch=lambda: _twice(self._question.scene.batch()))
-            )
+            request = replace(request, setup=replace(request.setup, batch=lambda: _twice(self._request.setup.batch())))
         try:
-            return Trials(question, measures=self._measures, measured=self._measured).run(trial.placement, trial.choice)
+            return Trials(request, measures=self._measures, measured=self._measured).run(trial.placement, trial.choice)
         except PenstockError:
             return None
 
-    def time(self, rehearsal: Rehearsal, machine: Machine) -> Timing:
-        """Say how long a rehearsed step takes on a machine."""
-        key = id(rehearsal)
-        timings = self._timings.setdefault(key, Timings(rehearsal.program))
+    def time(self, simulation: Simulation, machine: Machine) -> Timing:
+        """Say how long a simulated step takes on a machine."""
+        key = id(simulation)
+        timings = self._timings.setdefault(key, Timings(simulation.program))
         return timings.on(machine_costs(machine, measured=self._measured, measured_share=_share_of_cores()))
 
-    def _rehearse(self, scene: Scene, request: PrepareRequest) -> Rehearsal:
-        """Rehearse; where operations are measured, time them, and run for real what cannot be rehearsed without."""
+    def _simulate(self, setup: Setup, prepare_request: PrepareRequest) -> Simulation:
+        """Simulate; where operations are measured, time them, and run for real what cannot be simulated without."""
         if not self._measures:
-            return rehearse(scene, request)
+            return simulate(setup, prepare_request)
         try:
-            rehearsal = rehearse(scene, request)
+            simulation = simulate(setup, prepare_request)
         except ConfigError:
-            rehearsal = rehearse(replace(scene, performs=True), request)
-        self._time_ops(rehearsal)
-        return rehearsal
+            simulation = simulate(replace(setup, runs_operations=True), prepare_request)
+        self._time_ops(simulation)
+        return simulation
 
-    def _time_ops(self, rehearsal: Rehearsal) -> None:
+    def _time_ops(self, simulation: Simulation) -> None:
         """Run what was not timed yet, once, on the device that is here."""
-        unknown = {op: recipe for op, recipe in rehearsal.recipes.items() if op not in self._measured}
-        costs = machine_costs(self._question.machine)
+        unknown = {op: recipe for op, recipe in simulation.recipes.items() if op not in self._measured}
+        costs = machine_costs(self._request.machine)
         self._measured |= time_ops(unknown, costs.op, device=device_for((), None).device)
 
     def write_trace(self, trial: Trial, path: str | os.PathLike[str]) -> None:
@@ -141,9 +141,9 @@ class Trials:
 
 @contextlib.contextmanager
 def quick_collection() -> Iterator[None]:
-    """Keep Python's collector off what is there already: after each rehearsal it looks at what came since.
+    """Keep Python's collector off what is there already: after each simulation it looks at what came since.
 
-    Modules of libraries are a million objects, which took longer than some rehearsals. Nothing changes where somebody
+    Modules of libraries are a million objects, which took longer than some simulations. Nothing changes where somebody
     else has objects frozen: they would be thawed.
     """
     if gc.get_freeze_count():
@@ -168,11 +168,11 @@ def _twice(inputs: Any) -> Any:
     )
 
 
-def placement_of(fractions: Fractions, choice: Choice, question: Question) -> Placement:
+def placement_of(fractions: Fractions, choice: Choice, request: PlanRequest) -> Placement:
     """Make the placement of fractions and a choice."""
     storages = {kind: _storage(shares) for kind, shares in fractions.items()}
     in_files = choice.activations == "nvme" or any(shares.get("nvme") for shares in fractions.values())
-    folders = tuple(question.folders) if in_files else None
+    folders = tuple(request.folders) if in_files else None
     return Placement(
         params=storages["params"],
         grads=storages["grads"],

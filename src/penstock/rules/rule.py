@@ -442,7 +442,7 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Arithmetic of native code that is noted and not done: tensors of a simulation have no values (`penstock.rehearsal`).
+# Arithmetic of native code that is noted and not done: tensors of a simulation have no values.
 #
 # It is state of one thread: other threads compute meanwhile.
 # ----------------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from penstock.cli import planning
 from penstock.cli.app import app
 from penstock.cli.planning import precision_on
 from penstock.cli.request import batch_size
-from penstock.forecast.answer import Lack
 from penstock.planner import Machine, Plan
+from penstock.planner.plan_fields import Shortfall
 from penstock.recompute import can_be_told, recomputes
 from tests.plans import plan as desktop
 
@@ -216,7 +216,12 @@ def test_recompute_is_the_planners_unless_it_is_said(
     [
         ({}, ["--max-step", "4.12"], 0, "step of at most 4.12 s: met"),
         ({}, ["--max-step", "4.1"], 1, "step of at most 4.1 s: not met"),
-        ({"fits": False, "lacks": (Lack("cpu", 5, "one more host"),)}, [], 1, "5 B (5 bytes) too few on the host."),
+        (
+            {"fits": False, "lacks": (Shortfall("cpu", 5, "one more host"),)},
+            [],
+            1,
+            "5 B (5 bytes) too few on the host.",
+        ),
     ],
 )
 def test_what_does_not_fit_or_is_too_slow_ends_with_status_1(

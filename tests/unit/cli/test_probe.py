@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.forecast.machine import Machine
-from penstock.planner import probing
+from penstock.planner import this_machine
+from penstock.planner.machine import Machine
 from penstock.probe.measure import Measured
 from penstock.probe.sampling import Measurement
 
@@ -28,7 +28,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, 
         }
         return Measured("a machine", "cpu", figures, {"cpu": "x"})
 
-    monkeypatch.setattr(probing, "measure", measure)
+    monkeypatch.setattr(this_machine, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
     return asked

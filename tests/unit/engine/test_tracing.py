@@ -15,7 +15,7 @@ from torch import nn
 import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.ext.observe.timeline import COMPUTE, RESOURCES
-from penstock.forecast.program import OF_MODEL
+from penstock.planner.simulation.program import OF_MODEL
 from penstock.runtime.aio import File
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams

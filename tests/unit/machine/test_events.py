@@ -46,7 +46,7 @@ def test_what_went_well_together_is_not_asked_again() -> None:
         together.wait()
         assert together.done()
     assert [event.asked for event in events] == asked
-    assert list(together.members()) == events, "a rehearsal asks what it was made of"
+    assert list(together.members()) == events, "a simulation asks what it was made of"
 
 
 def test_what_is_done_is_not_asked_again() -> None:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.forecast.bounds import collective_s
-from penstock.forecast.program import Collective
-from penstock.forecast.rings import ring
+from penstock.planner.bounds import collective_s
+from penstock.planner.collective_cost import ring
+from penstock.planner.simulation.program import Collective
 from penstock.runtime.system import neighbours_of_host
 from penstock.runtime.topology import Grid, node_size, nodes_of
 

@@ -10,9 +10,9 @@ import torch
 
 from penstock.config import Placement
 from penstock.errors import ConfigError
-from penstock.forecast.machine import Machine
-from penstock.forecast.plan import Plan
-from penstock.planner import searching
+from penstock.planner import search
+from penstock.planner.machine import Machine
+from penstock.planner.plans import Plan
 from tests.planning import ON_HOST, Tellable, desktop, planned
 
 SMALL, TIGHT = 500_000, 300_000
@@ -22,7 +22,7 @@ SMALL, TIGHT = 500_000, 300_000
 def auto() -> Plan:
     """The best placement on a device that is too small for all state."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "REHEARSALS", 2)
+        patch.setattr(search, "SIMULATIONS", 2)
         return planned(device_bytes=TIGHT)
 
 
@@ -61,7 +61,7 @@ def test_the_same_question_has_the_same_answer(on_host: Plan) -> None:
 
 @pytest.mark.thorough  # a search
 def test_what_can_be_told_computes_again_where_the_device_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "REHEARSALS", 2)
+    monkeypatch.setattr(search, "SIMULATIONS", 2)
     found = planned(lambda: Tellable(), device_bytes=SMALL)
     assert found.fits
     assert found.recompute

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.forecast.figures import FIGURES, Figure
+from penstock.planner.rates import RATES, Rate
 from penstock.probe import measure as probing
 from penstock.probe.measure import Measured, measure
 from tests.support import disks
@@ -76,9 +76,9 @@ def measured_in(folder: Path) -> Run:
 def test_every_figure_is_there_and_can_be_one_of_a_machine(run: Run) -> None:
     figures = run.measured.figures
     assert figures.keys() == OF_A_CPU | OF_FOLDERS
-    assert figures.keys() <= FIGURES.keys()
+    assert figures.keys() <= RATES.keys()
     for name, measurement in figures.items():
-        figure = Figure(*measurement)  # refuses what is no number above 0, or out of order
+        figure = Rate(*measurement)  # refuses what is no number above 0, or out of order
         assert figure.how, name
         assert not figure.how.endswith("."), name
 

@@ -11,7 +11,7 @@ from penstock.cli.reporting.markup import label
 from penstock.cli.reporting.run import MOST_NUMBER, TIERS, Run
 from penstock.cli.reporting.timeline import Piece, Timeline, joined
 from penstock.ext.observe.timeline import RESOURCES, WAITING
-from penstock.forecast.wording import byte_unit, seconds, share, size
+from penstock.planner.formatting import byte_unit, seconds, share, size
 
 #: Points of a curve, at most: more than pixels show no more, and make a page slow.
 MOST_POINTS = 2000

@@ -9,7 +9,7 @@ from penstock.cli.reporting.markup import Html, element, script_json, text
 from penstock.cli.reporting.run import Run, flattened, read_run
 from penstock.errors import ConfigError, one_line
 from penstock.files import check_own, open_regular, write_whole
-from penstock.forecast.wording import size
+from penstock.planner.formatting import size
 
 PAGE_NAME, COMPARED_NAME = "report.html", "compared.html"
 INSTALL = "pip install 'penstock[train]'"

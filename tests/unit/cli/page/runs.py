@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from penstock.config import Options
-from penstock.forecast.plan import Plan
+from penstock.planner.plans import Plan
 from tests.support import disks
 
 HOSTILE = (

@@ -1,1 +1,0 @@
-"""What a step costs on a machine: figures, programs, times, bounds and plans. Values; no engine."""

@@ -1,0 +1,285 @@
+"""What jobs, segments and collectives cost on a machine: seconds alone, and what of each shared capacity.
+
+Capacities are what a rank has of them: ranks of a host do the same at the same time, so each has its part of the host's
+memory, cores and disks. Two directions of one link, or of one disk, may both be fast alone and slower together.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+from math import inf
+
+from penstock.planner.collective_cost import ring
+from penstock.planner.rates import RATES
+from penstock.planner.simulation.fair_share import Demand, Figures, demand
+from penstock.planner.simulation.program import OF_MODEL, Collective, Op, Program, ProgramJob
+from penstock.planner.simulation.program_run import Costs
+
+__all__ = ["Costs", "Demand", "MachineCosts", "machine_costs"]
+
+HOST_MEMORY, CORES, DEVICE_MEMORY = "host memory", "cores", "device memory"
+
+#: Bytes of the host's memory that are read or written for each byte that arithmetic on the host is said to move: adding
+#: reads two numbers and writes one. A cast reads one and writes one of another size, and the caches hold back a read
+#: for what is written (write-allocate), so that it comes to as much.
+_TOUCHED = 3
+#: The same of a copy within the host's memory; and from or to a device: what is not pinned goes through a buffer that
+#: is, so it is read, written there, and read again.
+_COPIED, _PINNED, _PAGEABLE = 2, 1, 3
+
+#: The figures that times follow from. A change of the first ones is no change of pace.
+_COUNTS = frozenset(("devices",))
+_TIMES = (
+    *_COUNTS,
+    *(name for name, about in RATES.items() if about.unit in ("bytes/s", "FLOP/s", "s")),
+)
+
+_ARITHMETIC = frozenset(("float32", "bfloat16", "float16"))
+#: Compute's own update, as a simulation calls it (`streams.compute`).
+_UPDATE_IN_PLACE = "penstock.update"
+
+
+def machine_costs(
+    machine: Figures, *, measured: Mapping[Op, float] | None = None, measured_share: float = 1.0
+) -> "MachineCosts":
+    """Say what a machine takes for the parts of a program.
+
+    Arguments:
+        machine: its figures (`penstock.planner.Machine`).
+        measured: seconds of operations that were run for real on it; others follow from the figures.
+        measured_share: the part of the host's cores that they had, where the host computes.
+
+    Example:
+        >>> from penstock.planner import Machine
+        >>> costs = machine_costs(Machine.read("h100-node"))
+        >>> costs.op(Op("aten.mm.default", flops=10**12, nbytes=10**8, dtype="bfloat16")) > 1e-3
+        True
+    """
+    return MachineCosts(machine, measured or {}, measured_share)
+
+
+class MachineCosts:
+    """The costs of one machine.
+
+    Arguments:
+        figures: of the machine.
+        measured: seconds of operations.
+        measured_share: the part of the host's cores that they had.
+    """
+
+    def __init__(self, figures: Figures, measured: Mapping[Op, float], measured_share: float = 1.0) -> None:
+        self.figures = figures
+        self._measured = measured
+        self._measured_share = measured_share
+        self._jobs: dict[tuple[object, ...], Demand] = {}
+        self._segments: dict[tuple[object, ...], Demand] = {}
+        self._program: Program | None = None
+
+    def submit_seconds(self, program: Program) -> float:
+        """Give the host's time to submit a job: where work is run by others it only hands it over."""
+        return self.figures.value("job_seconds") if program.back_end == "accelerator" else 0.0
+
+    def wake_seconds(self, program: Program) -> float:
+        """Give the time from the end of what a thread of the host sleeps for until the thread goes on."""
+        slept = program.back_end == "accelerator" and self.figures.has("wake_seconds")
+        return self.figures.value("wake_seconds") if slept else 0.0
+
+    def host_seconds(self, program: Program, number: int) -> float:
+        """Give the host's time to enqueue a segment on a device."""
+        if program.back_end != "accelerator":
+            return 0.0
+        return sum(count for _, count in program.segments[number]) * self.figures.value("op_host_seconds")
+
+    def op(self, op: Op) -> float:
+        """Give the seconds of an operation of compute: measured, or those of its arithmetic or of its memory."""
+        if op in self._measured:
+            return self._measured[op]
+        if not op.flops and not op.nbytes:
+            return 0.0  # nothing runs
+        seconds = max(self.figures.value("op_seconds"), op.nbytes / self.figures.value("device_bandwidth"))
+        if op.flops:
+            dtype = op.dtype if op.dtype in _ARITHMETIC else "float32"
+            seconds = max(seconds, op.flops / self.figures.value(f"flops_{dtype}"))
+        return seconds
+
+    def segment(self, program: Program, number: int) -> Demand:
+        """Give what compute takes for a segment."""
+        self._know(program)
+        key = (number,)
+        if key not in self._segments:
+            self._segments[key] = self._compute(program, program.segments[number])
+        return self._segments[key]
+
+    def meeting(self, meeting: Collective, program: Program) -> Demand:
+        """Give what a collective takes that the host issues and waits for."""
+        return ring(meeting, self.figures, self.by_host(program))
+
+    def job(self, job: ProgramJob, program: Program) -> Demand:
+        """Give what a job takes."""
+        self._know(program)
+        key = (job.stream, job.label.verb, job.nbytes, job.collectives, job.segment, job.pageable, job.folder)
+        if key not in self._jobs:
+            taken = self._job(job, program)
+            if program.back_end != "accelerator":  # there the host spends it, before the job
+                overhead = self.figures.value("job_seconds")
+                taken = demand(taken.seconds + overhead, _loads(taken))
+            self._jobs[key] = taken
+        return self._jobs[key]
+
+    def by_host(self, program: Program) -> int:
+        """Say how many ranks are on a host: as was asked, else as many as the machine has devices."""
+        if program.hosts:
+            return max(1, program.world_size // program.hosts)
+        if program.world_size == 1:
+            return 1
+        if program.back_end != "accelerator" and not self.figures.has("devices"):
+            return program.world_size
+        return max(1, min(program.world_size, int(self.figures.value("devices"))))
+
+    def pace(self, other: "MachineCosts") -> float:
+        """Give the factor by which this machine takes at most as long for whatever the other one does, as it does it.
+
+        All that is costed is a sum or a maximum of bytes over rates, and of latencies, and what can be done at the same
+        time grows with each rate. So it is the factor of the figure that is worst in comparison. Times that were
+        measured follow no figure: with them it is at least 1.
+        """
+        mine, others = self._rates(), other._rates()
+        if mine.keys() != others.keys() or self._measured != other._measured:
+            return inf
+        if any(mine[name] != others[name] for name in _COUNTS & mine.keys()):
+            return inf
+        ratios = [
+            (mine[name] / others[name] if others[name] else inf)
+            if name.endswith("_seconds")
+            else others[name] / mine[name]
+            for name in mine.keys() - _COUNTS
+            if mine[name]
+        ]
+        return max([*ratios, 1.0 if self._measured else 0.0])
+
+    def _rates(self) -> dict[str, float]:
+        """List the figures that times follow from."""
+        return {name: self.figures.value(name) for name in _TIMES if self.figures.has(name)}
+
+    def _know(self, program: Program) -> None:
+        """Forget what another program took."""
+        if self._program is not program:
+            self._jobs.clear()
+            self._segments.clear()
+            self._program = program
+
+    # Compute
+
+    def _compute(self, program: Program, segment: tuple[tuple[int, int], ...]) -> Demand:
+        seconds, nbytes = 0.0, 0
+        for number, count in segment:
+            op = program.ops[number]
+            taken = self._update_in_place(op, program) if op.name == _UPDATE_IN_PLACE else self.op(op)
+            if op in self._measured and program.back_end != "accelerator":
+                # With a part of the cores: ranks that have as many each are in nobody's way until all are taken.
+                taken *= max(1 / self.by_host(program), self._measured_share)
+            seconds += count * taken
+            nbytes += count * op.nbytes
+        if program.back_end == "accelerator":
+            # What caches keep from memory is not known: no more than it had time for.
+            return demand(seconds, {DEVICE_MEMORY: min(seconds, nbytes / self.figures.value("device_bandwidth"))})
+        seconds *= self.by_host(program)  # ranks of a host share its cores
+        return demand(seconds, {CORES: seconds} | _least(seconds, self._memory(nbytes, program)))
+
+    def _update_in_place(self, op: Op, program: Program) -> float:
+        names = ("device_update",) if program.back_end == "accelerator" else (f"update_{program.rule}", "update")
+        found = [name for name in names if self.figures.has(name)]
+        return op.nbytes / self.figures.value(found[0] if found else "device_bandwidth")
+
+    # Jobs
+
+    def _job(self, job: ProgramJob, program: Program) -> Demand:
+        if job.folder >= 0:
+            return self._transfer(job, program)
+        if job.stream in ("collective", OF_MODEL):
+            return self._collective(job, program)
+        if job.stream == "device update" and program.back_end == "accelerator":
+            seconds = job.nbytes / self.figures.value("device_update")
+            return demand(seconds, {DEVICE_MEMORY: min(seconds, job.nbytes / self.figures.value("device_bandwidth"))})
+        if job.stream in ("update", "device update"):
+            return self._host_update(job, program)
+        if program.back_end == "accelerator" and job.stream in ("upload", "download", "save"):
+            return self._link(job, program)
+        return self._host_pass(job.nbytes, _COPIED, program)
+
+    def _host_update(self, job: ProgramJob, program: Program) -> Demand:
+        if job.label.verb != "update":
+            return self._host_pass(job.nbytes, _TOUCHED, program)
+        name = f"update_{program.rule}"
+        rate = self.figures.value(name if self.figures.has(name) else "update")
+        seconds = job.nbytes * self.by_host(program) / rate
+        return demand(seconds, {CORES: seconds} | self._memory(job.nbytes, program))
+
+    def _host_pass(self, nbytes: int, touched: int, program: Program) -> Demand:
+        """Give what one thread of the host takes to go over some memory."""
+        seconds = nbytes * touched * self.by_host(program) / self.figures.value("host_bandwidth")
+        return demand(seconds, {HOST_MEMORY: seconds})
+
+    def _link(self, job: ProgramJob, program: Program) -> Demand:
+        pageable = "_pageable" if job.pageable else ""
+        up, down = (self.figures.value(f"{way}{pageable}") for way in ("h2d", "d2h"))
+        if self.figures.has("duplex"):
+            loads = _both_ways("link", job.nbytes, job.stream == "upload", up, down, self.figures.value("duplex"))
+        else:
+            loads = {"link up": job.nbytes / up} if job.stream == "upload" else {"link down": job.nbytes / down}
+        return demand(0.0, loads | self._memory(job.nbytes * (_PAGEABLE if job.pageable else _PINNED), program))
+
+    def _transfer(self, job: ProgramJob, program: Program) -> Demand:
+        read, write = self.figures.value("disk_read"), self.figures.value("disk_write")
+        nbytes, reads = job.nbytes * self.by_host(program), job.stream != "write"
+        mixed = self.figures.value("disk_mixed") if self.figures.has("disk_mixed") else 0.0
+        loads = dict(_both_ways(f"disk {job.folder}", nbytes, reads, read, write, mixed))
+        if self.figures.has("disk_cores"):
+            loads[CORES] = nbytes / self.figures.value("disk_cores")
+        seconds = self.figures.value("disk_seconds") + max(loads.values())
+        return demand(seconds, loads | self._memory(job.nbytes, program))
+
+    def _collective(self, job: ProgramJob, program: Program) -> Demand:
+        by_host = self.by_host(program)
+        parts = [ring(each, self.figures, by_host) for each in job.collectives]
+        parts.append(self._compute(program, job.segment))
+        if not job.collectives and not job.segment:  # nothing is known but its bytes: a copy
+            parts.append(self._host_pass(job.nbytes, _COPIED, program) if program.back_end != "accelerator" else NONE)
+        loads: dict[str, float] = {}
+        for name, load in chain.from_iterable(_loads(part).items() for part in parts):
+            loads[name] = loads.get(name, 0.0) + load
+        return demand(sum(part.seconds for part in parts), loads)
+
+    def _memory(self, nbytes: float, program: Program) -> dict[str, float]:
+        """Say for how many seconds bytes would need all of the host's memory."""
+        if not self.figures.has("host_bandwidth"):
+            return {}
+        return {HOST_MEMORY: nbytes * self.by_host(program) / self.figures.value("host_bandwidth")}
+
+
+NONE = Demand(0.0)
+
+
+def _loads(taken: Demand) -> dict[str, float]:
+    return {name: share * taken.seconds for name, share in taken.uses.items()}
+
+
+def _least(seconds: float, loads: Mapping[str, float]) -> dict[str, float]:
+    return {name: min(seconds, load) for name, load in loads.items()}
+
+
+def _both_ways(name: str, nbytes: float, first: bool, one: float, other: float, together: float) -> dict[str, float]:
+    """Say what bytes take of something that goes both ways.
+
+    What it can do at once, `a` bytes/s one way and `b` the other, is all that lies below the lines from (`one`, 0) to
+    (`together`/2, `together`/2) and on to (0, `other`): each line is a capacity. Where the point in the middle lies
+    below the line from end to end it is left out: the two ways could take turns. What can be done grows with each of
+    the three figures.
+    """
+    half = 2 / together if together else 1 / one + 1 / other
+    if first:
+        return {f"{name}, one way": nbytes / one, f"{name}, other way": nbytes * _within(half - 1 / other, 1 / one)}
+    return {f"{name}, one way": nbytes * _within(half - 1 / one, 1 / other), f"{name}, other way": nbytes / other}
+
+
+def _within(value: float, most: float) -> float:
+    return min(max(value, 0.0), most)

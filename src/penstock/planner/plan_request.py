@@ -1,0 +1,197 @@
+"""What is asked of the planner: a model, an optimizer and a batch on a machine, within limits."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.config import Options, Placement, TierName
+from penstock.errors import ConfigError, one_line
+from penstock.planner.machine import Machine
+from penstock.planner.mesh_models import check_parts
+from penstock.planner.plans import placeholders
+from penstock.planner.simulation.engine_internals import (
+    Grid,
+    PrepareRequest,
+    check_elementwise,
+    grid_of,
+    node_size,
+    request_for,
+)
+from penstock.planner.simulation.program import BackEnd
+from penstock.planner.simulation.simulate import Setup
+from penstock.planner.workload import Limits
+
+#: What is left free of each memory: others take some, and allocators lose some to gaps.
+RESERVE: Mapping[TierName, float] = {"device": 0.05, "cpu": 0.05, "nvme": 0.02}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked.
+
+    Attributes:
+        setup: the model, its optimizer, its batch and its ranks.
+        machine: what the figures are of.
+        limits: what one rank may take of each memory.
+        placement: where state is to be; `"auto"`: wherever a step is shortest.
+        arguments: those of `prepare` that are given, beside the placement.
+        folders: the folders of the nvme tier.
+        hosts: how many hosts the ranks are on.
+    """
+
+    setup: Setup
+    machine: Machine
+    limits: Limits
+    placement: Placement | Literal["auto"]
+    arguments: Mapping[str, Any]
+    folders: Sequence[str]
+    hosts: int
+
+    @property
+    def options(self) -> Options:
+        """The options that were given, or the defaults."""
+        options: Options = self.arguments.get("options", Options())
+        return options
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.setup.back_end == "accelerator"
+
+    def request(self, placement: Placement, *, streamed: float) -> PrepareRequest:
+        """Check a placement as `prepare` does, with all other arguments.
+
+        Raises:
+            ConfigError: as for `prepare`.
+        """
+        overlap = self.arguments.get("overlap", "auto")
+        arguments = {
+            **self.arguments,
+            "placement": placement,
+            "options": replace(self.options, streamed_updates=streamed),
+            # By name alone updates begin in backward: a gradient that is not finite then ends the optimizer.
+            "overlap": "forward" if overlap == "auto" else overlap,
+            "weights": self.arguments.get("weights") or "init",  # the copy that is simulated has no values
+        }
+        return request_for(self.setup.model, **arguments)
+
+
+def plan_request(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
+    batch: Callable[[], Any],
+    *,
+    machine: Machine,
+    placement: Placement | Literal["auto"],
+    arguments: Mapping[str, Any],
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    folders: Sequence[str | os.PathLike[str]] = (),
+    world_size: int = 1,
+    hosts: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    micro_batches: int = 1,
+    expert_share: float | None = None,
+) -> PlanRequest:
+    """Check what is asked. `penstock.planner.plan` says what the arguments are.
+
+    Raises:
+        ConfigError: an argument is of the wrong kind or out of range; nothing was simulated.
+    """
+    sharded = arguments.get("stage", 3) != 0
+    if mesh is None:
+        grid = None
+    else:
+        grid = grid_of(mesh, sharded=sharded)
+        world_size = _size_of(grid, world_size)
+    counts: dict[str, Any] = {"world_size": world_size, "hosts": hosts, "micro_batches": micro_batches}
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}={value!r} is no number of {name.replace('_', ' ')}. Use 1 or more.")
+    if world_size % hosts:
+        raise ConfigError(f"world_size={world_size} ranks cannot be shared by hosts={hosts}. Use a multiple of it.")
+    if not callable(batch):
+        raise ConfigError(f"batch is a {type(batch).__name__}. Give a function that makes one micro-batch.")
+    sizes: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes}
+    for name, nbytes in sizes.items():
+        if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
+            raise ConfigError(f"{name}={nbytes!r} is no number of bytes. Use 1 or more, or None.")
+    for name in ("placement", "plan", "batch"):
+        if name in arguments:
+            raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
+    check_elementwise(optimizer)
+    back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
+    grid = grid or Grid.first_of(world_size, sharded=sharded)
+    nodes = getattr(arguments.get("options"), "nodes", None)
+    setup = Setup(
+        check_parts(made(model), grid),
+        optimizer,
+        batch,
+        micro_batches=micro_batches,
+        grid=grid.in_nodes(node_size(range(grid.shards), nodes, world_size // hosts)),
+        hosts=hosts,
+        back_end=back_end,
+        pinnable_bytes=_pinnable(machine, world_size // hosts),
+        share=expert_share,
+    )
+    named = [os.fspath(folder) for folder in folders]
+    if not named and machine.has("folders") and machine.has("disk_free"):
+        named = placeholders(int(machine.value("folders")))
+    limits = _limits(machine, device_bytes, host_bytes, len(named), world_size // hosts)
+    return PlanRequest(setup, machine, limits, placement, dict(arguments), named, hosts)
+
+
+def _size_of(grid: Grid, world_size: int) -> int:
+    """Count the ranks of a mesh; refuse another number of them."""
+    if world_size not in (1, grid.world_size):
+        raise ConfigError(
+            f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave world_size out."
+        )
+    return grid.world_size
+
+
+def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Give the model, or have the function make it on the meta device.
+
+    Raises:
+        ConfigError: it does not make one.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    given: Any = model
+    if not callable(given):
+        raise ConfigError(f"model is a {type(model).__name__}. Give a module, or a function that makes one.")
+    try:
+        with torch.device("meta"):
+            found = model()
+    except Exception as error:  # it is somebody else's code
+        raise ConfigError(f"model() failed on the meta device: {one_line(error)}.") from error
+    if not isinstance(found, nn.Module):
+        raise ConfigError(f"model() made a {type(found).__name__}, not a module.")
+    return found
+
+
+def _limits(
+    machine: Machine, device_bytes: int | None, host_bytes: int | None, folders: int, ranks_of_host: int
+) -> Limits:
+    """Say what one rank may take of each memory."""
+    there: dict[TierName, int] = {}
+    shared = machine.device == "cpu"
+    host = host_bytes if host_bytes is not None else int(machine.value("host_memory"))
+    if shared:
+        host = min(host, device_bytes or host)
+    else:
+        there["device"] = device_bytes if device_bytes is not None else int(machine.value("device_memory"))
+    there["cpu"] = host // ranks_of_host
+    if folders and machine.has("disk_free"):
+        there["nvme"] = int(machine.value("disk_free")) * folders // ranks_of_host
+    reserve = {tier: int(RESERVE[tier] * nbytes) for tier, nbytes in there.items()}
+    return Limits(there, reserve, shared=shared)
+
+
+def _pinnable(machine: Machine, ranks_of_host: int) -> int | None:
+    return int(machine.value("pinnable_memory")) // ranks_of_host if machine.has("pinnable_memory") else None

@@ -1,0 +1,265 @@
+"""The figures of a machine: their names, units and meanings, and how people write and read them.
+
+All are in SI units: bytes, bytes/s, FLOP/s, seconds. `RATES` is what errors, the command and the docs read.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from math import isfinite
+from typing import Any, Literal, NamedTuple
+
+from penstock.errors import ConfigError, one_line, shown
+
+Unit = Literal["bytes", "bytes/s", "FLOP/s", "s", "count"]
+
+
+class About(NamedTuple):
+    """What a figure is.
+
+    Attributes:
+        unit: of its value.
+        meaning: what it is, in one line.
+    """
+
+    unit: Unit
+    meaning: str
+
+
+#: Every figure there is, by name.
+RATES: Mapping[str, About] = {
+    "devices": About("count", "accelerators of a host"),
+    "device_memory": About("bytes", "memory of one device"),
+    "host_memory": About("bytes", "memory of the host, for all its ranks together"),
+    "pinnable_memory": About("bytes", "memory of the host that can be registered for copies of devices"),
+    "host_threads": About("count", "cores of the host that updates may use"),
+    "flops_float32": About("FLOP/s", "achieved by a device's matrix products in float32"),
+    "flops_bfloat16": About("FLOP/s", "achieved by a device's matrix products in bfloat16"),
+    "flops_float16": About("FLOP/s", "achieved by a device's matrix products in float16"),
+    "device_bandwidth": About("bytes/s", "of elementwise operations on a device, read and written"),
+    "device_update": About("bytes/s", "of an update on a device, read and written"),
+    "op_seconds": About("s", "least time that an operation takes a device"),
+    "op_host_seconds": About("s", "time that the host takes to enqueue an operation"),
+    "job_seconds": About("s", "overhead of a job on a stream"),
+    "wake_seconds": About("s", "from the end of what a thread of the host sleeps for until the thread goes on"),
+    "h2d": About("bytes/s", "from pinned memory of the host to a device, alone"),
+    "d2h": About("bytes/s", "from a device to pinned memory of the host, alone"),
+    "h2d_pageable": About("bytes/s", "from memory of the host that is not pinned to a device"),
+    "d2h_pageable": About("bytes/s", "from a device to memory of the host that is not pinned"),
+    "duplex": About("bytes/s", "of both ways between the host and a device together, at the same time"),
+    "host_bandwidth": About("bytes/s", "of the host's DRAM, reads and writes together; copies and updates share it"),
+    "update": About("bytes/s", "of the host's update, read and written; of rules that have no figure of their own"),
+    "update_adamw": About("bytes/s", "of the host's update by AdamW, read and written"),
+    "update_adam": About("bytes/s", "of the host's update by Adam, read and written"),
+    "update_sgd": About("bytes/s", "of the host's update by SGD, read and written"),
+    "update_adagrad": About("bytes/s", "of the host's update by Adagrad, read and written"),
+    "update_lion": About("bytes/s", "of the host's update by Lion, read and written"),
+    "folders": About("count", "folders for files, each on a disk of its own"),
+    "disk_free": About("bytes", "free in one folder"),
+    "disk_read": About("bytes/s", "read from one folder, a record at a time"),
+    "disk_write": About("bytes/s", "written into one folder, a record at a time"),
+    "disk_mixed": About("bytes/s", "read and written together in one folder, at the same time"),
+    "disk_cores": About("bytes/s", "that all cores could move from and to files: checksums, system calls"),
+    "disk_seconds": About("s", "time until the first byte of a record is there"),
+    "link_bandwidth": About("bytes/s", "of a collective between a host's devices: (n-1)/n of its buffer over time"),
+    "link_seconds": About("s", "latency of a collective between a host's devices"),
+    "net_bandwidth": About("bytes/s", "of a collective between hosts, for each host: (n-1)/n of its buffer over time"),
+    "net_seconds": About("s", "latency of a collective between hosts"),
+}
+
+#: What a number is multiplied with, by what is written behind it. Letters count: GB is 10**9, GiB is 2**30.
+_BYTES = (
+    {"B": 1.0}
+    | {f"{prefix}B": 1000.0**power for power, prefix in enumerate("kMGTP", start=1)}
+    | {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGTP", start=1)}
+)
+UNITS: Mapping[Unit, Mapping[str, float]] = {
+    "bytes": _BYTES,
+    "bytes/s": {f"{name}/s": factor for name, factor in _BYTES.items()},
+    "FLOP/s": {f"{prefix}FLOP/s": 1000.0**power for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E"))},
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9},
+    "count": {},
+}
+#: What is written behind a number, for errors.
+_EXAMPLES: Mapping[Unit, str] = {
+    "bytes": "24GiB or 24e9",
+    "bytes/s": "7GB/s or 7e9",
+    "FLOP/s": "165TFLOP/s or 165e12",
+    "s": "80us or 8e-5",
+    "count": "2",
+}
+#: The units that tables are written in: the largest one of which there is at least 1.
+_SHOWN: Mapping[Unit, tuple[str, ...]] = {
+    "bytes": ("TiB", "GiB", "MiB", "KiB", "B"),
+    "bytes/s": ("TB/s", "GB/s", "MB/s", "kB/s", "B/s"),
+    "FLOP/s": ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s"),
+    "s": ("s", "ms", "us", "ns"),
+    "count": (),
+}
+
+#: How a figure that somebody wrote down without more is said to have come about.
+STATED = "stated"
+
+_MOST_CHARS = 80
+_NUMBER = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?)\s*(.*?)\s*", re.DOTALL)
+_BITS = re.compile(r"([kKMGTP]i?b|[kKMGTP]?i?bits?|[kKMGTP]?bp)(/?s)?")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A figure of a machine: its value, how far it spreads, and where it is from.
+
+    Arguments:
+        value: above 0, in the figure's unit (`RATES`).
+        low: the least that was seen, at most `value`.
+        high: the most that was seen, at least `value`.
+        how: how it was measured, or its source.
+
+    Raises:
+        ConfigError: a number is no finite number above 0, or `low <= value <= high` does not hold.
+
+    Example:
+        >>> Figure(7e9, 6.8e9, 7.1e9, "read 256 MiB in records of 4 MiB, 5 times").value
+        7000000000.0
+    """
+
+    value: float
+    low: float
+    high: float
+    how: str
+
+    def __post_init__(self) -> None:
+        for name in ("value", "low", "high"):
+            object.__setattr__(self, name, number(getattr(self, name), name))
+        if not self.low <= self.value <= self.high:
+            raise ConfigError(f"low {self.low:g}, value {self.value:g}, high {self.high:g} are not in this order")
+        how: object = self.how  # of a file, where it may be anything
+        if not isinstance(how, str):
+            raise ConfigError(f"how is {shown(how)}, not a text")
+
+    @classmethod
+    def stated(cls, value: float, how: str = STATED) -> "Rate":
+        """Make a figure of a number that somebody gives, without a spread."""
+        return cls(value, value, value, how)
+
+
+def number(value: Any, what: str) -> float:
+    """Check that something is a finite number above 0.
+
+    Raises:
+        ConfigError: it is not. The text begins with `what` and ends without a full stop.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{what} is {shown(value)}, not a number")
+    try:
+        as_float = float(value)
+    except OverflowError:
+        as_float = float("inf")
+    if not isfinite(as_float):
+        raise ConfigError(f"{what} is {shown(as_float)}, not a finite number")
+    if as_float <= 0:
+        raise ConfigError(f"{what} is {as_float:g}, not above 0")
+    return as_float
+
+
+def check_name(name: object, *, known: Iterable[str] = RATES) -> str:
+    """Check that something is the name of a figure.
+
+    Raises:
+        ConfigError: there is none of that name. The message has the nearest one, and all.
+    """
+    names = list(known)
+    if isinstance(name, str) and name in names:
+        return name
+    near = difflib.get_close_matches(name.lower(), names, n=1) if isinstance(name, str) and len(name) < 99 else []
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"There is no figure {shown(name)}.{hint} All figures: {', '.join(names)}.")
+
+
+def check_count(name: str, value: float) -> None:
+    """Check that a figure that counts something is a whole number.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if RATES[name].unit == "count" and value != int(value):
+        raise ConfigError(f"{name} is {value:g}, and counts {RATES[name].meaning}: it is a whole number")
+
+
+def parse_rate(text: str) -> tuple[str, float]:
+    """Read what people write to change a figure: its name, `=`, a number, and its unit unless it is an SI unit.
+
+    Units are exact: `GB` is 10**9 bytes, `GiB` is 2**30. Bits are refused.
+
+    Arguments:
+        text: such as `disk_read=7GB/s`, `device_memory=24GiB`, `flops_bfloat16=165TFLOP/s` or `disk_seconds=80us`.
+
+    Returns:
+        The figure's name, and its value in the unit of `RATES`.
+
+    Raises:
+        ConfigError: there is no such figure, or what follows is no value of it.
+
+    Example:
+        >>> parse_figure("disk_read=7GB/s")
+        ('disk_read', 7000000000.0)
+    """
+    name, equals, written = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{shown(text)} is no figure with its value. Write it as in disk_read=7GB/s.")
+    name = check_name(name.strip())
+    unit = RATES[name].unit
+    match = _NUMBER.fullmatch(written) if len(written) <= _MOST_CHARS else None
+    if match is None:
+        raise ConfigError(f"{name}={_text(written)}: no number is there. Write {name}={_EXAMPLES[unit]}.")
+    try:
+        value = number(_times(match[1], _factor(name, match[2])), name)
+        check_count(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={_text(written)}: {error}. Write {name}={_EXAMPLES[unit]}.") from error
+    return name, value
+
+
+def _times(count: str, factor: float) -> float:
+    """Multiply in decimals, so that 80us is 8e-05."""
+    return float(Decimal(count) * Decimal(repr(factor)))
+
+
+def _factor(name: str, written: str) -> float:
+    """Look up what is written behind a figure's number."""
+    unit = RATES[name].unit
+    if not written:
+        return 1.0
+    if written in UNITS[unit]:
+        return UNITS[unit][written]
+    if unit == "count":
+        raise ConfigError(f"{_text(written)} is behind the number, and {name} is a count")
+    if _BITS.fullmatch(written) and unit in ("bytes", "bytes/s"):
+        raise ConfigError(f"{_text(written)} is in bits, and {name} is in {unit}: divide by 8")
+    raise ConfigError(f"{_text(written)} is no unit of {name}, which is in {unit}")
+
+
+def write_value(name: str, value: float) -> str:
+    """Write a figure's value as people read it, and as `parse_rate` reads it, to three or four digits.
+
+    Example:
+        >>> write_value("disk_read", 7e9)
+        '7 GB/s'
+    """
+    unit = RATES[name].unit
+    for shown_unit in _SHOWN[unit]:
+        count = value / UNITS[unit][shown_unit]
+        if count >= 1:
+            return f"{_digits(count)} {shown_unit}"
+    last = _SHOWN[unit][-1:]
+    return f"{_digits(value / UNITS[unit][last[0]])} {last[0]}" if last else _digits(value)
+
+
+def _digits(count: float) -> str:
+    return f"{count:.4g}" if count < 1e4 else f"{count:.3e}" if count >= 1e6 else f"{count:.0f}"
+
+
+def _text(value: str) -> str:
+    return one_line(value, _MOST_CHARS)

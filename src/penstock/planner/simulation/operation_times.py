@@ -1,0 +1,181 @@
+"""What operations take on the device that is here: each kind runs for real, once it is known from a simulation."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import groupby
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.planner.simulation.fake_operations import Recipe
+from penstock.planner.simulation.operation_cost import tensors_in
+from penstock.planner.simulation.program import Op
+from penstock.planner.simulation.shapes import Shaped, over
+
+_TIMINGS = 3
+_LEAST_SECONDS = 1e-3  # of one timing: a clock and a queue are not to be what is timed
+
+
+def time_ops(
+    recipes: Mapping[Op, Recipe],
+    roofline: Callable[[Op], float],
+    *,
+    device: torch.device | str = "cpu",
+    most_seconds: float = 30.0,
+    most_bytes: int = 1 << 30,
+) -> dict[Op, float]:
+    """Measure each kind of operation on random values, the costliest ones first.
+
+    What is larger than `most_bytes`, what is left after `most_seconds`, and what cannot run alone is not timed. It gets
+    its roofline, times the median of what was timed over its roofline: of operations of its name where there are any.
+
+    Arguments:
+        recipes: for each kind an example: `FakeOperations.recipes`.
+        roofline: seconds that a kind would take by FLOPs and bytes alone; 0 where nothing runs.
+        device: where they run.
+        most_seconds: how long all of it may take; the operation that runs is finished.
+        most_bytes: of arguments and results of one operation.
+
+    Returns:
+        Seconds of each kind.
+    """
+    device = torch.device(device)
+    until = time.perf_counter() + most_seconds
+    timed: dict[Op, float] = {}
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+        for op in sorted(recipes, key=roofline, reverse=True):
+            if time.perf_counter() > until or roofline(op) <= 0:
+                break
+            if _nbytes(recipes[op], op) <= most_bytes and (seconds := _timed(recipes[op], device)) is not None:
+                timed[op] = seconds
+    ratios = {name: median(each) for name, each in _ratios(timed, roofline)}
+    overall = median(ratios.values()) if ratios else 1.0
+    return {op: timed[op] if op in timed else roofline(op) * ratios.get(op.name, overall) for op in recipes}
+
+
+def _ratios(timed: Mapping[Op, float], roofline: Callable[[Op], float]) -> Iterator[tuple[str, list[float]]]:
+    """Yield the times of each name, over their rooflines."""
+    for name, ops in groupby(sorted(timed, key=lambda op: op.name), key=lambda op: op.name):
+        yield name, [timed[op] / roofline(op) for op in ops]
+
+
+def _nbytes(recipe: Recipe, op: Op) -> int:
+    """Estimate what an operation needs: its arguments, or what it reads and writes where that is more."""
+    taken: list[Shaped] = []
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Shaped):
+            taken.append(value)
+            return value
+        return over(value, note)
+
+    note((recipe.args, recipe.kwargs))
+    return max(sum(shaped.nbytes for shaped in taken), op.nbytes)
+
+
+def _timed(recipe: Recipe, device: torch.device) -> float | None:
+    """Return the seconds of one call; `None` where it cannot be called on values of no meaning."""
+    try:
+        call = call_of(recipe, device)
+        call()
+        once = _seconds(call, device, 1)
+        calls = max(1, min(1000, int(_LEAST_SECONDS / max(once, 1e-9))))
+        return median(_seconds(call, device, calls) for _ in range(_TIMINGS))
+    except Exception:  # a library's kernel on values that its caller would not have given it
+        return None
+
+
+def call_of(recipe: Recipe, device: torch.device) -> Callable[[], object]:
+    """Make an operation's arguments, of random values, and return what calls it.
+
+    Arguments:
+        recipe: an example of the operation. Kernels of a cpu have another name elsewhere.
+        device: where it is to run.
+    """
+    args, kwargs = _filled(recipe, device)
+    made = None if device.type == "cpu" else _ELSEWHERE.get(recipe.func._overloadpacket)
+    return partial(recipe.func, *args, **kwargs) if made is None else made(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, **given: Any
+) -> Callable[[], Tensor]:
+    gqa = query.shape[1] != key.shape[1]
+    return partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        *(query, key, value, given.get("attn_mask"), dropout, causal),
+        scale=given.get("scale"),
+        enable_gqa=gqa,
+    )
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *how: Any, **given: Any
+) -> Callable[[], object]:
+    inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
+    with torch.enable_grad():
+        result = _attention(query, key, value, *how, **given)()
+    return lambda: torch.autograd.grad(result, inputs, grad, retain_graph=True)
+
+
+#: What does the work of an operation of a cpu on other devices, where that is not of the same name.
+_ELSEWHERE: dict[Any, Callable[..., Callable[[], object]]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _seconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    _wait_for(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _wait_for(device)
+    return (time.perf_counter() - start) / calls
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _filled(recipe: Recipe, device: torch.device) -> tuple[Any, Any]:
+    """Make the arguments of a call: integers may be indices of any dimension, or ends of groups of rows."""
+    sizes: list[int] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, Shaped):
+            sizes.extend(value.shape)
+            return value
+        return over(value, collect)
+
+    collect((recipe.args, recipe.kwargs))
+    below = max(min(sizes, default=1), 1)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Shaped):
+            return _values(value, below, device, generator)
+        return device if isinstance(value, torch.device) else over(value, fill)
+
+    args, kwargs = fill(recipe.args), fill(recipe.kwargs)
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.dtype == torch.int32:
+            tensor.copy_(tensor.sort().values)
+    return args, kwargs
+
+
+def _values(shaped: Shaped, below: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    tensor = torch.empty_strided(shaped.shape, shaped.strides, dtype=shaped.dtype, device=device)
+    if 0 in shaped.strides:  # an expanded tensor takes no values of its own
+        return tensor.as_strided((shaped.nbytes // shaped.dtype.itemsize,), (1,)).zero_().as_strided(*shaped[:2])
+    if shaped.dtype == torch.bool:
+        return tensor.copy_(torch.rand(shaped.shape, device=device, generator=generator) < 0.5)
+    if not (shaped.dtype.is_floating_point or shaped.dtype.is_complex):
+        return tensor.copy_(torch.randint(below, shaped.shape, device=device, generator=generator))
+    real = torch.float32 if shaped.dtype.is_floating_point else torch.complex64
+    return tensor.copy_(torch.randn(shaped.shape, dtype=real, device=device, generator=generator))

@@ -1,0 +1,211 @@
+"""What a simulation notes while the engine runs: the program, and how many bytes are where."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from penstock.config import Tier
+from penstock.planner.simulation.memory import Memory
+from penstock.planner.simulation.order import Order
+from penstock.planner.simulation.program import (
+    OF_MODEL,
+    BackEnd,
+    Collective,
+    Item,
+    Op,
+    Program,
+    ProgramJob,
+    Segment,
+    WorkKind,
+)
+from penstock.trace import NO_LABEL, Label
+
+
+class Recorder:
+    """Writes a program down.
+
+    Arguments:
+        back_end: who would run what is submitted.
+
+    Attributes:
+        jobs: what was submitted so far.
+        step: the number of the step that is under way.
+        order: which jobs of the device must be over.
+    """
+
+    def __init__(self, back_end: BackEnd) -> None:
+        self.back_end = back_end
+        self.jobs: list[ProgramJob] = []
+        self.step = 0
+        self.order = Order()
+        self._ops: dict[Op, int] = {}
+        self._segments: dict[Segment, int] = {}
+        self._meetings: list[Collective] = []
+        self._items: list[Item] = []
+        self._steps = [0]
+        self._counted: dict[int, int] = {}  # operations since the last event, by their number
+        self._issued: list[Collective] = []  # inside of a job
+        self._label = NO_LABEL
+        self._phases: list[tuple[str, int]] = []
+        self._there: Counter[Tier] = Counter()
+        self._peak: Counter[Tier] = Counter()
+
+    # Compute
+
+    def op(self, op: Op) -> None:
+        """Note an operation of compute, or of the job that is being noted."""
+        number = self._ops.setdefault(op, len(self._ops))
+        self._counted[number] = self._counted.get(number, 0) + 1
+
+    def touch(self, name: str, nbytes: int) -> None:
+        """Note a pass over memory that is no operation of torch's."""
+        self.op(Op(name, 0, nbytes, "float32"))
+
+    def where(self) -> str:
+        """Name the unit whose forward or backward is under way; empty where it is none."""
+        return self._label.unit
+
+    def turn_to(self, label: Label) -> None:
+        """Note what compute does from here on."""
+        if label != self._label:
+            self._end_segment()
+            self._label = label
+
+    def _end_segment(self) -> None:
+        if self._counted:
+            segment = self._segments.setdefault(self._take_segment(), len(self._segments))
+            self._items.append(Item(WorkKind.COMPUTE, segment, self._label))
+
+    def _take_segment(self) -> Segment:
+        counted, self._counted = self._counted, {}
+        return tuple(counted.items())
+
+    # Streams
+
+    @contextmanager
+    def inside_a_job(self) -> Iterator[list[tuple[tuple[Collective, ...], Segment]]]:
+        """Collect what work does that is looked into: the block's list gets its collectives with its segment."""
+        outside, self._counted = self._counted, {}
+        issued, self._issued = self._issued, []
+        found: list[tuple[tuple[Collective, ...], Segment]] = []
+        try:
+            yield found
+            found.append((tuple(self._issued), self._take_segment()))
+        finally:
+            self._counted, self._issued = outside, issued
+
+    def submit(self, job: ProgramJob) -> int:
+        """Note a job; return its number."""
+        self._end_segment()
+        self.jobs.append(job)
+        self._items.append(Item(WorkKind.SUBMIT, len(self.jobs) - 1, self._label))
+        return len(self.jobs) - 1
+
+    def wait(self, job: int, *, by_host: bool) -> None:
+        """Note that compute, or the host, goes on after a job."""
+        self._end_segment()
+        self._items.append(Item(WorkKind.HOST_WAIT if by_host else WorkKind.WAIT, job, self._label))
+
+    def synchronize(self) -> None:
+        """Note that the host waits for all that compute was given."""
+        self._end_segment()
+        self.order.synchronize()
+        self._items.append(Item(WorkKind.SYNCHRONIZE, 0, self._label))
+
+    # Ranks
+
+    def issue(self, collective: Collective) -> None:
+        """Note a collective of the job that is being noted."""
+        self._issued.append(collective)
+
+    def communicate(self, collective: Collective) -> None:
+        """Note a collective that the model issues, for which compute waits at once."""
+        self.wait(
+            self.submit(ProgramJob(OF_MODEL, self._label, collective.nbytes, collectives=(collective,))), by_host=False
+        )
+
+    def meet(self, collective: Collective) -> None:
+        """Note a collective that the host issues and waits for."""
+        self._end_segment()
+        self._meetings.append(collective)
+        self._items.append(Item(WorkKind.MEET, len(self._meetings) - 1, self._label))
+
+    # Memory
+
+    def add(self, tier: Tier, nbytes: int) -> None:
+        """Note that bytes of a tier are taken, or with a negative number given back."""
+        self._there[tier] += nbytes
+        self._peak[tier] = max(self._peak[tier], self._there[tier])
+
+    def bytes_on(self, tier: Tier) -> int:
+        """Say how many bytes are taken now."""
+        return self._there[tier]
+
+    def forget_peak(self) -> None:
+        """Measure the most bytes from here on."""
+        self._peak = Counter(self._there)
+
+    # The end
+
+    def enter(self, phase: str) -> None:
+        """Note that a forward, a backward or a step begins."""
+        self._end_segment()
+        self._phases.append((phase, len(self._items)))
+
+    def items_of(self, phase: str) -> list[range]:
+        """List the numbers of the items of each forward, backward or step."""
+        ends = [first for _, first in self._phases[1:]] + [len(self._items)]
+        return [range(first, end) for (name, first), end in zip(self._phases, ends, strict=True) if name == phase]
+
+    def end_step(self) -> None:
+        """Note that a step is over."""
+        self.turn_to(NO_LABEL)
+        self._end_segment()
+        self._steps.append(len(self._items))
+        self.step += 1
+
+    def begin(self) -> None:
+        """Begin the program here: what was noted of the start is no part of it."""
+        self._end_segment()
+        self._items.clear()
+        self._phases.clear()
+        self._steps = [0]
+
+    def program(
+        self, *, rule: str, world_size: int, tokens: int, hosts: int = 0, peaks: Mapping[str, int] | None = None
+    ) -> Program:
+        """Give all that was noted."""
+        return Program(
+            back_end=self.back_end,
+            ops=tuple(self._ops),
+            segments=tuple(self._segments),
+            jobs=tuple(self.jobs),
+            meetings=tuple(self._meetings),
+            items=tuple(self._items),
+            steps=tuple(self._steps),
+            peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()} | dict(peaks or {}),
+            rule=rule,
+            world_size=world_size,
+            hosts=hosts,
+            tokens=tokens,
+        )
+
+
+class RecordedMemory(Memory):
+    """Device memory of tensors, counted in notes.
+
+    Arguments:
+        recorder: take the bytes.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def add(self, nbytes: int) -> None:
+        """Count memory that somebody takes."""
+        self._recorder.add(Tier.DEVICE, nbytes)
+
+    def remove(self, nbytes: int) -> None:
+        """Count memory that somebody gives back."""
+        self._recorder.add(Tier.DEVICE, -nbytes)

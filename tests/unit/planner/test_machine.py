@@ -1,0 +1,498 @@
+"""A machine as a value, and as a file that may be anybody's."""
+
+import json
+import os
+import re
+import sys
+import types
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import ConfigError
+from penstock.planner.machine import RATES, Machine, Rate, from_probe, shipped
+
+DISK = Rate(7e9, 6e9, 8e9, "read 256 MiB in records of 4 MiB")
+
+
+def machine(**figures: Rate) -> Machine:
+    return Machine("box", "cuda", figures or {"disk_read": DISK}, {"processor": "some", "cores": 8}, probed=True)
+
+
+def refusal(work: Any, *arguments: Any, **named: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        work(*arguments, **named)
+    message = str(raised.value)
+    assert message.isprintable(), "one line, that steers no terminal"
+    assert message.endswith(".")
+    assert ". ." not in message
+    assert not message.endswith("..")
+    return message
+
+
+# The value
+
+
+def test_a_figure_is_looked_up() -> None:
+    assert machine().value("disk_read") == 7e9
+    assert machine().has("disk_read")
+    assert not machine().has("disk_write")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "disk_write",
+            "The machine 'box' has no figure disk_write (bytes/s: written into one folder, a record at a time). Name "
+            "folders when the machine is probed, or state it: disk_write=NUMBER.",
+        ),
+        (
+            "h2d",
+            "The machine 'box' has no figure h2d (bytes/s: from pinned memory of the host to a device, alone). Probe "
+            "the machine, or state it: h2d=NUMBER.",
+        ),
+    ],
+)
+def test_a_figure_that_is_missed_is_named_with_what_to_do(name: str, says: str) -> None:
+    assert refusal(machine().value, name) == says
+
+
+def test_a_figure_that_nothing_has_is_refused_with_the_nearest() -> None:
+    assert refusal(machine().value, "disk_wirte").startswith(
+        "There is no figure 'disk_wirte'. Did you mean disk_write? All"
+    )
+
+
+def test_any_figure_may_be_asked_for() -> None:
+    assert not machine().has("update_of_a_rule_of_somebody"), "which has the figure of all rules"
+
+
+def test_replace_changes_what_it_names_and_nothing_else() -> None:
+    before = machine(disk_read=DISK, h2d=Rate(25e9, 24e9, 26e9, "measured"))
+    after = before.replace(disk_read=14e9, folders=2)
+    assert after.figures == {
+        "disk_read": Rate(14e9, 14e9, 14e9, "stated"),
+        "folders": Rate(2, 2, 2, "stated"),
+        "h2d": Rate(25e9, 24e9, 26e9, "measured"),
+    }
+    assert (after.name, after.device, after.fingerprint, after.probed) == (
+        before.name,
+        before.device,
+        before.fingerprint,
+        before.probed,
+    )
+    assert before.figures["disk_read"] == DISK
+    assert before.replace() == before
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        ({"disk_raed": 1.0}, "There is no figure 'disk_raed'. Did you mean disk_read? All figures: devices, "),
+        ({"disk_read": 0}, "disk_read is 0, not above 0. Give it in bytes/s."),
+        ({"disk_read": -7e9}, "disk_read is -7e+09, not above 0. Give it in bytes/s."),
+        ({"disk_read": float("nan")}, "disk_read is nan, not a finite number. Give it in bytes/s."),
+        ({"disk_seconds": float("inf")}, "disk_seconds is inf, not a finite number. Give it in s."),
+        ({"disk_read": "7GB/s"}, "disk_read is '7GB/s', not a number. Give it in bytes/s."),
+        ({"folders": 1.5}, "folders is 1.5, and counts folders for files, each on a disk of its own: it is a whole"),
+    ],
+)
+def test_replace_refuses(figures: dict[str, Any], says: str) -> None:
+    assert refusal(machine().replace, **figures).startswith(says)
+
+
+def test_a_machine_is_not_changed_by_what_it_was_made_of() -> None:
+    figures, fingerprint = {"disk_read": DISK}, {"processor": "some"}
+    made = Machine("box", "cuda", figures, fingerprint)
+    figures.clear()
+    fingerprint.clear()
+    assert made.figures == {"disk_read": DISK}
+    assert made.fingerprint == {"processor": "some"}
+    with pytest.raises(FrozenInstanceError):
+        made.name = "other"  # type: ignore[misc]
+
+
+def test_figures_are_in_the_order_of_the_table() -> None:
+    made = machine(net_seconds=Rate.stated(1e-5), disk_read=DISK, devices=Rate.stated(1))
+    assert list(made.figures) == ["devices", "disk_read", "net_seconds"]
+
+
+def test_a_machine_is_shown_as_a_table() -> None:
+    made = machine(disk_read=DISK, disk_seconds=Rate.stated(8e-5, "how\x1b[31m\nelse"), folders=Rate.stated(2))
+    assert str(made).splitlines() == [
+        "box (cuda, probed)",
+        "figure         value    from      to  how",
+        "folders            2                  stated",
+        "disk_read     7 GB/s  6 GB/s  8 GB/s  read 256 MiB in records of 4 MiB",
+        "disk_seconds   80 us                  how\\x1b[31m\\nelse",
+    ]
+    assert str(Machine("b\ro", "cpu", {})) == "b\\ro (cpu, not probed)\nfigure  value  from  to  how"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("", "cuda", {}), "A machine's name is ''. Use a text of 1 to 200 characters."),
+        (("x" * 201, "cuda", {}), "A machine's name is 'xxx"),
+        ((7, "cuda", {}), "A machine's name is 7."),
+        (("box", "cuda:0", {}), "A machine's device is 'cuda:0'. Use a kind of device: cuda, or cpu."),
+        (("box", None, {}), "A machine's device is None."),
+        (("box", "cuda", {"speed": DISK}), "There is no figure 'speed'."),
+        (("box", "cuda", {"folders": Rate.stated(1.5)}), "folders is 1.5, and counts"),
+        (("box", "cuda", {}, {}, "yes"), "A machine's probed is 'yes'. Use true or false."),
+    ],
+)
+def test_what_is_no_machine_is_refused(arguments: tuple[Any, ...], says: str) -> None:
+    assert refusal(Machine, *arguments).startswith(says)
+
+
+# Probing
+
+
+def probed_by(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
+    module = types.ModuleType("penstock.probe.measure")
+    module.measure = measure  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "penstock.probe.measure", module)
+
+
+def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(**arguments: Any) -> tuple[Any, ...]:
+        asked.update(arguments)
+        return "here", "cpu", {"disk_read": (7e9, 6e9, 8e9, "three times")}, {"cores": 2}
+
+    probed_by(monkeypatch, measure)
+    made = Machine.probe(folders=(tmp_path, "/tmp"), seconds=5)
+    assert made == Machine("here", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, {"cores": 2}, True)
+    assert asked == {"folders": [tmp_path, "/tmp"], "seconds": 5}
+
+
+H100 = {"device_name": "NVIDIA H100 80GB HBM3"}
+COLD = "a sum; 1 run, then the time was up"
+
+
+@pytest.mark.parametrize(("name", "value"), [("device_bandwidth", 9e9), ("device_update", 9e9), ("op_seconds", 5e-10)])
+def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: float) -> None:
+    figure = from_probe("here", "cuda", {name: (value, value, value, COLD)}, H100).figures[name]
+    sheet = Machine.read("h100-node").figures[name]
+    assert (figure.value, figure.low, figure.high) == (sheet.value, sheet.low, sheet.high)
+    assert figure.how.startswith(f"not measured: {sheet.how}. {name} was measured as")
+
+
+def test_a_figure_without_a_data_sheet_is_an_error_that_names_it() -> None:
+    figures = {"device_bandwidth": (9.3e9, 9.3e9, 9.3e9, COLD)}
+    text = (
+        "device_bandwidth was measured as 9.3e+09 bytes/s, its lower quartile as 9.3e+09; machines like this one have "
+    )
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        from_probe("here", "cuda", figures, {"device_name": "Other"})
+
+
+def test_what_was_measured_stays_where_it_can_be() -> None:
+    measured = {"device_bandwidth": (2.9e12, 2.8e12, 3e12, "a sum"), "disk_read": (1e8, 1e8, 1e8, "a slow one")}
+    for device, fingerprint in (("cuda", H100), ("cuda", {}), ("cpu", {})):
+        assert from_probe("here", device, measured, fingerprint).figures["disk_read"] == Rate(*measured["disk_read"])
+    assert from_probe("here", "cuda", measured, H100).figures["device_bandwidth"].how == "a sum"
+
+
+# Files
+
+
+def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    written = machine(disk_read=Rate(7e9, 6e9, 8e9, "read"))
+    written.write(file)
+    assert Machine.read(file) == written
+    assert Machine.read(str(file)) == written
+    assert file.read_text().splitlines() == [
+        "{",
+        ' "penstock": "machine",',
+        ' "version": 1,',
+        ' "name": "box",',
+        ' "device": "cuda",',
+        ' "probed": true,',
+        ' "fingerprint": {"processor": "some", "cores": 8},',
+        ' "figures": {',
+        '  "disk_read": {"value": 7000000000, "low": 6000000000, "high": 8000000000, "how": "read"}',
+        " }",
+        "}",
+    ], "a line for each figure, which people can edit"
+    assert os.listdir(tmp_path) == ["machine.json"]
+
+
+def test_a_file_can_be_written_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(
+        '\ufeff{"penstock": "machine", "version": 1, "name": "mine", "device": "cuda",'
+        '"figures": {"disk_read": 7e9, "folders": 2, "h2d": {"value": 25e9, "how": "a guess"}}}'
+    )
+    assert Machine.read(file) == Machine(
+        "mine",
+        "cuda",
+        {
+            "disk_read": Rate.stated(7e9),
+            "folders": Rate.stated(2),
+            "h2d": Rate(25e9, 25e9, 25e9, "a guess"),
+        },
+        {},
+        probed=False,
+    )
+
+
+def test_a_file_that_was_there_is_replaced_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "machine.json"
+    machine().write(file)
+    before = file.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert refusal(machine().replace(disk_read=1.0).write, file) == (
+        f"{file} cannot be written: No space left on device. Name another file."
+    )
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == ["machine.json"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: (order.append("replace"), replace(*names)))
+    machine().write(tmp_path / "machine.json")
+    assert order == ["fsync", "replace"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    assert "No such file or directory" in refusal(machine().write, tmp_path / "none" / "machine.json")
+    (tmp_path / "folder").mkdir()
+    assert "Is a directory" in refusal(machine().write, tmp_path / "folder")
+    assert "embedded null byte" in refusal(machine().write, tmp_path / "a\0b")
+    assert "cannot be written" in refusal(machine().write, "")
+    assert "cannot be written" in refusal(machine().write, "/")
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}, {(1, 2): 3}])
+def test_a_fingerprint_that_is_no_json_is_refused(value: object) -> None:
+    assert refusal(Machine, "box", "cuda", {}, {"it": value}).startswith(
+        "'fingerprint' is nothing that JSON can hold ("
+    )
+
+
+def test_a_fingerprint_that_holds_itself_is_refused() -> None:
+    around: dict[str, Any] = {}
+    around["it"] = around
+    assert "JSON can hold (Circular reference" in refusal(Machine, "box", "cuda", {}, around)
+
+
+def test_a_fingerprint_that_is_nested_too_deep_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(90):
+        deep = {"it": deep}
+    assert Machine("box", "cuda", {}, deep).fingerprint == deep
+    for _ in range(10):
+        deep = {"it": deep}
+    assert "it is nested too deep" in refusal(Machine, "box", "cuda", {}, {"it": deep})
+
+
+def test_a_fingerprint_is_what_a_file_gives_back(tmp_path: Path) -> None:
+    made = Machine("box", "cuda", {}, {"cards": ("one", "two"), "sizes": {1: 2}})
+    assert made.fingerprint == {"cards": ["one", "two"], "sizes": {"1": 2}}
+    made.write(tmp_path / "machine.json")
+    assert Machine.read(tmp_path / "machine.json") == made
+
+
+def test_what_would_not_be_read_is_not_written(tmp_path: Path) -> None:
+    long = machine(disk_read=Rate.stated(7e9, "x" * (1 << 20)))
+    assert "would have 1,04" in refusal(long.write, tmp_path / "machine.json")
+    assert os.listdir(tmp_path) == []
+
+
+HEAD = {"penstock": "machine", "version": 1, "name": "box", "device": "cuda"}
+
+
+def with_figures(figures: object) -> str:
+    return json.dumps(HEAD | {"figures": figures})
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", ": it is no JSON: Expecting value"),
+        ("{", ": it is no JSON: Expecting property name"),
+        ("\x00\x01\x02", ": it is no JSON: "),
+        (b"\x80\xff\xfe", ": it is no JSON: 'utf-8' codec can't decode"),
+        (b"PK\x03\x04", ": it is no JSON: "),
+        ("[" * 100_000, ": it is no JSON: it is nested too deep. Mend it, or name another file."),
+        ('{"figures": ' * 50_000, ": it is no JSON: it is nested too deep."),
+        ("[1]", ": it is [1] in JSON, not an object. Mend it, or name another file."),
+        ("7", ": it is 7 in JSON, not an object."),
+        ("null", ": it is None in JSON, not an object."),
+        ('"machine"', ": it is 'machine' in JSON, not an object."),
+        ("{}", ': it has no "penstock": "machine", so it is no machine. Mend it'),
+        ('{"penstock": "plan", "version": 1}', ': it has no "penstock": "machine"'),
+        ('{"penstock": {"penstock": "machine"}}', ': it has no "penstock": "machine"'),
+        ('{"penstock": "machine"}', ": its version is None, and this Penstock reads 1."),
+        ('{"penstock": "machine", "version": 2}', ": its version is 2, and this Penstock reads 1. Mend it"),
+        ('{"penstock": "machine", "version": true}', ": its version is True"),
+        ('{"penstock": "machine", "version": "1"}', ": its version is '1'"),
+        ('{"penstock": "machine", "version": 1.0}', ": its version is 1.0"),
+        ('{"penstock": "machine", "version": 1}', ": 'name' is missing: add it. Mend it, or name another file."),
+        (json.dumps(HEAD), ": 'figures' is missing: add it."),
+        (
+            json.dumps(HEAD | {"figures": {}, "speed": 1}),
+            ": 'speed' is no key that is read. Correct it, or leave it out.",
+        ),
+        (json.dumps(HEAD | {"figures": {}, "name": 7}), ": 'name' is 7: use a text."),
+        (json.dumps(HEAD | {"figures": {}, "name": ["a"]}), ": 'name' is ['a']: use a text."),
+        (json.dumps(HEAD | {"figures": {}, "device": "a b"}), ": A machine's device is 'a b'."),
+        (json.dumps(HEAD | {"figures": {}, "probed": 1}), ": 'probed' is 1: use true or false."),
+        (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": 'fingerprint' is []: use an object."),
+        (with_figures([]), ": 'figures' is []: use an object. Mend it, or name another file."),
+        (with_figures(None), ": 'figures' is None: use an object."),
+        (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? All figures: "),
+        (with_figures({"x" * 5000: 7}), ": There is no figure 'xxxx"),
+        (with_figures({"disk_read": "7GB/s"}), ": 'figures.disk_read' is '7GB/s': use a finite number."),
+        (with_figures({"disk_read": None}), ": 'figures.disk_read' is None: use a finite number."),
+        (with_figures({"disk_read": True}), ": 'figures.disk_read' is True: use a finite number."),
+        (with_figures({"disk_read": [7]}), ": 'figures.disk_read' is [7]: use a finite number."),
+        (with_figures({"disk_read": 0}), ": 'figures.disk_read' is no figure: value is 0, not above 0."),
+        (with_figures({"disk_read": -1}), ": 'figures.disk_read' is no figure: value is -1, not above 0."),
+        (with_figures({"disk_read": 10**400}), ": it has a number of 1329 bits."),
+        (with_figures({"disk_read": {}}), ": 'figures.disk_read.value' is missing: add it. Mend it"),
+        (
+            with_figures({"disk_read": {"value": 1, "unit": "GB/s"}}),
+            ": 'figures.disk_read.unit' is no key that is read",
+        ),
+        (
+            with_figures({"disk_read": {"value": 1, "low": 2}}),
+            ": 'figures.disk_read' is no figure: low 2, value 1, high 1 are not in",
+        ),
+        (
+            with_figures({"disk_read": {"value": 1, "high": {}}}),
+            ": 'figures.disk_read.high' is {}: use a finite number.",
+        ),
+        (with_figures({"disk_read": {"value": 1, "how": 3}}), ": 'figures.disk_read.how' is 3: use a text."),
+        (with_figures({"folders": 1.5}), ": folders is 1.5, and counts folders"),
+        ('{"figures": {"disk_read": NaN}}', ": it has NaN, which is no number of JSON: use a finite one. Mend it"),
+        ('{"figures": {"disk_read": Infinity}}', ": it has Infinity, which is no number of JSON: "),
+        ('{"figures": {"disk_read": -Infinity}}', ": it has -Infinity, which is no number of JSON: "),
+        ('{"figures": {"disk_read": 1e999}}', ': it has no "penstock"'),
+        ('{"figures": {"disk_read": ' + "9" * 5000 + "}}", ": it is no JSON: Exceeds the limit"),
+        ('{"version": 1, "version": 2}', ": it has the key 'version' twice: leave one out."),
+        ('{"figures": {"disk_read": 1, "disk_read": 2}}', ": it has the key 'disk_read' twice"),
+        ('{"penstock": "machine", "version": 1, "\\u001b[31m\\n": 1}', ": '\\x1b[31m' is no key that is read"),
+    ],
+)
+def test_a_file_that_is_not_a_machines_is_refused(tmp_path: Path, content: str | bytes, says: str) -> None:
+    file = tmp_path / "machine.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = refusal(Machine.read, file)
+    assert message.startswith(f"{file}{says}")
+    assert len(message) < 2000
+
+
+def test_a_number_beyond_floats_in_a_machine_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(with_figures({"disk_read": 1}).replace(": 1}}", ": 1e999}}"))
+    assert "'figures.disk_read' is inf: use a finite number" in refusal(Machine.read, file)
+
+
+def test_no_more_is_read_than_a_machine_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "machine.json"
+    with open(file, "wb") as opened:
+        opened.truncate(1 << 30)  # takes no space
+    taken: list[int] = []
+    monkeypatch.setattr(json, "loads", lambda text, **_: taken.append(len(text)))
+    said = refusal(Machine.read, file)
+    assert said.startswith("The machine's file '")
+    assert said.endswith("cannot be read: it has more than 1,048,576 bytes. Name another one, or one that comes along.")
+    assert taken == []
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "one").symlink_to(tmp_path / "two")
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    assert "pipe' cannot be read: it is no file" in refusal(Machine.read, tmp_path / "pipe")
+    assert "/dev/zero' cannot be read: it is no file" in refusal(Machine.read, "/dev/zero")
+    assert "Too many levels of symbolic links" in refusal(Machine.read, tmp_path / "loop")
+    assert "Too many levels of symbolic links" in refusal(Machine.read, str(tmp_path / "one"))
+    assert ": it is no file. " in refusal(Machine.read, tmp_path)
+    assert "No such file or directory" in refusal(Machine.read, tmp_path / "none.json")
+    assert "embedded null byte" in refusal(Machine.read, "a\0b")
+    assert "No such file or directory" in refusal(Machine.read, "")
+    assert "No such file or directory" in refusal(Machine.read, "h100-node.json")
+    assert "File name too long" in refusal(Machine.read, tmp_path / ("x" * 300))
+    assert "is no path" in refusal(Machine.read, b"machine.json")
+
+
+def test_a_link_to_a_file_is_one(tmp_path: Path) -> None:
+    machine().write(tmp_path / "machine.json")
+    (tmp_path / "link").symlink_to(tmp_path / "machine.json")
+    assert Machine.read(tmp_path / "link") == machine()
+
+
+# Names
+
+
+def test_a_name_is_of_a_machine_that_comes_along_wherever_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    machine().write("h100-node")
+    assert Machine.read("h100-node").name == "h100-node"
+    assert Machine.read(Path("h100-node")) == machine(), "a path is a file"
+    assert Machine.read("./h100-node") == machine()
+    machine().write("mine")
+    assert Machine.read("mine") == machine()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("h100", "h100-node"),
+        ("rtx4090", "rtx4090-desktop"),
+        ("RTX4090-Desktop", "rtx4090-desktop"),
+        ("a100-80gb", "a1"),
+    ],
+)
+def test_a_name_that_is_none_is_told_the_nearest_and_all(name: str, near: str) -> None:
+    message = refusal(Machine.read, name)
+    assert message.startswith(f"There is no machine '{name}', and no such file. Did you mean {near}")
+    assert message.endswith(f"Those that come along: {', '.join(shipped())}.")
+
+
+@pytest.mark.parametrize("name", ["zzzzzz", "x" * 500])
+def test_a_name_like_nothing_is_told_all(name: str) -> None:
+    message = refusal(Machine.read, name)
+    assert "Did you mean" not in message
+    assert message.endswith(f"Those that come along: {', '.join(shipped())}.")
+
+
+def test_no_name_leads_out_of_the_folder_of_those_that_come_along() -> None:
+    assert "cannot be read: No such file" in refusal(Machine.read, "../machines/h100-node")
+
+
+def test_every_figure_may_be_in_a_file(tmp_path: Path) -> None:
+    whole = Machine("all", "cuda", {name: Rate(3, 2, 4, "x") for name in RATES})
+    whole.write(tmp_path / "machine.json")
+    assert Machine.read(tmp_path / "machine.json") == whole
+
+
+def test_an_odd_float_comes_back_as_it_was(tmp_path: Path) -> None:
+    odd = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 2.0**53, 2.0**53 + 2, 123456789.125, 1e22]
+    for value in odd:
+        made = machine(disk_read=Rate.stated(value))
+        made.write(tmp_path / "machine.json")
+        assert Machine.read(tmp_path / "machine.json") == made, value
+        assert (tmp_path / "machine.json").stat().st_size < 400, "no number has hundreds of digits"

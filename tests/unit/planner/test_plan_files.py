@@ -1,0 +1,236 @@
+"""A plan as a file: what was written is read back to the bit, and what no plan can say is refused in a line."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock import ConfigError, Options, Placement
+from penstock.planner.plan_files import MOST_BYTES
+from penstock.planner.plans import Plan
+from tests.plans import DESKTOP, plan, too_large
+
+TEXT = DESKTOP.to_json()
+
+
+def said_of(file: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        Plan.read(file)
+    message = str(refused.value)
+    assert message.startswith(f"{file}: ")
+    assert "\n" not in message
+    assert len(message) < 1000
+    return message
+
+
+def edited(folder: Path, **changes: object) -> Path:
+    """The desktop's file with other values; a value of `...` takes the key out."""
+    content = json.loads(TEXT) | changes
+    file = folder / "plan.json"
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+    return file
+
+
+def written(folder: Path, content: bytes | str) -> Path:
+    file = folder / "plan.json"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return file
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        DESKTOP,
+        too_large(),
+        plan(placement=Placement()),
+        plan(placement=Placement(activations="nvme", nvme_path=["/a", "/b c"])),
+        plan(options=Options(streamed_updates="auto", max_skipped_steps=None, state_dtype="int8", timeout_s=1e-3)),
+        plan(world_size=8, hosts=2, mesh={"dp_replicate": 2, "dp_shard": 4}),
+        plan(world_size=8, hosts=2, stage=0, precision="fp16", rounding_notes=("ü ✓ \U0001f600",)),
+    ],
+)
+def test_what_was_written_is_read_back(made, tmp_path):
+    again = Plan.read(written(tmp_path, made.to_json()))
+    assert again == made
+    assert again.to_json() == made.to_json()
+    assert str(again) == str(made)
+
+
+def test_equal_plans_are_equal_texts_with_sorted_keys():
+    turned = plan(busy_s=dict(reversed(DESKTOP.busy_s.items())), bytes=dict(reversed(DESKTOP.bytes.items())))
+    assert turned.to_json() == TEXT
+    content = json.loads(TEXT)
+    assert list(content) == sorted(content)
+    assert content["penstock"] == "plan"
+    assert content["version"] == 1
+    assert content["placement"]["params"] == {"cpu": 0.6875, "device": 0.3125}
+    assert content["why"][0] == {
+        "choice": "recompute",
+        "chosen": "yes",
+        "next_best": "no",
+        "cost_s": None,
+        "words": "activations take 41.2 GiB of 23.1 GiB",
+    }
+
+
+def test_an_edited_file_is_read_where_it_is_consistent(tmp_path):
+    placement = {"params": "gpu", "optimizer": {"cpu": 1}, "nvme_path": ["/other", "/disk"]}
+    made = Plan.read(edited(tmp_path, placement=placement, options={"tile_bytes": 65536}, step_s=4, why=...))
+    assert made.placement == Placement(optimizer="cpu", nvme_path=("/other", "/disk"))
+    assert made.options == Options(tile_bytes=65536)
+    assert made.step_s == 4.0
+    assert made.why == ()
+
+
+def test_a_file_of_0_2_whose_blocks_run_whole_batches_is_read(tmp_path):
+    assert Plan.read(edited(tmp_path, unit_micro_batches=1)) == DESKTOP
+
+
+def test_a_mark_of_byte_order_does_not_matter(tmp_path):
+    assert Plan.read(written(tmp_path, b"\xef\xbb\xbf" + TEXT.encode())) == DESKTOP
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"penstock": "machine"},
+            'it has no "penstock": "plan", so it is no plan. Name a file that penstock plan wrote.',
+        ),
+        ({"penstock": ...}, "so it is no plan."),
+        ({"version": 2}, "its version is 2, and this Penstock reads 1. Name a file"),
+        ({"version": True}, "its version is True"),
+        ({"version": "1"}, "its version is '1'"),
+        ({"version": ...}, "its version is None"),
+        ({"placment": {}}, "'placment' is no key that is read. Did you mean 'placement'? Correct it, or leave it out."),
+        ({"unit_micro_batches": 2}, "unit_micro_batches=2 was removed: blocks run whole micro-batches. Leave it out."),
+        ({"a\nb\x1b": 1}, "'a\\nb\\x1b' is no key that is read. Correct it"),
+        ({"k" * 5000: 1}, "is no key that is read"),
+        ({"busy_s": ...}, "'busy_s' is missing: add it."),
+        ({"placement": ...}, "'placement' is missing: add it."),
+        ({"placement": "cpu"}, "'placement' is 'cpu': use an object"),
+        ({"placement": {"param": "cpu"}}, "'placement.param' is no key that is read. Did you mean 'params'?"),
+        ({"placement": {"params": "ram"}}, "params='ram' is not a tier. Use one of 'device', 'cpu', 'nvme'."),
+        ({"placement": {"params": {"cpu": 0.5}}}, "The fractions of params={'cpu': 0.5} sum to 0.5."),
+        ({"placement": {"params": ["cpu"]}}, "params=['cpu'] is not a tier"),
+        ({"placement": {"params": {"cpu": "1"}}}, "is not a fraction"),
+        ({"placement": {"activations": 1}}, "activations=1 is not a tier"),
+        ({"placement": {"nvme_path": 3}}, "nvme_path=3: use a folder, a list of folders, or None."),
+        ({"placement": {"nvme_path": ["/a", 3]}}, "nvme_path=['/a', 3]: use a folder, a list of folders, or None."),
+        ({"options": []}, "'options' is []: use an object"),
+        ({"options": {"tile_byte": 1}}, "'options.tile_byte' is no key that is read. Did you mean 'tile_bytes'?"),
+        ({"options": {"tile_bytes": 1}}, "Options(tile_bytes=1): use a whole number of bytes, 4096 or more."),
+        ({"options": {"streamed_updates": 2}}, "Options(streamed_updates=2): use a number from 0 to 1, or 'auto'."),
+        (
+            {"options": {"state_dtype": ["fp32"]}},
+            "'options.state_dtype' is ['fp32']: use one of 'fp32', 'bf16', 'int8'",
+        ),
+        ({"options": {"timeout_s": 10**400}}, "it has a number of 1329 bits"),
+        ({"step_s": "4"}, "'step_s' is '4': use a finite number"),
+        ({"step_s": 10**70}, "step_s=1e+70 contradict each other"),
+        ({"step_s": None}, "'step_s' is None: use a finite number"),
+        ({"step_range_s": [1, 2, 3]}, "'step_range_s' has 3 items: use 2"),
+        ({"step_range_s": {"low": 1}}, "'step_range_s' is {'low': 1}: use a list"),
+        ({"step_range_s": [5, 6]}, "step_range_s=(5, 6) and step_s=4.12 contradict each other"),
+        ({"bytes": [["cpu", 1]]}, "'bytes' is [['cpu', 1]]: use an object"),
+        ({"bytes": {"cpu": 1.5}}, "'bytes.cpu' is 1.5: use a whole number"),
+        ({"world_size": 0}, "'world_size' is 0: use a whole number, 1 or more"),
+        ({"fits": False}, "fits=False and 0 lacks contradict each other"),
+        ({"fits": 1}, "'fits' is 1: use true or false"),
+        ({"lacks": {}}, "'lacks' is {}: use a list"),
+        ({"lacks": [7]}, "'lacks[0]' is 7: use an object"),
+        ({"lacks": [{"tier": "cpu"}]}, "'lacks[0].bytes' is missing"),
+        ({"lacks": [{"tier": "ram", "bytes": 1}]}, "'lacks[0].tier' is 'ram': use one of"),
+        (
+            {"why": [{"choice": "a", "chosen": "b", "next_best": "c", "cost": 1}]},
+            "'why[0].cost' is no key that is read.",
+        ),
+        ({"what_ifs": [{"name": ["a"]}]}, "'what_ifs[0].name' is ['a']: use a text"),
+        ({"rounding_notes": "all"}, "'rounding_notes' is 'all': use a list"),
+        ({"machine_fingerprint": []}, "'machine_fingerprint' is []: use an object"),
+        ({"kind_bytes": {"params": 3}}, "'kind_bytes.params' is 3: use an object"),
+        ({"self": 1}, "'self' is no key that is read"),
+    ],
+)
+def test_a_value_that_no_plan_has_is_refused_with_its_file_and_key(changes, words, tmp_path):
+    assert words in said_of(edited(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "it is no JSON"),
+        (b"\x00\xff\xfe\x80", "it is no JSON: 'utf-8' codec can't decode"),
+        (TEXT.encode("utf-16"), "it is no JSON"),
+        (TEXT[:-20], "it is no JSON"),
+        ("[]", "it is [] in JSON, not an object. Name a file that penstock plan wrote."),
+        ("null", "it is None in JSON, not an object."),
+        ('"plan"', "it is 'plan' in JSON, not an object."),
+        ("[" * 100_000, "it is no JSON: it is nested too deep"),
+        ('{"a":' * 100_000, "it is no JSON: it is nested too deep"),
+        ('{"penstock": "plan", "version": 1, "version": 1}', "it has the key 'version' twice: leave one out."),
+        (TEXT.replace('"params": {', '"params": "cpu", "params": {'), "it has the key 'params' twice: "),
+        (TEXT.replace("4.12", "NaN"), "it has NaN, which is no number of JSON: use a finite one."),
+        (TEXT.replace("4.12", "-Infinity"), "it has -Infinity, which is no number of JSON: "),
+        (TEXT.replace("4.12", "1e999"), "'step_s' is inf: use a finite number"),
+        (TEXT.replace("4.12", "9" * 5000), "it is no JSON: Exceeds the limit"),
+        (TEXT + " " * MOST_BYTES, "it has more than 4,194,304 bytes. Name a file that penstock plan wrote."),
+        (TEXT + "{}", "it is no JSON: Extra data"),
+    ],
+)
+def test_what_is_no_plan_is_refused(content, words, tmp_path):
+    assert words in said_of(written(tmp_path, content))
+
+
+def test_a_long_message_is_cut(tmp_path):
+    said_of(edited(tmp_path, placement={"params": {"x" * 100_000: 1}}))
+    said_of(edited(tmp_path, busy_s={"x" * 100_000: "1"}))
+
+
+def test_a_file_that_only_grows_is_read_no_further_than_the_limit(tmp_path):
+    file = tmp_path / "plan.json"
+    with file.open("wb") as opened:
+        opened.truncate(1 << 40)
+    assert "it has more than 4,194,304 bytes" in said_of(file)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    assert "it cannot be read: No such file or directory. Name a file that penstock plan wrote." in said_of(
+        tmp_path / "plan.json"
+    )
+    assert "it is no file" in said_of(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is no file" in said_of(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "it cannot be read" in said_of(tmp_path / "loop")
+    assert "it is no file" in said_of(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("path", [3, None, "a\0b", b"plan.json"])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(ConfigError, match="it cannot be read: "):
+        Plan.read(path)
+
+
+def test_a_file_of_a_strange_name_is_named_on_one_line(tmp_path):
+    file = tmp_path / "a\nb.json"
+    file.write_text("{}")
+    with pytest.raises(ConfigError) as refused:
+        Plan.read(file)
+    said = 'it has no "penstock": "plan", so it is no plan. Name a file that penstock plan wrote.'
+    assert str(refused.value) == f"{tmp_path}/a\\nb.json: {said}"
+
+
+def test_the_text_of_a_plan_is_read_as_its_file_is() -> None:
+    assert Plan.from_json(DESKTOP.to_json()) == DESKTOP
+    with pytest.raises(ConfigError, match=r"it is \[\] in JSON"):
+        Plan.from_json("[]")
+
+
+def test_a_plan_from_before_there_were_meshes_is_of_ranks_that_share_one_copy() -> None:
+    content = json.loads(plan(world_size=8).to_json())
+    del content["mesh"]
+    before = Plan.from_json(json.dumps(content))
+    assert (before.mesh, before.sizes) == ({}, {"dp_replicate": 1, "dp_shard": 8, "tp": 1})
+    assert before == plan(world_size=8)

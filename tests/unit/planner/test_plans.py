@@ -1,0 +1,355 @@
+"""A plan is checked like what somebody wrote by hand, is held against a run, and says what `prepare` is to do."""
+
+import math
+from dataclasses import fields, replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from penstock import ConfigError, Options, Placement
+from penstock.blueprint import request_for
+from penstock.planner.plan_fields import Reason, Shortfall, WhatIf
+from penstock.planner.plans import PLANNED_OPTIONS, Plan, model_fingerprint
+from tests.plans import DESKTOP, plan, too_large
+
+CONTRACT = (
+    "placement overlap options recompute world_size fits step_s step_range_s bound_by gap bytes peak_bytes busy_s"
+)
+
+
+def net(bias: bool = True, width: int = 3, **factory) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, width, bias=bias, **factory), nn.Linear(width, 2, bias=bias, **factory))
+
+
+def check(made: Plan, model: nn.Module, machine=None, world_size=1, stage=3, precision="bf16", **ranks) -> None:
+    made.check_for(model, machine, world_size, stage, precision, **ranks)
+
+
+def said(refused: pytest.ExceptionInfo) -> str:
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_fields_of_the_contract_come_first():
+    assert [field.name for field in fields(Plan)][:13] == CONTRACT.split()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("placement", "cpu", "'placement' is 'cpu': use an object"),
+        ("overlap", "sometimes", "'overlap' is 'sometimes': use one of 'none', 'forward', 'backward', 'auto'"),
+        ("overlap", ["none"], "'overlap' is ['none']: use one of"),
+        ("options", 3, "'options' is 3: use an object"),
+        ("recompute", 1, "'recompute' is 1: use true or false"),
+        ("world_size", 1.5, "'world_size' is 1.5: use a whole number"),
+        ("mesh", {"pp": 1}, "'mesh.pp' is no key that is read. Correct it, or leave it out."),
+        ("mesh", {"tp": 0}, "'mesh.tp' is 0: use a whole number, 1 or more"),
+        ("mesh", {"dp_shard": 1.0}, "'mesh.dp_shard' is 1.0: use a whole number"),
+        ("mesh", [2], "'mesh' is [2]: use an object"),
+        (
+            "mesh",
+            {"dp_replicate": 2, "dp_shard": 3},
+            "'dp_shard': 3, 'tp': 1} contradict each other: use as many ranks",
+        ),
+        ("hosts", 2, "world_size=1 and hosts=2 contradict each other"),
+        ("fits", "yes", "'fits' is 'yes': use true or false"),
+        ("fits", False, "fits=False and 0 lacks contradict each other"),
+        ("lacks", (Shortfall("cpu", 1),), "fits=True and 1 lacks contradict each other"),
+        ("lacks", ("cpu",), "'lacks[0]' is 'cpu': use an object"),
+        ("step_s", math.nan, "'step_s' is nan: use a finite number, 0 or more"),
+        ("step_s", -1, "'step_s' is -1: use a finite number, 0 or more"),
+        ("step_s", 10**400, "'step_s' is a number of"),
+        ("step_s", 5, "step_range_s=(3.81, 4.52) and step_s=5 contradict each other"),
+        ("step_range_s", (5, 3), "contradict each other"),
+        ("step_range_s", 4, "'step_range_s' is 4: use a list"),
+        ("step_range_s", (3, math.inf), "'step_range_s[1]' is inf: use a finite number"),
+        ("bound_by", None, "'bound_by' is None: use a text"),
+        ("gap", "6 %", "'gap' is '6 %': use a finite number"),
+        ("bytes", {"gpu": 1}, "'bytes.gpu' is no key that is read. Did you mean 'cpu'?"),
+        ("bytes", {"cpu": -1}, "'bytes.cpu' is -1: use a whole number, 0 or more"),
+        ("peak_bytes", {"cpu": 1.0}, "'peak_bytes.cpu' is 1.0: use a whole number"),
+        ("limit_bytes", 7, "'limit_bytes' is 7: use an object"),
+        ("busy_s", {"host update": "3"}, "'busy_s.host update' is '3': use a finite number"),
+        ("busy_s", {3: 3}, "'busy_s.a name' is 3: use a text"),
+        ("waits_s", {"fetch": -0.1}, "'waits_s.fetch' is -0.1: use a finite number, 0 or more"),
+        ("kind_bytes", {"weights": {}}, "'kind_bytes.weights' is no key that is read"),
+        ("kind_bytes", {"params": {"ram": 1}}, "'kind_bytes.params.ram' is no key that is read"),
+        ("stage", 4, "'stage' is 4: use one of 0, 1, 2, 3"),
+        ("stage", True, "'stage' is True: use one of"),
+        ("precision", "fp8", "'precision' is 'fp8': use one of 'fp32', 'bf16', 'fp16'"),
+        ("machine_fingerprint", {"cpu": {1, 2}}, "'machine_fingerprint' is nothing that JSON can hold"),
+        ("machine_fingerprint", {"cpu": math.nan}, "is nothing that JSON can hold"),
+        ("what_ifs", "none", "'what_ifs' is 'none': use a list"),
+        ("why", (DESKTOP.what_ifs[0],), "'why[0]' is WhatIf("),
+        ("rounding_notes", (1,), "'rounding_notes[0]' is 1: use a text"),
+    ],
+)
+def test_what_no_plan_can_say_is_refused_by_name(field, value, words):
+    with pytest.raises(ConfigError) as refused:
+        plan(**{field: value})
+    assert words in said(refused)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Shortfall("gpu", 1), "'tier' is 'gpu': use one of 'device'"),
+        (lambda: Shortfall("cpu", 0), "'bytes' is 0: use a whole number, 1 or more"),
+        (lambda: Shortfall("cpu", 1, None), "'change' is None: use a text"),
+        (lambda: Reason("stage", 3, "2"), "'chosen' is 3: use a text"),
+        (lambda: Reason("stage", "3", "2", math.inf), "'cost_s' is inf: use a finite number"),
+        (lambda: WhatIf("a disk", "0.2"), "'saved_s' is '0.2': use a finite number"),
+        (lambda: WhatIf(None), "'name' is None: use a text"),
+    ],
+)
+def test_the_parts_of_a_plan_are_checked_too(make, words):
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert words in said(refused)
+
+
+def test_a_placement_is_kept_in_one_way_and_its_homes_to_the_bit():
+    third = 1 / 3
+    given = Placement(
+        params={"disk": 1 - third, "gpu": third, "cpu": 0.0},
+        grads={"cpu": 1.0},
+        optimizer="cuda",
+        activations="gpu",
+        nvme_path=[Path("/a"), "/b"],
+    )
+    kept = plan(placement=given).placement
+    assert kept == Placement(
+        params={"device": third, "nvme": 1 - third},
+        grads="cpu",
+        optimizer="device",
+        activations="device",
+        nvme_path=("/a", "/b"),
+    )
+    for kind in ("params", "grads", "optimizer"):
+        assert kept.home(kind) == given.home(kind)
+    assert plan(placement=Placement(nvme_path=[Path("/a")])).placement.nvme_path == "/a"
+    assert plan(placement=Placement()).placement == Placement()
+
+
+def test_texts_of_a_plan_steer_no_terminal():
+    made = plan(bound_by="disk\x1b[2J\nof\rmine", waits_s={"fetch a\nb": 1}, rounding_notes=["a\tb"], machine="m" * 999)
+    assert made.bound_by == "disk\\x1b[2J\\nof\\rmine"
+    assert list(made.waits_s) == ["fetch a\\nb"]
+    assert made.rounding_notes == ("a\\tb",)
+    assert made.machine == "m" * 297 + "..."
+    assert all(line.isprintable() for line in str(made).splitlines())
+
+
+def test_numbers_are_kept_as_what_they_are():
+    made = plan(step_s=4, step_range_s=[4, 5], gap=-0.0, busy_s={"b": 1, "a": 2}, bytes={"nvme": 1, "device": 2})
+    assert (type(made.step_s), made.step_range_s, str(made.gap)) == (float, (4.0, 5.0), "0.0")
+    assert list(made.busy_s.items()) == [("a", 2.0), ("b", 1.0)]
+    assert list(made.bytes.items()) == [("device", 2), ("nvme", 1)]
+
+
+class TestPrepare:
+    def test_the_plan_decides_what_nobody_said(self):
+        options = Options(streamed_updates=0.25, tile_bytes=1 << 20, checksums=False)
+        made = plan(options=options)
+        assert made.prepare_arguments() == {
+            "placement": DESKTOP.placement,
+            "overlap": "forward",
+            "options": options,
+        }
+        assert made.prepare_arguments(Options())["options"] == options
+
+    def test_saying_the_same_is_no_conflict(self):
+        options = Options(streamed_updates=0.25)
+        given = plan(options=options).prepare_arguments(options, overlap="forward")
+        assert given["options"] == options
+
+    @pytest.mark.parametrize(
+        ("device", "planned", "said", "merged"),
+        [
+            ("cuda", 0.25, "auto", 0.25),
+            ("cuda", 0.0, "auto", 0.0),
+            ("cpu", 0.0, "auto", "auto"),
+            ("cpu", 0.0, 0.5, 0.5),
+        ],
+    )
+    def test_auto_says_nothing_of_streamed_updates_and_a_cpu_has_none(self, device, planned, said, merged):
+        made = plan(device=device, options=Options(streamed_updates=planned))
+        given = made.prepare_arguments(Options(streamed_updates=said))["options"]
+        assert given == Options(streamed_updates=merged)
+
+    def test_another_share_of_updates_than_that_of_the_plan_is_refused(self):
+        made = plan(options=Options(streamed_updates=0.25))
+        with pytest.raises(ConfigError, match=r"Options\(streamed_updates\) is 0\.5 here and 0\.25 in the plan"):
+            made.prepare_arguments(Options(streamed_updates=0.5))
+
+    def test_options_that_change_no_figure_are_the_users(self):
+        made = plan(options=Options(streamed_updates=0.25, checksums=False, timeout_s=5.0))
+        users = Options(timeout_s=7.0, rounding_seed=3, on_nonfinite="raise", device_bytes=1 << 30)
+        merged = made.prepare_arguments(users)["options"]
+        assert merged == replace(users, streamed_updates=0.25, checksums=False)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("prefetch_bytes", 0),
+            ("live_bytes", 1 << 20),
+            ("persistent_bytes", 1),
+            ("tile_bytes", 1 << 20),
+            ("pinned_bytes", 0),
+            ("update_threads", 3),
+            ("streamed_updates", 0.5),
+            ("io_queue_depth", 1),
+            ("state_dtype", "int8"),
+        ],
+    )
+    def test_an_option_that_the_plan_is_for_cannot_be_another(self, name, value):
+        assert name in PLANNED_OPTIONS
+        with pytest.raises(ConfigError) as refused:
+            DESKTOP.prepare_arguments(Options(**{name: value}))
+        planned = getattr(Options(), name)
+        assert f"Options({name}) is {value!r} here and {planned!r} in the plan. Leave it out, or plan again" in said(
+            refused
+        )
+
+    def test_every_option_that_a_plan_is_for_is_an_option(self):
+        assert {field.name for field in fields(Options)} >= set(PLANNED_OPTIONS)
+
+    def test_an_overlap_that_the_plan_is_for_cannot_be_another(self):
+        with pytest.raises(ConfigError) as refused:
+            DESKTOP.prepare_arguments(overlap="none")
+        assert "overlap is 'none' here and 'forward' in the plan" in said(refused)
+
+    def test_a_plan_that_does_not_fit_prepares_nothing(self):
+        with pytest.raises(ConfigError) as refused:
+            too_large().prepare_arguments()
+        assert "3.00 GiB (3,221,237,817 bytes) too few on the device" in said(refused)
+        assert "1 more rank, 2 in all" in said(refused)
+
+    def test_it_asks_for_just_what_the_same_arguments_by_hand_ask_for(self):
+        made = plan(options=Options(tile_bytes=1 << 16))
+        by_hand = request_for(
+            net(),
+            placement=DESKTOP.placement,
+            overlap="forward",
+            options=Options(tile_bytes=1 << 16),
+        )
+        assert request_for(net(), **made.prepare_arguments()) == by_hand
+
+
+class TestCheck:
+    def test_a_plan_for_this_run_passes(self):
+        model = net()
+        made = plan(model_fingerprint=model_fingerprint(model))
+        check(made, model, dict(DESKTOP.machine_fingerprint))
+        check(made, net(device="meta"))
+        check(DESKTOP, nn.Linear(7, 7))  # names no model
+
+    @pytest.mark.parametrize(
+        ("run", "words"),
+        [
+            ({"world_size": 4}, "The plan is for world size 1, this run has 4: plan again with penstock plan."),
+            ({"stage": 2}, "The plan is for stage 3, this run has 2: plan again"),
+            ({"precision": "fp32"}, "The plan is for precision bf16, this run has fp32: plan again"),
+            ({"stage": 1, "world_size": 2}, "for world size 1, this run has 2; for stage 3, this run has 1: plan"),
+            ({"machine": {"cores": 8}}, "for a machine whose cores is 16, here it is 8: plan again"),
+            ({"machine": {"accelerators": ("L40S",)}}, "accelerators is ['RTX 4090'], here it is ['L40S']"),
+        ],
+    )
+    def test_another_run_is_named(self, run, words):
+        with pytest.raises(ConfigError) as refused:
+            check(DESKTOP, net(), **run)
+        assert words in said(refused)
+
+    def test_ranks_that_lie_otherwise_are_named(self):
+        flat, hybrid = plan(world_size=8), plan(world_size=8, mesh={"dp_shard": 4, "dp_replicate": 2})
+        sizes = {"dp_replicate": 2, "dp_shard": 4, "tp": 1}
+        check(flat, net(), world_size=8)
+        check(hybrid, net(), world_size=8, sizes=sizes)
+        for made, run, words in (
+            (hybrid, {}, "for a mesh of dp_replicate 2 x dp_shard 4, this run has dp_shard 8: plan again"),
+            (flat, {"sizes": sizes}, "for a mesh of dp_shard 8, this run has dp_replicate 2 x dp_shard 4: plan"),
+        ):
+            with pytest.raises(ConfigError) as refused:
+                check(made, net(), world_size=8, **run)
+            assert words in said(refused)
+        with pytest.raises(ConfigError) as refused:
+            check(hybrid, net(), world_size=2)
+        assert said(refused) == "The plan is for world size 8, this run has 2: plan again with penstock plan."
+        check(
+            plan(world_size=8, stage=0), net(), world_size=8, stage=0, sizes={**sizes, "dp_replicate": 8, "dp_shard": 1}
+        )
+
+    @pytest.mark.parametrize("machine", [None, {}, {"kernel": "6.1"}, {"cores": 16, "accelerators": ("RTX 4090",)}])
+    def test_what_only_one_fingerprint_says_is_not_compared(self, machine):
+        check(DESKTOP, net(), machine)
+
+    def test_a_machine_that_was_not_probed_is_any(self):
+        check(plan(machine_fingerprint={}), net(), {"cpu": "another"})
+
+    def test_another_model_is_named_with_its_numbers(self):
+        made = plan(model_fingerprint=model_fingerprint(net()))
+        with pytest.raises(ConfigError) as refused:
+            check(made, net(width=5))
+        assert "for a model of 4 tensors, 17 parameters, 17 trained" in said(refused)
+        assert "this one has 4 tensors, 27 parameters, 27 trained" in said(refused)
+
+
+class TestFingerprint:
+    def test_values_and_devices_do_not_count(self):
+        assert model_fingerprint(net()) == model_fingerprint(net()) == model_fingerprint(net(device="meta"))
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            net(bias=False),
+            net(width=4),
+            net(dtype=torch.bfloat16),
+            nn.Sequential(*net(), nn.Linear(1, 1)),
+            nn.ModuleDict({"0": net()[0], "2": net()[1]}),
+            net().requires_grad_(False),
+        ],
+    )
+    def test_names_shapes_dtypes_and_what_is_trained_count(self, other):
+        assert model_fingerprint(other) != model_fingerprint(net())
+
+    def test_which_of_two_equal_parameters_is_trained_counts(self):
+        first, second = net(), net()
+        first[0].weight.requires_grad_(False)
+        second[1].weight.requires_grad_(False)
+        assert model_fingerprint(first).startswith("4 tensors, 17 parameters, 11 trained, ")
+        assert model_fingerprint(second).startswith("4 tensors, 17 parameters, 11 trained, ")
+        assert model_fingerprint(first) != model_fingerprint(second)
+
+    def test_shapes_of_equal_size_differ(self):
+        assert model_fingerprint(nn.Linear(2, 6, bias=False)) != model_fingerprint(nn.Linear(6, 2, bias=False))
+
+    def test_tied_parameters_differ_from_two_of_the_same_shape(self):
+        tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        apart = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        tied[1].weight = tied[0].weight
+        assert model_fingerprint(tied).startswith("1 tensors, 9 parameters, 9 trained, digest ")
+        assert model_fingerprint(tied) != model_fingerprint(apart)
+        alone = nn.Sequential(nn.Linear(3, 3, bias=False))
+        assert model_fingerprint(tied) != model_fingerprint(alone)
+
+    def test_wrappers_that_recompute_or_compile_do_not_count(self):
+        plain, wrapped = net(), net()
+        wrapped[0] = checkpoint_wrapper(wrapped[0])
+        assert next(wrapped.named_parameters())[0] == "0._checkpoint_wrapped_module.weight"
+        assert model_fingerprint(wrapped) == model_fingerprint(plain)
+        compiled = nn.ModuleDict({"_orig_mod": net()})  # as torch.compile names it
+        assert model_fingerprint(compiled) == model_fingerprint(plain)
+
+    def test_names_that_no_file_can_hold_are_no_trouble(self):
+        assert model_fingerprint(nn.ModuleDict({"\ud800": nn.Linear(1, 1)})).startswith("2 tensors, 2 parameters")
+
+
+def test_a_number_of_any_kind_is_no_bool_and_no_text():
+    with pytest.raises(ConfigError, match="'gap' is Fraction"):
+        plan(gap=Fraction(1, 2))

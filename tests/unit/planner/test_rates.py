@@ -1,0 +1,205 @@
+"""Figures: what a number may be, and how people write one."""
+
+import math
+
+import pytest
+
+from penstock import ConfigError
+from penstock.planner.rates import (
+    RATES,
+    UNITS,
+    Rate,
+    check_count,
+    check_name,
+    number,
+    parse_rate,
+    shown,
+    write_value,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("disk_read=7GB/s", "disk_read", 7e9),
+        ("disk_read=7e9", "disk_read", 7e9),
+        ("disk_read=7GiB/s", "disk_read", 7 * 2**30),
+        ("disk_read=7000MB/s", "disk_read", 7e9),
+        ("disk_read = 7 GB/s ", "disk_read", 7e9),
+        ("disk_read=.5TB/s", "disk_read", 5e11),
+        ("disk_read=1e3kB/s", "disk_read", 1e6),
+        ("device_memory=24GiB", "device_memory", 24 * 2**30),
+        ("device_memory=24GB", "device_memory", 24e9),
+        ("device_memory=1KiB", "device_memory", 1024),
+        ("device_memory=17179869184", "device_memory", 17179869184),
+        ("flops_bfloat16=165TFLOP/s", "flops_bfloat16", 165e12),
+        ("flops_float32=0.0826PFLOP/s", "flops_float32", 82.6e12),
+        ("flops_float32=1FLOP/s", "flops_float32", 1),
+        ("disk_seconds=80us", "disk_seconds", 80e-6),
+        ("disk_seconds=80µs", "disk_seconds", 80e-6),
+        ("disk_seconds=80μs", "disk_seconds", 80e-6),
+        ("disk_seconds=0.08ms", "disk_seconds", 80e-6),
+        ("job_seconds=250ns", "job_seconds", 250e-9),
+        ("job_seconds=+2.s", "job_seconds", 2),
+        ("folders=2", "folders", 2),
+        ("folders=2.0", "folders", 2),
+        ("update_lion=50GB/s", "update_lion", 50e9),
+    ],
+)
+def test_a_figure_is_read_as_people_write_it(text: str, name: str, value: float) -> None:
+    assert parse_rate(text) == (name, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("disk_read", "'disk_read' is no figure with its value. Write it as in disk_read=7GB/s."),
+        ("", "'' is no figure with its value"),
+        ("=7", "There is no figure ''."),
+        ("disk_raed=7GB/s", "There is no figure 'disk_raed'. Did you mean disk_read? All figures: devices, "),
+        ("DISK_READ=7GB/s", "Did you mean disk_read?"),
+        ("disk_read=", "disk_read=: no number is there. Write disk_read=7GB/s or 7e9."),
+        ("disk_read=fast", "disk_read=fast: no number is there."),
+        ("disk_read=7,5GB/s", "disk_read=7,5GB/s: ,5GB/s is no unit of disk_read, which is in bytes/s."),
+        ("disk_read=7GB", "GB is no unit of disk_read, which is in bytes/s. Write disk_read=7GB/s or 7e9."),
+        ("disk_read=7gb/s", "gb/s is no unit of disk_read"),
+        ("disk_read=7Gb/s", "Gb/s is in bits, and disk_read is in bytes/s: divide by 8"),
+        ("disk_read=56Gbit/s", "Gbit/s is in bits"),
+        ("disk_read=56Gbps", "Gbps is in bits"),
+        ("disk_read=7Kib/s", "Kib/s is in bits"),
+        ("device_memory=24Gb", "Gb is in bits, and device_memory is in bytes: divide by 8. Write device_memory=24GiB"),
+        ("device_memory=24GiB/s", "GiB/s is no unit of device_memory, which is in bytes."),
+        ("device_memory=24G", "G is no unit of device_memory"),
+        ("flops_bfloat16=165TFLOPS", "TFLOPS is no unit of flops_bfloat16, which is in FLOP/s."),
+        ("flops_bfloat16=165GB/s", "GB/s is no unit of flops_bfloat16"),
+        ("disk_seconds=80GB/s", "GB/s is no unit of disk_seconds, which is in s. Write disk_seconds=80us or 8e-5."),
+        ("folders=2GB", "GB is behind the number, and folders is a count. Write folders=2."),
+        ("folders=1.5", "folders is 1.5, and counts folders for files"),
+        ("disk_read=0", "disk_read=0: disk_read is 0, not above 0."),
+        ("disk_read=-7GB/s", "disk_read is -7e+09, not above 0"),
+        ("disk_read=nan", "no number is there"),
+        ("disk_read=inf", "no number is there"),
+        ("disk_read=1e999", "disk_read is inf, not a finite number"),
+        ("disk_read=1e9999999999", "e9999999999 is no unit"),
+        ("disk_read=1e-999", "disk_read is 0, not above 0"),
+        ("disk_read=7GB/s=8", "GB/s=8 is no unit"),
+        ("disk_read=" + "7" * 200, "no number is there"),
+        ("disk_read=7\n8", "is no unit of disk_read"),
+        ("disk_read=\x1b[31m7", "disk_read=\\x1b[31m7: no number is there"),
+        ("disk_read=\u0667GB/s", "no number is there"),
+    ],
+)
+def test_what_is_no_figure_is_refused_in_a_line(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_rate(text)
+    message = str(raised.value)
+    assert says in message
+    assert message.isprintable()
+    assert message.endswith(".")
+    assert ".." not in message.replace("...", "")
+
+
+def test_an_unknown_figure_is_told_all_there_are() -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_name("speed")
+    assert str(raised.value).endswith(f"All figures: {', '.join(RATES)}.")
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_every_figure_is_written_as_it_is_read(name: str) -> None:
+    for value in (1.0, 7.0, 24.0 * 2**30, 165e12, 2.0**62):
+        value = value * 1e-6 if RATES[name].unit == "s" else value
+        text = write_value(name, value)
+        assert parse_rate(f"{name}={text}") == (name, pytest.approx(value, rel=1e-3)), text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("disk_read", 7e9, "7 GB/s"),
+        ("disk_read", 123.0, "123 B/s"),
+        ("disk_read", 0.5, "0.5 B/s"),
+        ("disk_read", 6.705e9, "6.705 GB/s"),
+        ("device_memory", 24 * 2**30, "24 GiB"),
+        ("device_memory", 1536, "1.5 KiB"),
+        ("flops_bfloat16", 989e12, "989 TFLOP/s"),
+        ("disk_seconds", 8e-5, "80 us"),
+        ("disk_seconds", 90.0, "90 s"),
+        ("disk_seconds", 2e-12, "0.002 ns"),
+        ("folders", 2.0, "2"),
+        ("host_threads", 12345.0, "12345"),
+    ],
+)
+def test_a_value_is_written_in_its_unit(name: str, value: float, text: str) -> None:
+    assert write_value(name, value) == text
+
+
+def test_units_are_exact() -> None:
+    assert UNITS["bytes"]["GB"] == 1e9
+    assert UNITS["bytes"]["GiB"] == 2**30
+    assert UNITS["bytes/s"]["kB/s"] == 1000
+    assert UNITS["FLOP/s"]["TFLOP/s"] == 1e12
+    assert "KB" not in UNITS["bytes"], "some take it for 1,000 bytes, and some for 1,024"
+
+
+def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
+    for name, about in RATES.items():
+        assert name.isidentifier()
+        assert about.unit in UNITS, name
+        assert 10 < len(about.meaning) < 100, name
+        assert about.meaning.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ((2, 3, 4), "low 3, value 2, high 4 are not in this order"),
+        ((2, 1, 1.5), "low 1, value 2, high 1.5 are not in this order"),
+        ((0, 0, 0), "value is 0, not above 0"),
+        ((-1, -2, 0), "value is -1, not above 0"),
+        ((1, 0, 2), "low is 0, not above 0"),
+        ((1, 1, math.inf), "high is inf, not a finite number"),
+        ((math.nan, 1, 1), "value is nan, not a finite number"),
+        ((10**400, 1, 1), "value is inf, not a finite number"),
+        (("7", 1, 1), "value is '7', not a number"),
+        ((True, 1, 1), "value is True, not a number"),
+        ((1, None, 1), "low is None, not a number"),
+        ((1, 1, [1]), r"high is \[1\], not a number"),
+    ],
+)
+def test_a_figure_is_made_of_numbers_above_0_in_order(values: tuple[float, float, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}$"):
+        Rate(*values, "how")
+
+
+def test_a_figure_says_how_in_text() -> None:
+    with pytest.raises(ConfigError, match="how is 7, not a text"):
+        Rate(1, 1, 1, 7)  # type: ignore[arg-type]
+
+
+def test_a_figure_is_of_floats() -> None:
+    figure = Rate(2, 1, 3, "counted")
+    assert [type(each) for each in (figure.value, figure.low, figure.high)] == [float] * 3
+    assert figure == Rate(2.0, 1.0, 3.0, "counted")
+    assert Rate.stated(2) == Rate(2.0, 2.0, 2.0, "stated")
+
+
+def test_a_count_is_whole() -> None:
+    check_count("folders", 3.0)
+    check_count("disk_read", 3.5)
+    with pytest.raises(ConfigError, match=r"devices is 0\.5"):
+        check_count("devices", 0.5)
+
+
+def test_number_says_what_it_was_about() -> None:
+    assert number(3, "seconds") == 3.0
+    with pytest.raises(ConfigError, match=r"seconds is \{\}, not a number"):
+        number({}, "seconds")
+
+
+def test_what_is_shown_of_a_file_is_short_and_harmless() -> None:
+    assert shown("x" * 1000) == f"'{'x' * 79}..."
+    assert shown("\x1b[2J\n") == "'\\x1b[2J\\n'"
+    assert shown({"a": [1]}) == "{'a': [1]}"
+    assert shown(None) == "None"
+    assert shown(10**5000) == "a number of 16610 bits", "Python refuses to print it"

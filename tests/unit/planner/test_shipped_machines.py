@@ -1,0 +1,222 @@
+"""The machines that come along: whole, plausible beside their data sheets, and in docs/machines.md as they are."""
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from penstock import ConfigError
+from penstock.planner.machine import RATES, Machine, shipped, write_value
+
+PAGE = (Path(__file__).parents[3] / "docs" / "machines.md").read_text()
+FOLDER = Path(str(resources.files("penstock.planner"))) / "machines"
+
+#: Of a device, as its data sheet has it: memory in bytes, dense bf16 FLOP/s, bytes/s of its memory, bytes/s one way to
+#: the host and to other devices (0: none), and how many there are.
+SHEETS = {
+    "a100-40gb-node": (40 << 30, 312e12, 1555e9, 31.5e9, 300e9, 8),
+    "a100-80gb-node": (80 << 30, 312e12, 2039e9, 31.5e9, 300e9, 8),
+    "cpu-laptop": (32 << 30, 1946e9, 89.6e9, 0, 0, 1),
+    "gh200-node": (96 << 30, 989e12, 4000e9, 450e9, 450e9, 4),
+    "h100-node": (80 << 30, 989e12, 3350e9, 63e9, 450e9, 8),
+    "h100-server": (80 << 30, 989e12, 3350e9, 63e9, 0, 1),
+    "h200-node": (141 << 30, 989e12, 4800e9, 63e9, 450e9, 8),
+    "l40s-server": (48 << 30, 362e12, 864e9, 31.5e9, 31.5e9, 4),
+    "rtx3090-desktop": (24 << 30, 71e12, 936e9, 31.5e9, 0, 1),
+    "rtx4090-desktop": (24 << 30, 165.2e12, 1008e9, 31.5e9, 0, 1),
+    "rtx5090-desktop": (32 << 30, 209.5e12, 1792e9, 63e9, 0, 1),
+}
+ANY = {
+    *("devices", "device_memory", "host_memory", "pinnable_memory", "host_threads"),
+    *("flops_float32", "flops_bfloat16", "flops_float16", "device_bandwidth", "device_update"),
+    *("op_seconds", "op_host_seconds", "job_seconds", "host_bandwidth", "update"),
+    *("folders", "disk_free", "disk_read", "disk_write", "disk_mixed", "disk_seconds"),
+}
+LINKS_OF_AN_ACCELERATOR = {"wake_seconds", "h2d", "d2h", "h2d_pageable", "d2h_pageable", "duplex"}
+LINKS_OF_MANY = {"link_bandwidth", "link_seconds", "net_bandwidth", "net_seconds"}
+
+#: How a figure is written down that is a share of a peak, and where peaks are from.
+SHARE = re.compile(r"([0-9.]+) \(from ([0-9.]+) to ([0-9.]+), assumed\) of [0-9.]+ [GT]\w+/s, [^;]+; .+")
+SOURCE = re.compile(r"; .* 20[12][0-9]\b|; PCI Express [45].0 specification")
+MEASURED = "measured on "  # and the day
+
+each = pytest.mark.parametrize("name", SHEETS)
+
+
+def test_these_come_along() -> None:
+    assert shipped() == sorted(SHEETS)
+
+
+@each
+def test_it_has_every_figure_that_one_of_its_kind_needs(name: str) -> None:
+    machine = Machine.read(name)
+    needed = set(ANY)
+    if machine.device != "cpu":
+        needed |= LINKS_OF_AN_ACCELERATOR
+    if machine.value("devices") > 1:
+        needed |= LINKS_OF_MANY
+    assert machine.figures.keys() == needed
+
+
+@each
+def test_it_is_called_as_its_file_and_was_not_probed(name: str) -> None:
+    machine = Machine.read(name)
+    assert machine.name == name
+    assert not machine.probed
+    assert machine.device == ("cpu" if name == "cpu-laptop" else "cuda")
+    assert {"what", "processor", "memory", "disks"} <= machine.fingerprint.keys()
+
+
+@each
+def test_every_figure_says_where_it_is_from(name: str) -> None:
+    for figure, value in Machine.read(name).figures.items():
+        how = value.how
+        assert how.isprintable(), figure
+        assert 10 < len(how) < 250, figure
+        if value.low < value.high:  # what is not read off a sheet says that somebody assumed it
+            assert "assumed" in how or how.startswith(("derived: ", MEASURED)), figure
+        if match := SHARE.fullmatch(how):
+            share, low, high = map(float, match.groups()[:3])
+            assert value.low / low == pytest.approx(value.value / share, rel=1e-3), figure
+            assert value.high / high == pytest.approx(value.value / share, rel=1e-3), figure
+            assert SOURCE.search(how), f"{figure}: what is its source?"
+        elif not how.startswith(MEASURED):
+            assert not figure.startswith(("flops_", "h2d", "d2h", "duplex")), figure
+        if "data sheet" in how or "paper" in how:
+            assert re.search(r"\b20[12][0-9]\b", how), f"{figure}: of what year is its source?"
+
+
+@each
+def test_it_is_plausible_beside_the_data_sheet(name: str) -> None:
+    machine = Machine.read(name)
+    memory, flops, bandwidth, link, peers, devices = SHEETS[name]
+    assert machine.value("devices") == devices
+    if machine.device == "cpu":
+        assert machine.figures["device_memory"].value == machine.value("host_memory"), "they are one memory"
+        assert machine.value("device_bandwidth") == machine.value("host_bandwidth")
+    assert 0.9 * memory < machine.value("device_memory") < 1.08 * memory  # of some, GB are more than 10**9 bytes
+    peaks = {"flops_bfloat16": flops, "flops_float16": flops, "device_bandwidth": bandwidth, "device_update": bandwidth}
+    peaks |= dict.fromkeys(("h2d", "d2h", "h2d_pageable", "d2h_pageable"), link) | {"duplex": 2 * link}
+    peaks |= {"link_bandwidth": peers}
+    for figure, peak in peaks.items():
+        if machine.has(figure):
+            slow = figure == "flops_float16" and machine.device == "cpu"  # which has no instructions for it
+            assert peak / (12 if slow else 8) < machine.value(figure) < peak, figure
+            assert machine.figures[figure].high < 1.01 * peak, figure
+    assert machine.value("flops_float32") < machine.value("flops_bfloat16")
+
+
+@each
+def test_its_figures_agree_with_each_other(name: str) -> None:
+    machine = Machine.read(name)
+    value = machine.value
+    if machine.has("duplex"):
+        assert max(value("h2d"), value("d2h")) <= value("duplex") <= value("h2d") + value("d2h")
+        assert value("h2d_pageable") <= value("h2d")
+        assert value("d2h_pageable") <= value("d2h")
+    assert value("device_update") <= value("device_bandwidth")
+    assert value("update") <= value("host_bandwidth")
+    assert value("pinnable_memory") <= value("host_memory")
+    assert value("disk_write") <= value("disk_mixed") <= value("disk_read")
+    assert value("disk_read") < 15e9
+    assert 16 << 30 <= value("host_memory") <= 2 << 40
+    assert 20e9 < value("host_bandwidth") / machine.value("devices") < 600e9
+    for figure in (
+        "op_seconds",
+        "op_host_seconds",
+        "job_seconds",
+        "wake_seconds",
+        "disk_seconds",
+        "link_seconds",
+        "net_seconds",
+    ):
+        if machine.has(figure):
+            assert 1e-6 < value(figure) < 1e-3, figure
+    for figure, about in RATES.items():
+        if about.unit in ("bytes", "count") and machine.has(figure):
+            assert value(figure) == int(value(figure)), figure
+
+
+@each
+def test_its_file_is_as_write_makes_it(name: str, tmp_path: Path) -> None:
+    Machine.read(name).write(tmp_path / "machine.json")
+    assert (tmp_path / "machine.json").read_text() == (FOLDER / f"{name}.json").read_text()
+
+
+def test_newer_is_faster_where_it_is() -> None:
+    for older, newer in (
+        ("rtx3090-desktop", "rtx4090-desktop"),
+        ("rtx4090-desktop", "rtx5090-desktop"),
+        ("a100-40gb-node", "a100-80gb-node"),
+        ("a100-80gb-node", "h100-node"),
+        ("h100-node", "h200-node"),
+    ):
+        for figure in ("flops_bfloat16", "device_bandwidth", "h2d", "host_bandwidth"):
+            assert Machine.read(older).value(figure) <= Machine.read(newer).value(figure), (older, figure)
+
+
+# The page
+
+
+def table_of_figures() -> str:
+    rows = [f"| `{name}` | {about.unit} | {about.meaning} |" for name, about in RATES.items()]
+    return "\n".join(["| figure | unit | meaning |", "| --- | --- | --- |", *rows])
+
+
+COLUMNS = {
+    "device memory": "device_memory",
+    "bf16": "flops_bfloat16",
+    "device bandwidth": "device_bandwidth",
+    "h2d": "h2d",
+    "links": "link_bandwidth",
+    "host memory": "host_memory",
+    "host bandwidth": "host_bandwidth",
+    "folders": "folders",
+    "read": "disk_read",
+    "write": "disk_write",
+}
+
+
+def table_of_machines() -> str:
+    rows = []
+    for name in shipped():
+        machine = Machine.read(name)
+        cells = [
+            write_value(figure, machine.value(figure)) if machine.has(figure) else "-" for figure in COLUMNS.values()
+        ]
+        rows.append(f"| `{name}` | {' | '.join([machine.fingerprint['what'], *cells])} |")
+    return "\n".join([f"| name | what | {' | '.join(COLUMNS)} |", "| --- " * (len(COLUMNS) + 2) + "|", *rows])
+
+
+def test_the_page_has_every_figure() -> None:
+    assert table_of_figures() in PAGE
+
+
+def test_the_page_has_every_machine_that_comes_along() -> None:
+    assert table_of_machines() in PAGE
+
+
+def test_what_the_page_shows_can_be_written_and_read(tmp_path: Path) -> None:
+    by_hand = PAGE.split("```json\n")[1].split("```")[0]
+    file = tmp_path / "machine.json"
+    file.write_text(by_hand)
+    machine = Machine.read(file)
+    assert len(machine.figures) == len(json.loads(by_hand)["figures"])
+    needed = ANY | LINKS_OF_AN_ACCELERATOR
+    assert machine.figures.keys() == needed, "what a machine with one accelerator and a disk needs"
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = PAGE.split("```python\n")[1].split("```")[0].replace("penstock.planner", "penstock.planner.machine")
+    exec(compile(code, "docs/machines.md", "exec"), {})
+    assert (tmp_path / "ours.json").exists()
+
+
+def test_what_is_not_there_is_said() -> None:
+    with pytest.raises(ConfigError, match="no figure h2d"):
+        Machine.read("cpu-laptop").value("h2d")
+    with pytest.raises(ConfigError, match="no figure link_bandwidth"):
+        Machine.read("rtx4090-desktop").value("link_bandwidth")

@@ -1,0 +1,123 @@
+"""What is missing, and what would be enough: the change, made, is enough, and a little less of it is not."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.planner.shortfall import Change, Infeasible, fits, lacks, missing
+from penstock.planner.workload import Limits, Load
+
+GIB = 1 << 30
+LOAD = Load(
+    params_bytes=16 * GIB,
+    own_params_bytes=16 * GIB,
+    grads_bytes=16 * GIB,
+    optimizer_bytes=80 * GIB,
+    update_bytes=208 * GIB,
+    reduced_bytes=16 * GIB,
+    forward_s=1.0,
+    backward_s=2.0,
+    forward_gathered_bytes=16 * GIB,
+    backward_gathered_bytes=16 * GIB,
+    ahead_bytes=0,
+    kept_bytes=0,
+    fixed_bytes={"device": 2 * GIB, "cpu": 1 * GIB},
+    activation_peak_bytes={"device": 8 * GIB},
+    sharded=frozenset({"params", "grads", "optimizer"}),
+)
+
+
+def change(found: Infeasible, what: str) -> Change:
+    (one,) = (each for each in found.changes if each.what == what)
+    return one
+
+
+def test_nothing_is_missing_where_it_fits() -> None:
+    limits = Limits({"device": 24 * GIB, "cpu": 120 * GIB})
+    assert missing(LOAD, limits) == {}
+    assert fits(LOAD, limits)
+
+
+def test_what_is_missing_in_all_is_told_on_the_slowest_tier() -> None:
+    """122 GiB and a byte in all: 24 on the device, 96 in host memory with shadows of none."""
+    limits = Limits({"device": 24 * GIB, "cpu": 90 * GIB})
+    assert missing(LOAD, limits) == {"cpu": 112 * GIB - 14 * GIB - 89 * GIB}
+
+
+def test_what_has_to_be_on_a_tier_is_missing_there() -> None:
+    assert missing(LOAD, Limits({"device": 9 * GIB, "cpu": 200 * GIB})) == {"device": GIB}
+
+
+def test_a_reserve_is_left_free() -> None:
+    limits = Limits({"device": 10 * GIB, "cpu": 200 * GIB}, reserve={"device": GIB, "cpu": 87 * GIB + 1})
+    assert missing(LOAD, limits) == {"device": GIB, "cpu": 1}
+
+
+@pytest.mark.parametrize("nvme", [None, 3 * GIB])
+def test_as_many_bytes_more_of_the_nvme_tier_are_enough(nvme: int | None) -> None:
+    there = {} if nvme is None else {"nvme": nvme}
+    limits = Limits({"device": 24 * GIB, "cpu": 64 * GIB, **there})  # type: ignore[dict-item]
+    more = int(change(lacks(LOAD, limits), "nvme").amount)
+    assert more + (nvme or 0) == 112 * GIB - 14 * GIB - 63 * GIB
+    assert fits(LOAD, limits.with_room("nvme", (nvme or 0) + more))
+    assert not fits(LOAD, limits.with_room("nvme", (nvme or 0) + more - 200))
+
+
+def test_what_given_fractions_lack() -> None:
+    """All state and shadows in host memory, parameters on the device."""
+    found = missing(
+        LOAD,
+        Limits({"device": 24 * GIB, "cpu": 100 * GIB}),
+        {"params": {"device": 1.0}, "grads": {"cpu": 1.0}, "optimizer": {"cpu": 1.0}},
+    )
+    assert found == {"device": 2 * GIB, "cpu": (1 + 16 + 80 + 16 - 100) * GIB}
+
+
+def test_no_disk_makes_room_on_the_device() -> None:
+    found = lacks(LOAD, Limits({"device": 9 * GIB, "cpu": 200 * GIB}))
+    assert [each.what for each in found.changes] == ["batch"]
+
+
+def test_that_share_of_the_batch_fits() -> None:
+    limits = Limits({"device": 6 * GIB, "cpu": 200 * GIB})
+    share = change(lacks(LOAD, limits), "batch").amount
+    assert share == 0.5  # 4 GiB of 8, beside the 2 that are fixed
+    assert fits(replace(LOAD, activation_peak_bytes={"device": int(share * 8 * GIB)}), limits)
+    assert not fits(replace(LOAD, activation_peak_bytes={"device": int(share * 8 * GIB) + 1000}), limits)
+
+
+@pytest.mark.parametrize("cpu", [8, 21, 33, 60])
+def test_as_many_ranks_are_enough_and_one_less_is_not(cpu: int) -> None:
+    limits = Limits({"device": 24 * GIB, "cpu": cpu * GIB})
+    ranks = int(change(lacks(LOAD, limits), "ranks").amount)
+    assert fits(LOAD.over(ranks), limits)
+    assert not fits(LOAD.over(ranks - 1), limits)
+
+
+def test_more_ranks_are_as_many_of_each_copy() -> None:
+    limits = Limits({"device": 24 * GIB, "cpu": 33 * GIB})
+    alone = change(lacks(LOAD, limits), "ranks")
+    four = change(lacks(replace(LOAD, copies=4), limits), "ranks")
+    assert four.amount == 4 * alone.amount
+    assert four.words.endswith(f", {4 * int(alone.amount)} in all")
+
+
+def test_more_ranks_do_not_help_what_is_not_sharded() -> None:
+    found = lacks(replace(LOAD, sharded=frozenset()), Limits({"device": 24 * GIB, "cpu": 8 * GIB}))
+    assert "ranks" not in [each.what for each in found.changes]
+
+
+def test_a_shard_over_more_ranks_has_its_part_of_what_is_sharded() -> None:
+    load = replace(LOAD, ranks=2, sharded=frozenset({"optimizer"})).over(8)
+    assert (load.optimizer_bytes, load.own_params_bytes) == (20 * GIB, 4 * GIB)
+    assert (load.params_bytes, load.grads_bytes, load.ranks) == (16 * GIB, 16 * GIB, 8)
+
+
+def test_words() -> None:
+    assert str(lacks(LOAD, Limits({"device": 24 * GIB, "cpu": 64 * GIB}))) == (
+        "It does not fit: 35.0 GiB in host memory too few. It fits with 35.0 GiB of an nvme tier, or with 1 more rank, "
+        "2 in all."
+    )
+    found = Infeasible({"device": 5, "nvme": 7})
+    assert str(found) == "It does not fit: 5 B on the device and 7 B on disk too few."
+    assert found.smallest is None

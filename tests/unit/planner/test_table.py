@@ -1,0 +1,304 @@
+"""A plan in words, to the letter: the table, the reasons, and what was predicted beside what was measured."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from penstock import Options, Placement
+from penstock.planner.formatting import aligned, fraction, seconds, share, signed, size
+from penstock.planner.plan_fields import Reason, Shortfall, WhatIf
+from penstock.planner.table import block, explain, shortfalls_in_words, table
+from tests.plans import DESKTOP, GIB, MIB, plan, too_large
+
+MEASURED = {
+    "step": 4.9,
+    "host update": 4.1,
+    "device compute": 2.11,
+    "NVMe reads": 0.31,
+    "host-to-device link": 0.0043,
+}
+OUTSIDE = "what is not traced (data, loss, Python)"
+
+
+def shows(text: str) -> str:
+    return dedent(text).strip("\n")
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+
+
+def line_of(text: str, start: str) -> str:
+    [found] = [line for line in text.splitlines() if line.startswith(start)]
+    return found
+
+
+def test_a_plan_that_fits():
+    assert str(DESKTOP) == shows("""
+        fits: yes     step 4.12 s (3.81-4.52), 3,977 tokens/s     bound by: host update
+                         device             host              nvme
+        params           0.31 4.60 GiB      0.69 10.1 GiB     -
+        gradients        -                  1.00 14.7 GiB     -
+        optimizer        -                  0.83 74.0 GiB     0.17 13.0 GiB
+        activations      6.10 GiB (recomputed)
+        peak / limit     21.8 / 23.1 GiB    98.0 / 110 GiB    13.0 / 900 GiB
+        updates          overlap forward
+        waits exposed    update 0.90 s, fetch 0.20 s
+        planned for      rtx4090-desktop, bf16, stage 3, input_ids int64[16, 1024], labels int64[16, 1024]
+        a second SSD -0.20 s | 8-bit states -0.80 s | batch 32 +38 % tokens/s | half the cores +1.50 s
+        within 6 % of the best possible.
+    """)
+
+
+def test_a_plan_that_does_not_fit():
+    lacks = (*too_large().lacks, Shortfall("nvme", 40 * MIB))
+    assert str(too_large(lacks=lacks)) == shows("""
+        fits: no      3.00 GiB (3,221,237,817 bytes) too few on the device. Smallest change: 1 more rank, 2 in all.
+        fits: no      40.0 MiB (41,943,040 bytes) too few on nvme.
+                        device             host              nvme
+        params          0.31 4.60 GiB      0.69 10.1 GiB     -
+        gradients       -                  1.00 14.7 GiB     -
+        optimizer       -                  0.83 74.0 GiB     0.17 13.0 GiB
+        activations     6.10 GiB (recomputed)
+        peak / limit    26.1 / 23.1 GiB    98.0 / 110 GiB    13.0 / 900 GiB
+        updates         overlap forward
+        planned for     rtx4090-desktop, bf16, stage 3, input_ids int64[16, 1024], labels int64[16, 1024]
+    """)
+
+
+def test_a_plan_for_a_cpu_where_device_and_host_are_one_memory():
+    made = plan(
+        placement=Placement(
+            params={"device": 0.25, "cpu": 0.75},
+            grads="cpu",
+            optimizer={"device": 0.5, "cpu": 0.4921875, "nvme": 0.0078125},
+            activations="nvme",
+            nvme_path="/scratch",
+        ),
+        overlap="auto",
+        recompute=False,
+        step_s=0.0412,
+        step_range_s=(0.0399, 0.0431),
+        gap=0,
+        peak_bytes={"device": 700 * MIB, "cpu": 800 * MIB, "nvme": 10 * MIB},
+        precision="fp32",
+        machine="laptop",
+        device="cpu",
+        batch="x float32[8, 64]",
+        tokens_per_s=0,
+        limit_bytes={"device": 8 * GIB, "cpu": 8 * GIB, "nvme": 100 * GIB},
+        kind_bytes={"params": {"device": 64 * MIB, "cpu": 192 * MIB}, "activations": {"device": 1536, "nvme": MIB}},
+        waits_s={"update": 0.0004},
+        what_ifs=(),
+    )
+    assert str(made) == shows("""
+        fits: yes     step 41.2 ms (39.9-43.1)     bound by: host update
+                         host               nvme
+        params           1.00 256 MiB       -
+        gradients        1.00               -
+        optimizer        >.99               <.01
+        activations      1.50 KiB           1.00 MiB
+        peak / limit     1.46 / 8.00 GiB    10.0 MiB / 100 GiB
+        updates          overlap auto
+        waits exposed    update 0.40 ms
+        planned for      laptop, fp32, stage 3, x float32[8, 64]
+        within 1 % of the best possible.
+    """)
+    lack = Shortfall("device", 1024, "use nvme.")
+    assert shortfalls_in_words(plan(device="cpu", fits=False, lacks=(lack,))) == (
+        "1.00 KiB (1,024 bytes) too few on the host. Smallest change: use nvme."
+    )
+
+
+def test_a_plan_for_one_of_two_ranks_with_updates_on_the_device():
+    made = plan(
+        placement=Placement(optimizer="cpu", activations="cpu"),
+        options=Options(streamed_updates=0.25),
+        world_size=2,
+        stage=2,
+        batch="input_ids int64[16, 1024]",
+        kind_bytes={},
+        peak_bytes={"device": 5 * GIB, "nvme": 0},
+        limit_bytes={},
+        waits_s={"a x (y)": 1e-4, "b": 3e-5, "c": 2, "d": 0.2, "e": 2e-6},
+        rounding_notes=("a device may round otherwise than the host in the last place",),
+        what_ifs=(),
+    )
+    assert table(made, run="penstock train --plan plan.json") == shows("""
+        fits: yes     step 4.12 s (3.81-4.52), 3,977 tokens/s     bound by: host update
+                         device      host    nvme
+        params           1.00        -       -
+        gradients        1.00        -       -
+        optimizer        -           1.00    -
+        activations      host (recomputed)
+        peak / limit     5.00 GiB    -       -
+        updates          overlap forward, 0.25 of the host's on the device
+        waits exposed    c 2.00 s, d 0.20 s, a 100 us, others 32.0 us
+        planned for      rtx4090-desktop, bf16, stage 2, input_ids int64[16, 1024], one of 2 ranks
+        within 6 % of the best possible.     run: penstock train --plan plan.json
+        may round otherwise: a device may round otherwise than the host in the last place
+    """)
+    assert line_of(str(plan(world_size=16, hosts=4)), "planned for").endswith(", one of 16 ranks on 4 hosts")
+    streamed = plan(options=Options(streamed_updates="auto"))
+    assert line_of(str(streamed), "updates").endswith("forward, a measured share of the host's on the device")
+
+
+def test_fractions_that_are_1_but_for_rounding_are_all():
+    made = plan(placement=Placement(params={"device": 0.5, "cpu": 0.4999995}), device="cpu", kind_bytes={})
+    assert line_of(str(made), "params").split() == ["params", "1.00", "-"]
+    assert "  params host; gradients host;" in block(made)
+
+
+def test_activations_stand_in_the_columns_that_have_them():
+    kept = {"activations": {"device": 2 * MIB, "cpu": GIB}}
+    row = line_of(str(plan(kind_bytes=kept)), "activations")
+    assert row.split() == ["activations", "2.00", "MiB", "1.00", "GiB", "(recomputed)"]
+    row = line_of(str(plan(kind_bytes={"activations": {"cpu": GIB}}, recompute=False)), "activations")
+    assert row.split() == ["activations", "-", "1.00", "GiB"]
+
+
+def test_a_step_that_is_known_though_it_does_not_fit_is_told():
+    head = str(too_large(step_s=2, step_range_s=(1, 3))).splitlines()
+    assert head[1] == "if it did: step 2.00 s (1.00-3.00)"
+
+
+@pytest.mark.parametrize(
+    ("gap", "percent"), [(0, "1"), (0.0004, "1"), (0.07, "7"), (0.0701, "8"), (1, "100"), (20, "2,000")]
+)
+def test_the_gap_is_rounded_up(gap, percent):
+    assert str(plan(gap=gap)).splitlines()[-1] == f"within {percent} % of the best possible."
+
+
+def test_a_plan_in_which_nothing_waits_says_so():
+    assert line_of(str(plan(waits_s={"update x": 0})), "waits exposed") == "waits exposed    none"
+
+
+def test_reasons_say_what_the_next_best_would_have_cost():
+    why = (
+        *DESKTOP.why,
+        Reason("streamed_updates", "0", "0.25", 0.004, "the link is busy"),
+        Reason("a", "b", "c", -0.5),
+    )
+    assert explain(plan(why=why)) == shows("""
+        choice              chosen               next best    would cost
+        recompute           yes                  no           does not fit
+          activations take 41.2 GiB of 23.1 GiB
+        optimizer           83% cpu, 17% nvme    100% nvme    +0.31 s
+        streamed_updates    0                    0.25         +4.00 ms
+          the link is busy
+        a                   b                    c            -0.50 s
+    """)
+    text = "There was nothing to choose: the placement was given, or all of it fits where compute is."
+    assert explain(plan(why=())) == text
+
+
+def test_the_block_at_the_start_of_a_run():
+    assert block(DESKTOP) == shows("""
+        plan: step 4.12 s, 3,977 tokens/s, bound by: host update
+          params 0.31 device + 0.69 host; gradients host; optimizer 0.83 host + 0.17 nvme
+          activations device (recomputed); overlap forward
+          step                   4.12 s
+          host update            3.25 s
+          device compute         2.10 s
+          NVMe reads             0.31 s
+          host-to-device link    4.20 ms
+    """)
+
+
+def test_the_block_at_the_end_of_a_run_names_what_differs():
+    measured = {"step": 4.9, "host update": 4.1, "device compute": 2.11, "host-to-device link": 0.02, OUTSIDE: 0.3}
+    assert block(DESKTOP, measured).splitlines()[3:] == [
+        "                                             predicted    measured",
+        "  step                                       4.12 s       4.90 s      +19 %",
+        "  host update                                3.25 s       4.10 s      +26 %",
+        "  device compute                             2.10 s       2.11 s      0 %",
+        "  NVMe reads                                 0.31 s       -",
+        "  host-to-device link                        4.20 ms      20.0 ms     +376 %",
+        "  what is not traced (data, loss, Python)    -            0.30 s",
+        "differs: step: 4.90 s measured, 4.12 s predicted (+19 %)",
+        "differs: host update: 4.10 s measured, 3.25 s predicted (+26 %)",
+        f"differs: {OUTSIDE}: 0.30 s measured, 0 s predicted",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "differs"),
+    [
+        ("step", 1.149, False),
+        ("step", 1.151, True),
+        ("step", 0.851, False),
+        ("step", 0.849, True),
+        ("host update", 1.149, False),
+        ("host update", 0.849, True),
+        ("NVMe reads", 1.2, True),
+        ("host-to-device link", 9.0, False),  # less than 1 % of the step
+        ("host-to-device link", 12.0, True),
+    ],
+)
+def test_more_than_15_percent_differ_where_they_matter(name, times, differs):
+    predicted = {"step": DESKTOP.step_s, **DESKTOP.busy_s}[name]
+    said = [line for line in block(DESKTOP, {name: predicted * times}).splitlines() if line.startswith("differs: ")]
+    assert [line.split(": ")[1] for line in said] == ([name] if differs else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (size(0), "0 B"),
+        (size(1023), "1023 B"),
+        (size(1024), "1.00 KiB"),
+        (size(10240), "10.0 KiB"),
+        (size(102400), "100 KiB"),
+        (size(GIB - 1), "1,024 MiB"),
+        (size(5 << 50), "5,120 TiB"),
+        (seconds(0), "0 s"),
+        (seconds(0, beside=0.01), "0 ms"),
+        (seconds(1e-9), "0.00 us"),
+        (seconds(0.00123), "1.23 ms"),
+        (seconds(0.094, beside=1), "94.0 ms"),
+        (seconds(0.096, beside=1), "0.10 s"),
+        (seconds(0.5, beside=100), "0.50 s"),
+        (seconds(75, beside=0.01), "75,000 ms"),
+        (seconds(9.996), "10.0 s"),
+        (seconds(12345.6), "12,346 s"),
+        (signed(-0.25), "-250 ms"),
+        (signed(0.25, beside=2), "+0.25 s"),
+        (share(0.385), "+38 %"),
+        (share(-0.001), "0 %"),
+        (share(0.001), "0 %"),
+        (share(-0.2), "-20 %"),
+        (share(12), "+1,200 %"),
+        (fraction(0.5), "0.50"),
+        (fraction(1e-9), "<.01"),
+        (fraction(1 - 1e-9), ">.99"),
+        (fraction(1), "1.00"),
+    ],
+)
+def test_numbers_have_three_digits_and_a_unit(text, words):
+    assert text == words
+
+
+def test_only_the_last_cell_of_a_row_may_be_longer_than_its_column():
+    assert aligned([["a", "b", "c"], ["long", "x"], ["d", "a text over all"]]) == [
+        "a       b    c",
+        "long    x",
+        "d       a text over all",
+    ]
+
+
+def test_a_change_may_bring_both_or_nothing():
+    both = str(plan(what_ifs=(WhatIf("more", 1, 0.5), WhatIf("none")))).splitlines()[-2]
+    assert both == "more -1.00 s +50 % tokens/s | none"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        table(DESKTOP, run="penstock train --plan plan.json"),
+        str(too_large()).splitlines()[0],
+        explain(DESKTOP),
+        block(DESKTOP, MEASURED),
+    ],
+)
+def test_the_page_shows_what_is_printed(text):
+    assert text in PAGE

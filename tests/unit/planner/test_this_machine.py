@@ -1,0 +1,84 @@
+"""The machine that a plan is for: probed once, then read, with what is free looked at anew."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.planner import this_machine
+from penstock.planner.choose_machine import machine_for
+from penstock.planner.machine import Machine
+from penstock.planner.rates import Rate
+from penstock.planner.this_machine import remember
+from penstock.probe.cache import path_of
+from penstock.probe.fingerprint import fingerprint
+from penstock.probe.measure import Measured
+from penstock.probe.sampling import Measurement
+
+
+@pytest.fixture
+def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """How often the machine was measured: nothing is."""
+    asked: list[Any] = []
+
+    def measure(*, folders: Any = (), seconds: float = 60, progress: Any = None, groups: Any = None) -> Measured:
+        assert groups == {}, "ranks of a host would wait for each other"
+        asked.append((list(folders), seconds))
+        figures = {name: Measurement(3e9, 2e9, 4e9, "as a test says") for name in ("host_memory", "update")}
+        return Measured("a machine", "cpu", figures, fingerprint(torch.device("cpu"), folders))
+
+    monkeypatch.setattr(this_machine, "measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return asked
+
+
+def test_a_machine_is_probed_once(probes: list[Any]) -> None:
+    first = machine_for(None, seconds=5)
+    assert probes == [([], 5)]
+    assert first.figures["update"] == Rate(3e9, 2e9, 4e9, "as a test says")
+    assert first.probed
+    second = machine_for(None)
+    assert len(probes) == 1
+    assert second.figures["update"] == first.figures["update"]
+    assert second.fingerprint == first.fingerprint
+
+
+def test_what_is_free_is_of_now(probes: list[Any], tmp_path: Path) -> None:
+    machine = machine_for(None, folders=[tmp_path])
+    assert machine.value("host_memory") > 1e6
+    assert machine.value("device_memory") == machine.value("host_memory")
+    assert machine.value("disk_free") > 1e6
+
+
+def test_other_folders_are_another_machine(probes: list[Any], tmp_path: Path) -> None:
+    machine_for(None)
+    machine_for(None, folders=[tmp_path])
+    machine_for(None, folders=[tmp_path])
+    assert probes == [([], 60), ([tmp_path], 60)]
+
+
+def test_a_machine_that_was_probed_by_hand_is_remembered(probes: list[Any], tmp_path: Path) -> None:
+    known = fingerprint(torch.device("cpu"))
+    machine = Machine("by hand", "cpu", {"update": Rate.stated(7e9)}, known, probed=True)
+    path = remember(machine)
+    assert path is not None
+    assert path.is_relative_to(tmp_path / "cache" / "penstock" / "machines")
+    assert machine_for(None).value("update") == 7e9
+    assert probes == []
+
+
+def test_a_damaged_file_is_probed_again_and_replaced(probes: list[Any]) -> None:
+    machine_for(None)
+    (path,) = Path(path_of(fingerprint(torch.device("cpu")))).parent.glob("*.json")
+    path.write_text('{"penstock": "machine", "version": 9}')
+    machine_for(None)
+    assert len(probes) == 2
+    assert Machine.read(path).value("update") == 3e9
+
+
+def test_a_folder_that_is_none_is_refused_before_anything(probes: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing' cannot be probed: No such file"):
+        machine_for(None, folders=[tmp_path / "missing"])
+    assert probes == []

@@ -1,0 +1,100 @@
+"""How many of a mask are ones: sizes of what depends on routing."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.planner.simulation.fake_operations import FakeOperations
+from penstock.planner.simulation.fake_tensor import fake_tensor, is_fake
+from penstock.planner.simulation.program import Op
+
+EXPERTS, TOKENS, PICKED = 8, 64, 2
+
+
+@pytest.fixture
+def scores() -> Tensor:
+    return fake_tensor((TOKENS, EXPERTS), torch.float32)
+
+
+def test_each_expert_gets_its_share_of_rows(scores: Tensor) -> None:
+    with FakeOperations():
+        _, picked = scores.topk(PICKED, dim=-1)
+        mask = nn.functional.one_hot(picked, EXPERTS).permute(2, 1, 0)
+        hit = mask.sum(dim=(-1, -2)).gt(0).nonzero()
+        assert hit.flatten().tolist() == list(range(EXPERTS))
+        assert not is_fake(hit)
+        place, rows = torch.where(mask[hit[0, 0]])
+        assert rows.shape == place.shape == (TOKENS * PICKED // EXPERTS,)
+        assert scores[rows].shape == (16, EXPERTS)
+
+
+def test_a_class_more_than_there_are_experts_changes_nothing(scores: Tensor) -> None:
+    with FakeOperations():
+        mask = nn.functional.one_hot(scores.topk(PICKED).indices, EXPERTS + 1)
+        assert torch.where(mask[..., 3])[0].shape == (16,)
+
+
+WAYS = {
+    "compared": (lambda s: (s.topk(PICKED).indices == 3).nonzero(), TOKENS * PICKED // EXPERTS),
+    "bool index": (lambda s: s[(s.argmax(-1) == 3)], TOKENS // EXPERTS),
+    "scattered": (lambda s: torch.zeros_like(s).scatter_(1, s.topk(PICKED).indices, 1).bool().nonzero(), 64 * 2),
+    "inverted": (lambda s: (~(s.argmax(-1) == 3)).nonzero(), TOKENS * 7 // 8),
+    "both": (lambda s: ((s.argmax(-1) == 3) & (s.argmin(-1) == 2)).nonzero(), TOKENS // 64),
+    "either": (lambda s: ((s.argmax(-1) == 3) | (s.argmin(-1) == 2)).nonzero(), 64 * 15 // 64),
+    "moved": (lambda s: (s.sort(-1).indices.to(torch.int32)[:, :1].clone() == 0).nonzero(), TOKENS // EXPERTS),
+    "selected": (lambda s: s.masked_select(s.argmax(-1, keepdim=True) == 3), TOKENS),
+    "counted": (lambda s: torch.ones((s.argmax(-1) == 1).sum().item()), TOKENS // EXPERTS),
+    "asked": (lambda s: torch.ones(3 if (s.argmax(-1) == 1).any() else 4), 3),
+}
+
+
+@pytest.mark.parametrize(("way", "rows"), WAYS.values(), ids=WAYS)
+def test_shares_go_along_with_what_is_done(way, rows: int, scores: Tensor) -> None:
+    with FakeOperations():
+        assert way(scores).shape[0] == rows
+
+
+def test_a_stated_share_is_for_masks_of_which_nothing_is_known(scores: Tensor) -> None:
+    with FakeOperations(share=0.25):
+        assert scores[scores > 0].shape == (TOKENS * EXPERTS // 4,)
+        assert (scores.argmax(-1) == 3).nonzero().shape == (TOKENS // EXPERTS, 1)
+
+
+def test_what_is_known_is_forgotten_when_it_is_overwritten(scores: Tensor) -> None:
+    with FakeOperations():
+        mask = scores.argmax(-1) == 3
+        mask.copy_(scores[:, 0] > 0)
+        with pytest.raises(ConfigError, match="counts what a mask chooses"):
+            mask.nonzero()
+        mask = scores.argmax(-1) == 3
+        mask.bernoulli_(0.5)
+        with pytest.raises(ConfigError, match="counts what a mask chooses"):
+            mask.nonzero()
+
+
+def test_real_masks_of_hollow_values_count_exactly(scores: Tensor) -> None:
+    with FakeOperations():
+        assert scores[torch.arange(TOKENS) < 5].shape == (5, EXPERTS)
+        assert scores[:, torch.arange(EXPERTS) % 2 == 0].shape == (TOKENS, 4)
+
+
+def test_what_is_chosen_is_told_with_its_cost(scores: Tensor) -> None:
+    seen: list[Op] = []
+    with FakeOperations(seen.append):
+        (scores.argmax(-1) == 3).nonzero()
+        scores[scores.argmax(-1) == 3]
+    assert [(op.name, op.nbytes) for op in seen if op.name not in ("aten.argmax.default", "aten.eq.Scalar")] == [
+        ("aten.nonzero.default", TOKENS + 8 * 8),
+        ("aten.index.Tensor", 8 * 8 + 2 * 8 * EXPERTS * 4),
+    ]
+
+
+def test_comparing_two_tensors_is_no_comparison_with_zero() -> None:
+    """Masks of packed rows are as large as attention: what they are made of is small, and real."""
+    rows = torch.arange(64).expand(2048, 64)
+    with FakeOperations():
+        for compare in (torch.eq, torch.ne, torch.gt):
+            mask = compare(rows[:, :, None], rows[:, None, :])
+            assert is_fake(mask)
+            assert mask.shape == (2048, 64, 64)

@@ -1,0 +1,152 @@
+"""Collectives that a model itself issues: what they return, what is noted of them, and what is refused."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.blueprint import request_for
+from penstock.errors import ConfigError
+from penstock.parallel import ulysses_attention
+from penstock.planner.simulation.fake_operations import FakeOperations
+from penstock.planner.simulation.fake_tensor import fake_tensor, is_fake
+from penstock.planner.simulation.program import OF_MODEL, Collective, WorkKind
+from penstock.planner.simulation.simulate import Setup, simulate
+from penstock.planner.simulation.simulated_mesh import simulated_mesh
+from penstock.runtime.control_group import all_gather_flat, reduce_scatter_flat
+from penstock.runtime.topology import Grid
+
+RANKS = 4
+functional = torch.ops._c10d_functional
+
+Work = Callable[[Tensor, Any], Tensor]
+
+
+def summed(values: Tensor, group: Any) -> Tensor:
+    total = values.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def gathered(values: Tensor, group: Any) -> Tensor:
+    whole = torch.empty(RANKS * len(values), *values.shape[1:], dtype=values.dtype)
+    all_gather_flat(whole, values.contiguous(), group=group)
+    return whole
+
+
+def reduced(values: Tensor, group: Any) -> Tensor:
+    part = torch.empty(len(values) // RANKS, *values.shape[1:], dtype=values.dtype)
+    reduce_scatter_flat(part, values.contiguous(), group=group)
+    return part
+
+
+def exchanged(values: Tensor, group: Any) -> Tensor:
+    received = torch.empty_like(values)
+    dist.all_to_all_single(received, values, group=group)
+    return received
+
+
+#: What is called, the collective, its whole buffer over what is sent, and what comes of ones: their shape and value.
+CALLS: dict[str, tuple[Work, str, int, tuple[int, ...], float]] = {
+    "sum": (summed, "all_reduce", 1, (8, 2), RANKS),
+    "gather": (gathered, "all_gather", RANKS, (32, 2), 1),
+    "reduction": (reduced, "reduce_scatter", 1, (2, 2), RANKS),
+    "exchange": (exchanged, "all_to_all", 1, (8, 2), 1),
+    "functional sum": (lambda x, g: functional.all_reduce(x, "sum", g.group_name), "all_reduce", 1, (8, 2), RANKS),
+    "functional mean": (lambda x, g: functional.all_reduce(x, "avg", g.group_name), "all_reduce", 1, (8, 2), 1),
+    "functional gather": (
+        lambda x, g: functional.all_gather_into_tensor(x, RANKS, g.group_name),
+        "all_gather",
+        RANKS,
+        (32, 2),
+        1,
+    ),
+    "functional reduction": (
+        lambda x, g: functional.reduce_scatter_tensor(x, "sum", RANKS, g.group_name),
+        "reduce_scatter",
+        1,
+        (2, 2),
+        RANKS,
+    ),
+    "functional exchange": (
+        lambda x, g: functional.all_to_all_single(x, [2] * RANKS, [2] * RANKS, g.group_name),
+        "all_to_all",
+        1,
+        (8, 2),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+def test_a_collective_is_noted_and_gives_what_ranks_alike_would_get(is_real: bool) -> None:
+    with simulated_mesh({"dp_shard": 2, "tp": RANKS}) as mesh:
+        for case, (work, name, times, shape, value) in CALLS.items():
+            noted: list[Collective] = []
+            values = torch.ones(8, 2) if is_real else fake_tensor((8, 2), torch.float32)
+            with FakeOperations(collectives=noted.append):
+                out = work(values, mesh.get_group("tp"))
+            assert noted == [Collective(name, times * 8 * 2 * 4, RANKS, "tp", 1)], case
+            assert (tuple(out.shape), is_fake(out)) == (shape, not is_real), case
+            if is_real:
+                assert torch.equal(out, torch.full(shape, float(value))), case
+
+
+def test_memory_is_counted_of_what_is_received_and_given_back() -> None:
+    with simulated_mesh({"tp": RANKS}) as mesh, FakeOperations() as simulated:
+        whole = functional.all_gather_into_tensor(
+            fake_tensor(1024, torch.float32), RANKS, mesh.get_group("tp").group_name
+        )
+        assert simulated.memory.live_bytes == RANKS * 4096
+        del whole
+        assert simulated.memory.live_bytes == 0
+
+
+def test_a_collective_that_is_not_known_is_refused_by_name() -> None:
+    with (
+        simulated_mesh({"tp": 2}) as mesh,
+        FakeOperations(),
+        pytest.raises(ConfigError, match=r"c10d\.send.* no simulation"),
+    ):
+        dist.send(torch.ones(1), 1, group=mesh.get_group("tp"))
+
+
+def test_there_are_no_ranks_afterwards_and_none_beside_others() -> None:
+    with simulated_mesh({"cp": 2, "tp": 3}) as mesh:
+        assert (mesh.mesh_dim_names, tuple(mesh.mesh.shape)) == (("cp", "tp"), (2, 3))
+        assert dist.get_process_group_ranks(mesh.get_group("cp")) == [0, 3]
+        with pytest.raises(ConfigError, match="has ranks already"), simulated_mesh({"tp": 2}):
+            pass
+    assert not dist.is_initialized()
+
+
+class Attention(nn.Module):
+    """Attention over a sequence that ranks share, between two products."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.into(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, chunk, width)
+        mine = ulysses_attention(nn.functional.scaled_dot_product_attention, *heads, group=self._group)
+        return self.out(mine.transpose(1, 2).flatten(2))
+
+
+def test_attention_over_ranks_is_rehearsed_with_its_exchanges() -> None:
+    with simulated_mesh({"dp_shard": 2, "cp": RANKS}) as mesh:
+        model = Attention(mesh.get_group("cp"))
+        setup = Setup(model, torch.optim.AdamW, lambda: torch.zeros(2, 16, 32), grid=Grid(shards=8))
+        program = simulate(setup, request_for(model)).program
+    noted = Counter(
+        program.jobs[item.index].collectives
+        for item in program.items[program.steps[-2] : program.steps[-1]]
+        if item.kind is WorkKind.SUBMIT and program.jobs[item.index].stream == OF_MODEL
+    )
+    # Queries, keys, values and the result, of 2 x 16 tokens in bf16 each, there and back.
+    assert noted == {(Collective("all_to_all", 2 * 16 * 32 * 2, RANKS, "cp", 1),): 8}

@@ -1,0 +1,258 @@
+"""What runs on fake tensors, what does not, what is counted, and what is refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import ConfigError
+from penstock.planner.simulation.fake_operations import FakeOperations
+from penstock.planner.simulation.fake_tensor import adopt, fake_tensor, is_fake
+from penstock.planner.simulation.memory import Memory
+from penstock.planner.simulation.program import Op
+from tests.simulating import differences, for_real, simulated
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)))
+
+
+class Ranked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4)
+        self.bag, self.table = nn.EmbeddingBag(10, 6, mode="mean"), nn.Embedding(10, 6)
+        self.rnn, self.last = nn.GRU(6, 6, batch_first=True), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        seen = self.norm(self.conv(x)).relu().mean()
+        return self.last(self.rnn(self.table(ids))[0]).sum() + self.bag(ids).sum() * seen + seen.float().square()
+
+
+def checkpointed(reentrant: bool):
+    def work(model: nn.Module) -> None:
+        x = torch.ones(4, 16, requires_grad=True)
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        x.square().mean().backward()
+
+    return work
+
+
+def own_gradients(model: nn.Module) -> None:
+    x = torch.ones(4, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+def saved_elsewhere(model: nn.Module) -> None:
+    with save_on_cpu():
+        model(torch.ones(4, 16)).sum().backward()
+
+
+def in_autocast(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.ones(4, 16)).float().pow(2).mean()
+    loss.backward()
+
+
+def with_hooks(model: nn.Module) -> None:
+    seen: list[Tensor] = []
+    model[1].register_full_backward_hook(lambda _, given, got: seen.extend(got))
+    model[1].register_forward_hook(lambda _, args, out: out * 2)
+    model(torch.ones(4, 16)).sum().backward()
+    assert [part.shape for part in seen] == [(4, 16)]
+
+
+WORKS = {
+    "plain": lambda model: model(torch.ones(4, 16)).sum().backward(),
+    "reentrant": checkpointed(True),
+    "not reentrant": checkpointed(False),
+    "gradient of a gradient": own_gradients,
+    "saved on the cpu": saved_elsewhere,
+    "autocast": in_autocast,
+    "hooks": with_hooks,
+}
+
+
+@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
+def test_backward_is_rehearsed_as_it_is(work) -> None:
+    assert list(differences(simulated(blocks, work), for_real(blocks, work))) == []
+
+
+def test_layers_of_many_kinds_return_what_they_return_for_real() -> None:
+    def work(model: nn.Module) -> None:
+        model(torch.ones(2, 3, 9, 9), torch.arange(6).view(2, 3)).backward()
+
+    assert list(differences(simulated(Ranked, work), for_real(Ranked, work))) == []
+
+
+def test_compiled_modules_run_as_they_were_written() -> None:
+    model = blocks()
+    adopt(model)
+
+    def kernels(*_: object) -> None:
+        raise AssertionError("nothing is to be compiled")
+
+    compiled = torch.compile(model, backend=kernels)
+    with FakeOperations() as mode:
+        compiled(torch.ones(4, 16)).square().sum().backward()
+    assert {op.name for op in mode.recipes} >= {"aten.addmm.default", "aten.gelu.default", "aten.gelu_backward.default"}
+    assert all(is_fake(p.grad) for p in model.parameters())
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):  # outside, torch compiles as before
+        torch.compile(nn.Linear(2, 2), backend=kernels)(torch.ones(1, 2))
+
+
+def test_real_values_stay_real_while_they_are_small() -> None:
+    with FakeOperations():
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()
+        assert mask.sum().item() == 36
+        assert not is_fake(mask)
+        large = torch.zeros(1 << 20, 2)  # 8 MiB
+        assert is_fake(large)
+        assert not is_fake(torch.zeros_like(large[0])), "what it is like does not matter"
+        assert not is_fake(torch.ones(1 << 20)), "4 MiB"
+        assert is_fake(mask[0] + large[:8, 0])
+
+
+def test_a_real_tensor_that_hollow_values_are_written_to_is_unknown() -> None:
+    total, other = torch.zeros(()), torch.zeros(4)
+    with FakeOperations():
+        total += fake_tensor((4,), torch.float32).sum()
+        torch.add(fake_tensor((4,), torch.float32), 1, out=other)
+    assert is_fake(total)
+    assert is_fake(other)
+    assert total.item() == 0, "it was not touched"
+
+
+def test_running_statistics_are_unknown_after_a_batch_of_hollow_values() -> None:
+    norm = nn.BatchNorm1d(4)
+    with FakeOperations():
+        norm(fake_tensor((8, 4), torch.float32))
+    assert is_fake(norm.running_mean)
+    assert norm.num_batches_tracked.item() == 1
+    assert norm.running_mean.tolist() == [0, 0, 0, 0]
+
+
+def test_in_place_operations_return_what_they_were_given() -> None:
+    x = fake_tensor((4, 4), torch.float32)
+    with FakeOperations():
+        assert x.add_(1) is x
+        assert x.t_() is x
+        assert x.resize_(2, 2).shape == (2, 2)
+        y = x.resize_(100, 100)
+        assert y is x
+        assert is_fake(x)
+        assert x.shape == (100, 100)
+        values = [fake_tensor((3,), torch.float32) for _ in range(2)]
+        assert all(map(is_fake, torch._foreach_add(values, 1)))
+        assert all(a is b for a, b in zip(torch._foreach_add_(values, 1), values, strict=True))
+        assert x.mul_(x.view(-1)[:1]) is x
+
+
+def test_random_numbers_are_not_drawn_for_hollow_values() -> None:
+    before = torch.get_rng_state()
+    with FakeOperations():
+        nn.functional.dropout(fake_tensor((8, 8), torch.float32), 0.5)
+        torch.randn(1 << 21)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_inference_mode_is_rehearsed_in_parts() -> None:
+    model, seen = blocks(), []
+    adopt(model)
+    with FakeOperations(seen.append), torch.inference_mode():
+        out = model(torch.ones(2, 5, 16))
+        nn.functional.scaled_dot_product_attention(*[fake_tensor((1, 2, 4, 8), torch.float32) for _ in range(3)])
+    assert out.shape == (2, 5, 16)
+    assert is_fake(out)
+    names = [op.name for op in seen]
+    assert names.count("aten.addmm.default") == 6
+    assert names[-1] == "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("aten._local_scalar_dense.default", lambda x: x.sum().item()),
+        ("aten._local_scalar_dense.default", lambda x: bool((x > 0).any())),
+        ("aten.nonzero.default", lambda x: x.nonzero()),
+        ("aten.masked_select.default", lambda x: x.masked_select(x > 0)),
+        ("aten.index.Tensor", lambda x: x[x > 0]),
+        ("aten._unique2.default", lambda x: x.unique()),
+        ("aten.equal.default", lambda x: torch.equal(x, x + 1)),
+        ("aten.repeat_interleave.Tensor", lambda x: torch.repeat_interleave(x.long())),
+    ],
+)
+def test_what_depends_on_values_is_refused_in_one_line(name: str, ask) -> None:
+    with FakeOperations(module=lambda: "layers.3.mlp"), pytest.raises(ConfigError) as refused:
+        ask(fake_tensor((8,), torch.float32))
+    assert str(refused.value).startswith(f"simulation: {name} in module 'layers.3.mlp' ")
+    assert str(refused.value).endswith("run `penstock plan --measure`, which takes two real steps instead")
+    assert "\n" not in str(refused.value)
+
+
+def test_an_operation_without_a_rule_for_shapes_is_refused() -> None:
+    with torch.library._scoped_library("hollow_test", "FRAGMENT") as library:
+        library.define("odd(Tensor x) -> Tensor")
+        library.impl("odd", lambda x: x.flip(0), "CPU")
+        with FakeOperations():
+            assert torch.ops.hollow_test.odd(torch.arange(3)).tolist() == [2, 1, 0], "of real values it runs"
+            with pytest.raises(
+                ConfigError, match=r"hollow_test\.odd\.default has no rule for shapes in torch .*--measure"
+            ):
+                torch.ops.hollow_test.odd(fake_tensor((3,), torch.float32))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    adopt(table)
+    with FakeOperations(), pytest.raises(ConfigError, match=r"layout torch\.sparse_coo"):
+        table(fake_tensor((3,), torch.int64)).sum().backward()
+
+
+def test_classes_of_tensors_come_as_what_they_consist_of() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    seen: list[Op] = []
+    with FakeOperations(seen.append):
+        out = TwoTensor(fake_tensor((2, 3), torch.float32), fake_tensor((2, 3), torch.float32)) @ torch.ones(3, 4)
+    assert type(out) is TwoTensor
+    assert is_fake(out.a)
+    assert out.b.shape == (2, 4)
+    assert [op.name for op in seen].count("aten.mm.default") == 2
+
+
+def test_memory_is_counted_in_blocks_while_it_is_there() -> None:
+    memory = Memory()
+    memory.add(1000)
+    with FakeOperations(memory=memory) as mode:
+        x = fake_tensor((100,), torch.float32)  # from outside
+        y = x * 2
+        assert mode.memory.live_bytes == 1000 + 512
+        view = y[50:]
+        del y
+        z = torch.ones(129)  # real
+        assert memory.live_bytes == 1000 + 512 + 1024
+        del view
+        assert memory.live_bytes == 1000 + 1024
+        assert memory.peak_bytes == 1000 + 512 + 1024
+        memory.reset_peak()
+        assert memory.peak_bytes == 1000 + 1024
+        del z
+    memory.remove(1000)
+    assert memory.live_bytes == 0
+    assert memory.peak_bytes == 2024
+
+
+def test_a_rehearsal_keeps_no_tensor_alive() -> None:
+    told: list[str] = []
+    with FakeOperations() as mode:
+        x = fake_tensor((100,), torch.float32, freed=lambda: told.append("gone"))
+        x.add(1).mul_(2)
+        del x
+        assert told == ["gone"]
+        assert mode.memory.live_bytes == 0
+    assert mode.recipes

@@ -1,0 +1,140 @@
+"""Fake tensors: plain tensors with addresses and without memory, known by their storage."""
+
+import gc
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.planner.simulation import fake_tensor as module
+from penstock.planner.simulation.fake_tensor import adopt, fake_tensor, is_fake, mark, space
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex32,
+    torch.bool,
+    torch.int64,
+    torch.uint16,
+]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_a_plain_tensor(dtype: torch.dtype) -> None:
+    tensor = fake_tensor((3, 4), dtype)
+    assert type(tensor) is torch.Tensor
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == ((3, 4), (4, 1), dtype)
+    assert tensor.data_ptr() % 4096 == 0
+    assert not tensor._is_view()
+    assert tensor.is_leaf
+    assert tensor.grad_fn is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((2, 3), (1, 2)), ((4, 5), (0, 1)), ((2, 1, 3), (3, 7, 1)), ((3,), (2,)), ((), ()), ((7,), (1,))],
+)
+def test_strides_are_those_that_were_asked_for(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    assert fake_tensor(shape, torch.float16, strides).stride() == strides
+    assert fake_tensor(shape, torch.float16, strides).shape == shape
+
+
+def test_a_terabyte_costs_nothing() -> None:
+    before = resident_bytes()
+    tensors = [fake_tensor(1 << 38, torch.float32) for _ in range(2)]
+    assert all(map(is_fake, tensors))
+    assert tensors[0].data_ptr() != tensors[1].data_ptr()
+    assert resident_bytes() - before < 16 << 20
+
+
+def test_views_are_hollow_and_others_are_not() -> None:
+    tensor = fake_tensor((8, 8), torch.float32)
+    assert all(map(is_fake, (tensor.t(), tensor[3, 4:], tensor.view(torch.int32), tensor.detach(), tensor.T[1])))
+    assert not is_fake(torch.ones(8))
+    assert not is_fake(torch.ones(8, device="meta"))
+    assert not is_fake(fake_tensor((0, 4), torch.float32))
+    assert fake_tensor((0, 4), torch.float32).shape == (0, 4)
+    assert not is_fake(torch.eye(3).to_sparse())
+
+
+def test_addresses_of_what_is_gone_are_lent_again_and_those_of_views_are_not() -> None:
+    first = fake_tensor(5000, torch.int8)
+    address, view = first.data_ptr(), first[7:]
+    del first
+    other = fake_tensor(5000, torch.int8)
+    assert other.data_ptr() != address
+    del view
+    assert fake_tensor(5000, torch.int8).data_ptr() == address
+
+
+def test_whoever_asks_is_told_when_the_memory_goes() -> None:
+    told: list[str] = []
+    tensor = fake_tensor(10, torch.float32, freed=lambda: told.append("gone"))
+    view = tensor[2:]
+    del tensor
+    assert told == []
+    del view
+    assert told == ["gone"]
+
+
+def test_a_mark_lasts_as_long_as_the_storage_whatever_its_size() -> None:
+    tensor = torch.zeros(100)
+    view = tensor[:5]
+    mark(tensor)
+    assert is_fake(tensor)
+    assert is_fake(view)
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(400)
+    assert is_fake(tensor)
+    del tensor, view
+    for _ in range(300):  # storages at the same addresses
+        assert not is_fake(torch.zeros(100))
+
+
+def test_marks_of_what_is_gone_are_forgotten() -> None:
+    kept = torch.zeros(3)
+    mark(kept)
+    for _ in range(500):
+        mark(torch.zeros(3))
+    gc.collect()
+    assert is_fake(kept)
+    assert len(space().marked) <= 150
+
+
+def test_a_module_is_adopted_with_its_ties_and_attributes() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8), "norm": nn.BatchNorm1d(4)})
+    model["head"].weight = model["embed"].weight
+    model["head"].weight.kind = "table"
+    model["head"].bias.requires_grad_(False)
+    model["norm"].register_buffer("scale", torch.ones(3))
+    adopt(model)
+    assert model["head"].weight is model["embed"].weight
+    assert model["head"].weight.kind == "table"
+    assert all(isinstance(p, nn.Parameter) and is_fake(p) and p.is_leaf for p in model.parameters())
+    assert not model["head"].bias.requires_grad
+    assert model["head"].weight.requires_grad
+    assert is_fake(model["norm"].running_mean)
+    assert model["norm"].scale.tolist() == [1, 1, 1]
+
+
+def test_more_than_there_are_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"a tensor of 281,474,976,710,656 bytes does not fit .*ulimit -v") as refused:
+        fake_tensor(1 << 48, torch.int8)
+    assert "\n" not in str(refused.value)
+
+    def none(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(module.mmap, "mmap", none)
+    with pytest.raises(ConfigError, match=r"cannot reserve 68,719,476,736 bytes of addresses .*Cannot allocate memory"):
+        module._reserved()

@@ -1,0 +1,72 @@
+"""Operations that run for real in a simulation: control flow that depends on values finds some."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.blueprint import request_for
+from penstock.errors import ConfigError
+from penstock.planner.simulation.simulate import Setup, Simulation, simulate
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+
+class Deciding(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * 2 if x.sum() > 0 else x
+
+
+def simulated(model: nn.Module, *, runs_operations: bool, back_end: Any = "threads") -> Simulation:
+    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+    request = request_for(model, placement=placement, precision="fp32", overlap="forward", units=(nn.Linear,))
+    setup = Setup(model, torch.optim.AdamW, lambda: torch.ones(4, 32), back_end=back_end)
+    return simulate(replace(setup, runs_operations=runs_operations), request)
+
+
+@pytest.mark.parametrize("back_end", ["threads", "inline", "accelerator"])
+def test_what_is_performed_is_what_is_rehearsed(back_end: str) -> None:
+    model = Plain()
+    fake_tensor = simulated(model, runs_operations=False, back_end=back_end).program
+    real = simulated(model, runs_operations=True, back_end=back_end).program
+    assert real.jobs == fake_tensor.jobs
+    assert real.steps == fake_tensor.steps
+
+    def counted(program: Any) -> dict[tuple[str, int], int]:
+        found: dict[tuple[str, int], int] = {}
+        for segment in program.segments:
+            for number, count in segment:
+                op = program.ops[number]
+                found[op.name, op.flops] = found.get((op.name, op.flops), 0) + count
+        return found
+
+    assert counted(real) == counted(fake_tensor)
+
+
+def test_values_that_decide_are_there_where_operations_are_performed() -> None:
+    with pytest.raises(ConfigError, match="--measure"):
+        simulated(Deciding(), runs_operations=False)
+    found = simulated(Deciding(), runs_operations=True)
+    assert any(op.name.startswith("aten._local_scalar_dense") for op in found.program.ops)
+
+
+def test_the_state_of_random_numbers_stays() -> None:
+    model = Plain()
+    before = torch.get_rng_state()
+    simulated(model, runs_operations=True)
+    assert torch.equal(torch.get_rng_state(), before)
