@@ -62,6 +62,4 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'penstock.planner' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.planner.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(f"penstock.planner.{_MODULES[name]}"), name)
