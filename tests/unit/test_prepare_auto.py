@@ -126,8 +126,8 @@ class TestWithAPlan:
         optimizer.close()
         by_hand.close()
 
-    def test_a_plan_is_done_without_the_solver(self, monkeypatch):
-        for name in ("highspy", "penstock.planner", "penstock.planner.this_run"):
+    def test_a_plan_is_done_without_the_planner(self, monkeypatch):
+        for name in ("penstock.planner.make_plan", "penstock.planner.search", "penstock.planner.this_run"):
             monkeypatch.setitem(sys.modules, name, None)  # to import it fails
         prepare(plan=plan()).close()
 
@@ -260,6 +260,15 @@ class TestWithABatch:
         assert requests[-1].options == found.options
         optimizer.backward(model(torch.randn(4, 32)).square().mean())
         assert not optimizer.step().skipped
+        optimizer.close()
+
+    def test_a_precision_that_is_not_said_is_planned_for(self, laptop):
+        model = net()
+        optimizer = penstock.prepare(
+            model, adamw(model), placement="auto", batch=lambda: torch.randn(4, 32), options=TILES
+        )
+        assert optimizer.plan is not None
+        assert optimizer.plan.precision == "bf16"
         optimizer.close()
 
     @pytest.mark.parametrize(
