@@ -14,7 +14,7 @@ Transfers of a disk in one direction follow each other; the thread of a stream i
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, Self
+from typing import Protocol
 
 from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
 from penstock.planner.simulation.fair_share import Demand, Fluid
@@ -46,13 +46,6 @@ class Costs(Protocol):
 
     def host_seconds(self, program: Program, number: int) -> float:
         """Give the host's time to enqueue a segment on a device."""
-
-    def pace(self, other: Self) -> float:
-        """Give the factor by which this machine takes at most as long for whatever the other one does, as it does it.
-
-        Each piece of work then takes no more seconds than there, times the factor, and no more of any capacity; and
-        what is possible there at the same time is so here. Infinite where nothing is known.
-        """
 
 
 class _State:

@@ -60,23 +60,6 @@ class Timing:
     def _timeline(self) -> TraceTimeline:
         return TraceTimeline(self.step)
 
-    def at_pace(self, factor: float) -> "Timing":
-        """Let everything take so many times as long.
-
-        Arguments:
-            factor: a number above 0.
-        """
-        whole = self.recording
-        spans = [replace(span, start=span.start * factor, stop=span.stop * factor) for span in whole.spans]
-        waits = [replace(wait, start=wait.start * factor, stop=wait.stop * factor) for wait in whole.waits]
-        compute = [(when * factor, label) for when, label in whole.compute]
-        return Timing(
-            Recording(whole.start * factor, whole.stop * factor, spans, waits, compute),
-            [mark * factor for mark in self.marks],
-            self.step_s * factor,
-            [seconds * factor for seconds in self.steps_s],
-        )
-
 
 def between(recording: Recording, start: float, stop: float) -> Recording:
     """Cut out what happens from one moment to another. What a span follows is kept where it is in that time as well."""
