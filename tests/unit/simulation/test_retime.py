@@ -6,8 +6,7 @@ import pytest
 
 from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
 from penstock.planner.simulation.program import Program
-from penstock.planner.simulation.retime import busiest, retime
-from penstock.planner.simulation.timing import Timing, between
+from penstock.planner.simulation.retime import Timing, between, busiest, retime
 from penstock.trace import NO_LABEL, Label
 from tests.paper import Rates, Script
 
