@@ -24,7 +24,6 @@ def planning(name: str, machine: str, ranks: int, goal_s: float) -> dict[str, An
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "goal_s": goal_s,
         "step_s": found.step_s,
-        "gap": found.gap,
     }
     print(told, flush=True)
     return told

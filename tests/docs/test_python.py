@@ -16,7 +16,7 @@ from tests.docs.given import GIVEN, nothing
 BY_OTHERS = {
     "docs/accelerate.md": "integrations/test_accelerate_methods.py",
     "docs/lightning.md": "integrations/test_lightning_docs.py",
-    "docs/machines.md": "unit/forecast/test_shipped_machines.py",
+    "docs/machines.md": "unit/planner/test_shipped_machines.py",
     "docs/muon.md": "unit/test_pages_of_rules.py",
     "docs/trainer.md": "integrations/test_trainer_settings.py",
     "docs/trl.md": "integrations/test_trl_generation.py",

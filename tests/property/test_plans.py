@@ -66,10 +66,10 @@ def plans(draw: st.DrawFn) -> Plan:
         step_s=step,
         step_range_s=(step * draw(st.floats(0, 1)), step + draw(st.floats(0, 5))),
         bound_by=draw(TEXTS),
-        gap=draw(st.floats(0, 1e6)),
         bytes=draw(BYTES),
         peak_bytes=draw(BYTES),
         busy_s=draw(st.dictionaries(TEXTS, SECONDS, max_size=3)),
+        written_bytes=draw(BYTES),
         stage=draw(st.integers(0, 3)),
         precision=draw(st.sampled_from(["fp32", "bf16", "fp16"])),
         hosts=hosts,
@@ -78,7 +78,6 @@ def plans(draw: st.DrawFn) -> Plan:
         machine_fingerprint=draw(st.dictionaries(st.text(max_size=5), st.integers() | TEXTS, max_size=2)),
         batch=draw(TEXTS),
         tokens_per_s=draw(SECONDS),
-        lower_bound_s=draw(SECONDS),
         limit_bytes=draw(BYTES),
         kind_bytes=draw(st.dictionaries(st.sampled_from(KINDS), BYTES, max_size=2)),
         waits_s=draw(st.dictionaries(TEXTS, SECONDS, max_size=3)),
@@ -86,6 +85,8 @@ def plans(draw: st.DrawFn) -> Plan:
         why=draw(st.lists(st.builds(Reason, TEXTS, TEXTS, TEXTS, SIGNED, TEXTS), max_size=2)),
         rounding_notes=draw(st.lists(TEXTS, max_size=2)),
         lacks=lacks,
+        disk_endurance_bytes=draw(SECONDS),
+        unified_memory=draw(st.booleans()),
     )
 
 

@@ -40,6 +40,7 @@ class Machine:
         figures: by their names in `RATES`, in SI units. One that is not there is missed by what needs it alone.
         fingerprint: what the machine is made of, such as the names of its device and processor: JSON values.
         probed: whether its figures were measured on it.
+        unified_memory: True if device and host are one memory; `host_memory` is its size.
 
     Raises:
         ConfigError: there is no such figure, a figure can not have its value, or the fingerprint is no JSON.
@@ -55,9 +56,10 @@ class Machine:
     figures: Mapping[str, Annotated[Rate, machine_files.figure]]
     fingerprint: Annotated[Mapping[str, Any], plain] = field(default_factory=dict)
     probed: bool = False
+    unified_memory: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.name, self.device, self.probed)
+        _check(self.name, self.device, self.probed, self.unified_memory)
         for name, figure in self.figures.items():
             check_name(name)
             try:
@@ -123,7 +125,7 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         """Give what its file holds, as JSON-like values."""
-        parts = {name: getattr(self, name) for name in ("name", "device", "probed", "fingerprint")}
+        parts = {name: getattr(self, name) for name in ("name", "device", "probed", "unified_memory", "fingerprint")}
         return machine_files.content(parts, self.figures)
 
     def replace(self, **figures: float) -> "Machine":
@@ -147,7 +149,7 @@ class Machine:
                 check_count(name, stated[name].value)
             except ConfigError as error:
                 raise ConfigError(f"{error}. Give it in {RATES[name].unit}.") from error
-        return Machine(self.name, self.device, {**self.figures, **stated}, self.fingerprint, self.probed)
+        return replace(self, figures={**self.figures, **stated})
 
     def has(self, name: str) -> bool:
         """Whether the machine has a figure. Any name may be asked for, as of the update by some rule.
@@ -253,14 +255,15 @@ def _plausible(name: str, values: Sequence[Any], *circles: Sequence[Machine]) ->
     )
 
 
-def _check(name: object, device: object, probed: object) -> None:
+def _check(name: object, device: object, probed: object, unified_memory: object) -> None:
     """Check what a file may have anything for."""
     if not isinstance(name, str) or not 0 < len(name) <= _MOST_CHARS:
         raise ConfigError(f"A machine's name is {shown(name)}. Use a text of 1 to {_MOST_CHARS} characters.")
     if not isinstance(device, str) or not (device.isascii() and device.isidentifier()):
         raise ConfigError(f"A machine's device is {shown(device)}. Use a kind of device: cuda, or cpu.")
-    if not isinstance(probed, bool):
-        raise ConfigError(f"A machine's probed is {shown(probed)}. Use true or false.")
+    for what, value in (("probed", probed), ("unified_memory", unified_memory)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"A machine's {what} is {shown(value)}. Use true or false.")
 
 
 def _remedy(name: str) -> str:

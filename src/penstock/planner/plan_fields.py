@@ -146,10 +146,10 @@ class Answer:
         step_s: seconds of a step; 0 where it was not found.
         step_range_s: the seconds between which the step is, as sure as the machine's figures are.
         bound_by: the resource with the most busy time.
-        gap: by what share the step is longer than any step can be shown to be at least.
         bytes: bytes of training state at rest, by tier.
         peak_bytes: the most bytes that are there at once, by tier.
         busy_s: how long each resource works, in seconds, by resource.
+        written_bytes: bytes written in one step, by tier; what wears a disk.
         stage: what is sharded over ranks, as for `prepare`.
         precision: the compute dtype.
         hosts: how many hosts the ranks are on.
@@ -161,7 +161,6 @@ class Answer:
         model_fingerprint: what tells the model apart (`penstock.planner.plans.model_fingerprint`).
         batch: shapes and dtypes of a micro-batch, in words.
         tokens_per_s: how many tokens all ranks train in a second; 0 where the batch has none.
-        lower_bound_s: seconds below which no step can be.
         limit_bytes: bytes that there are for this rank, by tier.
         kind_bytes: bytes by kind ("params", "grads" and "optimizer" at rest, "activations" at their peak) and tier.
         waits_s: exposed waits in seconds, by cause, such as "gather layers.3 (upload)".
@@ -169,6 +168,8 @@ class Answer:
         why: why each choice is as it is.
         rounding_notes: choices that may round otherwise than the same run on another placement, in words.
         lacks: what does not fit; empty where all does.
+        disk_endurance_bytes: bytes that may be written to one disk of the nvme tier in its life; 0 if unknown.
+        unified_memory: True if device and host are one memory, so that offload to the host moves nothing.
 
     Raises:
         ConfigError: a value is of the wrong type or out of its range, or two contradict each other.
@@ -183,10 +184,10 @@ class Answer:
     step_s: _Amount
     step_range_s: tuple[_Amount, _Amount]
     bound_by: _Line
-    gap: _Amount
     bytes: _ByTier
     peak_bytes: _ByTier
     busy_s: _ByName
+    written_bytes: _ByTier = field(default_factory=dict)
     stage: Annotated[int, partial(Field.one_of, choices=STAGES)] = 3
     precision: Precision = "bf16"
     hosts: _Count = 1
@@ -196,7 +197,6 @@ class Answer:
     model_fingerprint: _Line = ""
     batch: _Line = ""
     tokens_per_s: _Amount = 0.0
-    lower_bound_s: _Amount = 0.0
     limit_bytes: _ByTier = field(default_factory=dict)
     kind_bytes: Annotated[Mapping[str, _ByTier], reader(Mapping[Kind, _ByTier])] = field(default_factory=dict)
     waits_s: _ByName = field(default_factory=dict)
@@ -205,6 +205,8 @@ class Answer:
     rounding_notes: tuple[_Line, ...] = ()
     lacks: tuple[Shortfall, ...] = ()
     mesh: Annotated[Mapping[str, int], reader(Mapping[Dimension, _Count])] = field(default_factory=dict)
+    disk_endurance_bytes: _Amount = 0.0
+    unified_memory: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range, by name, and keep each in one way."""

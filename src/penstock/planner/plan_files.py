@@ -15,6 +15,8 @@ from penstock.planner.plan_fields import Answer
 
 KIND, VERSION = "plan", 1
 MOST_BYTES = 4 << 20
+#: Fields of 0.2 that nothing reads any more.
+_DROPPED = ("gap", "lower_bound_s")
 _NAME_ANOTHER = "Name a file that penstock plan wrote."
 
 AnAnswer = TypeVar("AnAnswer", bound=Answer)
@@ -46,7 +48,8 @@ def parse(text: bytes, kind: type[AnAnswer]) -> AnAnswer:
         content = of_kind(parse_object(text), KIND, VERSION)
     except ConfigError as error:
         raise ConfigError(f"{error}. {_NAME_ANOTHER}") from error
-    return reader(kind)(Field(None, "", without_removed(content)))
+    kept = {key: value for key, value in without_removed(content).items() if key not in _DROPPED}
+    return reader(kind)(Field(None, "", kept))
 
 
 def naming(path: str | os.PathLike[str], error: Exception) -> ConfigError:

@@ -50,7 +50,7 @@ class Plan(Answer):
         >>> plan = Plan(
         ...     placement=Placement(optimizer="cpu"), overlap="auto", options=Options(),
         ...     recompute=False, world_size=1, fits=True, step_s=0.5, step_range_s=(0.4, 0.6),
-        ...     bound_by="host update", gap=0.02, bytes={"device": 2 << 30, "cpu": 5 << 30},
+        ...     bound_by="host update", bytes={"device": 2 << 30, "cpu": 5 << 30},
         ...     peak_bytes={"device": 3 << 30, "cpu": 5 << 30}, busy_s={"host update": 0.4},
         ... )
         >>> plan.prepare_arguments()["placement"].optimizer

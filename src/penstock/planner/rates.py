@@ -58,6 +58,7 @@ RATES: Mapping[str, About] = {
     "update_lion": About("bytes/s", "of the host's update by Lion, read and written"),
     "folders": About("count", "folders for files, each on a disk of its own"),
     "disk_free": About("bytes", "free in one folder"),
+    "disk_endurance": About("bytes", "that may be written to the disk of one folder in its life"),
     "disk_read": About("bytes/s", "read from one folder, a record at a time"),
     "disk_write": About("bytes/s", "written into one folder, a record at a time"),
     "disk_mixed": About("bytes/s", "read and written together in one folder, at the same time"),
@@ -121,7 +122,7 @@ class Rate:
         ConfigError: a number is no finite number above 0, or `low <= value <= high` does not hold.
 
     Example:
-        >>> Figure(7e9, 6.8e9, 7.1e9, "read 256 MiB in records of 4 MiB, 5 times").value
+        >>> Rate(7e9, 6.8e9, 7.1e9, "read 256 MiB in records of 4 MiB, 5 times").value
         7000000000.0
     """
 
@@ -203,7 +204,7 @@ def parse_rate(text: str) -> tuple[str, float]:
         ConfigError: there is no such figure, or what follows is no value of it.
 
     Example:
-        >>> parse_figure("disk_read=7GB/s")
+        >>> parse_rate("disk_read=7GB/s")
         ('disk_read', 7000000000.0)
     """
     name, equals, written = text.partition("=")

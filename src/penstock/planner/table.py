@@ -1,6 +1,5 @@
 """A plan in words: the table of a plan, why it is as it is, and what was predicted beside what was measured."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -33,7 +32,7 @@ def table(answer: Answer, *, run: str = "") -> str:
     rows += [["peak / limit", *peaks(answer).values()], *_wide_rows(answer)]
     lines = [*_head(answer), *aligned(rows), *_tail(answer)]
     if answer.fits:
-        lines.append(_gap(answer) + (f"     run: {run}" if run else ""))
+        lines += [f"run: {run}"] if run else []
     lines += [f"may round otherwise: {note}" for note in answer.rounding_notes]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -200,11 +199,6 @@ def _what_if(change: WhatIf, step_s: float) -> str:
     if change.tokens_share is not None:
         said.append(f"{share(change.tokens_share)} tokens/s")
     return " ".join(said)
-
-
-def _gap(answer: Answer) -> str:
-    # Rounded first: 7 % as a float is a little more than 7.
-    return f"within {max(1, math.ceil(round(answer.gap * 100, 6))):,} % of the best possible."
 
 
 def _lack(answer: Answer, lack: Shortfall) -> str:

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import types
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,7 @@ def test_a_machine_is_shown_as_a_table() -> None:
         (("box", "cuda", {"speed": DISK}), "There is no figure 'speed'."),
         (("box", "cuda", {"folders": Rate.stated(1.5)}), "folders is 1.5, and counts"),
         (("box", "cuda", {}, {}, "yes"), "A machine's probed is 'yes'. Use true or false."),
+        (("box", "cuda", {}, {}, True, 1), "A machine's unified_memory is 1. Use true or false."),
     ],
 )
 def test_what_is_no_machine_is_refused(arguments: tuple[Any, ...], says: str) -> None:
@@ -215,6 +216,7 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
         ' "name": "box",',
         ' "device": "cuda",',
         ' "probed": true,',
+        ' "unified_memory": false,',
         ' "fingerprint": {"processor": "some", "cores": 8},',
         ' "figures": {',
         '  "disk_read": {"value": 7000000000, "low": 6000000000, "high": 8000000000, "how": "read"}',
@@ -222,6 +224,20 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
         "}",
     ], "a line for each figure, which people can edit"
     assert os.listdir(tmp_path) == ["machine.json"]
+
+
+def test_a_file_that_0_2_wrote_is_read_and_kept_as_it_was() -> None:
+    file = Path(__file__).parents[2] / "data" / "planner" / "machine-0.2.json"
+    figures = Machine.read(file).to_dict()["figures"]
+    assert figures == json.loads(file.read_text())["figures"]
+
+
+def test_device_and_host_may_be_one_memory(tmp_path: Path) -> None:
+    one = replace(machine(), unified_memory=True)
+    one.write(tmp_path / "machine.json")
+    again = Machine.read(tmp_path / "machine.json").replace(disk_read=1e9)
+    assert again.unified_memory
+    assert again == one.replace(disk_read=1e9)
 
 
 def test_a_file_can_be_written_by_hand(tmp_path: Path) -> None:
@@ -355,6 +371,10 @@ def with_figures(figures: object) -> str:
         (json.dumps(HEAD | {"figures": {}, "name": ["a"]}), ": 'name' is ['a']: use a text."),
         (json.dumps(HEAD | {"figures": {}, "device": "a b"}), ": A machine's device is 'a b'."),
         (json.dumps(HEAD | {"figures": {}, "probed": 1}), ": 'probed' is 1: use true or false."),
+        (
+            json.dumps(HEAD | {"figures": {}, "unified_memory": "yes"}),
+            ": 'unified_memory' is 'yes': use true or false.",
+        ),
         (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": 'fingerprint' is []: use an object."),
         (with_figures([]), ": 'figures' is []: use an object. Mend it, or name another file."),
         (with_figures(None), ": 'figures' is None: use an object."),

@@ -41,9 +41,7 @@ def test_what_does_not_fit_on_the_device_goes_elsewhere_and_peaks_stay_within_li
     assert roomy.step_s <= 1.01 * auto.step_s
 
 
-def test_a_step_is_within_its_range_and_above_its_bound(auto: Plan) -> None:
-    assert 0 < auto.lower_bound_s <= auto.step_s
-    assert auto.gap == pytest.approx(auto.step_s / auto.lower_bound_s - 1)
+def test_a_step_is_within_its_range(auto: Plan) -> None:
     low, high = auto.step_range_s
     assert low <= auto.step_s <= high
 
@@ -88,7 +86,6 @@ class TestRanks:
         assert flat.mesh == {}
         # Over the network go sums of a shard of the gradients in place of all gathers.
         assert hybrid.step_s < flat.step_s
-        assert hybrid.lower_bound_s <= hybrid.step_s
         assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in str(hybrid)
         assert hybrid.tokens_per_s == pytest.approx(2 * shards.tokens_per_s * shards.step_s / hybrid.step_s)
         same = self.steps(mesh={"dp_shard": 4}, hosts=2)

@@ -11,6 +11,7 @@ from penstock.planner.plan_files import MOST_BYTES
 from penstock.planner.plans import Plan
 from tests.plans import DESKTOP, plan, too_large
 
+DATA = Path(__file__).parents[2] / "data" / "planner"
 TEXT = DESKTOP.to_json()
 
 
@@ -85,6 +86,12 @@ def test_an_edited_file_is_read_where_it_is_consistent(tmp_path):
 
 def test_a_file_of_0_2_whose_blocks_run_whole_batches_is_read(tmp_path):
     assert Plan.read(edited(tmp_path, unit_micro_batches=1)) == DESKTOP
+
+
+def test_a_file_that_0_2_wrote_is_read_without_what_nothing_reads_any_more():
+    file = DATA / "plan-0.2.json"
+    assert {"gap", "lower_bound_s"} < json.loads(file.read_text()).keys()
+    assert Plan.read(file) == DESKTOP
 
 
 def test_a_mark_of_byte_order_does_not_matter(tmp_path):

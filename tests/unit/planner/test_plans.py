@@ -17,7 +17,8 @@ from penstock.planner.plans import PLANNED_OPTIONS, Plan, model_fingerprint
 from tests.plans import DESKTOP, plan, too_large
 
 CONTRACT = (
-    "placement overlap options recompute world_size fits step_s step_range_s bound_by gap bytes peak_bytes busy_s"
+    "placement overlap options recompute world_size fits step_s step_range_s bound_by bytes peak_bytes busy_s "
+    "written_bytes"
 )
 
 
@@ -70,7 +71,9 @@ def test_the_fields_of_the_contract_come_first():
         ("step_range_s", 4, "'step_range_s' is 4: use a list"),
         ("step_range_s", (3, math.inf), "'step_range_s[1]' is inf: use a finite number"),
         ("bound_by", None, "'bound_by' is None: use a text"),
-        ("gap", "6 %", "'gap' is '6 %': use a finite number"),
+        ("written_bytes", {"cpu": -1}, "'written_bytes.cpu' is -1: use a whole number, 0 or more"),
+        ("disk_endurance_bytes", "600 TB", "'disk_endurance_bytes' is '600 TB': use a finite number"),
+        ("unified_memory", 1, "'unified_memory' is 1: use true or false"),
         ("bytes", {"gpu": 1}, "'bytes.gpu' is no key that is read. Did you mean 'cpu'?"),
         ("bytes", {"cpu": -1}, "'bytes.cpu' is -1: use a whole number, 0 or more"),
         ("peak_bytes", {"cpu": 1.0}, "'peak_bytes.cpu' is 1.0: use a whole number"),
@@ -147,8 +150,10 @@ def test_texts_of_a_plan_steer_no_terminal():
 
 
 def test_numbers_are_kept_as_what_they_are():
-    made = plan(step_s=4, step_range_s=[4, 5], gap=-0.0, busy_s={"b": 1, "a": 2}, bytes={"nvme": 1, "device": 2})
-    assert (type(made.step_s), made.step_range_s, str(made.gap)) == (float, (4.0, 5.0), "0.0")
+    made = plan(
+        step_s=4, step_range_s=[4, 5], tokens_per_s=-0.0, busy_s={"b": 1, "a": 2}, bytes={"nvme": 1, "device": 2}
+    )
+    assert (type(made.step_s), made.step_range_s, str(made.tokens_per_s)) == (float, (4.0, 5.0), "0.0")
     assert list(made.busy_s.items()) == [("a", 2.0), ("b", 1.0)]
     assert list(made.bytes.items()) == [("device", 2), ("nvme", 1)]
 
@@ -351,5 +356,5 @@ class TestFingerprint:
 
 
 def test_a_number_of_any_kind_is_no_bool_and_no_text():
-    with pytest.raises(ConfigError, match="'gap' is Fraction"):
-        plan(gap=Fraction(1, 2))
+    with pytest.raises(ConfigError, match="'tokens_per_s' is Fraction"):
+        plan(tokens_per_s=Fraction(1, 2))

@@ -46,7 +46,6 @@ def test_a_plan_that_fits():
         waits exposed    update 0.90 s, fetch 0.20 s
         planned for      rtx4090-desktop, bf16, stage 3, input_ids int64[16, 1024], labels int64[16, 1024]
         a second SSD -0.20 s | 8-bit states -0.80 s | batch 32 +38 % tokens/s | half the cores +1.50 s
-        within 6 % of the best possible.
     """)
 
 
@@ -79,7 +78,6 @@ def test_a_plan_for_a_cpu_where_device_and_host_are_one_memory():
         recompute=False,
         step_s=0.0412,
         step_range_s=(0.0399, 0.0431),
-        gap=0,
         peak_bytes={"device": 700 * MIB, "cpu": 800 * MIB, "nvme": 10 * MIB},
         precision="fp32",
         machine="laptop",
@@ -102,7 +100,6 @@ def test_a_plan_for_a_cpu_where_device_and_host_are_one_memory():
         updates          overlap auto
         waits exposed    update 0.40 ms
         planned for      laptop, fp32, stage 3, x float32[8, 64]
-        within 1 % of the best possible.
     """)
     lack = Shortfall("device", 1024, "use nvme.")
     assert shortfalls_in_words(plan(device="cpu", fits=False, lacks=(lack,))) == (
@@ -135,7 +132,7 @@ def test_a_plan_for_one_of_two_ranks_with_updates_on_the_device():
         updates          overlap forward, 0.25 of the host's on the device
         waits exposed    c 2.00 s, d 0.20 s, a 100 us, others 32.0 us
         planned for      rtx4090-desktop, bf16, stage 2, input_ids int64[16, 1024], one of 2 ranks
-        within 6 % of the best possible.     run: penstock train --plan plan.json
+        run: penstock train --plan plan.json
         may round otherwise: a device may round otherwise than the host in the last place
     """)
     assert line_of(str(plan(world_size=16, hosts=4)), "planned for").endswith(", one of 16 ranks on 4 hosts")
@@ -160,13 +157,6 @@ def test_activations_stand_in_the_columns_that_have_them():
 def test_a_step_that_is_known_though_it_does_not_fit_is_told():
     head = str(too_large(step_s=2, step_range_s=(1, 3))).splitlines()
     assert head[1] == "if it did: step 2.00 s (1.00-3.00)"
-
-
-@pytest.mark.parametrize(
-    ("gap", "percent"), [(0, "1"), (0.0004, "1"), (0.07, "7"), (0.0701, "8"), (1, "100"), (20, "2,000")]
-)
-def test_the_gap_is_rounded_up(gap, percent):
-    assert str(plan(gap=gap)).splitlines()[-1] == f"within {percent} % of the best possible."
 
 
 def test_a_plan_in_which_nothing_waits_says_so():
@@ -287,7 +277,7 @@ def test_only_the_last_cell_of_a_row_may_be_longer_than_its_column():
 
 
 def test_a_change_may_bring_both_or_nothing():
-    both = str(plan(what_ifs=(WhatIf("more", 1, 0.5), WhatIf("none")))).splitlines()[-2]
+    both = str(plan(what_ifs=(WhatIf("more", 1, 0.5), WhatIf("none")))).splitlines()[-1]
     assert both == "more -1.00 s +50 % tokens/s | none"
 
 
