@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.planner.make_plan import plan
     from penstock.planner.plans import Plan, model_fingerprint
     from penstock.planner.rates import parse_rate
-    from penstock.planner.simulation.simulated_mesh import simulated_mesh
+    from penstock.planner.simulation.fake_collectives import simulated_mesh
     from penstock.planner.table import block, explain
 
 __all__ = [
@@ -55,7 +55,7 @@ _MODULES = {
     "model_fingerprint": "plans",
     "parse_rate": "rates",
     "plan": "make_plan",
-    "simulated_mesh": "simulation.simulated_mesh",
+    "simulated_mesh": "simulation.fake_collectives",
 }
 
 
