@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from penstock.config import Placement
-from penstock.planner.choose_machine import machine_for
 from penstock.planner.machine import Machine
 from penstock.planner.plan_request import plan_request
 from penstock.planner.plan_result import answer
 from penstock.planner.plans import Plan
 from penstock.planner.search import find_best, given
+from penstock.planner.this_machine import machine_for
 from penstock.planner.trials import Trials, quick_collection
 
 
