@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from math import isfinite
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,8 @@ def measure(
         >>> measured = measure(folders=["/mnt/nvme"], seconds=20)
         >>> measured.figures["disk_read"].value
     """
-    if not _is_number(seconds) or seconds < LEAST_SECONDS:
+    given: Any = seconds
+    if isinstance(given, bool) or not isinstance(given, int | float) or not LEAST_SECONDS <= given < inf:
         raise ConfigError(f"seconds={seconds!r} is no time to measure a machine in. Use {LEAST_SECONDS:g} or more.")
     device = device_for((), None).device if device is None else device
     say = progress or (lambda words: None)
@@ -128,7 +129,3 @@ def _measure_alone(
     if accelerator:
         Hardware(device).empty_cache()
     return figures
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
