@@ -8,11 +8,11 @@ import torch
 
 from penstock.planner.rates import Rate
 from penstock.probe import links
-from penstock.probe.arithmetic import measure_arithmetic, measure_passes
+from penstock.probe.arithmetic import measure_arithmetic
 from penstock.probe.links import Link, measure_jobs, measure_links, measure_room
 from penstock.probe.measure import measure
 from penstock.probe.sampling import Deadline
-from penstock.probe.updates import measure_device_update
+from penstock.probe.updates import measure_device
 
 DEVICE = "strict:0"  # no device outside of the strict process
 MIB = 1 << 20
@@ -39,19 +39,18 @@ def test_links_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_bring_what_was_there() -> None:
     with contextlib.ExitStack() as closing:
         link = Link(torch.device(DEVICE), MIB, closing)
-        runs = {name: run for name, (run, _) in link.cases().items()}
-        host, there = link._host, link._device
-        host[0].random_(0, 256)
-        runs["h2d"]()
-        assert torch.equal(there[0].cpu(), host[0])
-        there[1].copy_(host[0])
-        runs["d2h"]()
-        assert torch.equal(host[1], host[0])
-        runs["h2d_pageable"]()
-        assert bool((there[0].cpu() == 1).all())
-        there[1].copy_(host[0])
-        runs["d2h_pageable"]()
-        assert torch.equal(link._pageable, there[0].cpu())
+        (down, up), (device_down, device_up) = link.host, link.device
+        up.random_(0, 256)
+        link.rate(True)
+        assert torch.equal(device_up.cpu(), up)
+        device_down.copy_(up)
+        link.rate(False)
+        assert torch.equal(down, up)
+        link.rate(True, bounces=True)
+        assert bool((device_up.cpu() == 1).all())
+        link.rate(False, bounces=True)
+        assert torch.equal(link.pageable, up)
+        del down, up
 
 
 def test_arithmetic_has_figures_of_three_dtypes() -> None:
@@ -59,7 +58,7 @@ def test_arithmetic_has_figures_of_three_dtypes() -> None:
     assert {"flops_float32", "flops_bfloat16", "flops_float16"} < figures.keys()
     assert {"op_seconds", "op_host_seconds"} < figures.keys()
     del figures["op_seconds"]  # the difference of two times, which this device's clock does not resolve
-    for figure in (figures | measure_passes(torch.device(DEVICE), Deadline(0.1))).values():
+    for figure in figures.values():
         assert Rate(*figure).value > 0
 
 
@@ -78,9 +77,11 @@ def test_memory_of_the_device_is_page_locked_and_given_back(monkeypatch: pytest.
     assert figures["pinnable_memory"].value == figures["host_memory"].value
 
 
-def test_an_update_on_the_device() -> None:
-    figures = measure_device_update(torch.device(DEVICE), Deadline(0.1))
-    assert Rate(*figures["device_update"]).value > 0
+def test_passes_and_an_update_on_the_device() -> None:
+    figures = measure_device(torch.device(DEVICE), Deadline(0.1))
+    assert figures.keys() == {"device_bandwidth", "device_update"}
+    for figure in figures.values():
+        assert Rate(*figure).value > 0
 
 
 def test_the_whole_probe_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def probed(rank: int, folder: str) -> dict[str, Any]:
     patch = pytest.MonkeyPatch()
     patch.setattr(probing, "_measure_alone", measure_alone)
     found = measure(seconds=1, device=CPU)
-    by_itself = measure(seconds=1, device=CPU, groups={})
+    by_itself = measure(seconds=1, device=CPU, control_group=ControlGroup())
     try:
         measure(folders=[folder] if rank == 0 else [], seconds=1, device=CPU)
     except ConfigError as error:

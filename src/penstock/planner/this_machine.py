@@ -18,9 +18,10 @@ from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.planner.machine import Machine, from_probe
 from penstock.planner.rates import Rate
 from penstock.planner.simulation.engine_internals import ControlGroup, control_group_of_all, device_for
-from penstock.probe.disks import Folder, check_folders
+from penstock.probe.disks import Folder, check_folders, free_space
 from penstock.probe.fingerprint import fingerprint
-from penstock.probe.measure import measure, measure_free
+from penstock.probe.links import free_memory
+from penstock.probe.measure import measure
 
 PATIENCE_S = 3600.0  # for the first rank
 
@@ -57,9 +58,9 @@ def machine_for(
             path.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(held.enter_context(path.with_suffix(".lock").open("a")), fcntl.LOCK_EX)
         # Alone: one rank may ask for all, and ranks of one host wait here for the first of them.
-        found = machine_here(device, ControlGroup(), {}, folders=folders, seconds=seconds)
+        found = machine_here(device, ControlGroup(), None, folders=folders, seconds=seconds)
     assert found is not None
-    free = {name: Rate(*figure) for name, figure in measure_free(device, folders).items()}
+    free = {name: Rate(*figure) for name, figure in (free_memory(device) | free_space(folders)).items()}
     return replace(found, figures={**found.figures, **free})
 
 
@@ -76,15 +77,13 @@ def machine_of_ranks(folders: Sequence[Folder] = ()) -> Machine | None:
         ConfigError, EngineError: measuring failed on the first rank.
     """
     with contextlib.closing(control_group_of_all(timeout_s=PATIENCE_S, error=EngineError)) as control_group:
-        world = dist.group.WORLD if control_group.size > 1 else None
-        every = {} if world is None else {"ranks": world}
-        return machine_here(device_for((), None).device, control_group, every, folders=folders)
+        return machine_here(device_for((), None).device, control_group, None, folders=folders)
 
 
 def machine_here(
     device: torch.device,
     control_group: ControlGroup,
-    groups: Mapping[str, dist.ProcessGroup],
+    groups: Mapping[str, dist.ProcessGroup] | None,
     *,
     folders: Sequence[Folder] = (),
     seconds: float = 60,
@@ -94,7 +93,8 @@ def machine_here(
     Arguments:
         device: the one that computes.
         control_group: the ranks, patient enough to wait for the first one, which measures the machine.
-        groups: the process groups that this rank is in, one for each dimension of the mesh, by name.
+        groups: the process groups that this rank is in, one for each dimension of the mesh, by name; `None` for all
+            ranks as one.
         folders: the folders of the nvme tier.
         seconds: how long measuring may take.
 

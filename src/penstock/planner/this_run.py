@@ -45,9 +45,8 @@ def plan_here(
     Raises:
         ConfigError: as for `plan`.
     """
-    world_size = grid.world_size
-    hosts = hosts_of(world_size)
-    device_bytes, host_bytes = _free_bytes(model, arguments, device, world_size // hosts)
+    hosts = hosts_of(grid.world_size)
+    device_bytes, host_bytes = _free_bytes(model, arguments, device, grid.world_size // hosts)
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type  # of no devices: torch wants to know it all the same
     with user_mode(), torch.random.fork_rng(devices, device_type=kind):
@@ -67,16 +66,13 @@ def plan_here(
 def _free_bytes(
     model: nn.Module, arguments: Mapping[str, Any], device: torch.device, ranks: int
 ) -> tuple[int | None, int | None]:
-    """Say what a rank can have of its device, and all ranks of a host of its memory; `None` where nobody knows."""
-    own = {
-        id(tensor): own_elements(tensor).nbytes
-        for tensor in [*model.parameters(), *model.buffers()]
-        if tensor.device == device
-    }
-    host = host_memory(arguments.get("options") or Options())
+    """Return the bytes that a rank can have of its device, and all ranks of a host of its memory; `None` if unknown."""
+    options = arguments.get("options") or Options()
+    there = {id(each): each for each in [*model.parameters(), *model.buffers()] if each.device == device}
+    own_bytes = sum(own_elements(each).nbytes for each in there.values())
+    host, free = host_memory(options), free_device_memory(device)
+    host_bytes = None if host is None else host.nbytes
     if shares_host_memory(device):
-        return None, None if host is None else host.nbytes + ranks * sum(own.values())
-    free = free_device_memory(device)
-    budget = getattr(arguments.get("options"), "device_bytes", None)
-    known = [nbytes for nbytes in (None if free is None else free + sum(own.values()), budget) if nbytes is not None]
-    return min(known, default=None), None if host is None else host.nbytes
+        return None, None if host_bytes is None else host_bytes + ranks * own_bytes
+    limits = (None if free is None else free + own_bytes, options.device_bytes)
+    return min((each for each in limits if each is not None), default=None), host_bytes

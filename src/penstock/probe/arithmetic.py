@@ -1,13 +1,12 @@
-"""How fast the device computes: matrix products, passes over its memory, and what one operation costs at least."""
+"""How fast the device computes: matrix products, and what one operation costs at least."""
 
 from collections.abc import Callable
-from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
-from penstock.probe.sampling import Case, Deadline, Figures, seconds_each, seconds_of, synchronize, take_turns
+from penstock.probe.sampling import Case, Deadline, Figures, seconds_of, synchronize, take_turns
 from penstock.runtime.hardware import free_device_memory
 
 #: Tokens and width of the products, from small to large: a layer of a small model to one of a large one.
@@ -16,25 +15,8 @@ SHAPES = (
     *((2048, 4096), (4096, 4096), (8192, 4096), (8192, 8192)),
 )
 RUN_SECONDS = 0.03  # of products, about: the time around them is lost in that
-LEAST_PASS_BYTES, MOST_PASS_BYTES = 32 << 20, 128 << 20  # of each tensor of an elementwise pass
 TINY_OPS = 200
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def measure_passes(device: torch.device, deadline: Deadline) -> Figures:
-    """Measure passes over the device's memory: `device_bandwidth`.
-
-    Arguments:
-        device: the one that computes.
-        deadline: when to be done.
-    """
-    free = free_device_memory(device)
-    nbytes = deadline.nbytes(LEAST_PASS_BYTES, MOST_PASS_BYTES)
-    nbytes = nbytes if free is None else min(nbytes, free // 16)
-    moved = [torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device) for _ in range(3)]
-    add = partial(torch.add, moved[0], moved[1], out=moved[2])
-    how = f"a sum of two tensors into a third, {nbytes >> 20} MiB each, read and written"
-    return take_turns({"device_bandwidth": (lambda: 3 * nbytes / seconds_each(add, device), how)}, deadline)
 
 
 def measure_arithmetic(device: torch.device, deadline: Deadline) -> Figures:

@@ -27,6 +27,8 @@ MOUNTS = Path("/proc/self/mountinfo")
 MIB = 1 << 20
 LEAST_FILE_BYTES, MOST_FILE_BYTES = 4 * MIB, 512 * MIB
 LEAST_FREE_BYTES = 2 * LEAST_FILE_BYTES
+#: Of AdamW's states and masters, of a bf16 tile of the default size.
+RECORD_BYTES = Options().tile_bytes // 2 * (2 + 4 + 4)
 IN_FLIGHT = 4  # records at once
 LATENCIES = 32  # reads of a page, one after the other, in a run
 _READ, _WRITTEN, _BOTH = "all read", "all written", "half read, half written, both together"
@@ -35,11 +37,6 @@ _RATES = {"disk_read": _READ, "disk_write": _WRITTEN, "disk_mixed": _BOTH}
 IN_MEMORY = ("tmpfs", "ramfs")
 
 Folder = str | PathLike[str]
-
-
-def record_bytes() -> int:
-    """Count the bytes of a record of AdamW's states and masters, of a bf16 tile of the default size."""
-    return Options().tile_bytes // 2 * (2 + 4 + 4)
 
 
 def check_folders(folders: Sequence[Folder]) -> None:
@@ -136,7 +133,7 @@ def _sizes(queue: Queue, path: Path, deadline: Deadline) -> tuple[int, int]:
     # The file is written once before, and moved three times in a round, half of it each way in the last: five rounds.
     wanted = int(rate * max(deadline.left(), 0.0)) // 16
     nbytes = max(LEAST_FILE_BYTES, min(wanted, MOST_FILE_BYTES, free_disk_bytes(path.parent) // 4))
-    record = min(record_bytes(), nbytes // IN_FLIGHT) // PAGE_BYTES * PAGE_BYTES
+    record = min(RECORD_BYTES, nbytes // IN_FLIGHT) // PAGE_BYTES * PAGE_BYTES
     return record, nbytes // record * record
 
 

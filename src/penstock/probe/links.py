@@ -10,7 +10,7 @@ import torch
 from penstock.config import Tier
 from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_of, take_turns
 from penstock.runtime.accelerator import streams_for
-from penstock.runtime.hardware import free_device_memory, shares_host_memory
+from penstock.runtime.hardware import free_device_memory, shares_host_memory, visible_devices
 from penstock.runtime.host_memory import (
     PAGE_BYTES,
     Arena,
@@ -19,7 +19,7 @@ from penstock.runtime.host_memory import (
     needs_pinning,
     page_aligned,
 )
-from penstock.runtime.streams import DONE, DOWNLOAD, FETCH, UPDATE, UPLOAD, Event, Streams, across, all_of
+from penstock.runtime.streams import DONE, DOWNLOAD, FETCH, UPDATE, Event, Streams, all_of
 from penstock.tiers.host import HostTier
 from penstock.tiers.transfer import CopyRoute, CopyRoutes
 from penstock.trace import NO_LABEL
@@ -37,13 +37,24 @@ def measure_links(device: torch.device, deadline: Deadline) -> Figures:
         deadline: when to be done.
     """
     free = free_device_memory(device)
-    most = MOST_BYTES if free is None else min(MOST_BYTES, free // 16)
+    nbytes = deadline.nbytes(LEAST_BYTES, MOST_BYTES if free is None else min(MOST_BYTES, free // 16))
     with contextlib.ExitStack() as closing:
-        return take_turns(Link(device, deadline.nbytes(LEAST_BYTES, most), closing).cases(), deadline)
+        link = Link(device, nbytes, closing)
+        size = f"{nbytes >> 20} MiB of"
+        memory = f"{size} page-locked memory" if link.pinned else f"{size} memory that could not be page-locked"
+        through = f"{size} pageable memory, through the bounce buffers,"
+        cases: dict[str, Case] = {
+            "h2d": (partial(link.rate, True), f"{memory} to the device"),
+            "d2h": (partial(link.rate, False), f"{memory} from the device"),
+            "duplex": (partial(link.rate, True, False), f"{memory} each way at once, both together"),
+            "h2d_pageable": (partial(link.rate, True, bounces=True), f"{through} to the device"),
+            "d2h_pageable": (partial(link.rate, False, bounces=True), f"{through} from the device"),
+        }
+        return take_turns(cases, deadline)
 
 
 class Link:
-    """Memory on both ends of a link, and copies between them.
+    """Memory on both ends of a link, and the engine's copies between them.
 
     Arguments:
         device: an accelerator.
@@ -55,45 +66,32 @@ class Link:
         self._nbytes = nbytes
         self._streams: Streams = closing.enter_context(contextlib.closing(streams_for(device)))
         arena = closing.enter_context(contextlib.closing(Arena(2 * nbytes, device, ring=True)))
-        self._pinned = arena.pinned
-        self._host = [arena.allocate(nbytes, torch.uint8) for _ in range(2)]
-        closing.callback(self._host.clear)  # tensors are given up before their arena is
-        self._device = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._pageable = page_aligned(nbytes).fill_(1)
+        self.pinned = arena.pinned
+        # Each way has its own, for both at once: of downloads the first one, of uploads the second.
+        self.host = [arena.allocate(nbytes, torch.uint8) for _ in range(2)]
+        closing.callback(self.host.clear)  # tensors are given up before their arena is
+        self.device = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.pageable = page_aligned(nbytes).fill_(1)
         self._bounce = closing.enter_context(contextlib.closing(HostTier(device))).bounce()
+        self._routes = CopyRoutes(self._streams, self._bounce[FETCH], FETCH)
 
-    def cases(self) -> dict[str, Case]:
-        """Return what is measured, by name: bytes/s each."""
-        size = f"{self._nbytes >> 20} MiB of"
-        memory = f"{size} page-locked memory" if self._pinned else f"{size} memory that could not be page-locked"
-        through = f"{size} pageable memory, through the bounce buffers,"
-        return {
-            "h2d": (partial(self._rate, self._direct, UPLOAD), f"{memory} to the device"),
-            "d2h": (partial(self._rate, self._direct, DOWNLOAD), f"{memory} from the device"),
-            "duplex": (partial(self._rate, self._direct, UPLOAD, DOWNLOAD), f"{memory} each way at once, together"),
-            "h2d_pageable": (partial(self._rate, self._bounced, UPLOAD), f"{through} to the device"),
-            "d2h_pageable": (partial(self._rate, self._bounced, DOWNLOAD), f"{through} from the device"),
-        }
+    def rate(self, *ups: bool, bounces: bool = False) -> float:
+        """Copy once each way, and return the bytes/s of all.
 
-    def _rate(self, submit: Callable[[str], Event], *ways: str) -> float:
-        """Submit a copy each way, wait for them, and return the bytes/s of all."""
+        Arguments:
+            ups: True for a copy to the device, False for one from it.
+            bounces: True for pageable memory, by the bounce buffers.
+        """
         self._streams.now().synchronize()
-        seconds = seconds_of(lambda: all_of([submit(way) for way in ways]).synchronize())
-        return len(ways) * self._nbytes / seconds
+        seconds = seconds_of(lambda: all_of([self._copy(up, bounces) for up in ups]).synchronize())
+        return len(ups) * self._nbytes / seconds
 
-    def _direct(self, way: str) -> Event:
-        """Copy between the device and page-locked memory."""
-        up = way == UPLOAD
-        target, source = (self._device[0], self._host[0]) if up else (self._host[1], self._device[1])
-        return self._streams.submit(way, across(target, source), writes=(target,))
-
-    def _bounced(self, way: str) -> Event:
-        """Copy between the device and pageable memory, by the bounce buffers."""
-        to, ends = Tier.CPU, (self._pageable, self._device[0])
-        if way == UPLOAD:
-            to, ends = Tier.DEVICE, ends[::-1]
-        route = CopyRoute(to, crosses=True, bounce=self._bounce)
-        return CopyRoutes(self._streams, self._bounce[FETCH], FETCH).copy(route, *ends, DONE, NO_LABEL)
+    def _copy(self, up: bool, bounces: bool) -> Event:
+        target, source = self.device[up], self.pageable if bounces else self.host[up]
+        if not up:
+            target, source = source, target
+        route = CopyRoute(Tier.DEVICE if up else Tier.CPU, crosses=True, bounce=self._bounce if bounces else None)
+        return self._routes.copy(route, target, source, DONE, NO_LABEL)
 
 
 def measure_jobs(device: torch.device, deadline: Deadline) -> Figures:
@@ -144,9 +142,12 @@ def measure_room(device: torch.device, deadline: Deadline) -> Figures:
         deadline: when to be done.
 
     Returns:
-        `device_memory`, `host_memory` and `pinnable_memory`; what nothing tells is left out.
+        `device_memory`, `host_memory` and `pinnable_memory`, and `devices` of an accelerator; what nothing tells is
+        left out.
     """
-    figures = free_memory(device)
+    figures, visible = free_memory(device), visible_devices()
+    if visible is not None and device.type != "cpu":
+        figures["devices"] = Measurement.known(visible.count, "that this process sees")
     if "host_memory" in figures:
         figures["pinnable_memory"] = _pinnable(device, int(figures["host_memory"].value), deadline)
     return figures

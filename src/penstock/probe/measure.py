@@ -1,24 +1,24 @@
 """The whole probe: every part in its share of a stated time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
-from math import isfinite
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, EngineError
-from penstock.probe.arithmetic import measure_arithmetic, measure_passes
+from penstock.probe.arithmetic import measure_arithmetic
 from penstock.probe.collectives import measure_collectives
-from penstock.probe.disks import Folder, check_folders, free_space, measure_disks
+from penstock.probe.disks import Folder, check_folders, measure_disks
 from penstock.probe.fingerprint import fingerprint, machine_name
-from penstock.probe.links import free_memory, measure_jobs, measure_links, measure_room
+from penstock.probe.links import measure_jobs, measure_links, measure_room
 from penstock.probe.sampling import Deadline, Figures, Measurement
-from penstock.probe.updates import measure_device_update, measure_host
+from penstock.probe.updates import measure_device, measure_host
 from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, ControlGroup, control_group_of_all
-from penstock.runtime.hardware import Hardware, device_for, visible_devices
+from penstock.runtime.hardware import Hardware, device_for
 from penstock.runtime.modes import engine_mode
 
 LEAST_SECONDS = 1.0
@@ -62,9 +62,9 @@ def measure(
             so in its figures' `how`: on a slow machine it takes longer than that.
         device: the one that computes; `None` chooses as `prepare` does.
         progress: called with what is measured next, in words.
-        groups: the dimensions of a mesh, by name; `None` for the default process group, if there is one. Empty where
-            this rank measures alone, whatever the others do.
-        control_group: the ranks, patient enough to wait for the first one; `None` makes one.
+        groups: the dimensions of a mesh, by name; `None` for the default process group, if there is one.
+        control_group: the ranks, patient enough to wait for the first one; of one rank, it measures alone, whatever the
+            others do. `None` for all ranks of the default process group.
 
     Returns:
         The machine.
@@ -77,17 +77,16 @@ def measure(
         >>> measured = measure(folders=["/mnt/nvme"], seconds=20)
         >>> measured.figures["disk_read"].value
     """
-    if not _is_number(seconds):
-        raise ConfigError(f"seconds={seconds!r} is not a time. Use a number, {LEAST_SECONDS:g} or more.")
-    if seconds < LEAST_SECONDS:
-        raise ConfigError(f"seconds={seconds:g} is too short to measure a machine. Use {LEAST_SECONDS:g} or more.")
+    given: Any = seconds
+    if isinstance(given, bool) or not isinstance(given, int | float) or not LEAST_SECONDS <= given < inf:
+        raise ConfigError(f"seconds={seconds!r} is no time to measure a machine in. Use {LEAST_SECONDS:g} or more.")
     device = device_for((), None).device if device is None else device
     say = progress or (lambda words: None)
     with ExitStack() as ending, engine_mode():
         if control_group is None:
-            is_alone = groups is not None and not groups
-            made = ControlGroup() if is_alone else control_group_of_all(timeout_s=DEFAULT_TIMEOUT_S, error=EngineError)
-            control_group = ending.enter_context(closing(made))
+            patience_s = max(DEFAULT_TIMEOUT_S, 2 * seconds)
+            control_group = control_group_of_all(timeout_s=patience_s, error=EngineError)
+            ending.callback(control_group.close)
         deadline = Deadline(seconds * (1 - RESERVED))
         # Of several ranks one measures: two at once would each find half of the memory and of the disks.
         found: list[Any] = []
@@ -114,8 +113,7 @@ def _measure_alone(
     # In words, its weight, the part, and whether this machine has it. What plans rest on most comes first: a part that
     # takes longer than its share leaves less to those behind it.
     table: list[tuple[str, float, Callable[[Deadline], Figures], bool]] = [
-        ("device memory", 1.0, partial(measure_passes, device), True),
-        ("updates on the device", 4.0, partial(measure_device_update, device), accelerator),
+        ("device memory", 5.0 if accelerator else 1.0, partial(measure_device, device), True),
         ("arithmetic", 6.0, partial(measure_arithmetic, device), True),
         ("links", 5.0, partial(measure_links, device), accelerator),
         ("host memory and updates", 6.0, partial(measure_host, device), True),
@@ -128,23 +126,6 @@ def _measure_alone(
     for number, (words, weight, part) in enumerate(parts):
         say(words)
         figures |= part(deadline.share(weight / sum(other for _, other, _ in parts[number:])))
-    if not accelerator:
-        return figures | {"device_update": figures["update"]}
-    if "device_update" not in figures:
-        passes = figures["device_bandwidth"]
-        how = f"no time to compile an update, which reads and writes once: as {passes.how}"
-        figures["device_update"] = passes._replace(how=how)
-    visible = visible_devices()
-    if visible is not None:
-        figures["devices"] = Measurement.known(visible.count, "that this process sees")
+    if accelerator:
         Hardware(device).empty_cache()
     return figures
-
-
-def measure_free(device: torch.device, folders: Sequence[Folder] = ()) -> Figures:
-    """Return what is free now: `device_memory`, `host_memory`, and `disk_free` with folders. Takes no time."""
-    return {**free_memory(device), **free_space(folders)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

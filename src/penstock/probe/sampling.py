@@ -14,7 +14,7 @@ LEAST_ROUNDS = 3  # after the warm-up: one run says nothing of its spread
 MOST_ROUNDS = 25
 RUN_SECONDS, MOST_TIMES = 0.01, 200  # of `seconds_each`
 #: What a run goes over for each second of its part: a round is then a tenth of the part's time, or less.
-BYTES_PER_SECOND = 128 << 20
+BYTES_PER_SECOND = 64 << 20
 
 #: Runs a case once and returns its sample, and what it runs, in words.
 Case = tuple[Callable[[], float], str]

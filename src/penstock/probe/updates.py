@@ -15,6 +15,7 @@ from penstock.probe.sampling import Case, Deadline, Figures, Measurement, second
 from penstock.rules import Pool, Rule, UpdateSlice
 from penstock.rules.device import has_compiler
 from penstock.rules.standard import AdamRule, LionUpdateRule, SgdRule
+from penstock.runtime.hardware import free_device_memory
 from penstock.runtime.host_memory import available_host_memory, page_aligned, touch
 from penstock.runtime.system import UpdateCores, core_quota, ranks_of_host, share_of_cores, update_cores
 
@@ -33,7 +34,8 @@ GROUP: Mapping[str, Any] = {
 BF16, FP32 = (torch.bfloat16, torch.int16), (torch.float32, None)
 TILE_NUMEL = Options().tile_bytes // 2
 LEAST_BYTES, MOST_BYTES = 64 << 20, 2 << 30  # of host memory: several times the caches, where there is time
-LEAST_DEVICE_BYTES, MOST_DEVICE_BYTES = 4 << 20, 256 << 20
+LEAST_PASS_BYTES, MOST_PASS_BYTES = 32 << 20, 128 << 20  # of a device's, of each tensor of an elementwise pass
+LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES = 4 << 20, 256 << 20
 COMPILING_SECONDS = 3.0  # a part of less time belongs to a probe that has no time to compile a kernel
 
 
@@ -93,27 +95,33 @@ def fill(memory: Tensor) -> None:
     memory[whole * few.numel() :].zero_()
 
 
-def measure_device_update(device: torch.device, deadline: Deadline) -> Figures:
-    """Measure AdamW's update on an accelerator: `device_update`.
+def measure_device(device: torch.device, deadline: Deadline) -> Figures:
+    """Measure passes over the device's memory: `device_bandwidth`, and of an accelerator AdamW's `device_update`.
 
     Arguments:
-        device: the accelerator.
+        device: the one that computes.
         deadline: when to be done. A kernel that has to be compiled first takes longer.
-
-    Returns:
-        Nothing where there is no time to compile.
     """
+    free, own = free_device_memory(device), deadline if device.type == "cpu" else deadline.share(0.2)
+    nbytes = own.nbytes(LEAST_PASS_BYTES, MOST_PASS_BYTES)
+    nbytes = nbytes if free is None else min(nbytes, free // 16)
+    moved = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(3)]
+    add = partial(torch.add, moved[0], moved[1], out=moved[2])
+    how = f"a sum of two tensors into a third, {nbytes >> 20} MiB each, read and written"
+    figures = take_turns({"device_bandwidth": (lambda: 3 * nbytes / seconds_each(add, device), how)}, own)
+    if device.type == "cpu":
+        return figures
     compiles = has_compiler(device)
     if compiles and deadline.left() < COMPILING_SECONDS:
-        return {}
-    nbytes = deadline.nbytes(LEAST_DEVICE_BYTES, MOST_DEVICE_BYTES)
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        how = "no time to compile an update, which reads and writes once: as " + figures["device_bandwidth"].how
+        return figures | {"device_update": figures["device_bandwidth"]._replace(how=how)}
+    memory = torch.empty(deadline.nbytes(LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES), dtype=torch.uint8, device=device)
     fill(memory)
     update = Update("adamw", BF16, memory, None)  # a device takes what is in its reach in one call
     run = partial(update.run, None)
     runs = "compiled" if compiles else "in torch's operations, since no compiler knows the device"
     how = f"AdamW of {update.numel:,} elements, bf16 with remainders, on the device, {runs}"
-    return take_turns({"device_update": (lambda: update.nbytes / seconds_each(run, device), how)}, deadline)
+    return figures | take_turns({"device_update": (lambda: update.nbytes / seconds_each(run, device), how)}, deadline)
 
 
 def measure_host(device: torch.device, deadline: Deadline) -> Figures:
@@ -124,7 +132,7 @@ def measure_host(device: torch.device, deadline: Deadline) -> Figures:
         deadline: when to be done.
 
     Returns:
-        `host_threads`, `host_bandwidth`, `update` and `update_<rule>`.
+        `host_threads`, `host_bandwidth`, `update`, `update_<rule>`, and of a cpu `device_update`.
     """
     cores, load, free = cores_of_updates(device), os.getloadavg()[0], available_host_memory()
     most = MOST_BYTES if free is None else min(MOST_BYTES, free.nbytes // 8)
@@ -152,6 +160,8 @@ def measure_host(device: torch.device, deadline: Deadline) -> Figures:
     others = ", ".join(f"{name} {each.value / 1e9:.1f}" for name, each in found.items())
     figures = {name: each for name, each in found.items() if name.startswith("update_")}
     figures["update"] = found["update_adamw"]
+    if device.type == "cpu":
+        figures["device_update"] = figures["update"]
     figures["host_bandwidth"] = fastest._replace(how=f"the fastest pass: {fastest.how}; of {others} (GB/s)")
     # Figures of a machine that others use are those of what they leave: who reads them is to know.
     how = f"the cores that updates on this host get, within the container's quota; the load was {load:.1f} before"

@@ -26,7 +26,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
 
     def measure(*, folders: Any, seconds: float, groups: Any, control_group: Any, device: torch.device) -> Measured:
-        assert (groups, control_group.size) == ({}, 1), "ranks of a host would wait for each other"
+        assert control_group.size == 1, "ranks of a host would wait for each other"
         asked.append((list(folders), seconds))
         figures = {name: Measurement(3e9, 2e9, 4e9, "as a test says") for name in ("host_memory", "update")}
         return Measured("a machine", "cpu", figures, fingerprint(torch.device("cpu"), folders))

@@ -19,7 +19,6 @@ from penstock.probe.disks import (
     file_system,
     free_space,
     measure_disks,
-    record_bytes,
 )
 from penstock.probe.sampling import Deadline
 from penstock.runtime import aio
@@ -79,7 +78,7 @@ OWN = f"*penstock-*-{os.getpid()}-*"
 
 def test_a_record_is_what_the_engine_keeps_of_a_tile() -> None:
     """Of 4 MiB of bf16 parameters: a 16-bit remainder and two fp32 moments of each."""
-    assert record_bytes() == (4 * MIB // 2) * (2 + 4 + 4)
+    assert disks.RECORD_BYTES == (4 * MIB // 2) * (2 + 4 + 4)
 
 
 @pytest.fixture

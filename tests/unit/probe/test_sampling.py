@@ -68,7 +68,7 @@ def test_a_share_is_of_what_is_left() -> None:
 
 def test_in_less_time_a_run_goes_over_less() -> None:
     assert Deadline(100).nbytes(1 << 20, 64 << 20) == 64 << 20
-    assert 100 << 20 < Deadline(1).nbytes(1 << 20, 1 << 30) <= 128 << 20
+    assert 32 << 20 < Deadline(1).nbytes(1 << 20, 1 << 30) <= 64 << 20
     assert Deadline(-1).nbytes(1 << 20, 1 << 30) == 1 << 20
 
 
