@@ -22,6 +22,7 @@ from penstock.planner import this_run
 from penstock.planner.machine import Machine
 from penstock.planner.plan_fields import Shortfall
 from penstock.planner.plans import Plan, model_fingerprint
+from penstock.planner.this_machine import remember
 from penstock.planner.this_run import plan_here
 from penstock.probe.fingerprint import fingerprint
 from penstock.runtime.control_group import ControlGroup
@@ -101,7 +102,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     known = Machine.read("cpu-laptop")
     figures = {name: figure for name, figure in known.figures.items() if not name.startswith(("disk", "folders"))}
     machine = replace(known, figures=figures, fingerprint=fingerprint(CPU), probed=True)
-    this_run.keep(machine, machine.write)
+    remember(machine)
     return machine
 
 

@@ -22,7 +22,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.planner.choose_machine import machine_for
     from penstock.planner.comparison import compare
     from penstock.planner.machine import Machine
     from penstock.planner.make_plan import plan
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.planner.rates import parse_rate
     from penstock.planner.simulation.simulated_mesh import simulated_mesh
     from penstock.planner.table import block, explain
+    from penstock.planner.this_machine import machine_for
 
 __all__ = [
     "Machine",
@@ -51,7 +51,7 @@ _MODULES = {
     "block": "table",
     "compare": "comparison",
     "explain": "table",
-    "machine_for": "choose_machine",
+    "machine_for": "this_machine",
     "model_fingerprint": "plans",
     "parse_rate": "rates",
     "plan": "make_plan",

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from penstock.config import Placement
-from penstock.planner.choose_machine import machine_for
 from penstock.planner.machine import Machine
 from penstock.planner.mesh_models import on_mesh
 from penstock.planner.plan_request import PlanRequest, plan_request
 from penstock.planner.plan_result import answer
 from penstock.planner.plans import Plan
 from penstock.planner.search import find_best, given
+from penstock.planner.this_machine import machine_for
 from penstock.planner.trials import Trials, quick_collection
 
 
