@@ -21,7 +21,7 @@ from planning.models import batch, large, llama
 from planning.rows import row, summary
 
 WARM_UP, STEPS, SECONDS = 2, 3, 30
-ROUNDS, SMALL_STEPS, SMALL_SECONDS = 7, 5, 8
+ROUNDS, SMALL_STEPS, SMALL_SECONDS = 5, 5, 8
 
 
 def cpu() -> dict[str, Any]:

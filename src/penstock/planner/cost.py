@@ -140,20 +140,21 @@ class MachineCosts:
     def _compute(self, program: Program, segment: tuple[tuple[int, int], ...]) -> Demand:
         seconds, nbytes = 0.0, 0
         on_host = program.back_end != "accelerator"
-        # What a host does for an operation, beside it, is in its way where the host computes.
-        beside = max(0.0, self._value("op_host_seconds") - self._value("op_seconds")) if on_host else 0.0
         for number, count in segment:
             op = program.ops[number]
             taken = self._update_in_place(op, program) if op.name == _UPDATE_IN_PLACE else self.op(op)
             if op in self._measured and on_host:
                 # With a part of the cores: ranks that have as many each are in nobody's way until all are taken.
                 taken *= max(1 / self.by_host(program), self._measured_share)
-            seconds += count * (taken + beside)
+            seconds += count * taken
             nbytes += count * op.nbytes
         if not on_host:
             # What caches keep from memory is not known: no more than it had time for.
             return demand(seconds, {DEVICE_MEMORY: min(seconds, nbytes / self.figures.value("device_bandwidth"))})
         seconds *= self.by_host(program)  # ranks of a host share its cores
+        # The host's own work for an operation is in the way of what it computes.
+        own = max(0.0, self._value("op_host_seconds") - self._value("op_seconds"))
+        seconds += own * sum(count for _, count in segment)
         memory = {name: min(seconds, load) for name, load in self._memory(nbytes, program).items()}
         return demand(seconds, {CORES: seconds} | memory)
 
