@@ -3,6 +3,7 @@
     python benchmarks/plan.py strict          # modelled time of the strict device: exact, also on a noisy machine
     python benchmarks/plan.py grid            # `auto` against the best of a grid, in the same time
     python benchmarks/plan.py simulated       # the clock, on streams that sleep as long as their bytes take
+    python benchmarks/plan.py simulated_grid  # `auto` against the best of a grid, on those streams
     python benchmarks/plan.py small           # the clock, with 23M parameters on a cpu, after a fresh probe
     python benchmarks/plan.py cpu             # the clock, with 355M parameters on a cpu, in memory and in files
     python benchmarks/plan.py ranks           # the clock, with 2 and 4 ranks of this machine
@@ -33,6 +34,7 @@ PARTS = {
     "strict": "strict",
     "grid": "strict",
     "simulated": "simulated",
+    "simulated_grid": "simulated",
     "small": "here",
     "cpu": "here",
     "ranks": "here",
