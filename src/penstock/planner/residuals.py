@@ -6,7 +6,6 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
@@ -39,7 +38,6 @@ class Residual:
     measured_s: float
 
 
-@cache
 def stored() -> tuple[Residual, ...]:
     """Read the rows that come with the package."""
     return tuple(Residual(**row) for row in json.loads(FILE.read_text())["rows"])
@@ -83,7 +81,7 @@ def _factors(logs: Sequence[float]) -> tuple[float, float]:
     """Return the factors between which the next measured / predicted lies."""
     free = len(logs) - 1
     z = NormalDist().inv_cdf(_INSIDE)
-    # Student's t by its expansion in 1/free (Abramowitz and Stegun, 26.7.5): some percent too low at two, exact beyond ten.
+    # Student's t by its expansion in 1/free (Abramowitz and Stegun, 26.7.5): some percent too low at two.
     t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
     t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
     spread = t * stdev(logs) * sqrt(1 + 1 / len(logs))

@@ -1,10 +1,13 @@
-"""How fast the device computes: matrix products, and what one operation costs at least."""
+"""How fast the device computes: matrix products, what one operation costs at least, and what it costs the host."""
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.probe.sampling import Case, Deadline, Figures, seconds_of, synchronize, take_turns
 from penstock.runtime.hardware import free_device_memory
@@ -16,6 +19,13 @@ SHAPES = (
 )
 RUN_SECONDS = 0.03  # of products, about: the time around them is lost in that
 TINY_OPS = 200
+TOKENS, WIDTH = 4, 16  # of a layer that has next to nothing to compute, nor to share among threads
+LAYERS_IN_A_ROW = 4  # few enough for an accelerator's queue
+#: The host's seconds for an operation of a model that computes, over those for any operation of torch's own layer, for
+#: there are views, masks and Python of the model's own. It was 6.6 for a Llama and 8.8 for a GPT-2 of transformers.
+OF_A_MODEL = 7.5
+#: Elements of an operation that one thread does, and of one that two threads or more share: torch's grain is 32,768.
+GRAIN = 1 << 15
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -27,13 +37,13 @@ def measure_arithmetic(device: torch.device, deadline: Deadline) -> Figures:
         deadline: when to be done.
 
     Returns:
-        `flops_*`, `op_seconds` and `op_host_seconds`.
+        `flops_*`, `op_seconds` and `op_host_seconds`; of a cpu with several threads `op_threads_seconds` too.
     """
     dtypes = [dtype for dtype in _DTYPES if device.type != "cpu" or dtype is not torch.float16]
     sizing = deadline.share(0.35)
     products = [Products(device, each, sizing.share(1 / (len(dtypes) - n))) for n, each in enumerate(dtypes)]
     cases: dict[str, Case] = {f"flops_{_DTYPES[each.dtype]}": (each.rate, each.how) for each in products}
-    return take_turns(cases | _tiny_cases(device, products[0].compute), deadline)
+    return take_turns(cases | _tiny_cases(device, products[0].compute) | _host_cases(device), deadline)
 
 
 class Products:
@@ -84,7 +94,7 @@ def _tiny_cases(device: torch.device, long: Callable[[], object]) -> dict[str, C
         device: where they run.
         long: an operation during which a host enqueues many of them.
     """
-    tiny, factor = (torch.full((16,), value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
+    tiny = torch.zeros(16, dtype=torch.float32, device=device)
 
     def many() -> None:
         for _ in range(TINY_OPS):
@@ -94,13 +104,6 @@ def _tiny_cases(device: torch.device, long: Callable[[], object]) -> dict[str, C
         long()
         many()
 
-    def chain() -> None:
-        with torch.enable_grad():
-            value = tiny.detach().requires_grad_()
-            for _ in range(TINY_OPS):
-                value = value * factor
-            value.sum().backward()  # type: ignore[no-untyped-call]
-
     def on_device() -> float:
         if device.type == "cpu":
             return seconds_of(many) / TINY_OPS
@@ -108,16 +111,60 @@ def _tiny_cases(device: torch.device, long: Callable[[], object]) -> dict[str, C
         # below 0 stays as it is: the check of figures against machines of its kind finds it.
         return (seconds_of(behind, device) - seconds_of(long, device)) / TINY_OPS
 
-    def on_host() -> float:
-        synchronize(device)
-        return seconds_of(chain) / (2 * TINY_OPS)
-
     where = "" if device.type == "cpu" else ", behind a long operation that the device is busy with"
-    tiny_products = f"{TINY_OPS} tiny products forward and backward, recorded by autograd, by operation"
-    return {
-        "op_seconds": (on_device, f"{TINY_OPS} sums of 16 numbers in a row{where}"),
-        "op_host_seconds": (on_host, tiny_products),
-    }
+    return {"op_seconds": (on_device, f"{TINY_OPS} sums of 16 numbers in a row{where}")}
+
+
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations, and views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _host_cases(device: torch.device) -> dict[str, Case]:
+    """Make the cases of what operations cost a host beside their work: Python, autograd, threads that share them."""
+    with torch.random.fork_rng(devices=[]):
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, device="cpu").to(device)
+    x = normal((1, TOKENS, WIDTH), device, torch.float32)
+
+    def both() -> None:
+        with torch.enable_grad():
+            layer(x).sum().backward()
+
+    threads = torch.get_num_threads()
+    both()
+    with _Count() as counted:  # type: ignore[no-untyped-call]
+        both()
+
+    def on_host() -> float:
+        torch.set_num_threads(1)  # products this small are shared for nothing
+        try:
+            both()  # what ran before has taken the caches
+            synchronize(device)
+            return float(OF_A_MODEL * seconds_of(both, times=LAYERS_IN_A_ROW) / counted.count)
+        finally:
+            torch.set_num_threads(threads)
+
+    how = f"{OF_A_MODEL:g} times an operation of torch's transformer layer on {TOKENS} x {WIDTH}, both ways"
+    cases: dict[str, Case] = {"op_host_seconds": (on_host, how)}
+    if device.type == "cpu" and threads > 1:
+        one, shared = (torch.zeros(numel, dtype=torch.float32, device="cpu") for numel in (GRAIN, threads * GRAIN))
+
+        def after_one(last: Tensor) -> None:
+            one.add_(1.0)  # meanwhile the other threads fall asleep
+            last.add_(1.0)
+
+        def together() -> float:
+            alone, beside = (seconds_of(partial(after_one, each), times=TINY_OPS) for each in (one, shared))
+            return max(beside - alone, 1e-9)
+
+        words = f"a sum of {threads * GRAIN:,} numbers on {threads} threads, less one of {GRAIN:,} on one"
+        cases["op_threads_seconds"] = (together, words)
+    return cases
 
 
 def normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

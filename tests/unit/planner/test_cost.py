@@ -59,6 +59,18 @@ def computing(*ops: tuple[Op, int], program: Program = DEVICE) -> Program:
 
 
 class TestCompute:
+    def test_a_host_that_computes_does_its_own_work_between_operations(self) -> None:
+        program = computing((Op("add", 1, 500, "float32"), 3), program=CPU)
+        machine = Machine(**RATES | {"op_host_seconds": 2.5})
+        assert machine_costs(machine).segment(program, 0).seconds == 3 * (10 + 2.5 - 0.5)
+        assert machine_costs(machine, measured={program.ops[0]: 4}).segment(program, 0).seconds == 3 * (4 + 2.5 - 0.5)
+
+    def test_threads_that_share_an_operation_begin_and_end_it_together(self) -> None:
+        machine = Machine(**RATES | {"op_threads_seconds": 7.0})
+        small, large = Op("add", 1, 500, "float32"), Op("add", 1, 1 << 18, "float32")
+        assert machine_costs(machine).op(small) == 10
+        assert machine_costs(machine).op(large) == (1 << 18) / 50 + 7
+
     @pytest.mark.parametrize(
         ("op", "seconds"),
         [
@@ -159,7 +171,8 @@ class TestLinks:
         assert cost(job("upload"), machine=without(host_bandwidth=4)).seconds == 20
 
     def test_without_an_accelerator_a_copy_is_read_and_written(self) -> None:
-        assert cost(job("upload"), CPU) == Demand(10.125, {"host memory": pytest.approx(10 / 10.125)})
+        share = pytest.approx(10 / 10.125)
+        assert cost(job("upload"), CPU) == Demand(10.125, {"host memory": share, "cores": share})
 
 
 class TestUpdates:

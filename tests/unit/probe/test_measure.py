@@ -27,6 +27,8 @@ OF_A_CPU = {
     *("flops_float32", "flops_bfloat16", "device_bandwidth", "op_seconds", "op_host_seconds", "job_seconds"),
     *("host_bandwidth", "update", "update_adamw", "update_sgd", "update_lion", "device_update"),
 }
+if torch.get_num_threads() > 1:
+    OF_A_CPU.add("op_threads_seconds")
 OF_FOLDERS = {"disk_read", "disk_write", "disk_mixed", "disk_seconds", "disk_cores", "disk_free", "folders"}
 
 

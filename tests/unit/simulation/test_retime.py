@@ -23,37 +23,24 @@ def sharing(rate: float, *streams: str, rates: Mapping[str, float] | None = None
     return Rates(rates or {}, {"shared": (rate, streams)})
 
 
+#: One capacity of a byte/s or two, bytes of the jobs that share it by stream, and when each begins and ends.
+SHARING = {
+    "two take twice as long": (1, {"upload": 4, "download": 4}, [(0, 8), (0, 8)]),
+    "the last has all of it": (1, {"upload": 2, "download": 6}, [(0, 4), (0, 8)]),
+    "enough for both slows none": (2, {"upload": 2, "download": 6}, [(0, 2), (0, 6)]),
+    "another stream is as fast as alone": (1, {"upload": 4, "download": 4, "write": 4}, [(0, 8), (0, 8), (0, 4)]),
+    "a third each until one is over": (1, {"upload": 1, "download": 2, "update": 2}, [(0, 3), (0, 5), (0, 5)]),
+}
+
+
 class TestSharing:
-    def test_two_jobs_on_one_capacity_take_twice_as_long(self) -> None:
+    @pytest.mark.parametrize("case", SHARING)
+    def test_jobs_at_the_same_time_share(self, case: str) -> None:
+        rate, jobs, expected = SHARING[case]
         script = Script("threads")
-        script.submit("upload", 4)
-        script.submit("download", 4)
-        assert times(retime(script.program(), sharing(1, "upload", "download"))) == [(0, 8), (0, 8)]
-
-    def test_who_is_left_has_all_of_it(self) -> None:
-        script = Script("threads")
-        script.submit("upload", 2)
-        script.submit("download", 6)
-        assert times(retime(script.program(), sharing(1, "upload", "download"))) == [(0, 4), (0, 8)]
-
-    def test_a_capacity_that_has_enough_for_both_slows_nobody(self) -> None:
-        script = Script("threads")
-        script.submit("upload", 2)
-        script.submit("download", 6)
-        assert times(retime(script.program(), sharing(2, "upload", "download"))) == [(0, 2), (0, 6)]
-
-    def test_a_third_job_that_shares_nothing_is_as_fast_as_alone(self) -> None:
-        script = Script("threads")
-        for stream in ("upload", "download", "update"):
-            script.submit(stream, 4)
-        assert times(retime(script.program(), sharing(1, "upload", "download"))) == [(0, 8), (0, 8), (0, 4)]
-
-    def test_three_jobs_have_a_third_each_until_one_is_over(self) -> None:
-        script = Script("threads")
-        for stream, nbytes in (("upload", 1), ("download", 2), ("update", 2)):
+        for stream, nbytes in jobs.items():
             script.submit(stream, nbytes)
-        found = times(retime(script.program(), sharing(1, "upload", "download", "update")))
-        assert found == [(0, 3), (0, 5), (0, 5)]
+        assert times(retime(script.program(), sharing(rate, "upload", "download", "update"))) == expected
 
     def test_what_one_cannot_use_is_left_to_others(self) -> None:
         script = Script("threads")
@@ -63,7 +50,7 @@ class TestSharing:
         # Download has half of the link, so half a byte/s of memory's two: update has its one byte/s.
         assert times(retime(script.program(), Rates({}, shared))) == [(0, 12), (0, 12), (0, 6)]
 
-    def test_a_job_that_begins_later_slows_who_is_there(self) -> None:
+    def test_a_job_that_begins_later_slows_the_one_under_way(self) -> None:
         script = Script("threads")
         script.submit("upload", 6)
         script.compute(2)
@@ -301,6 +288,12 @@ class TestInline:
         assert times(timing) == [(0, 3), (3, 5), (5, 7)]
         assert not any(span.inline for span in timing.recording.spans)
         assert timing.recording.stop == 7
+
+    def test_a_transfer_of_another_disk_is_not_held_up(self) -> None:
+        script = Script("inline")
+        for folder in (0, 0, 1):
+            script.submit("read", 3, folder=folder)
+        assert times(retime(script.program(), ALONE)) == [(0, 3), (3, 6), (0, 3)]
 
     def test_a_thread_is_through_with_a_transfer_that_it_has_started(self) -> None:
         script = Script("inline")

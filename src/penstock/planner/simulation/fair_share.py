@@ -7,7 +7,6 @@ be.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 #: Shares of a capacity that sum to 1 but for rounding are no more than it.
@@ -61,35 +60,20 @@ def fair_speeds(uses: Sequence[Mapping[str, float]]) -> list[float]:
         uses: of each task, the share of each capacity that it uses at speed 1.
     """
     speeds = [1.0] * len(uses)
-    growing = set(range(len(uses)))
-    left: dict[str, float] = {}
-    for each in uses:
-        for name in each:
-            left[name] = 1.0
+    growing = list(range(len(uses)))
+    left = {name: 1.0 for each in uses for name in each}
     while growing:
-        wanted = dict.fromkeys(left, 0.0)
-        for index in sorted(growing):
-            for name, share in uses[index].items():
-                wanted[name] += share
-        full, level = _first_full(wanted, left)
-        if level * _FULL >= 1:
+        wanted = {name: sum(uses[index].get(name, 0.0) for index in growing) for name in left}
+        levels = {name: max(left[name], 0.0) / share for name, share in wanted.items() if share > 0}
+        full = min(levels, key=levels.__getitem__, default="")  # the capacity that is used up first
+        if not full or levels[full] * _FULL >= 1:
             break
-        stopped = [index for index in sorted(growing) if full in uses[index]]
-        growing.difference_update(stopped)
-        for index in stopped:
-            speeds[index] = level
+        for index in [each for each in growing if full in uses[each]]:
+            growing.remove(index)
+            speeds[index] = levels[full]
             for name, share in uses[index].items():
-                left[name] -= level * share
+                left[name] -= levels[full] * share
     return speeds
-
-
-def _first_full(wanted: Mapping[str, float], left: Mapping[str, float]) -> tuple[str, float]:
-    """Find the capacity that is used up first, and at which speed of those that still grow."""
-    full, level = "", inf
-    for name, share in wanted.items():
-        if share > 0 and left[name] / share < level:
-            full, level = name, max(left[name], 0.0) / share
-    return full, level
 
 
 class _Task(Generic[Owner]):

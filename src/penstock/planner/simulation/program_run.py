@@ -14,7 +14,7 @@ Each thing that takes part is a process: a generator that yields what takes it t
 waits for.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -61,6 +61,7 @@ class Event:
 
 
 Process = Iterator[Demand | Event]
+_HAPPENED = Event(happened=True)
 
 
 class _State:
@@ -77,9 +78,9 @@ class _State:
 
     __slots__ = ("free", "inline", "over", "queued", "start", "stop")
 
-    def __init__(self, job: ProgramJob, *, on_device: bool) -> None:
-        self.over = Event()
-        self.free = Event() if job.folder >= 0 else self.over
+    def __init__(self, job: ProgramJob | None = None, *, on_device: bool = False) -> None:
+        self.over = _HAPPENED if job is None else Event()
+        self.free = Event() if job is not None and job.folder >= 0 else self.over
         self.queued = Event() if on_device else self.over
         self.start = self.stop = 0.0
         self.inline = False
@@ -104,8 +105,9 @@ class Run:
         # Jobs that were submitted before the program begins have no state: they are over.
         submitted = (item.index for item in program.items if item.kind is WorkKind.SUBMIT)
         self._states = {n: _State(program.jobs[n], on_device=self._is_of_device(n)) for n in submitted}
-        self._through = Event(happened=True)  # compute is through with all that it was given until now
-        self._last: dict[str, _State] = {}  # job by stream, of those that wait for a thread or for the device
+        self._through = _HAPPENED  # compute is through with all that it was given until now
+        # By stream, of jobs for a thread or the device; before the first one all is over.
+        self._last: defaultdict[str, _State] = defaultdict(_State)
         self._last_transfer: dict[tuple[str, int], Event] = {}  # by stream and folder: the end of the last one
         self._waits: list[tuple[int, float, float, bool]] = []
         self._turns: list[tuple[float, Label]] = []
@@ -250,20 +252,17 @@ class Run:
         after = [self._states[other] for other in job.after if other in self._states]
         if self._program.back_end == "inline":
             if job.stream == _COLLECTIVE:  # every rank issues them in one order
-                for other in job.after:
-                    if other in self._states:
-                        yield from self._stand_still(other, self._states[other].over)
-            last = self._last.get(job.stream)
-            ahead = not all(other.over.happened for other in after) or not (last is None or last.free.happened)
-            if not ahead or job.stream == _COLLECTIVE:
+                for other in (each for each in job.after if each in self._states):
+                    yield from self._stand_still(other, self._states[other].over)
+            waits = not all(each.happened for each in (*(other.over for other in after), self._last[job.stream].free))
+            if not waits or job.stream == _COLLECTIVE:
                 state.inline = job.folder < 0
                 if state.inline:
                     yield from self._work(job, state)
                 else:
                     self._go_on(self._work(job, state))
                 return
-        last = self._last.get(job.stream)
-        self._last[job.stream] = state
+        last, self._last[job.stream] = self._last[job.stream], state
         if not self._is_of_device(number):
             self._go_on(self._by_thread(job, state, after, last))
             return
@@ -271,52 +270,45 @@ class Run:
         if job.stream == _COLLECTIVE:  # enqueued by the caller, on every rank in one order
             yield from self._stand_still(number, state.queued)
 
-    def _by_thread(self, job: ProgramJob, state: _State, after: Iterable[_State], last: _State | None) -> Process:
+    def _by_thread(self, job: ProgramJob, state: _State, after: Iterable[_State], last: _State) -> Process:
         """Run a job on the thread of its stream, which has slept unless it comes from the job before."""
-        slept = last is None or last.free.happened
-        if last is not None:
-            yield last.free
+        slept = last.free.happened
+        yield last.free
         for other in after:
             slept = slept or not other.over.happened
             yield other.over
         if slept:
             yield self._wakes
-        if job.folder >= 0 and (transfer := self._last_transfer.get((job.stream, job.folder))) is not None:
-            yield transfer
         if state.free is state.over:
             yield from self._work(job, state)
         else:
+            yield self._last_transfer.get((job.stream, job.folder), _HAPPENED)
             self._go_on(self._work(job, state))
             self._set(state.free)
 
     def _by_device(
-        self, job: ProgramJob, state: _State, after: Iterable[_State], last: _State | None, through: Event
+        self, job: ProgramJob, state: _State, after: Iterable[_State], last: _State, through: Event
     ) -> Process:
         """Enqueue a job, by a thread where it follows the host; then run it on its stream of the device."""
         slept = False
-        if last is not None:
-            yield last.queued
+        yield last.queued
         for other in after:
             slept = slept or not other.queued.happened
             yield other.queued
         if slept:
             yield self._wakes
         self._set(state.queued)
-        if last is not None:
-            yield last.over
-        for other in after:
-            yield other.over
+        for before in (last, *after):
+            yield before.over
         yield through
         yield from self._work(job, state)
 
     def _work(self, job: ProgramJob, state: _State) -> Process:
         """Run a job: of a file, after the transfer before it."""
         if job.folder >= 0:
-            row = job.stream, job.folder
-            before = self._last_transfer.get(row)
-            self._last_transfer[row] = state.over
-            if before is not None:
-                yield before
+            before = self._last_transfer.get((job.stream, job.folder), _HAPPENED)
+            self._last_transfer[job.stream, job.folder] = state.over
+            yield before
         state.start = self._fluid.now
         yield self._costs.job(job, self._program)
         state.stop = self._fluid.now
