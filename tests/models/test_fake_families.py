@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation.fake_operations import FakeOperations
-from penstock.planner.simulation.fake_tensor import adopt
+from penstock.planner.simulation.model_copy import copy_model
 from tests.models.adapters_rows import ADAPTERS
 from tests.models.family import Batch, Family, one_loss
 from tests.models.graphs_rows import GRAPHS
@@ -175,7 +175,7 @@ def test_a_large_model_costs_addresses_alone() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_key_value_heads=8, **sizes)).to(torch.bfloat16)
     model.train().gradient_checkpointing_enable()
-    adopt(model)
+    model = copy_model(model)
     ids = torch.zeros(8, 2048, dtype=torch.int64)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     flops: list[int] = []

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation.fake_operations import FakeOperations
-from penstock.planner.simulation.fake_tensor import adopt, fake_tensor, is_fake
-from penstock.planner.simulation.memory import Memory
+from penstock.planner.simulation.fake_tensor import Memory, fake_tensor, is_fake
+from penstock.planner.simulation.model_copy import copy_model
 from penstock.planner.simulation.program import Op
 from tests.simulating import differences, for_real, simulated
 
@@ -91,7 +91,7 @@ def test_layers_of_many_kinds_return_what_they_return_for_real() -> None:
 
 def test_compiled_modules_run_as_they_were_written() -> None:
     model = blocks()
-    adopt(model)
+    model = copy_model(model)
 
     def kernels(*_: object) -> None:
         raise AssertionError("nothing is to be compiled")
@@ -162,7 +162,7 @@ def test_random_numbers_are_not_drawn_for_hollow_values() -> None:
 
 def test_inference_mode_is_rehearsed_in_parts() -> None:
     model, seen = blocks(), []
-    adopt(model)
+    model = copy_model(model)
     with FakeOperations(seen.append), torch.inference_mode():
         out = model(torch.ones(2, 5, 16))
         nn.functional.scaled_dot_product_attention(*[fake_tensor((1, 2, 4, 8), torch.float32) for _ in range(3)])
@@ -208,7 +208,7 @@ def test_an_operation_without_a_rule_for_shapes_is_refused() -> None:
 
 def test_sparse_gradients_are_refused() -> None:
     table = nn.Embedding(10, 4, sparse=True)
-    adopt(table)
+    table = copy_model(table)
     with FakeOperations(), pytest.raises(ConfigError, match=r"layout torch\.sparse_coo"):
         table(fake_tensor((3,), torch.int64)).sum().backward()
 
@@ -239,12 +239,9 @@ def test_memory_is_counted_in_blocks_while_it_is_there() -> None:
         del view
         assert memory.live_bytes == 1000 + 1024
         assert memory.peak_bytes == 1000 + 512 + 1024
-        memory.reset_peak()
-        assert memory.peak_bytes == 1000 + 1024
         del z
     memory.remove(1000)
     assert memory.live_bytes == 0
-    assert memory.peak_bytes == 2024
 
 
 def test_a_rehearsal_keeps_no_tensor_alive() -> None:

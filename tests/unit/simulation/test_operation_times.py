@@ -6,7 +6,8 @@ from torch import nn
 
 from penstock.planner.simulation import operation_times as measured
 from penstock.planner.simulation.fake_operations import FakeOperations, Recipe
-from penstock.planner.simulation.fake_tensor import adopt, fake_tensor
+from penstock.planner.simulation.fake_tensor import fake_tensor
+from penstock.planner.simulation.model_copy import copy_model
 from penstock.planner.simulation.operation_times import time_ops
 from penstock.planner.simulation.program import Op
 
@@ -18,7 +19,7 @@ def roofline(op: Op) -> float:
 @pytest.fixture
 def recipes() -> dict[Op, Recipe]:
     model = nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 50))
-    adopt(model)
+    model = copy_model(model)
     with FakeOperations() as mode:
         ids = fake_tensor((4, 8), torch.int64)
         nn.functional.cross_entropy(model(ids).view(-1, 50), ids.view(-1)).backward()

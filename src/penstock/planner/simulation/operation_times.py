@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.planner.simulation.fake_operations import Recipe
 from penstock.planner.simulation.operation_cost import tensors_in
 from penstock.planner.simulation.program import Op
-from penstock.planner.simulation.shapes import Shaped, over
+from penstock.planner.simulation.shapes import Shaped
 
 _TIMINGS = 3
 _LEAST_SECONDS = 1e-3  # of one timing: a clock and a queue are not to be what is timed
@@ -65,16 +66,11 @@ def _ratios(timed: Mapping[Op, float], roofline: Callable[[Op], float]) -> Itera
 
 def _nbytes(recipe: Recipe, op: Op) -> int:
     """Estimate what an operation needs: its arguments, or what it reads and writes where that is more."""
-    taken: list[Shaped] = []
+    return max(sum(shaped.nbytes for shaped in _shapes_in(recipe)), op.nbytes)
 
-    def note(value: Any) -> Any:
-        if isinstance(value, Shaped):
-            taken.append(value)
-            return value
-        return over(value, note)
 
-    note((recipe.args, recipe.kwargs))
-    return max(sum(shaped.nbytes for shaped in taken), op.nbytes)
+def _shapes_in(recipe: Recipe) -> list[Shaped]:
+    return [part for part in tree_leaves((recipe.args, recipe.kwargs)) if isinstance(part, Shaped)]
 
 
 def _timed(recipe: Recipe, device: torch.device) -> float | None:
@@ -145,24 +141,15 @@ def _wait_for(device: torch.device) -> None:
 
 def _filled(recipe: Recipe, device: torch.device) -> tuple[Any, Any]:
     """Make the arguments of a call: integers may be indices of any dimension, or ends of groups of rows."""
-    sizes: list[int] = []
-
-    def collect(value: Any) -> Any:
-        if isinstance(value, Shaped):
-            sizes.extend(value.shape)
-            return value
-        return over(value, collect)
-
-    collect((recipe.args, recipe.kwargs))
-    below = max(min(sizes, default=1), 1)
+    below = max(min((size for shaped in _shapes_in(recipe) for size in shaped.shape), default=1), 1)
     generator = torch.Generator(device).manual_seed(0)
 
-    def fill(value: Any) -> Any:
-        if isinstance(value, Shaped):
-            return _values(value, below, device, generator)
-        return device if isinstance(value, torch.device) else over(value, fill)
+    def fill(part: Any) -> Any:
+        if isinstance(part, Shaped):
+            return _values(part, below, device, generator)
+        return device if isinstance(part, torch.device) else part
 
-    args, kwargs = fill(recipe.args), fill(recipe.kwargs)
+    args, kwargs = tree_map(fill, (recipe.args, recipe.kwargs))
     for tensor in tensors_in((args, kwargs)):
         if tensor.dtype == torch.int32:
             tensor.copy_(tensor.sort().values)
@@ -172,7 +159,11 @@ def _filled(recipe: Recipe, device: torch.device) -> tuple[Any, Any]:
 def _values(shaped: Shaped, below: int, device: torch.device, generator: torch.Generator) -> Tensor:
     tensor = torch.empty_strided(shaped.shape, shaped.strides, dtype=shaped.dtype, device=device)
     if 0 in shaped.strides:  # an expanded tensor takes no values of its own
-        return tensor.as_strided((shaped.nbytes // shaped.dtype.itemsize,), (1,)).zero_().as_strided(*shaped[:2])
+        return (
+            tensor.as_strided((shaped.nbytes // shaped.dtype.itemsize,), (1,))
+            .zero_()
+            .as_strided(shaped.shape, shaped.strides)
+        )
     if shaped.dtype == torch.bool:
         return tensor.copy_(torch.rand(shaped.shape, device=device, generator=generator) < 0.5)
     if not (shaped.dtype.is_floating_point or shaped.dtype.is_complex):

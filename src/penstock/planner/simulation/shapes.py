@@ -1,12 +1,13 @@
 """What an operation would return: shapes, strides and dtypes, asked of torch once for each signature."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from penstock.planner.simulation.fake_tensor import extent
 from penstock.planner.simulation.operation_cost import cost, tensors_in
@@ -14,8 +15,11 @@ from penstock.planner.simulation.program import Op
 
 aten = torch.ops.aten
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
-class Shaped(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
     """A tensor without values: what results are made from, and examples of arguments.
 
     Attributes:
@@ -93,17 +97,20 @@ class Oracle:
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
         rule = _OWN_RULES.get(func._overloadpacket, _plainly)
-        with torch.inference_mode(False), torch.no_grad(), self._mode, _without_log():
-            fake_args, fake_kwargs = _as_fake(args), _as_fake(kwargs)
+        with torch.inference_mode(False), torch.no_grad(), self._mode:
+            fake_args, fake_kwargs = tree_map(_as_fake, (args, kwargs))
+            disabled, _LOG.disabled = _LOG.disabled, True  # of what it has no rule for: whoever asks is told
             try:
                 out = rule(func, fake_args, fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 return UNTOLD
             except Exception as error:
                 raise NoShapesError(f"{type(error).__name__}: {error}") from error
+            finally:
+                _LOG.disabled = disabled
         given = {id(tensor) for tensor in tensors_in((fake_args, fake_kwargs))}
         nbytes = sum(Shaped.of(tensor).nbytes for tensor in tensors_in(out) if id(tensor) not in given)
-        return Outcome(_shaped(out), nbytes, cost(func, fake_args, fake_kwargs, out))
+        return Outcome(without_values(out), nbytes, cost(func, fake_args, fake_kwargs, out))
 
 
 def asks_for_shapes() -> bool:
@@ -144,33 +151,14 @@ _OWN_RULES: dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = 
 }
 
 
-@contextmanager
-def _without_log() -> Iterator[None]:
-    """Keep torch from logging what it has no rule for: whoever asks is told."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
-
-
 def _as_fake(value: Any) -> Any:
-    """Put a tensor without values in place of each tensor, under the mode that makes them so."""
-    if isinstance(value, Tensor):
-        shape, strides, dtype = Shaped.of(value)
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    return over(value, _as_fake)
+    """Put a tensor without values in place of a tensor, under the mode that makes it so."""
+    if not isinstance(value, Tensor):
+        return value
+    shaped = Shaped.of(value)
+    return torch.empty_strided(shaped.shape, shaped.strides, dtype=shaped.dtype, device="cpu")
 
 
-def over(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to what is in lists, tuples and mappings; return anything else as it is."""
-    if type(value) in (list, tuple):
-        return type(value)(function(part) for part in value)
-    if isinstance(value, dict):
-        return {key: function(part) for key, part in value.items()}
-    return value
-
-
-def _shaped(value: Any) -> Any:
-    return Shaped.of(value) if isinstance(value, Tensor) else over(value, _shaped)
+def without_values(value: Any) -> Any:
+    """Put a `Shaped` in place of each tensor, in lists, tuples and mappings."""
+    return tree_map(lambda part: Shaped.of(part) if isinstance(part, Tensor) else part, value)

@@ -29,12 +29,11 @@ from penstock.planner.simulation.engine_internals import (
     tell,
     user_mode,
 )
-from penstock.planner.simulation.fake_operations import FakeOperations, Recipe
-from penstock.planner.simulation.memory import BLOCK_BYTES, rounded
+from penstock.planner.simulation.fake_operations import FakeOperations, Recipe, random_values
+from penstock.planner.simulation.fake_tensor import BLOCK_BYTES, rounded
 from penstock.planner.simulation.model_copy import copy_model, copy_optimizer
 from penstock.planner.simulation.program import BackEnd, Op, Program
 from penstock.planner.simulation.ranks import SimulatedRanks
-from penstock.planner.simulation.real_operations import RealOperations, random_values
 from penstock.planner.simulation.recorder import RecordedMemory, Recorder
 from penstock.planner.simulation.resources import SimulatedResources
 from penstock.planner.simulation.streams import RecordedStreams
@@ -130,7 +129,16 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
         for side in sides:
             closing.enter_context(side)
         memory = RecordedMemory(recorder)
-        seen = _mode(setup, recorder, memory)
+        if setup.runs_operations:
+            torch.manual_seed(0)
+        seen = FakeOperations(
+            recorder.op,
+            module=recorder.where,
+            share=setup.share,
+            memory=memory,
+            collectives=recorder.communicate,
+            runs=setup.runs_operations,
+        )
         blueprint = draw_blueprint(model, optimizer, request, setup.grid, streams.reach)
         rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
         prepared = build(model, optimizer, request, ranks, streams, resources)
@@ -164,19 +172,7 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
     )
 
 
-def _mode(setup: Setup, recorder: Recorder, memory: RecordedMemory) -> FakeOperations | RealOperations:
-    """Make what sees every operation."""
-    if setup.runs_operations:
-        torch.manual_seed(0)
-        return RealOperations(recorder.op, memory, recorder.communicate)
-    return FakeOperations(
-        recorder.op, module=recorder.where, share=setup.share, memory=memory, collectives=recorder.communicate
-    )
-
-
-def _step(
-    prepared: Any, model: nn.Module, batch: Iterable[Any], recorder: Recorder, seen: FakeOperations | RealOperations
-) -> None:
+def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], recorder: Recorder, seen: FakeOperations) -> None:
     """Run one step of some micro-batches."""
     *others, last = batch
     with noting(recorder.touch):
