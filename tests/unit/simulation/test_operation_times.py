@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from penstock.planner.simulation import operation_times as measured
-from penstock.planner.simulation.fake_operations import FakeOperations, Recipe
+from penstock.planner.simulation.fake_operations import FakeOperations
 from penstock.planner.simulation.fake_tensor import fake_tensor
 from penstock.planner.simulation.model_copy import copy_model
+from penstock.planner.simulation.operation_cost import Recipe
 from penstock.planner.simulation.operation_times import time_ops
 from penstock.planner.simulation.program import Op
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.planner.simulation.fake_tensor import ByStorage, is_fake
-from penstock.planner.simulation.shapes import Shaped
+from penstock.planner.simulation.operation_cost import Shaped
 
 aten = torch.ops.aten
 

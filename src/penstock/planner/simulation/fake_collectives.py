@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import ConfigError
 from penstock.planner.simulation.engine_internals import Grid, divided_over, is_divided
 from penstock.planner.simulation.fake_tensor import contiguous_strides, is_fake, mark
-from penstock.planner.simulation.operation_cost import tensors_in
+from penstock.planner.simulation.operation_cost import Shaped, tensors_in
 from penstock.planner.simulation.program import Collective
-from penstock.planner.simulation.shapes import Shaped
 
 #: The libraries of operators that collectives are in, and that of DTensor's own one.
 NAMESPACES = frozenset(("c10d", "_c10d_functional", "_dtensor"))

@@ -1,21 +1,27 @@
-"""What an operation costs: its FLOPs, and the bytes that it reads and writes, from the shapes of what goes in and out.
+"""What an operation returns and what it costs, from the shapes of what goes in.
 
-FLOPs are those of `torch.utils.flop_counter`, with formulas for what it does not know. Bytes are of memory that is
-touched: what is expanded counts once, and what is picked from a table counts as much as is picked.
+Shapes, strides and dtypes are asked of torch, once for each signature. FLOPs are those of `torch.utils.flop_counter`,
+with formulas for what it does not know. Bytes are of memory that is touched: what is expanded counts once, and what is
+picked from a table counts as much as is picked.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from penstock.planner.simulation.fake_tensor import extent
 from penstock.planner.simulation.program import Op
 
 aten = torch.ops.aten
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 #: Of these nothing is computed: they make memory, or tell of it.
 FREE = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift", "is_pinned"))
@@ -46,6 +52,177 @@ def name_of(func: Any) -> str:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in an operation's arguments or results, in order."""
     return (part for part in tree_iter(value) if isinstance(part, Tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """A tensor without values: what results are made from, and examples of arguments.
+
+    Attributes:
+        shape: its shape.
+        strides: its strides, in elements.
+        dtype: its dtype.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Shaped":
+        """Return a tensor's.
+
+        Raises:
+            NoShapesError: it is not one of rows and columns in memory.
+        """
+        if tensor.layout is not torch.strided:
+            raise NoShapesError(f"a tensor of layout {tensor.layout} does not lie in memory by strides")
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from its first element to its last one."""
+        return extent(self.shape, self.strides) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One of an operation's tensors, by its number, where it is returned."""
+
+    number: int
+
+
+class Recipe(NamedTuple):
+    """How to run an operation like one that was simulated.
+
+    Attributes:
+        func: the overload.
+        args: its arguments, a `Shaped` in place of each tensor.
+        kwargs: likewise.
+    """
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+class Outcome(NamedTuple):
+    """What an operation of one signature does.
+
+    Attributes:
+        results: what it returns, a `Shaped` or an `Argument` in place of each tensor.
+        nbytes: bytes of the tensors that it makes.
+        op: what it costs.
+        recipe: how to run another one.
+        dependent: whether torch cannot tell without the values. Then there are no results, and no cost.
+    """
+
+    results: Any
+    nbytes: int
+    op: Op
+    recipe: Recipe
+    dependent: bool = False
+
+
+class NoShapesError(Exception):
+    """Torch has no shapes for an operation."""
+
+
+class Oracle:
+    """Tells what operations would return. It runs none: what torch does not know by rule it does not find out.
+
+    Attributes:
+        outcomes: what was told, by whatever they depend on.
+    """
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.outcomes: dict[Any, Outcome] = {}
+        self._mode = FakeTensorMode(allow_fallback_kernels=False)
+
+    def ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+        """Ask torch what an operation would return, without running it.
+
+        Arguments:
+            func: the operation, an overload such as `torch.ops.aten.mm.default`.
+            args: as it is called; the values of tensors are not looked at.
+            kwargs: likewise.
+
+        Returns:
+            What it would do.
+
+        Raises:
+            NoShapesError: torch does not know; the text says why.
+        """
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        recipe, rule = Recipe(func, *without_values((args, kwargs))), _OWN_RULES.get(func._overloadpacket, _plainly)
+        with torch.inference_mode(False), torch.no_grad(), self._mode:
+            fake_args, fake_kwargs = tree_map(_as_fake, (recipe.args, recipe.kwargs))
+            disabled, _LOG.disabled = _LOG.disabled, True  # of what it has no rule for: whoever asks is told
+            try:
+                out = rule(func, fake_args, fake_kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                return untold(recipe)
+            except Exception as error:
+                raise NoShapesError(f"{type(error).__name__}: {error}") from error
+            finally:
+                _LOG.disabled = disabled
+        given = {id(tensor): Argument(number) for number, tensor in enumerate(tensors_in((fake_args, fake_kwargs)))}
+        results = without_values(tree_map(lambda part: given.get(id(part), part), out))
+        nbytes = sum(part.nbytes for part in tree_iter(results) if isinstance(part, Shaped))
+        return Outcome(results, nbytes, cost(func, fake_args, fake_kwargs, out), recipe)
+
+
+def untold(recipe: Recipe) -> Outcome:
+    """Return the outcome of what depends on values."""
+    return Outcome(None, 0, Op("", 0, 0, ""), recipe, dependent=True)
+
+
+def without_values(value: Any) -> Any:
+    """Put a `Shaped` in place of each tensor, in lists, tuples and mappings."""
+    return tree_map(lambda part: Shaped.of(part) if isinstance(part, Tensor) else part, value)
+
+
+def _as_fake(part: Any) -> Any:
+    """Put a tensor in place of a `Shaped`, under the mode that gives it no values."""
+    if not isinstance(part, Shaped):
+        return part
+    return torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device="cpu")
+
+
+def _plainly(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Ask torch. Its rule for contiguous operands of one shape is not that of the kernels where a size is 1."""
+    out = func(*args, **kwargs)
+    if isinstance(out, Tensor) and torch.Tag.pointwise in func.tags:
+        taken = list(tensors_in((args, kwargs)))
+        alike = all(tensor.shape == out.shape and tensor.is_contiguous() for tensor in taken)
+        if alike and all(out is not tensor for tensor in taken):
+            return torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    return out
+
+
+def _normalised(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Ask for a layer norm. A cpu keeps mean and deviation in the dtype of the weight."""
+    out, *kept = func(*args, **kwargs)
+    weight = args[2]
+    return (out, *(each if weight is None else each.to(weight.dtype) for each in kept))
+
+
+def _grouped_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Ask for products of groups of rows, in bfloat16: torch's rule refuses what its kernels take."""
+    dtype = args[0].dtype
+    out = func(
+        *(part.bfloat16() if isinstance(part, Tensor) and part.dtype == dtype else part for part in args), **kwargs
+    )
+    return out.to(dtype)
+
+
+_OWN_RULES: dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
+    aten.native_layer_norm: _normalised,
+    aten._grouped_mm: _grouped_rows,
+}
 
 
 def touched_bytes(tensor: Tensor) -> int:

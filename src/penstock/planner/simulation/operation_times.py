@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from penstock.planner.simulation.fake_operations import Recipe
-from penstock.planner.simulation.operation_cost import tensors_in
+from penstock.planner.simulation.operation_cost import Recipe, Shaped, tensors_in
 from penstock.planner.simulation.program import Op
-from penstock.planner.simulation.shapes import Shaped
 
 _TIMINGS = 3
 _LEAST_SECONDS = 1e-3  # of one timing: a clock and a queue are not to be what is timed

@@ -7,7 +7,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from penstock.planner.simulation.engine_internals import (
     tell,
     user_mode,
 )
-from penstock.planner.simulation.fake_operations import FakeOperations, Recipe, random_values
+from penstock.planner.simulation.fake_operations import FakeOperations, random_values
 from penstock.planner.simulation.fake_tensor import BLOCK_BYTES, rounded
 from penstock.planner.simulation.model_copy import copy_model, copy_optimizer
+from penstock.planner.simulation.operation_cost import Oracle, Recipe
 from penstock.planner.simulation.program import BackEnd, Op, Program
 from penstock.planner.simulation.ranks import SimulatedRanks
 from penstock.planner.simulation.recorder import RecordedMemory, Recorder
@@ -59,6 +60,7 @@ class Setup:
         share: the part of the tokens that each expert gets, where a model chooses; `None` for equal parts.
         recompute: whether the model is told to compute activations again in backward, beside what it does already.
         runs_operations: whether operations run for real, on random parameters: for control flow that depends on values.
+        oracle: tells shapes of operations, once for all simulations of a setup.
     """
 
     model: nn.Module
@@ -72,6 +74,7 @@ class Setup:
     share: float | None = None
     recompute: bool = False
     runs_operations: bool = False
+    oracle: Oracle = field(default_factory=Oracle, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
             memory=memory,
             collectives=recorder.communicate,
             runs=setup.runs_operations,
+            oracle=setup.oracle,
         )
         blueprint = draw_blueprint(model, optimizer, request, setup.grid, streams.reach)
         rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
