@@ -5,7 +5,6 @@ to be equally likely. What is made of them is followed as a mean: of a mask, it 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -104,10 +103,6 @@ class ExpectedValues:
             if count == mask.numel():
                 return torch.nonzero(torch.ones(mask.shape, dtype=torch.bool))
             return self._make(Shaped((count, mask.dim()), (1, max(count, 1)), torch.int64))
-        if packet is aten.masked_select:
-            values, mask = args
-            rows = prod(torch.broadcast_shapes(values.shape, mask.shape))  # type: ignore[no-untyped-call]
-            return self._flat(round(self._ones(func, mask) * rows), values.dtype)
         raise self._refusal(func, "returns what depends on values, and a simulation has none")
 
     def indices(self, func: Any, given: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -121,7 +116,8 @@ class ExpectedValues:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
             else:
-                found += (self._flat(self._count(func, index), torch.int64) for _ in range(index.dim()))
+                rows = Shaped((self._count(func, index),), (1,), torch.int64)
+                found += (self._make(rows) for _ in range(index.dim()))
         return found
 
     def _count(self, func: Any, mask: Tensor) -> int:
@@ -137,6 +133,3 @@ class ExpectedValues:
         if self._share is None:
             raise self._refusal(func, "counts what a mask chooses, and a simulation has no values")
         return self._share
-
-    def _flat(self, count: int, dtype: torch.dtype) -> Tensor:
-        return self._make(Shaped((count,), (1,), dtype))

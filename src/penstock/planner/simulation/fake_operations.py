@@ -33,7 +33,6 @@ from penstock.planner.simulation.operation_cost import (
     cost,
     name_of,
     tensors_in,
-    untold,
     without_values,
 )
 from penstock.planner.simulation.program import Collective, Op
@@ -192,7 +191,7 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outcome = self._outcomes[key] = self._ask(key, func, args, kwargs, real=self._runs or not empty)
         if self._runs or (outcome.nbytes <= SMALL_BYTES and (not empty or kind.way is _Way.LIKE)):
             return self._run(kind, outcome, func, args, kwargs)
-        if outcome.dependent:
+        if outcome.op is None:
             if kind.name in ("index", "_unsafe_index"):
                 args = (args[0], self._expected.indices(func, args[1]))
                 return self.__torch_dispatch__(func, types, args, kwargs)
@@ -238,8 +237,8 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except NoShapesError as error:
                 if not real:
                     raise self.refusal(func, f"has no rule for shapes in torch ({one_line(str(error))})") from error
-                return untold(Recipe(func, args=(), kwargs={}))
-        if not outcome.dependent:
+                return Outcome(None, 0, None, Recipe(func, (), {}))
+        if outcome.op is not None:
             self.recipes.setdefault(outcome.op, outcome.recipe)
         return outcome
 
@@ -251,7 +250,7 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation of real tensors."""
         out = func(*args, **kwargs)
         op = outcome.op
-        if outcome.dependent:
+        if op is None:
             op = cost(func, args, kwargs, out)
             self.recipes.setdefault(op, Recipe(func, *without_values((args, kwargs))))
         self._note(kind, op)

@@ -8,6 +8,7 @@ picked from a table counts as much as is picked.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return (part for part in tree_iter(value) if isinstance(part, Tensor))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shaped:
     """A tensor without values: what results are made from, and examples of arguments.
 
@@ -79,7 +80,7 @@ class Shaped:
             raise NoShapesError(f"a tensor of layout {tensor.layout} does not lie in memory by strides")
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes from its first element to its last one."""
         return extent(self.shape, self.strides) * self.dtype.itemsize
@@ -112,16 +113,14 @@ class Outcome(NamedTuple):
     Attributes:
         results: what it returns, a `Shaped` or an `Argument` in place of each tensor.
         nbytes: bytes of the tensors that it makes.
-        op: what it costs.
+        op: what it costs; `None` where torch cannot tell without the values. Then there are no results.
         recipe: how to run another one.
-        dependent: whether torch cannot tell without the values. Then there are no results, and no cost.
     """
 
     results: Any
     nbytes: int
-    op: Op
+    op: Op | None
     recipe: Recipe
-    dependent: bool = False
 
 
 class NoShapesError(Exception):
@@ -164,7 +163,7 @@ class Oracle:
             try:
                 out = rule(func, fake_args, fake_kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
-                return untold(recipe)
+                return Outcome(None, 0, None, recipe)
             except Exception as error:
                 raise NoShapesError(f"{type(error).__name__}: {error}") from error
             finally:
@@ -173,11 +172,6 @@ class Oracle:
         results = without_values(tree_map(lambda part: given.get(id(part), part), out))
         nbytes = sum(part.nbytes for part in tree_iter(results) if isinstance(part, Shaped))
         return Outcome(results, nbytes, cost(func, fake_args, fake_kwargs, out), recipe)
-
-
-def untold(recipe: Recipe) -> Outcome:
-    """Return the outcome of what depends on values."""
-    return Outcome(None, 0, Op("", 0, 0, ""), recipe, dependent=True)
 
 
 def without_values(value: Any) -> Any:
