@@ -94,7 +94,7 @@ def step(family: Family) -> Callable[[nn.Module], None]:
 
 
 @pytest.mark.parametrize("family", [row for row in STEPS if not of_values(row)], ids=str)
-def test_a_rehearsed_step_is_the_step(family: Family) -> None:
+def test_a_simulated_step_is_the_step(family: Family) -> None:
     real = for_real(seeded(family.build), step(family))
     assert list(differences(simulated(seeded(family.build), step(family)), real)) == []
     assert real.peak_bytes > 0

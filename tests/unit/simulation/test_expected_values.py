@@ -75,7 +75,7 @@ def test_what_is_known_is_forgotten_when_it_is_overwritten(scores: Tensor) -> No
             mask.nonzero()
 
 
-def test_real_masks_of_hollow_values_count_exactly(scores: Tensor) -> None:
+def test_real_masks_of_fake_values_count_exactly(scores: Tensor) -> None:
     with FakeOperations():
         assert scores[torch.arange(TOKENS) < 5].shape == (5, EXPERTS)
         assert scores[:, torch.arange(EXPERTS) % 2 == 0].shape == (TOKENS, 4)

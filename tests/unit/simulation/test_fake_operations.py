@@ -78,7 +78,7 @@ WORKS = {
 
 
 @pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
-def test_backward_is_rehearsed_as_it_is(work) -> None:
+def test_backward_is_simulated_as_it_is(work) -> None:
     assert list(differences(simulated(blocks, work), for_real(blocks, work))) == []
 
 
@@ -117,7 +117,7 @@ def test_real_values_stay_real_while_they_are_small() -> None:
         assert is_fake(mask[0] + large[:8, 0])
 
 
-def test_a_real_tensor_that_hollow_values_are_written_to_is_unknown() -> None:
+def test_a_real_tensor_that_fake_values_are_written_to_is_unknown() -> None:
     total, other = torch.zeros(()), torch.zeros(4)
     with FakeOperations():
         total += fake_tensor((4,), torch.float32).sum()
@@ -127,7 +127,7 @@ def test_a_real_tensor_that_hollow_values_are_written_to_is_unknown() -> None:
     assert total.item() == 0, "it was not touched"
 
 
-def test_running_statistics_are_unknown_after_a_batch_of_hollow_values() -> None:
+def test_running_statistics_are_unknown_after_a_batch_of_fake_values() -> None:
     norm = nn.BatchNorm1d(4)
     with FakeOperations():
         norm(fake_tensor((8, 4), torch.float32))
@@ -147,7 +147,7 @@ def test_in_place_operations_return_what_they_were_given() -> None:
         assert x.mul_(x[0, :1]) is x
 
 
-def test_random_numbers_are_not_drawn_for_hollow_values() -> None:
+def test_random_numbers_are_not_drawn_for_fake_values() -> None:
     before = torch.get_rng_state()
     with FakeOperations():
         nn.functional.dropout(fake_tensor((8, 8), torch.float32), 0.5)
@@ -155,7 +155,7 @@ def test_random_numbers_are_not_drawn_for_hollow_values() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_inference_mode_is_rehearsed_in_parts() -> None:
+def test_inference_mode_is_simulated_in_parts() -> None:
     model, seen = blocks(), []
     model = copy_model(model)
     with FakeOperations(seen.append), torch.inference_mode():
@@ -190,15 +190,20 @@ def test_what_depends_on_values_is_refused_in_one_line(name: str, ask) -> None:
 
 
 def test_an_operation_without_a_rule_for_shapes_is_refused() -> None:
-    with torch.library._scoped_library("hollow_test", "FRAGMENT") as library:
+    with torch.library._scoped_library("fake_test", "FRAGMENT") as library:
         library.define("odd(Tensor x) -> Tensor")
         library.impl("odd", lambda x: x.flip(0), "CPU")
         with FakeOperations():
-            assert torch.ops.hollow_test.odd(torch.arange(3)).tolist() == [2, 1, 0], "of real values it runs"
+            assert torch.ops.fake_test.odd(torch.arange(3)).tolist() == [2, 1, 0], "of real values it runs"
             with pytest.raises(
-                ConfigError, match=r"hollow_test\.odd\.default has no rule for shapes in torch .*--measure"
+                ConfigError, match=r"fake_test\.odd\.default has no rule for shapes in torch .*--measure"
             ):
-                torch.ops.hollow_test.odd(fake_tensor((3,), torch.float32))
+                torch.ops.fake_test.odd(fake_tensor((3,), torch.float32))
+
+
+def test_real_sparse_tensors_stay_real() -> None:
+    with FakeOperations():
+        assert (torch.eye(3).to_sparse() @ torch.ones(3, 2)).tolist() == torch.ones(3, 2).tolist()
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -239,7 +244,7 @@ def test_memory_is_counted_in_blocks_while_it_is_there() -> None:
     assert memory.live_bytes == 0
 
 
-def test_a_rehearsal_keeps_no_tensor_alive() -> None:
+def test_a_simulation_keeps_no_tensor_alive() -> None:
     told: list[str] = []
     with FakeOperations() as mode:
         x = fake_tensor((100,), torch.float32, freed=lambda: told.append("gone"))

@@ -55,7 +55,7 @@ def test_a_terabyte_costs_nothing() -> None:
     assert resident_bytes() - before < 16 << 20
 
 
-def test_views_are_hollow_and_others_are_not() -> None:
+def test_views_are_fake_and_others_are_not() -> None:
     tensor = fake_tensor((8, 8), torch.float32)
     assert all(map(is_fake, (tensor.t(), tensor[3, 4:], tensor.view(torch.int32), tensor.detach(), tensor.T[1])))
     assert not is_fake(torch.ones(8))

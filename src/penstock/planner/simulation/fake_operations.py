@@ -33,7 +33,6 @@ from penstock.planner.simulation.operation_cost import (
     cost,
     name_of,
     tensors_in,
-    without_values,
 )
 from penstock.planner.simulation.program import Collective, Op
 
@@ -252,7 +251,7 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = outcome.op
         if op is None:
             op = cost(func, args, kwargs, out)
-            self.recipes.setdefault(op, Recipe(func, *without_values((args, kwargs))))
+            self.recipes.setdefault(op, outcome.recipe)
         self._note(kind, op)
         given = set(map(id, tensors_in((args, kwargs))))
         for tensor in tensors_in(out):

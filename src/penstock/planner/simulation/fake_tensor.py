@@ -158,8 +158,11 @@ class Memory:
         self.live_bytes -= nbytes
 
     def follow(self, tensor: Tensor) -> None:
-        """Count an ordinary tensor's storage for as long as it lives; one that is counted already only once."""
-        if not self._followed.get(tensor):
+        """Count an ordinary tensor's storage for as long as it lives; one that is counted already only once.
+
+        Sparse tensors have no storage, and are not counted.
+        """
+        if tensor.layout is torch.strided and not self._followed.get(tensor):
             nbytes = rounded(tensor.untyped_storage().nbytes())
             self._followed.put(tensor, True, partial(self.remove, nbytes))
             self.add(nbytes)

@@ -6,7 +6,7 @@ picked from a table counts as much as is picked.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -257,15 +257,11 @@ def _in_words(tensor: Tensor) -> str:
     return f"{words} {dtype} strided {'x'.join(map(str, tensor.stride()))}"
 
 
-def _arithmetic(tensors: Iterable[Tensor]) -> str:
+def _arithmetic(tensors: Sequence[Tensor]) -> str:
     """Name the dtype that is computed in: of the first tensor of floating point, else of the first one."""
-    first = ""
-    for tensor in tensors:
-        name = str(tensor.dtype).removeprefix("torch.")
-        if tensor.is_floating_point() or tensor.is_complex():
-            return name
-        first = first or name
-    return first
+    dtypes = [tensor.dtype for tensor in tensors]
+    computed = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return str(next(computed, dtypes[0] if dtypes else "")).removeprefix("torch.")
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

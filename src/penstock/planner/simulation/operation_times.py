@@ -1,9 +1,9 @@
 """What operations take on the device that is here: each kind runs for real, once it is known from a simulation."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -52,15 +52,12 @@ def time_ops(
                 break
             if _nbytes(recipes[op], op) <= most_bytes and (seconds := _timed(recipes[op], device)) is not None:
                 timed[op] = seconds
-    ratios = {name: median(each) for name, each in _ratios(timed, roofline)}
+    over_roofline: defaultdict[str, list[float]] = defaultdict(list)
+    for op, seconds in timed.items():
+        over_roofline[op.name].append(seconds / roofline(op))
+    ratios = {name: median(each) for name, each in over_roofline.items()}
     overall = median(ratios.values()) if ratios else 1.0
     return {op: timed[op] if op in timed else roofline(op) * ratios.get(op.name, overall) for op in recipes}
-
-
-def _ratios(timed: Mapping[Op, float], roofline: Callable[[Op], float]) -> Iterator[tuple[str, list[float]]]:
-    """Yield the times of each name, over their rooflines."""
-    for name, ops in groupby(sorted(timed, key=lambda op: op.name), key=lambda op: op.name):
-        yield name, [timed[op] / roofline(op) for op in ops]
 
 
 def _nbytes(recipe: Recipe, op: Op) -> int:
