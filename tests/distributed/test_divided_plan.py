@@ -175,7 +175,7 @@ ON_CPU = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
         thorough(4, 4, "sequence", {}),
     ],
 )
-def test_a_plan_has_the_bytes_of_ranks_and_a_rehearsal_their_collectives(
+def test_a_plan_has_the_bytes_of_ranks_and_a_simulation_their_collectives(
     world_size: int, tp: int, kind: str, placed: dict[str, Any]
 ) -> None:
     chosen = planned(tp, world_size // tp, kind, placed)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation.fake_operations import FakeOperations
-from penstock.planner.simulation.fake_tensor import adopt
+from penstock.planner.simulation.model_copy import copy_model
 from tests.models.adapters_rows import ADAPTERS
 from tests.models.family import Batch, Family, one_loss
 from tests.models.graphs_rows import GRAPHS
@@ -94,7 +94,7 @@ def step(family: Family) -> Callable[[nn.Module], None]:
 
 
 @pytest.mark.parametrize("family", [row for row in STEPS if not of_values(row)], ids=str)
-def test_a_rehearsed_step_is_the_step(family: Family) -> None:
+def test_a_simulated_step_is_the_step(family: Family) -> None:
     real = for_real(seeded(family.build), step(family))
     assert list(differences(simulated(seeded(family.build), step(family)), real)) == []
     assert real.peak_bytes > 0
@@ -175,7 +175,7 @@ def test_a_large_model_costs_addresses_alone() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_key_value_heads=8, **sizes)).to(torch.bfloat16)
     model.train().gradient_checkpointing_enable()
-    adopt(model)
+    model = copy_model(model)
     ids = torch.zeros(8, 2048, dtype=torch.int64)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     flops: list[int] = []

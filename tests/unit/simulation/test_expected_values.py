@@ -40,7 +40,6 @@ WAYS = {
     "bool index": (lambda s: s[(s.argmax(-1) == 3)], TOKENS // EXPERTS),
     "scattered": (lambda s: torch.zeros_like(s).scatter_(1, s.topk(PICKED).indices, 1).bool().nonzero(), 64 * 2),
     "moved": (lambda s: (s.topk(3).indices.to(torch.int32)[:, :1].clone() == 0).nonzero(), TOKENS // EXPERTS),
-    "selected": (lambda s: s.masked_select(s.argmax(-1, keepdim=True) == 3), TOKENS),
     "counted": (lambda s: torch.ones((s.argmax(-1) == 1).sum().item()), TOKENS // EXPERTS),
     "asked": (lambda s: torch.ones(3 if (s.argmax(-1) == 1).any() else 4), 3),
 }
@@ -76,7 +75,7 @@ def test_what_is_known_is_forgotten_when_it_is_overwritten(scores: Tensor) -> No
             mask.nonzero()
 
 
-def test_real_masks_of_hollow_values_count_exactly(scores: Tensor) -> None:
+def test_real_masks_of_fake_values_count_exactly(scores: Tensor) -> None:
     with FakeOperations():
         assert scores[torch.arange(TOKENS) < 5].shape == (5, EXPERTS)
         assert scores[:, torch.arange(EXPERTS) % 2 == 0].shape == (TOKENS, 4)

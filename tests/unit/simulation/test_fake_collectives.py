@@ -138,7 +138,7 @@ class Attention(nn.Module):
         return self.out(mine.transpose(1, 2).flatten(2))
 
 
-def test_attention_over_ranks_is_rehearsed_with_its_exchanges() -> None:
+def test_attention_over_ranks_is_simulated_with_its_exchanges() -> None:
     with simulated_mesh({"dp_shard": 2, "cp": RANKS}) as mesh:
         model = Attention(mesh.get_group("cp"))
         setup = Setup(model, torch.optim.AdamW, lambda: torch.zeros(2, 16, 32), grid=Grid(shards=8))

@@ -4,16 +4,14 @@ Which rows go to an expert depends on values. How many do is known on average: i
 to be equally likely. What is made of them is followed as a mean: of a mask, it is the share of ones.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from math import prod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.planner.simulation.fake_tensor import ByStorage, is_fake
-from penstock.planner.simulation.shapes import Shaped
+from penstock.planner.simulation.operation_cost import Shaped
 
 aten = torch.ops.aten
 
@@ -28,11 +26,6 @@ class Mean(NamedTuple):
     """Numbers of which the mean is known, such as a mask's share of ones."""
 
     value: float
-
-
-Known = Indices | Mean | None
-_Lookup = Callable[[Any], Known]
-_Rule = Callable[[_Lookup, Sequence[Any], Sequence[Tensor]], Sequence[Known]]
 
 
 class ExpectedValues:
@@ -52,20 +45,45 @@ class ExpectedValues:
         self._share = share
         self._known: ByStorage[Indices | Mean] = ByStorage()
 
-    def follow(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, written: Sequence[int | str]
-    ) -> None:
-        """Note what an operation that was not run makes known; forget what it overwrites."""
-        rule = _RULES.get(func._overloadpacket)
-        if rule is not None:
-            made = out if isinstance(out, tuple) else (out,)
-            for tensor, known in zip(made, rule(self._known.get, args, made), strict=True):
+    def follow(self, name: str, args: Sequence[Any], out: Any, written: Iterable[Any]) -> None:
+        """Note what an operation that was not run makes known; forget what it overwrites.
+
+        Arguments:
+            name: of the operation.
+            args: of the operation.
+            out: what it returns.
+            written: the arguments that it writes.
+        """
+        made = out if isinstance(out, tuple) else (out,)
+        known = self._made_known(name, args, made[-1]) if args and isinstance(args[0], Tensor) else None
+        for target in written:
+            if isinstance(target, Tensor):
+                self._known.put(target, None)
+        if known is not None:
+            for tensor in made if name == "aminmax" else made[-1:]:  # `topk` returns indices behind values
                 self._known.put(tensor, known)
-        elif written and len(self._known):
-            for which in written:
-                target = kwargs.get(which) if isinstance(which, str) else args[which]
-                if isinstance(target, Tensor):
-                    self._known.put(target, None)
+
+    def _made_known(self, name: str, args: Sequence[Any], out: Any) -> Indices | Mean | None:
+        known = self._known.get(args[2] if name in ("scatter", "scatter_") else args[0])
+        match name, known:
+            case "topk", _:
+                return Indices(args[0].shape[args[2] if len(args) > 2 else -1])
+            case "argmax", _ if len(args) > 1 and args[1] is not None:
+                return Indices(args[0].shape[args[1]])
+            case (("clone" | "_to_copy" | "index"), _):
+                return known
+            case (("aminmax" | "min" | "max"), Indices(bound)) if len(args) == 1:
+                return Mean(bound - 1)  # `one_hot` asks whether these are within their bound
+            case "eq", Indices(bound):
+                return Mean(1 / bound)
+            case (("scatter" | "scatter_"), Indices(bound)) if not isinstance(args[3], Tensor) and args[3] == 1:
+                return Mean(min(args[2].shape[args[1]] / bound, 1.0))  # put among zeros, along a row
+            case (("sum" | "any"), Mean(value)):
+                count = value * args[0].numel() / max(out.numel(), 1)
+                return Mean(count if name == "sum" else min(count, 1.0))
+            case (("gt" | "ne"), Mean(value)) if not isinstance(args[1], Tensor) and args[1] == 0:
+                return Mean(min(value, 1.0))
+        return None
 
     def settle(self, func: Any, args: Sequence[Any]) -> Any:
         """Return what an operation would whose result depends on values.
@@ -81,14 +99,10 @@ class ExpectedValues:
             return bool(round(known.value)) if args[0].dtype == torch.bool else round(known.value)
         if packet is aten.nonzero:
             (mask,) = args
-            if self._ones(func, mask) >= 1:
-                return torch.nonzero(torch.ones(mask.shape, dtype=torch.bool))
             count = self._count(func, mask)
+            if count == mask.numel():
+                return torch.nonzero(torch.ones(mask.shape, dtype=torch.bool))
             return self._make(Shaped((count, mask.dim()), (1, max(count, 1)), torch.int64))
-        if packet is aten.masked_select:
-            values, mask = args
-            rows = prod(torch.broadcast_shapes(values.shape, mask.shape))  # type: ignore[no-untyped-call]
-            return self._flat(round(self._ones(func, mask) * rows), values.dtype)
         raise self._refusal(func, "returns what depends on values, and a simulation has none")
 
     def indices(self, func: Any, given: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -102,7 +116,8 @@ class ExpectedValues:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
             else:
-                found += (self._flat(self._count(func, index), torch.int64) for _ in range(index.dim()))
+                rows = Shaped((self._count(func, index),), (1,), torch.int64)
+                found += (self._make(rows) for _ in range(index.dim()))
         return found
 
     def _count(self, func: Any, mask: Tensor) -> int:
@@ -118,71 +133,3 @@ class ExpectedValues:
         if self._share is None:
             raise self._refusal(func, "counts what a mask chooses, and a simulation has no values")
         return self._share
-
-    def _flat(self, count: int, dtype: torch.dtype) -> Tensor:
-        return self._make(Shaped((count,), (1,), dtype))
-
-
-def _copied(known: _Lookup, args: Sequence[Any], made: Sequence[Tensor]) -> Sequence[Known]:
-    return [known(args[0])]
-
-
-def _chosen(place: int, known: _Lookup, args: Sequence[Any], made: Sequence[Tensor]) -> Sequence[Known]:
-    """Note the indices along a dimension, which are returned last."""
-    dim = args[place] if len(args) > place else -1
-    return [*(None for _ in made[1:]), Indices(args[0].shape[dim]) if dim is not None and args[0].dim() else None]
-
-
-def _one_of(known: _Lookup, args: Sequence[Any], made: Sequence[Tensor]) -> Sequence[Known]:
-    """Note that the least and the greatest of indices are within their bound, which `one_hot` asks for."""
-    found = known(args[0])
-    return [Mean(found.bound - 1) if isinstance(found, Indices) and len(args) == 1 else None for _ in made]
-
-
-def _scattered(known: _Lookup, args: Sequence[Any], made: Sequence[Tensor]) -> Sequence[Known]:
-    """Count ones that are put among zeros: in each row as many as there are indices, of as many as these may be."""
-    _, dim, index, value = args[:4]
-    found = known(index)
-    if not isinstance(found, Indices) or isinstance(value, Tensor) or value != 1:
-        return [None]
-    return [Mean(min(index.shape[dim] / found.bound, 1.0))]
-
-
-def _equal(known: _Lookup, args: Sequence[Any], made: Sequence[Tensor]) -> Sequence[Known]:
-    found = known(args[0])
-    return [Mean(1 / found.bound) if isinstance(found, Indices) else None]
-
-
-def _counted(known: _Lookup, args: Sequence[Any], made: Sequence[Tensor]) -> Sequence[Known]:
-    found = known(args[0])
-    return [Mean(found.value * args[0].numel() / max(made[0].numel(), 1)) if isinstance(found, Mean) else None]
-
-
-def _some(known: _Lookup, args: Sequence[Any], made: Sequence[Tensor]) -> Sequence[Known]:
-    (found,) = _counted(known, args, made)
-    return [Mean(min(found.value, 1.0)) if isinstance(found, Mean) else None]
-
-
-def _positive(known: _Lookup, args: Sequence[Any], made: Sequence[Tensor]) -> Sequence[Known]:
-    """Count what is not 0: of counts of ones, as many as there are ones, up to all."""
-    return _some(known, args, made) if not isinstance(args[1], Tensor) and args[1] == 0 else [None]
-
-
-#: For each result of an operation what is known of it, from what is known of its arguments.
-_RULES: Mapping[Any, _Rule] = {
-    aten.topk: partial(_chosen, 2),
-    aten.argmax: partial(_chosen, 1),
-    aten.aminmax: _one_of,
-    aten.min: _one_of,
-    aten.max: _one_of,
-    aten.scatter_: _scattered,
-    aten.scatter: _scattered,
-    aten.eq: _equal,
-    aten.sum: _counted,
-    aten.any: _some,
-    aten.gt: _positive,
-    aten.ne: _positive,
-    aten.clone: _copied,
-    aten._to_copy: _copied,
-    aten.index: _copied,
-}

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import ConfigError
 from penstock.planner.simulation.engine_internals import Grid, divided_over, is_divided
 from penstock.planner.simulation.fake_tensor import contiguous_strides, is_fake, mark
-from penstock.planner.simulation.operation_cost import tensors_in
+from penstock.planner.simulation.operation_cost import Shaped, tensors_in
 from penstock.planner.simulation.program import Collective
-from penstock.planner.simulation.shapes import Shaped
 
 #: The libraries of operators that collectives are in, and that of DTensor's own one.
 NAMESPACES = frozenset(("c10d", "_c10d_functional", "_dtensor"))
@@ -48,78 +47,71 @@ _SENT, _INTO, _GROUP = (
 )
 
 
-class FakeCollectives:
-    """What a model's collectives return.
+def fake_collective(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    make: Callable[[Shaped], Tensor],
+    sink: Callable[[Collective], object] | None,
+) -> Any:
+    """Note a collective, and return what it would.
 
     Arguments:
+        func: the operation, of one of `NAMESPACES`.
+        args: as it is called.
+        kwargs: likewise.
         make: makes a fake tensor.
-        refusal: makes the error of an operation.
         sink: told of each collective of several ranks.
+
+    Raises:
+        NotImplementedError: it is none that a simulation knows.
     """
+    name = func._overloadpacket.__name__
+    if name == "wait_tensor":
+        return args[0]
+    if name == "_wrap_tensor_autograd":
+        return func(*args)  # has whoever uses it wait first
+    # Those of `torch.distributed` return torch's handle of the work beside what they wrote.
+    work = torch._C._distributed_c10d.FakeWork().boxed() if func.namespace == "c10d" else None
+    if name == "barrier":
+        return work
+    if name not in _COLLECTIVES:
+        raise NotImplementedError
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    sent, into = _first(named, _SENT), _first(named, _INTO)
+    if into is None and name.endswith("_"):
+        into = sent
+    group, parts = _group_of(_first(named, _GROUP)), list(tensors_in(sent))
+    targets = [None for _ in parts] if into is None else list(tensors_in(into))
+    made = []
+    for part, target in zip(parts, targets, strict=True):
+        shape = _received(name, part, group.size(), named) if target is None else list(target.shape)
+        _tell(sink, _COLLECTIVES[name], max(part.nbytes, prod(shape) * part.itemsize), group)
+        values = None if is_fake(part) else _as_if_alike(_COLLECTIVES[name], part, shape, group.size(), named)
+        if target is None:
+            empty = Shaped(tuple(shape), contiguous_strides(shape), part.dtype)
+            made.append(make(empty) if values is None else values)
+        elif values is None:
+            mark(target)
+        elif not is_fake(target):
+            target.copy_(values.view(shape))
+    if into is None:
+        return made if isinstance(sent, (list, tuple)) else made[0]
+    return into if work is None else work if name == "alltoall_base_" else (into, work)
 
-    def __init__(
-        self,
-        make: Callable[[Shaped], Tensor],
-        refusal: Callable[[Any, str], Exception],
-        sink: Callable[[Collective], object] | None,
-    ) -> None:
-        self._make = make
-        self._refusal = refusal
-        self._sink = sink
 
-    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Note a collective, and return what it would."""
-        name = func._overloadpacket.__name__
-        if name == "wait_tensor":
-            return args[0]
-        if name == "_wrap_tensor_autograd":
-            return func(*args)  # has whoever uses it wait first
-        # Those of `torch.distributed` return torch's handle of the work beside what they wrote.
-        work = torch._C._distributed_c10d.FakeWork().boxed() if func.namespace == "c10d" else None
-        if name == "barrier":
-            return work
-        if name not in _COLLECTIVES:
-            raise self._refusal(func, "is a collective that no simulation knows")
-        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-        sent, into = _first(named, _SENT), _first(named, _INTO)
-        if into is None and name.endswith("_"):
-            into = sent
-        parts = list(tensors_in(sent))
-        targets = [None for _ in parts] if into is None else list(tensors_in(into))
-        made = [self._send(name, part, target, named) for part, target in zip(parts, targets, strict=True)]
-        if into is None:
-            return made if isinstance(sent, (list, tuple)) else made[0]
-        return into if work is None else work if name == "alltoall_base_" else (into, work)
-
-    def _send(self, name: str, sent: Tensor, into: Tensor | None, named: Mapping[str, Any]) -> Tensor:
-        """Note the collective of one tensor, and return what this rank gets, or put it where it belongs."""
-        group = _group_of(_first(named, _GROUP))
-        shape = _received(name, sent, group.size(), named) if into is None else into.shape
-        self._note(_COLLECTIVES[name], max(sent.nbytes, prod(shape) * sent.itemsize), group)
-        values = None if is_fake(sent) else _as_if_alike(_COLLECTIVES[name], sent, shape, group.size(), named)
-        if into is None:
-            return self._make(Shaped(tuple(shape), contiguous_strides(shape), sent.dtype)) if values is None else values
-        if values is None:
-            mark(into)
-        elif not is_fake(into):
-            into.copy_(values.view(shape))
-        return into
-
-    def _note(self, name: str, nbytes: int, group: dist.ProcessGroup) -> None:
-        """Note a collective, where there is anybody to send to."""
-        members = dist.get_process_group_ranks(group)
-        if self._sink is None or len(members) < 2:
-            return
-        described = group.group_desc
-        dimension = described.removeprefix(_OF_A_MESH) if described.startswith(_OF_A_MESH) else _ELSEWHERE
-        self._sink(Collective(name, nbytes, len(members), dimension, max(1, members[1] - members[0])))
+def _tell(sink: Callable[[Collective], object] | None, name: str, nbytes: int, group: dist.ProcessGroup) -> None:
+    members = dist.get_process_group_ranks(group)
+    if sink is not None and len(members) > 1:
+        dimension = group.group_desc.removeprefix(_OF_A_MESH) if group.group_desc.startswith(_OF_A_MESH) else _ELSEWHERE
+        sink(Collective(name, nbytes, len(members), dimension, max(1, members[1] - members[0])))
 
 
 def _first(named: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((named[name] for name in names if name in named), None)
 
 
-def _received(name: str, sent: Tensor, ranks: int, named: Mapping[str, Any]) -> Sequence[int]:
+def _received(name: str, sent: Tensor, ranks: int, named: Mapping[str, Any]) -> list[int]:
     """Return the shape of what a rank gets."""
     shape = list(sent.shape)
     if name == "shard_dim_alltoall":  # what was divided along one dimension is then divided along another
@@ -135,23 +127,21 @@ def _received(name: str, sent: Tensor, ranks: int, named: Mapping[str, Any]) -> 
 
 
 def _as_if_alike(
-    collective: str, sent: Tensor, shape: Sequence[int], ranks: int, named: Mapping[str, Any]
+    collective: str, sent: Tensor, shape: list[int], ranks: int, named: Mapping[str, Any]
 ) -> Tensor | None:
-    """Make what a rank gets of real values, where all ranks have the same; `None` where others' parts are not known."""
-    if collective == "all_to_all" and list(sent.shape) != list(shape):
+    """Make what a rank gets of real values, where all ranks have the same; `None` where the parts of others differ."""
+    if collective == "all_to_all" and list(sent.shape) != shape:
         return None
     if collective == "all_gather":
         return torch.cat([sent] * ranks)
     if collective == "reduce_scatter":
         sent = sent.chunk(ranks)[0]
     op = named.get("reduce_op")  # others than sums give what all ranks have alike
-    if op is not None and (op.lower() == "sum" if isinstance(op, str) else _is_sum(op)):
-        return sent * ranks
-    return sent.clone()
-
-
-def _is_sum(boxed: Any) -> bool:
-    return bool(dist.ReduceOp.unbox(boxed) == dist.ReduceOp.SUM) if hasattr(dist.ReduceOp, "unbox") else True
+    if isinstance(op, str):
+        sums = op.lower() == "sum"
+    else:  # in the box in which operators get it, which not every torch opens
+        sums = op is not None and (not hasattr(dist.ReduceOp, "unbox") or dist.ReduceOp.unbox(op) == dist.ReduceOp.SUM)
+    return sent * ranks if sums else sent.clone()
 
 
 def _group_of(named: Any) -> dist.ProcessGroup:
