@@ -7,6 +7,7 @@
     python benchmarks/plan.py ranks           # the clock, with 2 and 4 ranks of this machine
     python benchmarks/plan.py planning        # seconds and memory of planning 8B and 70B
     python benchmarks/plan.py scale           # curves: GPUs, disks, memory of the host
+    python benchmarks/plan.py cases           # the search against placements that a linear programme found
     python benchmarks/plan.py meshes          # curves to 1,024 GPUs, by mesh: seconds, bytes on links and network
 
 Rows have the predicted and the measured seconds of a step; `benchmarks/results/plan-*.json` keeps them.
@@ -34,6 +35,7 @@ PARTS = {
     "cpu": "here",
     "ranks": "here",
     "scale": "scale",
+    "cases": "cases",
     "meshes": "meshes",
 }
 

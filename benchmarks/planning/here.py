@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 import penstock
 from penstock.planner import Machine, plan
-from penstock.planner.this_run import machine_of_ranks
+from penstock.planner.this_machine import machine_of_ranks
 from planning.models import batch, large, llama
 from planning.rows import row, summary
 

@@ -109,9 +109,6 @@ class _Sleeps:
     def job(self, job: Any, program: Any) -> Any:
         return Demand(self._beside + (job.nbytes / self._sleeps[job.stream] if job.stream in self._sleeps else 0.0))
 
-    def pace(self, other: "_Sleeps") -> float:
-        return float("inf")
-
 
 def _beside() -> float:
     """Seconds that work takes beside its sleep."""

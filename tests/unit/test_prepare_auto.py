@@ -22,6 +22,7 @@ from penstock.planner import this_run
 from penstock.planner.machine import Machine
 from penstock.planner.plan_fields import Shortfall
 from penstock.planner.plans import Plan, model_fingerprint
+from penstock.planner.this_machine import remember
 from penstock.planner.this_run import plan_here
 from penstock.probe.fingerprint import fingerprint
 from penstock.runtime.control_group import ControlGroup
@@ -101,7 +102,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     known = Machine.read("cpu-laptop")
     figures = {name: figure for name, figure in known.figures.items() if not name.startswith(("disk", "folders"))}
     machine = replace(known, figures=figures, fingerprint=fingerprint(CPU), probed=True)
-    this_run.keep(machine, machine.write)
+    remember(machine)
     return machine
 
 
@@ -126,8 +127,8 @@ class TestWithAPlan:
         optimizer.close()
         by_hand.close()
 
-    def test_a_plan_is_done_without_the_solver(self, monkeypatch):
-        for name in ("highspy", "penstock.planner", "penstock.planner.this_run"):
+    def test_a_plan_is_done_without_the_planner(self, monkeypatch):
+        for name in ("penstock.planner.make_plan", "penstock.planner.search", "penstock.planner.this_run"):
             monkeypatch.setitem(sys.modules, name, None)  # to import it fails
         prepare(plan=plan()).close()
 
@@ -260,6 +261,15 @@ class TestWithABatch:
         assert requests[-1].options == found.options
         optimizer.backward(model(torch.randn(4, 32)).square().mean())
         assert not optimizer.step().skipped
+        optimizer.close()
+
+    def test_a_precision_that_is_not_said_is_planned_for(self, laptop):
+        model = net()
+        optimizer = penstock.prepare(
+            model, adamw(model), placement="auto", batch=lambda: torch.randn(4, 32), options=TILES
+        )
+        assert optimizer.plan is not None
+        assert optimizer.plan.precision == "bf16"
         optimizer.close()
 
     @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ memory, cores and disks. Two directions of one link, or of one disk, may both be
 
 from collections.abc import Mapping
 from itertools import chain
-from math import inf
 
 from penstock.planner.collective_cost import ring
-from penstock.planner.rates import RATES
 from penstock.planner.simulation.fair_share import Demand, Figures, demand
 from penstock.planner.simulation.program import OF_MODEL, Collective, Op, Program, ProgramJob
 from penstock.planner.simulation.program_run import Costs
@@ -25,13 +23,6 @@ _TOUCHED = 3
 #: The same of a copy within the host's memory; and from or to a device: what is not pinned goes through a buffer that
 #: is, so it is read, written there, and read again.
 _COPIED, _PINNED, _PAGEABLE = 2, 1, 3
-
-#: The figures that times follow from. A change of the first ones is no change of pace.
-_COUNTS = frozenset(("devices",))
-_TIMES = (
-    *_COUNTS,
-    *(name for name, about in RATES.items() if about.unit in ("bytes/s", "FLOP/s", "s")),
-)
 
 _ARITHMETIC = frozenset(("float32", "bfloat16", "float16"))
 #: Compute's own update, as a simulation calls it (`streams.compute`).
@@ -134,31 +125,6 @@ class MachineCosts:
         if program.back_end != "accelerator" and not self.figures.has("devices"):
             return program.world_size
         return max(1, min(program.world_size, int(self.figures.value("devices"))))
-
-    def pace(self, other: "MachineCosts") -> float:
-        """Give the factor by which this machine takes at most as long for whatever the other one does, as it does it.
-
-        All that is costed is a sum or a maximum of bytes over rates, and of latencies, and what can be done at the same
-        time grows with each rate. So it is the factor of the figure that is worst in comparison. Times that were
-        measured follow no figure: with them it is at least 1.
-        """
-        mine, others = self._rates(), other._rates()
-        if mine.keys() != others.keys() or self._measured != other._measured:
-            return inf
-        if any(mine[name] != others[name] for name in _COUNTS & mine.keys()):
-            return inf
-        ratios = [
-            (mine[name] / others[name] if others[name] else inf)
-            if name.endswith("_seconds")
-            else others[name] / mine[name]
-            for name in mine.keys() - _COUNTS
-            if mine[name]
-        ]
-        return max([*ratios, 1.0 if self._measured else 0.0])
-
-    def _rates(self) -> dict[str, float]:
-        """List the figures that times follow from."""
-        return {name: self.figures.value(name) for name in _TIMES if self.figures.has(name)}
 
     def _know(self, program: Program) -> None:
         """Forget what another program took."""

@@ -46,7 +46,7 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
         peak_bytes=trial.peak_bytes,
         busy_s=timing.busy_s,
         stage=prepare_request.stage,
-        precision=request.arguments.get("precision", "bf16"),
+        precision=str(request.arguments.get("precision", "bf16")),  # `prepare` marks a default by a class of its own
         hosts=request.hosts,
         mesh={} if grid == flat else grid.sizes,
         machine=request.machine.name,

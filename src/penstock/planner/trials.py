@@ -16,13 +16,13 @@ from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.ext.observe.timeline import TraceTimeline, to_chrome
 from penstock.files import open_own
 from penstock.planner.candidates import Choice
-from penstock.planner.cost import MachineCosts, machine_costs
+from penstock.planner.cost import machine_costs
 from penstock.planner.machine import Machine
 from penstock.planner.plan_request import PlanRequest
 from penstock.planner.simulation.engine_internals import PrepareRequest, device_for
 from penstock.planner.simulation.operation_times import time_ops
 from penstock.planner.simulation.program import Op
-from penstock.planner.simulation.retime import Timing, Timings
+from penstock.planner.simulation.retime import Timing, retime
 from penstock.planner.simulation.simulate import Setup, Simulation, simulate
 from penstock.planner.workload import Fractions
 
@@ -61,7 +61,6 @@ class Trials:
         self._measures = measures
         self._measured: dict[Op, float] = {} if measured is None else measured
         self._found: dict[str, Trial] = {}
-        self._timings: dict[int, Timings[MachineCosts]] = {}  # of simulations, all of which are kept
 
     def __len__(self) -> int:
         return len(self._found)
@@ -105,9 +104,8 @@ class Trials:
 
     def time(self, simulation: Simulation, machine: Machine) -> Timing:
         """Say how long a simulated step takes on a machine."""
-        key = id(simulation)
-        timings = self._timings.setdefault(key, Timings(simulation.program))
-        return timings.on(machine_costs(machine, measured=self._measured, measured_share=_share_of_cores()))
+        costs = machine_costs(machine, measured=self._measured, measured_share=_share_of_cores())
+        return retime(simulation.program, costs)
 
     def _simulate(self, setup: Setup, prepare_request: PrepareRequest) -> Simulation:
         """Simulate; where operations are measured, time them, and run for real what cannot be simulated without."""

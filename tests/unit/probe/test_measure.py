@@ -102,13 +102,6 @@ def test_nothing_is_left_behind(run: Run) -> None:
     assert run.after == run.before
 
 
-def test_it_can_be_unpacked_as_the_machine_is_made(run: Run) -> None:
-    name, device, figures, fingerprint = run.measured
-    assert (name, device) == (run.measured.name, "cpu")
-    assert figures is run.measured.figures
-    assert fingerprint is run.measured.fingerprint
-
-
 @pytest.mark.parametrize("seconds", [0, 0.5, -1, float("nan"), float("inf"), True, "60"])
 def test_no_time_is_refused(seconds: Any) -> None:
     with pytest.raises(ConfigError, match="seconds="):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from penstock.blueprint import request_for
 from penstock.errors import ConfigError
 from penstock.parallel import ulysses_attention
+from penstock.planner.simulation.fake_collectives import simulated_mesh
 from penstock.planner.simulation.fake_operations import FakeOperations
 from penstock.planner.simulation.fake_tensor import fake_tensor, is_fake
 from penstock.planner.simulation.program import OF_MODEL, Collective, WorkKind
 from penstock.planner.simulation.simulate import Setup, simulate
-from penstock.planner.simulation.simulated_mesh import simulated_mesh
 from penstock.runtime.control_group import all_gather_flat, reduce_scatter_flat
 from penstock.runtime.topology import Grid
 

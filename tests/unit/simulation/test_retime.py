@@ -6,8 +6,7 @@ import pytest
 
 from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
 from penstock.planner.simulation.program import Program
-from penstock.planner.simulation.retime import Timings, busiest, retime
-from penstock.planner.simulation.timing import Timing, between
+from penstock.planner.simulation.retime import Timing, between, busiest, retime
 from penstock.trace import NO_LABEL, Label
 from tests.paper import Rates, Script
 
@@ -398,40 +397,17 @@ class TestSteps:
             retime(Program("threads", [], [], [], [], [], [0], {}), ALONE)
 
 
-class TestSeveralMachines:
-    def anomaly(self) -> Program:
-        """A faster first job starts its follower sooner, which is then in the way of what compute waits for."""
-        script = Script("threads")
-        script.submit("upload", 4)
-        script.submit("download", 6, 0)
-        script.submit("update", 4)
-        script.wait(2)
-        script.compute(20)
-        return script.program()
-
-    def machine(self, upload: float) -> Rates:
-        return sharing(1, "download", "update", rates={"upload": upload})
-
-    def test_runs_have_anomalies(self) -> None:
-        assert retime(self.anomaly(), self.machine(1)).step_s == 24
-        assert retime(self.anomaly(), self.machine(2)).step_s == pytest.approx(26)
-
-    def test_answers_have_none(self) -> None:
-        timings = Timings[Rates](self.anomaly())
-        assert [timings.on(self.machine(rate)).step_s for rate in (1, 2, 4)] == [24, 24, 24]
-
-    def test_answers_have_none_where_the_faster_one_was_asked_for_first(self) -> None:
-        timings = Timings[Rates](self.anomaly())
-        fast, slow = timings.on(self.machine(2)), timings.on(self.machine(1))
-        assert (fast.step_s, slow.step_s) == (pytest.approx(26), pytest.approx(26))
-        assert slow.recording.stop == pytest.approx(26)
-
-    def test_a_pace_slows_all_of_a_run(self) -> None:
-        timing = retime(self.anomaly(), self.machine(1)).at_pace(2)
-        assert times(timing) == [(0, 8), (8, 20), (0, 8)]
-        assert timing.recording.waits == [Wait(2, 0, 8)]
-        assert timing.recording.compute == [(8, Label("forward", "unit")), (48, NO_LABEL)]
-        assert (timing.step_s, timing.steps_s, timing.marks) == (48, [48], [0, 48])
+def test_a_faster_job_may_delay_what_compute_waits_for() -> None:
+    """It starts its follower sooner, which shares a capacity with that."""
+    script = Script("threads")
+    script.submit("upload", 4)
+    script.submit("download", 6, 0)
+    script.submit("update", 4)
+    script.wait(2)
+    script.compute(20)
+    for rate, seconds in ((1, 24), (2, 26)):
+        machine = sharing(1, "download", "update", rates={"upload": rate})
+        assert retime(script.program(), machine).step_s == pytest.approx(seconds)
 
 
 def test_a_part_of_a_recording() -> None:
@@ -449,19 +425,3 @@ def test_a_part_of_a_recording() -> None:
         [Wait(0, 3, 4)],
         [(3, one), (3.5, two)],
     )
-
-
-def test_a_step_that_is_over_at_once_cannot_be_stretched() -> None:
-    """It is still no shorter than a faster machine's step allows."""
-    script = Script("inline")
-    script.submit("read", 1, folder=0)
-    script.end_step()
-    script.submit("upload", 4)
-    script.end_step()
-    script.wait(0)
-    script.end_step()
-    timings = Timings[Rates](script.program())
-    fast, slow = Rates({"read": 1 / 9, "upload": 1.0}), Rates({"read": 1 / 9, "upload": 0.25})
-    assert timings.on(fast).step_s == 5
-    assert timings.on(slow).step_s == 5
-    assert timings.on(slow).steps_s[-1] == 0

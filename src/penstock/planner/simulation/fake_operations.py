@@ -127,7 +127,7 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recipes: dict[Op, Recipe] = {}
         self._sink = sink
         self._module = module
-        self._expected = ExpectedValues(share)
+        self._expected = ExpectedValues(self.make, self.refusal, share)
         self._oracle = Oracle()
         self._kinds: dict[Any, _Kind] = {}
         self._outcomes: dict[Any, Outcome] = {}
@@ -183,9 +183,12 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if outcome.nbytes <= SMALL_BYTES and (not empty or kind.way is _Way.LIKE):
             return self._run(kind, outcome, func, args, kwargs)
         if outcome.dependent:
-            out, op = self._expected.settle(self, func, args, kwargs)
-            if op is not None:
-                self._note(kind, op)
+            if func._overloadpacket in (aten.index, aten._unsafe_index):
+                args = (args[0], self._expected.indices(func, args[1]))
+                return self.__torch_dispatch__(func, types, args, kwargs)
+            out = self._expected.settle(func, args)
+            if isinstance(out, Tensor):
+                self._note(kind, cost(func, args, kwargs, out))
             return out
         self._note(kind, outcome.op)
         return self._hollow(kind, outcome, func, args, kwargs)

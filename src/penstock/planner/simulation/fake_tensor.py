@@ -53,20 +53,18 @@ class ByStorage(Generic[T]):
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
-    def put(self, tensor: Tensor, value: T) -> None:
-        """Note something of a tensor's storage, in place of what was known."""
+    def put(self, tensor: Tensor, value: T | None) -> None:
+        """Note something of a tensor's storage, in place of what was known; `None` where nothing is any more."""
         if len(self._known) >= self._sweep_at:
             gone = [address for address, entry in self._known.items() if entry[0].expired()]  # type: ignore[no-untyped-call]
             for address in gone:
                 del self._known[address]
             self._sweep_at = max(64, 2 * len(self._known))
         storage = tensor.untyped_storage()
+        if value is None:
+            self._known.pop(storage._cdata, None)
+            return
         self._known[storage._cdata] = (StorageWeakRef(storage), value)  # type: ignore[no-untyped-call]
-
-    def forget(self, tensor: Tensor) -> None:
-        """Forget what is known of a tensor's storage."""
-        if self._known:
-            self._known.pop(tensor.untyped_storage()._cdata, None)
 
 
 class _Lent(weakref.ref[memoryview]):
