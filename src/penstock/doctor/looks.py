@@ -128,7 +128,8 @@ def cores(nodes: Path = NODES) -> Iterator[Finding]:
         nodes: the kernel's folder of NUMA nodes.
     """
     usable = os.sched_getaffinity(0)
-    quota, count = core_quota() or len(usable), sum(bool(cores & usable) for cores in numbered_nodes(nodes).values())
+    quota = core_quota() or len(usable)
+    count = sum(bool(of_node & usable) for of_node in numbered_nodes(nodes).values())
     found = f"{len(usable)} of {os.cpu_count()}" + (f", on {count} NUMA nodes" if count > 1 else "")
     if quota < len(usable):
         found += f", of which a control group gives the time of {quota:.3g}"
@@ -246,7 +247,8 @@ def _drive(block: Path) -> Finding:
     model, nbytes = _read(block / "device" / "model"), _SECTOR_BYTES * int(_read(block / "size"))
     found = f"{model}, {_tb(nbytes)}" if model else _tb(nbytes)
     for sensor in (*block.glob("device/hwmon*/temp1_input"), *block.glob("device/hwmon/hwmon*/temp1_input")):
-        found += f", {int(_read(sensor)) / 1000:.0f} °C"
+        if degrees := _read(sensor):  # a drive that sleeps has none
+            found += f", {int(degrees) / 1000:.0f} °C"
     wear = read_wear(f"/dev/{block.name}") if is_nvme else None
     if wear is None:
         found += f", {_tb(_SECTOR_BYTES * int(_read(block / 'stat').split()[6]))} written since the system started"
