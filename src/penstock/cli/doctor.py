@@ -1,7 +1,6 @@
 """`penstock doctor`: whether this machine is fit to train on, what is slow on it, and how to mend it."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +30,7 @@ def doctor(
     found = examine(folders or ())
     is_broken = any(finding.verdict is Verdict.BROKEN for finding in found)
     if as_json:
-        print(json.dumps({"broken": is_broken, "findings": [asdict(finding) for finding in found]}, indent=2))
+        print(json.dumps({"broken": is_broken, "findings": [finding._asdict() for finding in found]}, indent=2))
     else:
         _show(found)
     if is_broken:

@@ -9,9 +9,9 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 #: The kernel's folder of each block device, by its numbers.
 BLOCK_DEVICES = Path("/sys/dev/block")
@@ -26,8 +26,7 @@ _COMMAND = struct.Struct("=B3xI16xQ4xII28x")
 _LOG = struct.Struct("<B2xBBB42xQ")
 
 
-@dataclass(frozen=True)
-class Wear:
+class Wear(NamedTuple):
     """Counters of an NVMe drive.
 
     Attributes:

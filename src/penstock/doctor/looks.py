@@ -9,12 +9,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ LEAST_BYTES, LEAST_DISK_BYTES = 1 << 30, 16 << 30
 #: Files of the nvme tier, of checkpoints and of a data loader's workers are open at once.
 LEAST_FILES = 1024
 #: glibc gives larger blocks than this back to the kernel when they are freed, unless it is told otherwise.
-MALLOC = "MALLOC_MMAP_THRESHOLD_"
+MALLOC, MALLOC_VARIABLES = "MALLOC_MMAP_THRESHOLD_", ("LD_PRELOAD", "GLIBC_TUNABLES")
 #: File systems on which the nvme tier is slow.
 SLOW_KINDS = dict.fromkeys(IN_MEMORY, "the host's memory, no disk") | dict.fromkeys(
     ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "virtiofs", "fuse.sshfs"), "on another machine"
@@ -58,8 +58,7 @@ class Verdict(StrEnum):
     BROKEN = "broken"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Result of a look at one thing.
 
     Attributes:
@@ -88,8 +87,7 @@ def versions() -> Iterator[Finding]:
         with contextlib.suppress(PackageNotFoundError):
             installed.append(f"{name} {version(name)}")
     yield finding("libraries", ", ".join(installed))
-    yield finding("python", f"{platform.python_version()}, {sys.executable}")
-    yield finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield finding("system", f"{platform.platform()}, Python {platform.python_version()}, {sys.executable}")
 
 
 def devices(drivers: Mapping[str, Path] = DRIVERS) -> Iterator[Finding]:
@@ -129,16 +127,15 @@ def cores(nodes: Path = NODES) -> Iterator[Finding]:
     Arguments:
         nodes: the kernel's folder of NUMA nodes.
     """
-    usable, quota = os.sched_getaffinity(0), core_quota()
-    found = f"{len(usable)} of {os.cpu_count()}"
-    if (count := sum(bool(of_node & usable) for of_node in numbered_nodes(nodes).values())) > 1:
-        found += f", on {count} NUMA nodes: a rank keeps to its device's node, by its own threads and memory"
-    if quota is None or quota >= len(usable):
-        yield finding("cores", found)
-    else:
-        threads = f"OMP_NUM_THREADS={max(1, int(quota))}"
-        mend = f"Raise the container's quota (--cpus), or set {threads}: more threads are stopped inside updates."
-        yield finding("cores", f"{found}, of which a control group gives the time of {quota:.3g}", mend)
+    usable = os.sched_getaffinity(0)
+    quota = core_quota() or len(usable)
+    count = sum(bool(of_node & usable) for of_node in numbered_nodes(nodes).values())
+    found = f"{len(usable)} of {os.cpu_count()}" + (f", on {count} NUMA nodes" if count > 1 else "")
+    if quota < len(usable):
+        found += f", of which a control group gives the time of {quota:.3g}"
+    threads = f"OMP_NUM_THREADS={max(1, int(quota))}"
+    mend = f"Raise the container's quota (--cpus), or set {threads}: more threads are stopped inside updates."
+    yield finding("cores", found, mend if quota < len(usable) else "")
 
 
 def memory() -> Iterator[Finding]:
@@ -198,12 +195,10 @@ def allocator(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     Arguments:
         environment: the variables that set it.
     """
-    preloaded = environment.get("LD_PRELOAD", "")
-    found = next((name for name in ("tcmalloc", "jemalloc", "mimalloc") if name in preloaded), "")
-    if not found and (MALLOC in environment or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")):
-        found = "glibc, tuned"
-    if found or default_device().type != "cpu" or platform.libc_ver()[0] != "glibc":
-        yield finding("malloc", found or "as it comes")
+    # LD_PRELOAD has jemalloc, tcmalloc or mimalloc; GLIBC_TUNABLES has glibc.malloc.mmap_threshold.
+    is_set = MALLOC in environment or any("malloc" in environment.get(name, "") for name in MALLOC_VARIABLES)
+    if is_set or default_device().type != "cpu" or platform.libc_ver()[0] != "glibc":
+        yield finding("malloc", "set by the environment" if is_set else "as it comes")
     else:
         found = "glibc as it comes gives every large tensor's pages back when it is freed, and the cpu is the device"
         yield finding("malloc", found, f"export {MALLOC}=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000")
@@ -252,7 +247,8 @@ def _drive(block: Path) -> Finding:
     model, nbytes = _read(block / "device" / "model"), _SECTOR_BYTES * int(_read(block / "size"))
     found = f"{model}, {_tb(nbytes)}" if model else _tb(nbytes)
     for sensor in (*block.glob("device/hwmon*/temp1_input"), *block.glob("device/hwmon/hwmon*/temp1_input")):
-        found += f", {int(_read(sensor)) / 1000:.0f} °C"
+        if degrees := _read(sensor):  # a drive that sleeps has none
+            found += f", {int(degrees) / 1000:.0f} °C"
     wear = read_wear(f"/dev/{block.name}") if is_nvme else None
     if wear is None:
         found += f", {_tb(_SECTOR_BYTES * int(_read(block / 'stat').split()[6]))} written since the system started"

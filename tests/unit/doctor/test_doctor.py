@@ -286,6 +286,7 @@ def test_the_life_of_a_drive(
 ) -> None:
     drive = block(tmp_path, "pci/nvme0n1")
     (drive / "device" / "hwmon1").mkdir(parents=True)
+    (drive / "device" / "hwmon2" / "temp1_input").mkdir(parents=True)  # cannot be read, as that of a drive that sleeps
     (drive / "size").write_text("3907029168\n")
     (drive / "stat").write_text(" 1 2 3 4 5 6 2000000000 8 9 10 11\n")
     (drive / "device" / "model").write_text("Samsung SSD 990 PRO 2TB                 \n")
