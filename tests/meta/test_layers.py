@@ -26,7 +26,8 @@ LAYERS = (
     ("checkpoint",),
     ("engine",),
     ("ext",),  # loaded by the option that asks for it
-    ("planner.plans", "planner.plan_fields", "planner.plan_files", "planner.table", "planner.formatting"),  # values
+    ("planner.formatting",),
+    ("planner.plans",),  # values
     ("checks", "losses", "optimizer", "parallel", "recompute", "ring"),
     ("blueprint", "ext.ema", "inference", "planned"),
     ("memory_budget",),

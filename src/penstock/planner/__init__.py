@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.planner.choose_machine import machine_for
-    from penstock.planner.comparison import compare
     from penstock.planner.machine import Machine
     from penstock.planner.make_plan import plan
-    from penstock.planner.plans import Plan, model_fingerprint
+    from penstock.planner.plans import Plan, block, compare, explain, model_fingerprint
     from penstock.planner.rates import parse_rate
     from penstock.planner.simulation.simulated_mesh import simulated_mesh
-    from penstock.planner.table import block, explain
 
 __all__ = [
     "Machine",
@@ -48,9 +46,9 @@ __all__ = [
 _MODULES = {
     "Machine": "machine",
     "Plan": "plans",
-    "block": "table",
-    "compare": "comparison",
-    "explain": "table",
+    "block": "plans",
+    "compare": "plans",
+    "explain": "plans",
     "machine_for": "choose_machine",
     "model_fingerprint": "plans",
     "parse_rate": "rates",

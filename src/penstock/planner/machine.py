@@ -1,17 +1,26 @@
-"""A machine as a value: the figures that a step's time and memory follow from, and where each figure is from."""
+"""A machine: the figures that a step's time and memory follow from, and where each is from. A value, and a file.
 
+    {"penstock": "machine", "version": 1, "name": "...", "device": "cuda", "probed": false, "fingerprint": {...},
+     "figures": {"disk_read": {"value": 7e9, "low": 6.8e9, "high": 7.1e9, "how": "..."}, "disk_write": 5e9, ...}}
+
+People write such files by hand, and they may be anybody's: what is wrong with one is a `ConfigError` of one line.
+"""
+
+import difflib
+import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
 from penstock.errors import ConfigError, one_line, shown
-from penstock.files import Field, plain
-from penstock.planner import machine_files
-from penstock.planner.machine_files import shipped
+from penstock.files import Field, check_fields, plain, read_file, read_record, reader, write_whole
+from penstock.planner.formatting import aligned
 from penstock.planner.rates import (
     RATES,
+    STATED,
     Rate,
     check_count,
     check_name,
@@ -22,12 +31,51 @@ from penstock.planner.rates import (
 
 __all__ = ["RATES", "Machine", "Rate", "parse_rate", "shipped", "write_value"]
 
+KIND, VERSION = "machine", 1
+FOLDER = Path(__file__).parent / "machines"
+_MOST_BYTES = 1 << 20
 _MOST_CHARS = 200
 #: Figures of an accelerator that differ little between those of its kind.
 _NARROW = frozenset({"device_bandwidth", "device_update", "op_seconds", "h2d", "d2h", "duplex"})
 #: How many times less or more a narrow figure may be: than that of the same accelerator, than those of the same kind of
 #: device, and what any figure may be.
 _OF_THE_SAME, _OF_ITS_KIND, _OF_ANY = 5.0, 50.0, 1e4
+
+
+def _name(field: Field) -> str:
+    if not 0 < len(field.string()) <= _MOST_CHARS:
+        raise field.refuse(f"a text of 1 to {_MOST_CHARS} characters")
+    return field.string()
+
+
+def _device(field: Field) -> str:
+    if not (field.string().isascii() and field.string().isidentifier()):
+        raise field.refuse("a kind of device: cuda, or cpu")
+    return field.string()
+
+
+def _figures(field: Field) -> dict[str, Rate]:
+    """Read figures by name, in the order of the table, so that files of two machines are read beside each other."""
+    found = {check_name(name): _figure(item) for name, item in field.entries()}
+    for name, rate in found.items():
+        try:
+            check_count(name, rate.value)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Write one.") from error
+    return {name: found[name] for name in RATES if name in found}
+
+
+def _figure(field: Field) -> Rate:
+    """Read a figure: an object, or a number alone."""
+    if isinstance(field.value, Rate):
+        return field.value
+    given = field.value if isinstance(field.value, Mapping) else {"value": field.number()}
+    if "value" in given:
+        given = {"low": given["value"], "high": given["value"], "how": STATED, **given}
+    try:
+        return reader(Rate)(Field(None, field.path, given))
+    except ConfigError as error:
+        raise error if field.path in str(error) else field.fail(f"is no figure: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -51,25 +99,15 @@ class Machine:
         14000000000.0
     """
 
-    name: str
-    device: str
-    figures: Mapping[str, Annotated[Rate, machine_files.figure]]
+    name: Annotated[str, _name]
+    device: Annotated[str, _device]
+    figures: Annotated[Mapping[str, Rate], _figures]
     fingerprint: Annotated[Mapping[str, Any], plain] = field(default_factory=dict)
     probed: bool = False
     unified_memory: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.name, self.device, self.probed, self.unified_memory)
-        for name, figure in self.figures.items():
-            check_name(name)
-            try:
-                check_count(name, figure.value)
-            except ConfigError as error:
-                raise ConfigError(f"{error}. Write one.") from error
-        # In the order of the table, so that files and tables of two machines are read beside each other.
-        ordered = {name: self.figures[name] for name in RATES if name in self.figures}
-        object.__setattr__(self, "figures", ordered)
-        object.__setattr__(self, "fingerprint", plain(Field(None, "fingerprint", self.fingerprint)))
+        check_fields(self)
 
     @classmethod
     def probe(cls, *, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60) -> "Machine":
@@ -107,7 +145,16 @@ class Machine:
             >>> Machine.read("h100-node").device
             'cuda'
         """
-        return machine_files.read(path_or_name, cls)
+        given = os.fspath(path_or_name)
+        if not isinstance(given, str):
+            raise ConfigError(f"{shown(given)} is no path of a machine's file. Use a text.")
+        # A path object is a file, always; a text is a name first: what a folder happens to hold does not change it.
+        if given is path_or_name and given in shipped():
+            return read_file(FOLDER / f"{given}.json", _MOST_BYTES, _parse)
+        is_path = "/" in given or given.endswith(".json") or "\0" in given or not given
+        if given is path_or_name and not is_path and not os.path.lexists(given):
+            raise _unknown("machine", given, shipped())
+        return read_file(given, _MOST_BYTES, _parse)
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write the machine into a JSON file, which `read` reads and people can edit.
@@ -121,12 +168,22 @@ class Machine:
         Example:
             >>> Machine.read("h100-node").write("ours.json")  # doctest: +SKIP
         """
-        machine_files.write(Path(path), self.to_dict())
+        content = {key: value for key, value in self.to_dict().items() if key != "figures"}
+        rows = [f"  {json.dumps(name)}: {json.dumps(asdict(rate))}" for name, rate in self.figures.items()]
+        # A line for each figure, which people can edit.
+        text = json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}")
+        text += ',\n "figures": {\n' + ",\n".join(rows) + "\n }\n}\n"
+        try:
+            if len(text) > _MOST_BYTES:
+                raise ValueError(f"it would have {len(text):,} bytes, more than are read")
+            write_whole(Path(path), text)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+            raise ConfigError(f"{one_line(str(path))} cannot be written: {why}. Name another file.") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what its file holds, as JSON-like values."""
-        parts = {name: getattr(self, name) for name in ("name", "device", "probed", "unified_memory", "fingerprint")}
-        return machine_files.content(parts, self.figures)
+        """Return what its file holds, as JSON-like values."""
+        return {"penstock": KIND, "version": VERSION, **asdict(self)}
 
     def replace(self, **figures: float) -> "Machine":
         """Make a machine that differs in some figures, to ask what if.
@@ -152,7 +209,7 @@ class Machine:
         return replace(self, figures={**self.figures, **stated})
 
     def has(self, name: str) -> bool:
-        """Whether the machine has a figure. Any name may be asked for, as of the update by some rule.
+        """Return True if the machine has a figure. Any name may be asked for, as of the update by some rule.
 
         Example:
             >>> Machine.read("cpu-laptop").has("h2d")
@@ -173,29 +230,27 @@ class Machine:
         check_name(name)
         if name not in self.figures:
             about = RATES[name]
+            of_disks = name.startswith("disk_") or name == "folders"
             raise ConfigError(
-                f"The machine {shown(self.name)} has no figure {name} ({about.unit}: {about.meaning}). {_remedy(name)}"
+                f"The machine {shown(self.name)} has no figure {name} ({about.unit}: {about.meaning}). "
+                f"{'Name folders when the machine is probed' if of_disks else 'Probe the machine'}, or state it: "
+                f"{name}=NUMBER."
             )
         return self.figures[name].value
 
     def __str__(self) -> str:
         """Write the figures as a table: name, value, spread, and how each was found."""
-        rows = [("figure", "value", "from", "to", "how")]
-        for name, figure in self.figures.items():
-            low, high = (
-                ("", "")
-                if figure.low == figure.high
-                else (write_value(name, figure.low), write_value(name, figure.high))
-            )
-            rows.append((name, write_value(name, figure.value), low, high, one_line(figure.how)))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = []
-        for name, *numbers, how in rows:
-            cells = [name.ljust(widths[0])]
-            cells += [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
-            lines.append("  ".join([*cells, how]).rstrip())
+        rows = [["figure", "value", "from", "to", "how"]]
+        for name, rate in self.figures.items():
+            ends = ["", ""] if rate.low == rate.high else [write_value(name, end) for end in (rate.low, rate.high)]
+            rows.append([name, write_value(name, rate.value), *ends, one_line(rate.how)])
         how_known = "probed" if self.probed else "not probed"
-        return "\n".join([f"{one_line(self.name)} ({self.device}, {how_known})", *lines])
+        return "\n".join([f"{one_line(self.name)} ({self.device}, {how_known})", *aligned(rows)])
+
+
+def shipped() -> list[str]:
+    """List the names of the machines that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def from_probe(
@@ -215,7 +270,7 @@ def from_probe(
     """
     machines = [Machine.read(each) for each in shipped()]
     accelerator = str(fingerprint.get("device_name"))
-    same = [each for each in machines if str(each.fingerprint.get("accelerator")).endswith(f" x {accelerator}")]
+    same = [each for each in machines if str(each.fingerprint.get("accelerator")).endswith(f"x {accelerator}")]
     like = [each for each in machines if each.device == device and device != "cpu"]
     figures = {each: _plausible(each, values, same, like, machines) for each, values in measured.items()}
     return Machine(name, device, figures, fingerprint, probed=True)
@@ -231,22 +286,21 @@ def _plausible(name: str, values: Sequence[Any], *circles: Sequence[Machine]) ->
     """
     value, least, _, _ = values
     unit = RATES[name].unit
-    if unit not in ("bytes/s", "FLOP/s", "s"):
+    same, like, every = ([each.figures[name] for each in circle if each.has(name)] for circle in circles)
+    narrow = name in _NARROW
+    known, factor = (
+        (same, _OF_THE_SAME) if narrow and same else (like, _OF_ITS_KIND) if narrow and like else (every, _OF_ANY)
+    )
+    if unit not in ("bytes/s", "FLOP/s", "s") or not known:  # of what no machine that comes along has
         return Rate(*values)
-    like = [[each.figures[name] for each in circle if each.has(name)] for circle in circles]
-    factors = (_OF_THE_SAME, _OF_ITS_KIND, _OF_ANY)
-    which = next((n for n, known in enumerate(like) if known and (name in _NARROW or n == 2)), None)
-    if which is None:  # of what no machine that comes along has
-        return Rate(*values)
-    low = min(each.low for each in like[which]) / factors[which]
-    high = max(each.high for each in like[which]) * factors[which]
+    low, high = min(each.low for each in known) / factor, max(each.high for each in known) * factor
     if low <= value <= high and least > 0:
         return Rate(*values)
     found = (
         f"{name} was measured as {value:.3g} {unit}, its lower quartile as {least:.3g}; "
         f"machines like this one have {low:.3g} to {high:.3g}"
     )
-    sheets = [*like[0], *(each for each in like[1] if each.how.startswith("assumed"))]
+    sheets = [*same, *(each for each in like if each.how.startswith("assumed"))]
     if sheets:
         return replace(sheets[0], how=f"not measured: {sheets[0].how}. {found}")
     raise ConfigError(
@@ -255,19 +309,15 @@ def _plausible(name: str, values: Sequence[Any], *circles: Sequence[Machine]) ->
     )
 
 
-def _check(name: object, device: object, probed: object, unified_memory: object) -> None:
-    """Check what a file may have anything for."""
-    if not isinstance(name, str) or not 0 < len(name) <= _MOST_CHARS:
-        raise ConfigError(f"A machine's name is {shown(name)}. Use a text of 1 to {_MOST_CHARS} characters.")
-    if not isinstance(device, str) or not (device.isascii() and device.isidentifier()):
-        raise ConfigError(f"A machine's device is {shown(device)}. Use a kind of device: cuda, or cpu.")
-    for what, value in (("probed", probed), ("unified_memory", unified_memory)):
-        if not isinstance(value, bool):
-            raise ConfigError(f"A machine's {what} is {shown(value)}. Use true or false.")
+def _parse(raw: bytes) -> Machine:
+    """Make a machine of the content of its file."""
+    return reader(Machine)(Field(None, "", read_record(raw, KIND, VERSION)))
 
 
-def _remedy(name: str) -> str:
-    """Say what to do where a figure is missed."""
-    if name.startswith("disk_") or name == "folders":
-        return f"Name folders when the machine is probed, or state it: {name}=NUMBER."
-    return f"Probe the machine, or state it: {name}=NUMBER."
+def _unknown(what: str, given: str, names: Sequence[str]) -> ConfigError:
+    """Make the error of a name that nothing has; the caller raises it."""
+    near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.4) if len(given) <= 99 else []
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return ConfigError(
+        f"There is no {what} {shown(given)}, and no such file.{hint} Those that come along: {', '.join(names)}."
+    )

@@ -19,7 +19,7 @@ from penstock.cli.app import app
 from penstock.cli.planning import precision_on
 from penstock.cli.request import batch_size
 from penstock.planner import Machine, Plan
-from penstock.planner.plan_fields import Shortfall
+from penstock.planner.plans import Shortfall
 from penstock.recompute import can_be_told, recomputes
 from tests.plans import plan as desktop
 
