@@ -184,6 +184,13 @@ def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: 
     assert figure.how.startswith(f"not measured: {sheet.how}. {name} was measured as")
 
 
+def test_a_desktop_is_held_against_the_data_sheet_of_its_accelerator() -> None:
+    """Machines of one accelerator named it without a number, so that none was found."""
+    measured = {"device_bandwidth": (60e9, 60e9, 60e9, COLD)}  # which another kind of device might have
+    made = from_probe("here", "cuda", measured, {"device_name": "NVIDIA GeForce RTX 4090"})
+    assert made.figures["device_bandwidth"].how.startswith("not measured: 0.9 (from 0.8 to 0.94, assumed) of 1.01 TB/s")
+
+
 def test_a_figure_without_a_data_sheet_is_an_error_that_names_it() -> None:
     figures = {"device_bandwidth": (9.3e9, 9.3e9, 9.3e9, COLD)}
     text = (
