@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -297,6 +298,8 @@ def _machine(request: Request, figures: Mapping[str, float]) -> Machine:
     machine = machine_for(request.machine or None, () if request.machine else request.folder_names)
     with _naming("--what-if"):
         machine = machine.replace(**figures)
+    if request.tbw is not None:
+        machine = machine.replace(disk_endurance=request.tbw * 1e12)
     devices = int(machine.value("devices")) if machine.has("devices") else None
     if devices is not None and machine.device != "cpu" and request.gpus > devices:
         raise ConfigError(
@@ -421,7 +424,7 @@ def about(found: Plan, question: Question) -> str:
         parts.append("run: a script of yours, with prepare(placement='auto', plan=...)")
     else:
         first = "" if _is_found_again(request) else f", planned with --out {_FILE}"
-        parts.append(f"run{first}: {command(found, question)}")
+        parts.append(f"run{first}:\n{_continued(command(found, question))}")
     return "\n".join(parts)
 
 
@@ -442,8 +445,17 @@ def write(found: Plan, path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Use another --out.") from error
 
 
-def command(found: Plan, question: Question) -> str:
-    """Write the command that trains as the plan says, with the options that it was made for."""
+def _continued(words: list[str]) -> str:
+    """Write a command for a terminal of 80 columns, in lines that a shell puts together again."""
+    whole = " ".join(shlex.quote(word).replace(" ", "\xa0") for word in words)
+    lines = textwrap.wrap(
+        whole, 76, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return " \\\n".join(lines).replace("\xa0", " ")
+
+
+def command(found: Plan, question: Question) -> list[str]:
+    """Return the words of the command that trains as the plan says, with the options that it was made for."""
     request, precision = question.request, question.precision
     ranks = request.gpus * request.hosts
     words = ["penstock", "train"]
@@ -467,7 +479,7 @@ def command(found: Plan, question: Question) -> str:
     words += _IN_TRAIN[request.optimizer_name]
     words += ["--max_grad_norm", f"{request.max_grad_norm:g}"] * (request.max_grad_norm != 1)
     words += ["--stage", str(request.stage)] * (request.stage != 3)
-    return shlex.join([*words, *(["--options", *request.options] if request.options else [])])
+    return [*words, *(["--options", *request.options] if request.options else [])]
 
 
 def _is_of_train(found: Plan, request: Request) -> bool:

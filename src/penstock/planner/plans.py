@@ -496,7 +496,7 @@ _LIVES = (("years", 8760), ("days", 24), ("hours", 1))
 def explain(plan: Plan) -> str:
     """Write for each choice of a plan what the next best one would have cost, and why."""
     if not plan.why:
-        return "There was nothing to choose: the placement was given, or all of it fits where compute is."
+        return "Nothing to choose: the placement was given, or all of it fits on the device."
     lines = []
     for why in plan.why:
         cost = "does not fit" if why.cost_s is None else signed(why.cost_s, beside=plan.step_s)

@@ -191,7 +191,7 @@ def test_reasons_say_what_the_next_best_would_have_cost():
         streamed_updates: 0; next best: 0.25, +4.00 ms (the link is busy)
         a: b; next best: c, -0.50 s
     """)
-    text = "There was nothing to choose: the placement was given, or all of it fits where compute is."
+    text = "Nothing to choose: the placement was given, or all of it fits on the device."
     assert explain(plan(why=())) == text
 
 
