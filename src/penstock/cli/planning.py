@@ -87,7 +87,8 @@ class Question:
         asked = self.request
         with simulated_mesh(asked.mesh or {}) if _is_divided(asked) else nullcontext() as mesh:
             model, cp = self._model(mesh), _ranks(mesh, "cp")
-            with sequence_parallel(model, mesh.get_group("cp")) if mesh is not None and cp > 1 else nullcontext():
+            sharing = sequence_parallel(model, mesh.get_group("cp")) if mesh is not None and cp > 1 else nullcontext()
+            with sharing, _progress() as progress:
                 found = plan(
                     model,
                     _optimizer(asked, model),
@@ -108,6 +109,7 @@ class Question:
                     max_grad_norm=asked.max_grad_norm or None,
                     overlap=asked.overlap,
                     options=_options(asked),
+                    **progress,
                 )
         # The planner says what it adds, and the model may have been told already.
         return replace(found, recompute=found.recompute or asked.recompute == "on")
@@ -400,6 +402,19 @@ def _batches(size: tuple[int, int], *, packed: bool, ranks: int) -> Callable[[],
         return {**made, "use_cache": False}
 
     return batch
+
+
+@contextmanager
+def _progress() -> Iterator[dict[str, Any]]:
+    """Show what the planner does on one line of standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield {}
+        return
+    start = "\r\x1b[K"  # of the line, which is cleared
+    try:
+        yield {"progress": lambda words: print(f"{start}penstock: {words}", end="", file=sys.stderr, flush=True)}
+    finally:
+        print(start, end="", file=sys.stderr, flush=True)
 
 
 # The answer

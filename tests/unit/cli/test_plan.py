@@ -1,5 +1,6 @@
 """`penstock plan`: what it asks the planner, what it says, and what it refuses before a model is built."""
 
+import io
 import json
 import re
 import shlex
@@ -319,6 +320,32 @@ def test_what_cannot_be_divided_is_refused(
     assert refused.exit_code == 2
     assert said in refused.err
     assert refused.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_shown_what_the_planner_does_and_json_stands_alone(
+    penstock_command: Callable[..., Any],
+    config_folder: str,
+    asked: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+) -> None:
+    def find(*_: object, progress: Callable[[str], None] | None = None, **__: object) -> Plan:
+        if progress is not None:
+            progress("simulating placement 3")
+        return desktop()
+
+    monkeypatch.setattr(planning, "plan", find)
+    monkeypatch.setattr(planning.sys, "stderr", Terminal() if is_terminal else io.StringIO())
+    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--json")
+    assert json.loads(outcome.out)["penstock"] == "plan"
+    expected = "\r\x1b[Kpenstock: simulating placement 3\r\x1b[K" if is_terminal else ""
+    assert planning.sys.stderr.getvalue() == expected
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
