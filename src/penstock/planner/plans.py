@@ -271,29 +271,17 @@ class Plan(_Checked):
         if self.mesh:
             object.__setattr__(self, "mesh", {name: self.mesh.get(name, 1) for name in DIMENSIONS})
         (low, high), ranks = self.step_range_s, f"world_size={shown(self.world_size)}"
-        for holds, rule in (
-            (
-                self.world_size % self.hosts == 0,
-                f"{ranks} and hosts={shown(self.hosts)} contradict each other: use as many ranks on each host",
-            ),
-            (
-                low <= self.step_s <= high,
-                f"step_range_s=({low:g}, {high:g}) and step_s={self.step_s:g} contradict each other: the step is "
-                "between the two",
-            ),
-            (
-                self.fits != bool(self.lacks),
-                f"fits={self.fits} and {len(self.lacks)} lacks contradict each other: a plan that fits lacks nothing, "
-                "and one that does not says what it lacks",
-            ),
-            (
-                not self.mesh or prod(self.mesh.values()) == self.world_size,
-                f"{ranks} and mesh={shown(dict(self.mesh))} contradict each other: use as many ranks as the product of "
-                "its sizes",
-            ),
-        ):
-            if not holds:
-                raise ConfigError(f"{rule}.")
+        if self.world_size % self.hosts:
+            raise _contradiction(ranks, f"hosts={shown(self.hosts)}", "use as many ranks on each host")
+        if not low <= self.step_s <= high:
+            first = f"step_range_s=({low:g}, {high:g})"
+            raise _contradiction(first, f"step_s={self.step_s:g}", "the step is between the two")
+        if self.fits == bool(self.lacks):
+            rule = "a plan that fits lacks nothing, and one that does not says what it lacks"
+            raise _contradiction(f"fits={self.fits}", f"{len(self.lacks)} lacks", rule)
+        if self.mesh and prod(self.mesh.values()) != self.world_size:
+            mesh = f"mesh={shown(dict(self.mesh))}"
+            raise _contradiction(ranks, mesh, "use as many ranks as the product of its sizes")
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -457,6 +445,10 @@ def model_fingerprint(model: nn.Module) -> str:
     total = sum(parameter.numel() for parameter in names)
     trained = sum(parameter.numel() for parameter in names if parameter.requires_grad)
     return f"{len(names)} tensors, {total} parameters, {trained} trained, digest {digest.hexdigest()[:32]}"
+
+
+def _contradiction(first: str, second: str, rule: str) -> ConfigError:
+    return ConfigError(f"{first} and {second} contradict each other: {rule}.")
 
 
 def _conflict(what: str, given: object, planned: object) -> ConfigError:
@@ -738,27 +730,23 @@ def _peak(plan: Plan, tiers: Iterable[TierName]) -> str:
 
 def _summary(plan: Plan, step_s: float) -> dict[str, tuple[str, float]]:
     """Say in words what comes out of a plan, what to do, what that takes and what it is for; and amounts to divide."""
-    waits = {f"waits: {verb}": waited for verb, waited in _waits_by_verb(plan)}
-    busy = {f"busy: {name}": value for name, value in _largest(plan.busy_s)}
+    columns, unsaid = _columns(plan), Options()
+    amounts = {
+        **{f"busy: {name}": value for name, value in _largest(plan.busy_s)},
+        **{f"waits: {verb}": waited for verb, waited in _waits_by_verb(plan)},
+    }
     options = {member.name: getattr(plan.options, member.name) for member in fields(Options)}
-    unsaid = Options()
-    columns = _columns(plan)
     said = {
         "bound by": plan.bound_by,
         **{name: _home_in_words(plan, kind) for kind, name in STATE.items()},
         "activations": _activations_in_words(plan),
         "updates": _updates_in_words(plan),
-        **{
-            f"Options({name})": str(value)
-            for name, value in options.items()
-            if value != getattr(unsaid, name) and name != "streamed_updates"
-        },
+        **{f"Options({name})": str(value) for name, value in options.items() if value != getattr(unsaid, name)},
         **{f"at rest: {name}": size(_sum(plan.bytes, tiers)) for name, tiers in columns.items()},
         **{f"peak / limit: {name}": _peak(plan, tiers) for name, tiers in columns.items()},
         "written: nvme": decimal(plan.written_bytes.get("nvme", 0)),
-        **{"precision": plan.precision, "stage": str(plan.stage), "ranks": str(plan.world_size)},
-        **({"mesh": mesh_in_words(plan.sizes)} if plan.mesh else {}),
-        **{"hosts": str(plan.hosts), "machine": plan.machine or "-", "batch": plan.batch or "-"},
+        "mesh": mesh_in_words(plan.sizes),
+        **{name: str(getattr(plan, name)) or "-" for name in ("precision", "stage", "hosts", "machine", "batch")},
         "model": plan.model_fingerprint or "-",
     }
     return {
@@ -766,7 +754,7 @@ def _summary(plan: Plan, step_s: float) -> dict[str, tuple[str, float]]:
         "step": (seconds(plan.step_s, beside=step_s), plan.step_s),
         "tokens/s": (f"{plan.tokens_per_s:,.0f}", plan.tokens_per_s),
         **{name: (text, 0.0) for name, text in said.items()},
-        **{name: (seconds(value, beside=step_s), value) for name, value in (busy | waits).items()},
+        **{name: (seconds(value, beside=step_s), value) for name, value in amounts.items()},
     }
 
 

@@ -80,7 +80,7 @@ def test_a_plan_that_does_not_fit_says_what_it_lacks():
 def test_a_plan_for_another_run_shows_what_it_is_for():
     other = plan(world_size=4, hosts=2, stage=1, precision="fp32", machine="laptop", batch="", model_fingerprint="x")
     above, _ = parts(compare(DESKTOP, other))
-    assert names(above[1:7]) == ["precision", "stage", "ranks", "hosts", "machine", "model"]
+    assert names(above[1:7]) == ["mesh", "precision", "stage", "hosts", "machine", "model"]
     assert above[7:] == ["  batch", "    input_ids int64[16, 1024], labels int64[16, 1024]", "    -"]
 
 
