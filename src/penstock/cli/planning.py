@@ -38,6 +38,7 @@ from penstock.integrations.vocabulary import grow_vocabulary, rows_for
 from penstock.optim import Lion
 from penstock.parallel import cut
 from penstock.planner import Machine, Plan, explain, machine_for, parse_rate, plan, simulated_mesh
+from penstock.planner.formatting import wrapped
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -425,7 +426,7 @@ def about(found: Plan, question: Question) -> str:
     request = question.request
     parts = [str(found)]
     if request.what_if:
-        parts.append(f"what if: {', '.join(request.what_if)}; not a plan of the machine as it is")
+        parts += wrapped(f"what if: {', '.join(request.what_if)}; not a plan of the machine as it is", 2)
     if request.explain:
         parts.append(explain(found))
     if request.max_step is not None and found.fits:
