@@ -41,7 +41,7 @@ LAYERS = (
     ("__main__",),
 )
 #: Modules of the planner that are values; all others are above the engine.
-PLANS = {f"planner.{name}" for name in ("plans", "plan_fields", "plan_files", "table", "formatting")}
+PLANS = {"planner.plans", "planner.formatting"}
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 OUTSIDE = ("integrations", "cli", "train", "__main__")
 

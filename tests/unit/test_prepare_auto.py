@@ -20,8 +20,7 @@ from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.footprint import footprint
 from penstock.planner import this_run
 from penstock.planner.machine import Machine
-from penstock.planner.plan_fields import Shortfall
-from penstock.planner.plans import Plan, model_fingerprint
+from penstock.planner.plans import Plan, Shortfall, model_fingerprint
 from penstock.planner.this_machine import remember
 from penstock.planner.this_run import plan_here
 from penstock.probe.fingerprint import fingerprint
@@ -185,7 +184,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "no plan": (lambda: {"plan": 3}, "plan is a int. Give a penstock.planner.Plan, or the file of one."),
     "no function": (lambda: {"batch": torch.zeros(1)}, "batch is a Tensor. Give a function that makes one"),
-    "no file": (lambda: {"plan": "/nowhere/plan.json"}, "/nowhere/plan.json: it cannot be read: No such file"),
+    "no file": (lambda: {"plan": "/nowhere/plan.json"}, "/nowhere/plan.json is not read: No such file"),
     "another precision": (lambda: {"plan": plan(), "precision": "bf16"}, "precision fp32, this run has bf16"),
     "another stage": (lambda: {"plan": plan(), "stage": 1}, "The plan is for stage 3, this run has 1: plan again"),
     "more ranks": (lambda: {"plan": plan(world_size=2)}, "The plan is for world size 2, this run has 1: plan again"),

@@ -22,13 +22,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.planner.comparison import compare
     from penstock.planner.machine import Machine
     from penstock.planner.make_plan import plan
-    from penstock.planner.plans import Plan, model_fingerprint
+    from penstock.planner.plans import Plan, block, compare, explain, model_fingerprint
     from penstock.planner.rates import parse_rate
     from penstock.planner.simulation.fake_collectives import simulated_mesh
-    from penstock.planner.table import block, explain
     from penstock.planner.this_machine import machine_for
 
 __all__ = [
@@ -48,9 +46,9 @@ __all__ = [
 _MODULES = {
     "Machine": "machine",
     "Plan": "plans",
-    "block": "table",
-    "compare": "comparison",
-    "explain": "table",
+    "block": "plans",
+    "compare": "plans",
+    "explain": "plans",
     "machine_for": "this_machine",
     "model_fingerprint": "plans",
     "parse_rate": "rates",

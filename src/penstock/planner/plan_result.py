@@ -8,9 +8,8 @@ from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from penstock.config import Tier, TierName
 from penstock.planner.machine import Machine
-from penstock.planner.plan_fields import Reason, Shortfall, WhatIf
 from penstock.planner.plan_request import PlanRequest
-from penstock.planner.plans import Plan, model_fingerprint
+from penstock.planner.plans import Plan, Reason, Shortfall, WhatIf, model_fingerprint
 from penstock.planner.search import Best
 from penstock.planner.simulation.engine_internals import Grid, recomputes
 from penstock.planner.trials import Trial, Trials
