@@ -36,6 +36,7 @@ from penstock.planner.simulation.program import BackEnd, Op, Program
 from penstock.planner.simulation.ranks import SimulatedRanks
 from penstock.planner.simulation.real_operations import RealOperations, random_values
 from penstock.planner.simulation.recorder import RecordedMemory, Recorder
+from penstock.planner.simulation.repeat import Whole, repeated, rest_bytes, shortened, whole_model
 from penstock.planner.simulation.resources import SimulatedResources
 from penstock.planner.simulation.streams import RecordedStreams
 
@@ -107,19 +108,26 @@ def simulate(setup: Setup, request: PrepareRequest, *, steps: int = STEPS) -> Si
     Raises:
         ConfigError: the model cannot be simulated: its control flow depends on values; it says where, and what to do.
     """
+    # Threads of updates would have nothing to do.
+    request = replace(request, weights=None, options=replace(request.options, update_threads=1))
     with torch.random.fork_rng(devices=[]):  # the batch and the model's first values may draw some
-        return _simulate(setup, request, steps)
+        if steps == STEPS and not setup.runs_operations:
+            with contextlib.suppress(Exception):  # whatever it is, the whole model has it too, or does not need it
+                optimizer = copy_optimizer(setup.optimizer, setup.model, setup.model)
+                reach = RecordedStreams(Recorder(setup.back_end), debug_release=request.debug_release).reach
+                whole = whole_model(setup.model, optimizer, request, setup.grid, reach)
+                if whole is not None:
+                    return _simulate(setup, request, steps, whole)
+        return _simulate(setup, request, steps, None)
 
 
-def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
+def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | None) -> Simulation:
     recorder = Recorder(setup.back_end)
-    model = copy_model(setup.model)
+    model = copy_model(setup.model, without=whole.removed if whole is not None else ())
     if setup.recompute and not recomputes(model):
         tell(model)
     optimizer = copy_optimizer(setup.optimizer, setup.model, model)
     batch = [_on_cpu(_made(setup.batch)) for _ in range(setup.micro_batches)]
-    # Threads of updates would have nothing to do.
-    request = replace(request, weights=None, options=replace(request.options, update_threads=1))
     fill = random_values if setup.runs_operations else None
     streams = RecordedStreams(recorder, debug_release=request.debug_release, fill=fill)
     ranks = SimulatedRanks(setup.grid, recorder)
@@ -131,15 +139,21 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
             closing.enter_context(side)
         memory = RecordedMemory(recorder)
         seen = _mode(setup, recorder, memory)
+        if whole is not None:
+            request = replace(request, placement=shortened(request.placement, whole))
         blueprint = draw_blueprint(model, optimizer, request, setup.grid, streams.reach)
-        rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
+        if whole is not None:
+            whole.check(blueprint)
+            blueprint = whole.blueprint
+        rule, budget = blueprint.rule.name, budget_of(blueprint, setup.model, streams.device)
         prepared = build(model, optimizer, request, ranks, streams, resources)
         closing.callback(prepared.close, keep_params=False)
         recorder.begin()
         for buffer in model.buffers():  # they go to the device as they are
             memory.follow(buffer)
         if setup.back_end == "accelerator":
-            recorder.add(Tier.DEVICE, _SMALL_OF_A_UNIT * BLOCK_BYTES * len(blueprint.units))
+            units = len(blueprint.units) - (len(whole.removed_units()) if whole is not None else 0)
+            recorder.add(Tier.DEVICE, _SMALL_OF_A_UNIT * BLOCK_BYTES * units)
         recorder.forget_peak()
         rests = recorder.bytes_on(Tier.DEVICE)
         try:
@@ -155,10 +169,16 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
                 f"{type(setup.model).__name__} cannot be simulated{where}: {one_line(error)}. Check that it runs on "
                 "such a batch; `penstock plan --measure` runs two real steps instead."
             ) from error
+        if whole is not None:
+            more = rest_bytes(whole)
+            if setup.back_end == "accelerator":
+                more[Tier.DEVICE] += _SMALL_OF_A_UNIT * BLOCK_BYTES * len(whole.removed_units())
+            repeated(recorder, whole, more)
+            rests += more[Tier.DEVICE]
         size = setup.grid.world_size
         program = recorder.program(rule=rule, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
+        phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     gc.collect()  # graphs refer to the engine that they were made in
-    phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     return Simulation(
         program, blueprint, budget, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
     )
