@@ -5,6 +5,7 @@ Structure, hooks and attributes are copied; parameters have memory that nobody t
 
 import copy
 from collections import defaultdict
+from collections.abc import Collection
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -21,10 +22,14 @@ from penstock.planner.simulation.fake_tensor import fake_tensor
 _EMPTY = object()  # what is in a cell that has nothing yet
 
 
-def copy_model(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module, without: Collection[str] = ()) -> nn.Module:
     """Copy a model, on any device, as one on the cpu whose parameters have no values. Small buffers keep theirs.
 
     Of a DTensor there are this rank's elements, on the same mesh.
+
+    Arguments:
+        model: the model.
+        without: the names of blocks in its lists that are left out; others keep their names.
 
     Raises:
         ConfigError: the model cannot be copied.
@@ -37,6 +42,7 @@ def copy_model(model: nn.Module) -> nn.Module:
             memo[id(buffer)] = _buffer(buffer)
     for module in model.modules():  # ranks are not copied
         memo |= {id(held): held for held in vars(module).values() if isinstance(held, (ProcessGroup, DeviceMesh))}
+    memo |= {id(module): None for name, module in model.named_modules() if name in without}
     try:
         other_model = copy.deepcopy(model, memo)
     except Exception as error:  # it is somebody else's code
@@ -44,6 +50,9 @@ def copy_model(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be copied, which a simulation needs: {one_line(error)}. Give a function "
             "that makes it on the meta device instead."
         ) from error
+    for name in without:
+        parent, _, child = name.rpartition(".")
+        del other_model.get_submodule(parent)._modules[child]
     for module in other_model.modules():
         around = module.__dict__.get("forward")
         if isinstance(around, FunctionType):
@@ -105,14 +114,16 @@ def copy_optimizer(
     Arguments:
         optimizer: the one that is meant, or its class, which takes all parameters.
         model: the model that was copied.
-        other: its copy.
+        other: its copy, which may be without some blocks.
     """
     if isinstance(optimizer, type):
         return optimizer(other.parameters())  # type: ignore[call-arg]
-    twins = dict(zip(model.parameters(), other.parameters(), strict=True))
+    named = dict(other.named_parameters())
+    twins = {parameter: named[name] for name, parameter in model.named_parameters() if name in named}
     made = copy.copy(optimizer)
     made.param_groups = [
-        {**group, "params": [twins[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [twins[parameter] for parameter in group["params"] if parameter in twins]}
+        for group in optimizer.param_groups
     ]
     made.state = defaultdict(dict)
     return made

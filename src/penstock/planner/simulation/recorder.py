@@ -1,8 +1,9 @@
 """What a simulation notes while the engine runs: the program, and how many bytes are where."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from penstock.config import Tier
 from penstock.planner.simulation.fake_tensor import Memory
@@ -18,6 +19,16 @@ from penstock.planner.simulation.program import (
     WorkKind,
 )
 from penstock.trace import NO_LABEL, Label
+
+
+class Change(NamedTuple):
+    """How bytes of a tier change from one item to the next: in the end, and at most on the way."""
+
+    net: int
+    most: int
+
+
+NO_CHANGE = Change(0, 0)
 
 
 class Recorder:
@@ -40,14 +51,16 @@ class Recorder:
         self._ops: dict[Op, int] = {}
         self._segments: dict[Segment, int] = {}
         self._meetings: list[Collective] = []
-        self._items: list[Item] = []
+        self.items: list[Item] = []
         self._steps = [0]
         self._counted: dict[int, int] = {}  # operations since the last event, by their number
         self._issued: list[Collective] = []  # inside of a job
         self._label = NO_LABEL
-        self._phases: list[tuple[str, int]] = []
+        self.phases: list[tuple[str, int]] = []
+        self.changes: dict[int, dict[Tier, Change]] = {}  # by the number of the item that comes next
         self._there: Counter[Tier] = Counter()
         self._peak: Counter[Tier] = Counter()
+        self._rests: Counter[Tier] = Counter()
 
     # Compute
 
@@ -73,7 +86,7 @@ class Recorder:
     def _end_segment(self) -> None:
         if self._counted:
             segment = self._segments.setdefault(self._take_segment(), len(self._segments))
-            self._items.append(Item(WorkKind.COMPUTE, segment, self._label))
+            self.items.append(Item(WorkKind.COMPUTE, segment, self._label))
 
     def _take_segment(self) -> Segment:
         counted, self._counted = self._counted, {}
@@ -97,19 +110,19 @@ class Recorder:
         """Note a job; return its number."""
         self._end_segment()
         self.jobs.append(job)
-        self._items.append(Item(WorkKind.SUBMIT, len(self.jobs) - 1, self._label))
+        self.items.append(Item(WorkKind.SUBMIT, len(self.jobs) - 1, self._label))
         return len(self.jobs) - 1
 
     def wait(self, job: int, *, by_host: bool) -> None:
         """Note that compute, or the host, goes on after a job."""
         self._end_segment()
-        self._items.append(Item(WorkKind.HOST_WAIT if by_host else WorkKind.WAIT, job, self._label))
+        self.items.append(Item(WorkKind.HOST_WAIT if by_host else WorkKind.WAIT, job, self._label))
 
     def synchronize(self) -> None:
         """Note that the host waits for all that compute was given."""
         self._end_segment()
         self.order.synchronize()
-        self._items.append(Item(WorkKind.SYNCHRONIZE, 0, self._label))
+        self.items.append(Item(WorkKind.SYNCHRONIZE, 0, self._label))
 
     # Ranks
 
@@ -127,12 +140,15 @@ class Recorder:
         """Note a collective that the host issues and waits for."""
         self._end_segment()
         self._meetings.append(collective)
-        self._items.append(Item(WorkKind.MEET, len(self._meetings) - 1, self._label))
+        self.items.append(Item(WorkKind.MEET, len(self._meetings) - 1, self._label))
 
     # Memory
 
     def add(self, tier: Tier, nbytes: int) -> None:
         """Note that bytes of a tier are taken, or with a negative number given back."""
+        changes = self.changes.setdefault(len(self.items), {})
+        net, most = changes.get(tier, NO_CHANGE)
+        changes[tier] = Change(net + nbytes, max(most, net + nbytes))
         self._there[tier] += nbytes
         self._peak[tier] = max(self._peak[tier], self._there[tier])
 
@@ -142,33 +158,72 @@ class Recorder:
 
     def forget_peak(self) -> None:
         """Measure the most bytes from here on."""
+        self.changes.clear()
         self._peak = Counter(self._there)
+        self._rests = Counter(self._there)
 
     # The end
 
     def enter(self, phase: str) -> None:
         """Note that a forward, a backward or a step begins."""
         self._end_segment()
-        self._phases.append((phase, len(self._items)))
+        self.phases.append((phase, len(self.items)))
 
     def items_of(self, phase: str) -> list[range]:
         """List the numbers of the items of each forward, backward or step."""
-        ends = [first for _, first in self._phases[1:]] + [len(self._items)]
-        return [range(first, end) for (name, first), end in zip(self._phases, ends, strict=True) if name == phase]
+        ends = [first for _, first in self.phases[1:]] + [len(self.items)]
+        return [range(first, end) for (name, first), end in zip(self.phases, ends, strict=True) if name == phase]
 
     def end_step(self) -> None:
         """Note that a step is over."""
         self.turn_to(NO_LABEL)
         self._end_segment()
-        self._steps.append(len(self._items))
+        self._steps.append(len(self.items))
         self.step += 1
 
     def begin(self) -> None:
         """Begin the program here: what was noted of the start is no part of it."""
         self._end_segment()
-        self._items.clear()
-        self._phases.clear()
+        self.items.clear()
+        self.phases.clear()
         self._steps = [0]
+
+    def operations(self, segment: int) -> dict[Op, int]:
+        """Return the operations of a segment, and how often each is there."""
+        ops, counted = list(self._ops), list(self._segments)[segment]
+        return {ops[number]: count for number, count in counted}
+
+    def segment(self, operations: Mapping[Op, int]) -> int:
+        """Return the number of the segment of some operations."""
+        counted = tuple((self._ops.setdefault(op, len(self._ops)), count) for op, count in operations.items())
+        return self._segments.setdefault(counted, len(self._segments))
+
+    def become(
+        self,
+        items: Sequence[Item],
+        jobs: Sequence[ProgramJob],
+        positions: Sequence[int],
+        changes: Iterable[Mapping[Tier, Change]],
+        rests: Mapping[Tier, int],
+    ) -> None:
+        """Tell of another program in place of the one that was noted.
+
+        Arguments:
+            items: what it does.
+            jobs: what it submits.
+            positions: the number that each item had, and their end, among these.
+            changes: of bytes, in order.
+            rests: bytes that are there beside those that were noted before it began.
+        """
+        self.items, self.jobs = list(items), list(jobs)
+        self.phases = [(name, positions[first]) for name, first in self.phases]
+        self._steps = [positions[first] for first in self._steps]
+        self._there = self._rests + Counter(rests)
+        self._peak = Counter(self._there)
+        for by_tier in changes:
+            for tier, (net, most) in by_tier.items():
+                self._peak[tier] = max(self._peak[tier], self._there[tier] + most)
+                self._there[tier] += net
 
     def program(
         self, *, rule: str, world_size: int, tokens: int, hosts: int = 0, peaks: Mapping[str, int] | None = None
@@ -180,7 +235,7 @@ class Recorder:
             segments=tuple(self._segments),
             jobs=tuple(self.jobs),
             meetings=tuple(self._meetings),
-            items=tuple(self._items),
+            items=tuple(self.items),
             steps=tuple(self._steps),
             peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()} | dict(peaks or {}),
             rule=rule,

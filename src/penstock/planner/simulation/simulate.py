@@ -6,6 +6,7 @@
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ from penstock.planner.simulation.operation_cost import Oracle, Recipe
 from penstock.planner.simulation.program import BackEnd, Op, Program
 from penstock.planner.simulation.ranks import SimulatedRanks
 from penstock.planner.simulation.recorder import RecordedMemory, Recorder
+from penstock.planner.simulation.repeat import Whole, repeated, rest_bytes, shortened, whole_model
 from penstock.planner.simulation.resources import SimulatedResources
 from penstock.planner.simulation.streams import RecordedStreams
 
@@ -109,19 +111,34 @@ def simulate(setup: Setup, request: PrepareRequest, *, steps: int = STEPS) -> Si
     Raises:
         ConfigError: the model cannot be simulated: its control flow depends on values; it says where, and what to do.
     """
+    # Threads of updates would have nothing to do.
+    request = replace(request, weights=None, options=replace(request.options, update_threads=1))
     with torch.random.fork_rng(devices=[]):  # the batch and the model's first values may draw some
-        return _simulate(setup, request, steps)
+        if steps == STEPS and not setup.runs_operations:
+            with contextlib.suppress(Exception):  # whatever it is, the whole model has it too, or does not need it
+                if (whole := _whole(setup, request)) is not None:
+                    return _simulate(setup, request, steps, whole)
+        return _simulate(setup, request, steps, None)
 
 
-def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
+def _whole(setup: Setup, request: PrepareRequest) -> Whole | None:
+    """Plan the whole model, if a shortened one can be simulated in its place."""
+    optimizer = copy_optimizer(setup.optimizer, setup.model, setup.model)
+    reach = RecordedStreams(Recorder(setup.back_end), debug_release=request.debug_release).reach
+    whole = whole_model(setup.model, optimizer, request, setup.grid, reach)
+    limits = [each for each in (setup.pinnable_bytes, request.options.pinned_bytes) if each is not None]
+    if whole is None or (setup.back_end == "accelerator" and whole.host_bytes() > min(limits, default=math.inf)):
+        return None  # what is pinned depends on all that there is
+    return whole
+
+
+def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | None) -> Simulation:
     recorder = Recorder(setup.back_end)
-    model = copy_model(setup.model)
+    model = copy_model(setup.model, without=whole.removed if whole is not None else ())
     if setup.recompute and not recomputes(model):
         tell(model)
     optimizer = copy_optimizer(setup.optimizer, setup.model, model)
     batch = [_on_cpu(_made(setup.batch)) for _ in range(setup.micro_batches)]
-    # Threads of updates would have nothing to do.
-    request = replace(request, weights=None, options=replace(request.options, update_threads=1))
     fill = random_values if setup.runs_operations else None
     streams = RecordedStreams(recorder, debug_release=request.debug_release, fill=fill)
     ranks = SimulatedRanks(setup.grid, recorder)
@@ -143,15 +160,21 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
             runs=setup.runs_operations,
             oracle=setup.oracle,
         )
+        if whole is not None:
+            request = replace(request, placement=shortened(request.placement, whole))
         blueprint = draw_blueprint(model, optimizer, request, setup.grid, streams.reach)
-        rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
+        units = len(blueprint.units)
+        if whole is not None:
+            whole.check(blueprint)
+            blueprint = whole.blueprint
+        rule, budget = blueprint.rule.name, budget_of(blueprint, setup.model, streams.device)
         prepared = build(model, optimizer, request, ranks, streams, resources)
         closing.callback(prepared.close, keep_params=False)
         recorder.begin()
         for buffer in model.buffers():  # they go to the device as they are
             memory.follow(buffer)
-        if setup.back_end == "accelerator":
-            recorder.add(Tier.DEVICE, _SMALL_OF_A_UNIT * BLOCK_BYTES * len(blueprint.units))
+        small = _SMALL_OF_A_UNIT * BLOCK_BYTES if setup.back_end == "accelerator" else 0
+        recorder.add(Tier.DEVICE, small * units)
         recorder.forget_peak()
         rests = recorder.bytes_on(Tier.DEVICE)
         try:
@@ -167,10 +190,15 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
                 f"{type(setup.model).__name__} cannot be simulated{where}: {one_line(error)}. Check that it runs on "
                 "such a batch; `penstock plan --measure` runs two real steps instead."
             ) from error
+        if whole is not None:
+            more = rest_bytes(whole.removed_units())
+            more[Tier.DEVICE] += small * (len(whole.blueprint.units) - units)
+            repeated(recorder, whole, more)
+            rests += more[Tier.DEVICE]
         size = setup.grid.world_size
         program = recorder.program(rule=rule, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
+        phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     gc.collect()  # graphs refer to the engine that they were made in
-    phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     return Simulation(
         program, blueprint, budget, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
     )

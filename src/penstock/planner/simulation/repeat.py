@@ -1,0 +1,588 @@
+"""Equal blocks are simulated once: a model without most of them is simulated, and its program repeats what is left out.
+
+1. Plan the units of the whole model. Blocks that follow each other are a `Run` where they are equal, and their state is
+   on the same tiers; a run needs a few blocks, the others are left out (`shortened`).
+2. In each pass over a run, what happens for one block in its middle happens for the next one too, but for the names of
+   units and for the jobs that are referred to: `repeated` inserts it for each block that was left out.
+
+It is exact, or it is not done: where neighbours in the middle of a run differ, the whole model is simulated.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.config import GRAD, MASTER, PARAM, Placement, Tier, parse_tier
+from penstock.planner.simulation.engine_internals import (
+    RING_BYTES,
+    Blueprint,
+    Grid,
+    PrepareRequest,
+    Reach,
+    UnitPlan,
+    draw_blueprint,
+    record_sizes,
+)
+from penstock.planner.simulation.fake_tensor import rounded
+from penstock.planner.simulation.program import Item, ProgramJob, WorkKind
+from penstock.planner.simulation.recorder import Change, Recorder
+from penstock.trace import Label
+
+#: The norm of a gradient, as native arithmetic is noted.
+NORM = "penstock.norm"
+#: So many blocks at either end of a run are unlike those in the middle: buffers for their gradients are free at first.
+LEAST_EDGE = 2
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+class UnlikeError(Exception):
+    """Blocks of a run differ in what is done for them: the whole model has to be simulated."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal blocks that follow each other, with state on the same tiers.
+
+    Attributes:
+        names: of all of them, in order.
+        kept: how many are simulated.
+        last: the number of the last one before those that are left out.
+    """
+
+    names: Sequence[str]
+    kept: int
+    last: int
+
+    @property
+    def left_out(self) -> int:
+        """The number of blocks that are left out."""
+        return len(self.names) - self.kept
+
+    def number(self, kept: int) -> int:
+        """Return the number among all blocks of one that is simulated."""
+        return kept if kept <= self.last else kept + self.left_out
+
+    def removed(self) -> Sequence[str]:
+        """Return the names of the blocks that are left out."""
+        return self.names[self.last + 1 : self.last + 1 + self.left_out]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which blocks are left out
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def equal_blocks(model: nn.Module) -> list[list[str]]:
+    """List the blocks of a model's lists that follow each other and are equal, but for a number that they have."""
+    found: list[list[str]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            before = None
+            for number, (child_name, child) in enumerate(module.named_children()):
+                described = _described(child, number)
+                if described != before:
+                    found.append([])
+                found[-1].append(f"{name}.{child_name}" if name else child_name)
+                before = described
+    return [names for names in found if len(names) > 2 * LEAST_EDGE + 2]
+
+
+def _described(block: nn.Module, number: int) -> object:
+    """Describe what a block consists of."""
+    parts = []
+    for name, module in block.named_modules():
+        held = {key: _of(value, number) for key, value in vars(module).items() if key not in _OF_MODULE}
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        shapes = [(key, t.dtype, tuple(t.shape), t.requires_grad) for key, t in tensors]
+        parts.append((name, type(module), held, shapes))
+    return parts
+
+
+def _of(value: Any, number: int) -> object:
+    if type(value) is int and value == number:
+        return "its number"
+    if isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value):
+        return tuple(value)
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole model, of which a shortened one is simulated.
+
+    Attributes:
+        runs: of equal blocks, most of which are left out.
+        blueprint: of the whole model.
+    """
+
+    runs: Sequence[Run]
+    blueprint: Blueprint
+
+    @property
+    def removed(self) -> list[str]:
+        """The names of the blocks that are left out."""
+        return [name for run in self.runs for name in run.removed()]
+
+    def removed_units(self) -> list[UnitPlan]:
+        """List the units of the blocks that are left out."""
+        removed = self.removed
+        return [
+            plan for plan in self.blueprint.units if plan.spec.name in removed or _is_inside(plan.spec.name, removed)
+        ]
+
+    def host_bytes(self) -> int:
+        """Count the bytes at rest in host memory."""
+        return rest_bytes(self.blueprint.units)[Tier.CPU]
+
+    def late_norms(self, *, kept: bool) -> Counter[int]:
+        """Count the norms that are taken of gradients on the device all at once in `step`, by their bytes."""
+        removed = {plan.spec.name for plan in self.removed_units()} if kept else set()
+        found: Counter[int] = Counter()
+        for plan in self.blueprint.units:
+            gradients = plan.segments.get(GRAD, ())
+            if plan.spec.name not in removed and len(gradients) == 1 and gradients[0].tier is Tier.DEVICE:
+                itemsize = self.blueprint.storages.grad_dtype.itemsize
+                found.update((p.stop - p.start) * itemsize for p in plan.layout.parts(self.blueprint.grid.shard_rank))
+        return found
+
+    def check(self, blueprint: Blueprint) -> None:
+        """Check that the units of the shortened model have their state where the whole one has it.
+
+        Raises:
+            UnlikeError: they do not.
+        """
+        planned = {plan.spec.name: plan for plan in self.blueprint.units}
+        if any(_tiers({"": plan}) != _tiers({"": planned[plan.spec.name]}) for plan in blueprint.units):
+            raise UnlikeError
+
+
+def whole_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, request: PrepareRequest, grid: Grid, reach: Reach
+) -> Whole | None:
+    """Plan a whole model and find which of its blocks need not be simulated; `None` where all of them do.
+
+    Arguments:
+        model: the model.
+        optimizer: over its parameters.
+        request: how it is prepared.
+        grid: the ranks.
+        reach: which tiers compute reads in place.
+    """
+    blocks = equal_blocks(model)
+    if not blocks:
+        return None
+    blueprint = draw_blueprint(model, optimizer, request, grid, reach)
+    runs = [run for run in runs_of(blocks, blueprint) if holds_all(model, run, blueprint)]
+    return Whole(runs, blueprint) if runs else None
+
+
+def runs_of(blocks: Sequence[Sequence[str]], blueprint: Blueprint) -> list[Run]:
+    """Find the runs of a model of which blocks can be left out.
+
+    Arguments:
+        blocks: its equal blocks (`equal_blocks`).
+        blueprint: of the whole model.
+    """
+    plans = {plan.spec.name: plan for plan in blueprint.units}
+    request = blueprint.request
+    ahead_bytes = request.options.prefetch_bytes
+    in_files_too = (
+        request.placement.activations is not None
+        and parse_tier(request.placement.activations, what="activations") is Tier.NVME
+    )
+    found: list[Run] = []
+    for names in blocks:
+        units = [_units(name, plans) for name in names]
+        groups: list[list[int]] = []
+        for number, of_block in enumerate(units):
+            alike = bool(groups) and _tiers(of_block) == _tiers(units[groups[-1][-1]])
+            groups[-1].append(number) if alike and of_block else groups.append([number])
+        group = max(groups, key=len)  # updates of one run may alternate with those of another
+        plan, *_ = units[group[0]].values() or (None,)
+        if plan is None:
+            continue
+        nbytes = sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in units[group[0]].values())
+        in_files = any(each.tier is Tier.NVME for plan in units[group[0]].values() for each in plan.all_segments())
+        last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files or in_files_too else 0) // nbytes)
+        kept = 2 * last + 2
+        if len(group) > kept:
+            found.append(Run([names[number] for number in group], kept, last))
+    return [
+        run for run in found if not any(_is_inside(run.names[0], other.names) for other in found if other is not run)
+    ]
+
+
+def _is_inside(name: str, others: Iterable[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in others)
+
+
+def _units(block: str, plans: Mapping[str, UnitPlan]) -> dict[str, UnitPlan]:
+    """Return the plans of a block's units, by the rest of their names."""
+    return {
+        name.removeprefix(block): plan
+        for name, plan in plans.items()
+        if name == block or name.startswith((f"{block}.",))
+    }
+
+
+def _tiers(units: Mapping[str, UnitPlan]) -> object:
+    """Return where the state of a block's units is."""
+    return [
+        (
+            rest,
+            plan.resident,
+            plan.replicated,
+            [(each.storage, each.tier, each.start, each.numel) for each in plan.all_segments()],
+        )
+        for rest, plan in units.items()
+    ]
+
+
+def holds_all(model: nn.Module, run: Run, blueprint: Blueprint) -> bool:
+    """Return True if the blocks' parameters are in units of their own, and in no other ones."""
+    plans = {plan.spec.name: plan for plan in blueprint.units}
+    for name in (run.names[0], run.names[-1]):
+        own = {id(parameter) for plan in _units(name, plans).values() for parameter in plan.spec.parameters}
+        if own != {id(parameter) for parameter in model.get_submodule(name).parameters()}:
+            return False
+    return True
+
+
+def shortened(placement: Placement, whole: Whole) -> Placement:
+    """Return the placement of the shortened model in which each unit's state is where it is in the whole one."""
+    removed = {plan.spec.name for plan in whole.removed_units()}
+    kept = [plan for plan in whole.blueprint.units if plan.spec.name not in removed]
+    storages = whole.blueprint.storages
+    weights = {
+        "params": (PARAM, lambda plan: plan.spec.dtype.itemsize),
+        "grads": (GRAD, lambda plan: storages.grad_dtype.itemsize),
+        "optimizer": (MASTER, lambda plan: storages.optimizer_bytes(plan.spec)),
+    }
+    homes: dict[str, dict[str, float]] = {}
+    for kind, (storage, bytes_of) in weights.items():
+        there: Counter[str] = Counter()
+        for plan in kept:
+            for segment in plan.segments.get(storage, ()):
+                there[segment.tier.value] += segment.numel * bytes_of(plan)
+        total = sum(there.values())
+        if total:
+            homes[kind] = {tier: nbytes / total for tier, nbytes in there.items()}
+    return replace(placement, **homes)
+
+
+def rest_bytes(units: Iterable[UnitPlan]) -> Counter[Tier]:
+    """Count the bytes of units at rest."""
+    found: Counter[Tier] = Counter()
+    for segment in (segment for plan in units for segment in plan.all_segments()):
+        if segment.tier is Tier.NVME:
+            found[Tier.NVME] += sum(record_sizes(segment))
+        elif segment.tier is Tier.CPU:
+            found[Tier.CPU] += sum(cell.taken_bytes for cell in segment.cells)
+        else:
+            found[Tier.DEVICE] += sum(rounded(cell.nbytes) for cell in segment.cells)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is done for the blocks that were left out
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Chunk(NamedTuple):
+    """Items of one block in one pass over its run."""
+
+    sweep: int
+    run: int
+    block: int
+
+
+class _Sweep(NamedTuple):
+    """A pass over a run: the blocks as they are met, each from an item on, and the end of the last one's items."""
+
+    run: int
+    blocks: Sequence[int]
+    starts: Sequence[int]
+    stop: int
+
+
+class Repetition:
+    """Makes the program of a whole model from that of a shortened one.
+
+    Arguments:
+        recorder: what was recorded of the shortened model.
+        whole: the whole model.
+    """
+
+    def __init__(self, recorder: Recorder, whole: Whole) -> None:
+        self._recorder, self._whole = recorder, whole
+        self._runs = whole.runs
+        self._items, self._jobs, self._phases, self._memory = (
+            recorder.items,
+            recorder.jobs,
+            recorder.phases,
+            recorder.changes,
+        )
+        self._places: dict[str, tuple[int, int, str] | None] = {}
+        self._sweeps: list[_Sweep] = []
+        self._chunks: list[_Chunk | None] = [None] * len(self._items)
+        self._where: dict[int, tuple[_Chunk, int]] = {}  # of jobs: their chunk, and which one they are there
+        self._find_sweeps()
+        self._number_jobs()
+        self._repeated = [self._steady(number) for number in range(len(self._sweeps))]
+        self.new_items: list[Item] = []
+        self.new_jobs: list[ProgramJob] = []
+        self.positions: list[int] = []  # of the items that there were, among the new ones
+        self.changes: list[Mapping[Tier, Change]] = []
+        self._outside: dict[int, int] = {}
+        self._inside: dict[tuple[int, int, int], int] = {}  # by sweep, number of the block among all, and number there
+
+    # Passes over runs
+
+    def _place(self, unit: str) -> tuple[int, int, str] | None:
+        """Return the run and the block that a unit is of, and the rest of its name."""
+        if unit not in self._places:
+            self._places[unit] = None
+            for number, run in enumerate(self._runs):
+                for block in range(run.kept):
+                    name = run.names[run.number(block)]
+                    if unit == name or unit.startswith(f"{name}."):
+                        self._places[unit] = number, block, unit.removeprefix(name)
+        return self._places[unit]
+
+    def _unit(self, item: Item) -> str:
+        if item.kind in (WorkKind.SUBMIT, WorkKind.WAIT, WorkKind.HOST_WAIT):
+            return self._jobs[item.index].label.unit
+        return item.label.unit if item.kind is WorkKind.COMPUTE else ""
+
+    def _find_sweeps(self) -> None:
+        ends = [first for _, first in self._phases[1:]] + [len(self._items)]
+        for (phase, start), stop in zip(self._phases, ends, strict=True):
+            met: dict[int, list[tuple[int, int]]] = {}
+            for index in range(start, stop):
+                item = self._items[index]
+                place = self._place(self._unit(item))
+                # Forward and backward are told apart by what is computed: what comes ahead belongs to where it is met.
+                if place is not None and (phase == "step" or item.kind is WorkKind.COMPUTE):
+                    met.setdefault(place[0], []).append((index, place[1]))
+            for run, found in met.items():
+                for sweep in self._cut(run, found, stop, phase):
+                    self._add(sweep)
+        self._check_outside()
+
+    def _cut(self, run: int, found: Sequence[tuple[int, int]], stop: int, phase: str) -> Iterator[_Sweep]:
+        """Cut what is met of a run in a phase into passes over it."""
+        starts: dict[int, int] = {}
+        kept = self._runs[run].kept
+        for index, block in [*found, (stop, -1)]:
+            if block == -1 or (len(starts) == kept and block == next(iter(starts))):
+                order = list(starts)
+                if len(order) == kept:
+                    if order not in (list(range(kept)), list(range(kept))[::-1]):
+                        raise UnlikeError
+                    begins = list(starts.values())
+                    yield _Sweep(run, order, begins, self._end(begins[-1], order[-1], run, index, phase))
+                starts = {}
+            starts.setdefault(block, index)
+
+    def _end(self, start: int, block: int, run: int, stop: int, phase: str) -> int:
+        """Find where the items of the last block of a pass end."""
+        for index in range(start + 1, stop):
+            item = self._items[index]
+            if phase == "step" or item.kind is WorkKind.COMPUTE:
+                place = self._place(self._unit(item))
+                if place is None or place[:2] != (run, block):
+                    return index
+        return stop
+
+    def _add(self, sweep: _Sweep) -> None:
+        number = len(self._sweeps)
+        self._sweeps.append(sweep)
+        for block, start, stop in zip(sweep.blocks, sweep.starts, [*sweep.starts[1:], sweep.stop], strict=True):
+            for index in range(start, stop):
+                if self._chunks[index] is not None:
+                    raise UnlikeError
+                self._chunks[index] = _Chunk(number, sweep.run, block)
+
+    def _check_outside(self) -> None:
+        """Refuse what is done for blocks on both sides of the gap and is not in a pass over them."""
+        met: dict[int, set[int]] = {}
+        for index, item in enumerate(self._items):
+            place, chunk = self._place(self._unit(item)), self._chunks[index]
+            if chunk is not None:
+                met.pop(chunk.run, None)
+            if place is not None and (chunk is None or chunk.run != place[0]):
+                blocks = met.setdefault(place[0], set())
+                blocks.add(place[1])
+                last = self._runs[place[0]].last
+                if min(blocks) <= last < max(blocks):
+                    raise UnlikeError
+
+    def _number_jobs(self) -> None:
+        counts: Counter[_Chunk] = Counter()
+        for index, item in enumerate(self._items):
+            chunk = self._chunks[index]
+            if item.kind is WorkKind.SUBMIT and chunk is not None:
+                self._where[item.index] = chunk, counts[chunk]
+                counts[chunk] += 1
+
+    def _steady(self, number: int) -> int:
+        """Return the block of a pass that is repeated: like the one before it, and as near to the middle as can be."""
+        blocks = self._sweeps[number].blocks
+        places = sorted(range(1, len(blocks) - 1), key=lambda place: abs(2 * place - len(blocks)))
+        for place in places:
+            if self._signature(number, blocks[place]) == self._signature(number, blocks[place - 1]):
+                return blocks[place]
+        raise UnlikeError
+
+    def _number(self, sweep: int, block: int) -> int:
+        """Return the number among all blocks of one that was met in a pass."""
+        ascends = self._sweeps[sweep].blocks[0] == 0
+        repeated = self._repeated[sweep]
+        left_out = self._runs[self._sweeps[sweep].run].left_out
+        return block + left_out if (block > repeated if ascends else block >= repeated) else block
+
+    # What a block's items are, whichever block it is
+
+    def _signature(self, sweep: int, block: int) -> object:
+        """Describe what is done for a block, with units and jobs as seen from it."""
+        chunk = _Chunk(sweep, self._sweeps[sweep].run, block)
+        found: list[object] = []
+        for index in self._range(sweep, block):
+            item = self._items[index]
+            payload: object = item.index
+            if item.kind is WorkKind.SUBMIT:
+                job = self._jobs[item.index]
+                after = sorted((self._seen(other, chunk) for other in job.after), key=repr)
+                payload = job._replace(label=self._relative(job.label, chunk), after=()), after  # type: ignore[arg-type]
+            elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
+                payload = self._seen(item.index, chunk)
+            found.append((item.kind, self._relative(item.label, chunk), payload))
+            found.append(self._memory.get(index))
+        return found
+
+    def _range(self, sweep: int, block: int) -> range:
+        found = self._sweeps[sweep]
+        place = found.blocks.index(block)
+        return range(found.starts[place], [*found.starts[1:], found.stop][place])
+
+    def _relative(self, label: Label, chunk: _Chunk) -> object:
+        place = self._place(label.unit)
+        if place is None or place[0] != chunk.run or not self._is_near(chunk, place[1]):
+            return label
+        return label._replace(unit=f"{place[1] - chunk.block}{place[2]}")
+
+    def _seen(self, job: int, chunk: _Chunk) -> object:
+        found = self._where.get(job)
+        if found is None or found[0].run != chunk.run or not self._is_near(chunk, found[0].block):
+            return job
+        return found[0].sweep, found[0].block - chunk.block, found[1]
+
+    def _is_near(self, chunk: _Chunk, block: int) -> bool:
+        return abs(block - chunk.block) <= self._runs[chunk.run].last
+
+    # The program of the whole model
+
+    def repeat(self) -> None:
+        """Write the items of the whole model."""
+        ends = {self._range(number, block).stop: number for number, block in enumerate(self._repeated)}
+        before = min((item.index for item in self._items if item.kind is WorkKind.SUBMIT), default=len(self._jobs))
+        self.new_jobs += self._jobs[:before]  # of the time before the program begins
+        for index in range(len(self._items) + 1):
+            if index in ends:
+                self._insert(ends[index])
+            self.positions.append(len(self.new_items))
+            if index < len(self._items):
+                self._write(index, 0)
+        self.changes.append(self._memory.get(len(self._items), {}))
+
+    def _insert(self, number: int) -> None:
+        way = 1 if self._sweeps[number].blocks[0] == 0 else -1
+        for shift in range(1, self._runs[self._sweeps[number].run].left_out + 1):
+            for index in self._range(number, self._repeated[number]):
+                self._write(index, way * shift)
+
+    def _write(self, index: int, shift: int) -> None:
+        """Write an item once more, for the block so many behind its own."""
+        item, chunk = self._items[index], self._chunks[index]
+        self.changes.append(self._memory.get(index, {}))
+        label = self._labelled(item.label, chunk, shift)
+        place = item.index
+        if item.kind is WorkKind.SUBMIT:
+            job = self._jobs[item.index]
+            after = tuple(sorted({self._job(other, chunk, shift) for other in job.after}))
+            place = len(self.new_jobs)
+            self.new_jobs.append(job._replace(label=self._labelled(job.label, chunk, shift), after=after))
+            found = self._where.get(item.index)
+            if found is None:
+                self._outside[item.index] = place
+            else:
+                at, number = found
+                self._inside[at.sweep, self._number(at.sweep, at.block) + shift, number] = place
+        elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
+            place = self._job(item.index, chunk, shift)
+        elif item.kind is WorkKind.COMPUTE and not label.unit:
+            place = self._with_all_norms(place)
+        self.new_items.append(Item(item.kind, place, label))
+
+    def _with_all_norms(self, segment: int) -> int:
+        """Put the norms of all units in place of those that were taken, where a segment takes them at once."""
+        counted = self._recorder.operations(segment)
+        if {op.name for op in counted} != {NORM}:
+            return segment
+        norms: Counter[int] = Counter()
+        for op, count in counted.items():
+            norms[op.nbytes] += count
+        if norms != self._whole.late_norms(kept=True):
+            raise UnlikeError
+        like = next(iter(counted))
+        all_norms = {
+            like._replace(nbytes=nbytes): count for nbytes, count in self._whole.late_norms(kept=False).items()
+        }
+        return self._recorder.segment(all_norms)
+
+    def _labelled(self, label: Label, chunk: _Chunk | None, shift: int) -> Label:
+        """Name the unit that is meant: those near a block of the middle are as far from the block that is written."""
+        place = self._place(label.unit)
+        if place is None or chunk is None or place[0] != chunk.run or not self._is_near(chunk, place[1]):
+            return label
+        run = self._runs[chunk.run]
+        number = self._number(chunk.sweep, chunk.block) + shift + place[1] - chunk.block
+        if not 0 <= number < len(run.names):
+            raise UnlikeError
+        return label._replace(unit=run.names[number] + place[2])
+
+    def _job(self, job: int, chunk: _Chunk | None, shift: int) -> int:
+        """Return the new number of a job that an item refers to."""
+        found = self._where.get(job)
+        if found is None:
+            return self._outside.get(job, job)
+        at, place = found
+        if chunk is not None and chunk.run == at.run and self._is_near(chunk, at.block):
+            block = self._number(chunk.sweep, chunk.block) + shift + at.block - chunk.block
+            like = self._inside.get((at.sweep, block, place))
+            if like is not None or shift:  # blocks at the ends of a run refer to what others do not have
+                if like is None:
+                    raise UnlikeError
+                return like
+        return self._inside[at.sweep, self._number(at.sweep, at.block), place]
+
+
+def repeated(recorder: Recorder, whole: Whole, rests: Mapping[Tier, int]) -> None:
+    """Have a recorder tell of the whole model in place of a shortened one.
+
+    Arguments:
+        recorder: what was recorded of the shortened model.
+        whole: the whole model.
+        rests: the bytes at rest of what is left out of it.
+
+    Raises:
+        UnlikeError: it is not known what is done for them.
+    """
+    found = Repetition(recorder, whole)
+    found.repeat()
+    recorder.become(found.new_items, found.new_jobs, found.positions, found.changes, rests)
