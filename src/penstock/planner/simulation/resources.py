@@ -17,6 +17,7 @@ from penstock.planner.simulation.engine_internals import (
     FlatValues,
     HostMemory,
     HostTier,
+    MemoryBudget,
     MemorySegment,
     PrepareRequest,
     Records,
@@ -26,6 +27,7 @@ from penstock.planner.simulation.engine_internals import (
     Striping,
     TierMemory,
     UnitSpec,
+    budget_of,
     record_sizes,
 )
 from penstock.planner.simulation.fake_tensor import fake_tensor
@@ -41,7 +43,14 @@ class SimulatedResources(Resources):
         recorder: take the bytes.
         pinnable_bytes: how much host memory can be pinned on the machine that is meant; `None` sets no limit.
         fill: gives what rests on the device values; `None` where nobody reads them.
+
+    Attributes:
+        blueprint: of the engine that is built of them.
+        budget: what that takes of each memory.
     """
+
+    blueprint: Blueprint
+    budget: MemoryBudget
 
     def __init__(
         self, recorder: Recorder, pinnable_bytes: int | None = None, fill: Callable[[Tensor], None] | None = None
@@ -51,7 +60,8 @@ class SimulatedResources(Resources):
         self._pinnable_bytes = pinnable_bytes
 
     def check(self, blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
-        """Refuse nothing: whether it fits is what the simulation is to tell."""
+        """Keep what was drawn, and refuse nothing: whether it fits is what the simulation is to tell."""
+        self.blueprint, self.budget = blueprint, budget_of(blueprint, model, device)
 
     def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:
         """Make tiers that note their bytes."""

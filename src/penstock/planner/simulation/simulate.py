@@ -21,9 +21,7 @@ from penstock.planner.simulation.engine_internals import (
     Grid,
     MemoryBudget,
     PrepareRequest,
-    budget_of,
     build,
-    draw_blueprint,
     noting,
     recomputes,
     tell,
@@ -131,10 +129,9 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
             closing.enter_context(side)
         memory = RecordedMemory(recorder)
         seen = _mode(setup, recorder, memory)
-        blueprint = draw_blueprint(model, optimizer, request, setup.grid, streams.reach)
-        rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
         prepared = build(model, optimizer, request, ranks, streams, resources)
         closing.callback(prepared.close, keep_params=False)
+        blueprint = resources.blueprint
         recorder.begin()
         for buffer in model.buffers():  # they go to the device as they are
             memory.follow(buffer)
@@ -156,11 +153,16 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
                 "such a batch; `penstock plan --measure` runs two real steps instead."
             ) from error
         size = setup.grid.world_size
-        program = recorder.program(rule=rule, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
+        program = recorder.program(rule=blueprint.rule.name, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
     gc.collect()  # graphs refer to the engine that they were made in
     phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     return Simulation(
-        program, blueprint, budget, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
+        program,
+        blueprint,
+        resources.budget,
+        max(0, program.peak_bytes.get("device", 0) - rests),
+        phases,
+        dict(seen.recipes),
     )
 
 
