@@ -1,7 +1,7 @@
 """What a simulation notes while the engine runs: the program, and how many bytes are where."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.config import Tier
@@ -171,9 +171,7 @@ class Recorder:
         self._phases.clear()
         self._steps = [0]
 
-    def program(
-        self, *, rule: str, world_size: int, tokens: int, hosts: int = 0, peaks: Mapping[str, int] | None = None
-    ) -> Program:
+    def program(self, *, rule: str, world_size: int, tokens: int, hosts: int = 0) -> Program:
         """Give all that was noted."""
         return Program(
             back_end=self.back_end,
@@ -183,7 +181,7 @@ class Recorder:
             meetings=tuple(self._meetings),
             items=tuple(self._items),
             steps=tuple(self._steps),
-            peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()} | dict(peaks or {}),
+            peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()},
             rule=rule,
             world_size=world_size,
             hosts=hosts,
