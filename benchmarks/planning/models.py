@@ -32,7 +32,14 @@ def gpt2() -> torch.nn.Module:
 
 def large(name: str) -> torch.nn.Module:
     """A Llama of `SIZES`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(large_config(name))
+
+
+def large_config(name: str) -> Any:
+    """Its configuration."""
+    from transformers import LlamaConfig
 
     vocabulary, groups = (32000, 16) if name == "355m" else (128256, 8)
     shape: dict[str, Any] = dict(SIZES[name])
@@ -40,7 +47,8 @@ def large(name: str) -> torch.nn.Module:
         **shape, vocab_size=vocabulary, num_key_value_heads=groups, max_position_embeddings=8192, use_cache=False
     )
     config.dtype = torch.bfloat16
-    return LlamaForCausalLM(config)
+    config.architectures = ["LlamaForCausalLM"]
+    return config
 
 
 def batch(sequences: int = 2, length: int = 16) -> dict[str, torch.Tensor]:

@@ -1,29 +1,56 @@
 """Curves: seconds of a step by GPUs, disks and the host's memory; and what planning takes."""
 
+import os
 import resource
+import subprocess
+import sys
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.planner import Machine, plan
-from planning.models import batch, large
+from planning.models import batch, large, large_config
 
-CASES = (("8b", "rtx4090-desktop", 1, 60), ("70b", "h100-node", 8, 180))
+CASES = (("8b", "rtx4090-desktop", 1, 10), ("70b", "h100-node", 8, 25))
 
 
 def planning(name: str, machine: str, ranks: int, goal_s: float) -> dict[str, Any]:
-    """Plan one model in this process: seconds of the clock and of the processor, and the peak resident set."""
-    clock, processor = time.perf_counter(), time.process_time()
-    found = plan(partial(large, name), torch.optim.AdamW, partial(batch, 1, 2048), machine=machine, world_size=ranks)
+    """Run the command for one model: seconds of the clock and of the processor, imports included, and its peak memory.
+
+    The peak is that of all commands so far: call it in a process that has run none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        large_config(name).save_pretrained(folder)
+        command = [
+            str(Path(sys.executable).with_name("penstock")),
+            "plan",
+            "--model",
+            folder,
+            "--batch",
+            "1x2048",
+            "--machine",
+            machine,
+        ]
+        clock = time.perf_counter()
+        # On one thread: others wait for it, which counts as work.
+        subprocess.run(
+            [*command, "--gpus", str(ranks)],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        seconds = time.perf_counter() - clock
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     told = {
         "case": f"{name} on {machine}, {ranks} ranks",
-        "seconds": time.perf_counter() - clock,
-        "processor_s": time.process_time() - processor,
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "seconds": seconds,
+        "processor_s": used.ru_utime + used.ru_stime,
+        "peak_gib": used.ru_maxrss / 2**20,
         "goal_s": goal_s,
-        "step_s": found.step_s,
     }
     print(told, flush=True)
     return told

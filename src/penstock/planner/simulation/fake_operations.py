@@ -138,6 +138,11 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._collectives = collectives
         self._around = ExitStack()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch call the mode itself: nothing is compiled inside of it, and a guard at each call takes as long."""
+        return False
+
     def __enter__(self) -> "FakeOperations":
         # What was compiled runs its own Python instead: kernels that were made for it would touch the memory. Torch
         # has not compiled anything where its compiler was never imported, which takes a second.

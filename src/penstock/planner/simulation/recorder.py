@@ -225,9 +225,7 @@ class Recorder:
                 self._peak[tier] = max(self._peak[tier], self._there[tier] + most)
                 self._there[tier] += net
 
-    def program(
-        self, *, rule: str, world_size: int, tokens: int, hosts: int = 0, peaks: Mapping[str, int] | None = None
-    ) -> Program:
+    def program(self, *, rule: str, world_size: int, tokens: int, hosts: int = 0) -> Program:
         """Give all that was noted."""
         return Program(
             back_end=self.back_end,
@@ -237,7 +235,7 @@ class Recorder:
             meetings=tuple(self._meetings),
             items=tuple(self.items),
             steps=tuple(self._steps),
-            peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()} | dict(peaks or {}),
+            peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()},
             rule=rule,
             world_size=world_size,
             hosts=hosts,

@@ -17,6 +17,7 @@ from penstock.planner.simulation.engine_internals import (
     FlatValues,
     HostMemory,
     HostTier,
+    MemoryBudget,
     MemorySegment,
     PrepareRequest,
     Records,
@@ -26,12 +27,12 @@ from penstock.planner.simulation.engine_internals import (
     Striping,
     TierMemory,
     UnitSpec,
+    budget_of,
     record_sizes,
 )
 from penstock.planner.simulation.fake_tensor import fake_tensor
+from penstock.planner.simulation.memory import rounded
 from penstock.planner.simulation.recorder import Recorder
-
-_ROUNDED_BYTES = 512  # what torch's allocator of a device gives at least
 
 
 class SimulatedResources(Resources):
@@ -41,7 +42,14 @@ class SimulatedResources(Resources):
         recorder: take the bytes.
         pinnable_bytes: how much host memory can be pinned on the machine that is meant; `None` sets no limit.
         fill: gives what rests on the device values; `None` where nobody reads them.
+
+    Attributes:
+        blueprint: of the engine that is built of them.
+        budget: what that takes of each memory.
     """
+
+    blueprint: Blueprint
+    budget: MemoryBudget
 
     def __init__(
         self, recorder: Recorder, pinnable_bytes: int | None = None, fill: Callable[[Tensor], None] | None = None
@@ -51,23 +59,18 @@ class SimulatedResources(Resources):
         self._pinnable_bytes = pinnable_bytes
 
     def check(self, blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
-        """Refuse nothing: whether it fits is what the simulation is to tell."""
+        """Keep what was drawn, and refuse nothing: whether it fits is what the simulation is to tell."""
+        self.blueprint, self.budget = blueprint, budget_of(blueprint, model, device)
 
     def tiers(self, request: PrepareRequest, device: torch.device) -> Sequence[TierMemory]:
         """Make tiers that note their bytes."""
         recorder, options = self._recorder, request.options
-        asynchronous = recorder.back_end == "accelerator"
         limits = [limit for limit in (options.pinned_bytes, self._pinnable_bytes) if limit is not None]
 
         class CountedArena(FakeArena):
             """Of this simulation."""
 
-            def note(self, nbytes: int) -> None:
-                recorder.add(Tier.CPU, nbytes)
-
-            @property
-            def needs_pinning(self) -> bool:
-                return asynchronous
+            recorder = self._recorder
 
         return [
             _FakeDevice(recorder, self._fill),
@@ -104,7 +107,13 @@ class _NoValues(FirstValues):
 
 
 class FakeArena(Arena):
-    """An allocation of host memory that is only counted."""
+    """An allocation of host memory that is only counted.
+
+    Attributes:
+        recorder: takes its bytes.
+    """
+
+    recorder: Recorder
 
     def __init__(self, capacity: int, device: torch.device, *, pin: bool = True, ring: bool = False) -> None:
         del ring
@@ -113,15 +122,12 @@ class FakeArena(Arena):
         self.pinned = pin and self.needs_pinning
         self._device = device
         self._allocation = fake_tensor(capacity, torch.uint8) if capacity else None
-        self.note(capacity)
-
-    def note(self, nbytes: int) -> None:
-        """Note that bytes are taken, or given back."""
+        self.recorder.add(Tier.CPU, capacity)
 
     @property
     def needs_pinning(self) -> bool:
         """Whether the device that is meant copies from pinned memory alone by itself."""
-        return False
+        return self.recorder.back_end == "accelerator"
 
     @staticmethod
     def available() -> HostMemory | None:
@@ -139,7 +145,7 @@ class FakeArena(Arena):
     def close(self) -> None:
         """Give the bytes back."""
         if self._allocation is not None:
-            self.note(-self.capacity)
+            self.recorder.add(Tier.CPU, -self.capacity)
         self._allocation = None
         self.used = 0
 
@@ -164,7 +170,7 @@ class _FakeDevice(TierMemory):
             tensors = [torch.empty(cell.numel, dtype=cell.dtype, device="cpu") for cell in plan.cells]
             for tensor in tensors:
                 self._fill(tensor)
-        return MemorySegment(plan, tensors), sum(-(-t.nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES for t in tensors)
+        return MemorySegment(plan, tensors), sum(rounded(tensor.nbytes) for tensor in tensors)
 
 
 class _FakeFiles(TierMemory):

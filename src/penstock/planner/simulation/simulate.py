@@ -24,7 +24,6 @@ from penstock.planner.simulation.engine_internals import (
     PrepareRequest,
     budget_of,
     build,
-    draw_blueprint,
     noting,
     recomputes,
     tell,
@@ -162,14 +161,13 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         )
         if whole is not None:
             request = replace(request, placement=shortened(request.placement, whole))
-        blueprint = draw_blueprint(model, optimizer, request, setup.grid, streams.reach)
+        prepared = build(model, optimizer, request, ranks, streams, resources)
+        closing.callback(prepared.close, keep_params=False)
+        blueprint, budget = resources.blueprint, resources.budget
         units = len(blueprint.units)
         if whole is not None:
             whole.check(blueprint)
-            blueprint = whole.blueprint
-        rule, budget = blueprint.rule.name, budget_of(blueprint, setup.model, streams.device)
-        prepared = build(model, optimizer, request, ranks, streams, resources)
-        closing.callback(prepared.close, keep_params=False)
+            blueprint, budget = whole.blueprint, budget_of(whole.blueprint, setup.model, streams.device)
         recorder.begin()
         for buffer in model.buffers():  # they go to the device as they are
             memory.follow(buffer)
@@ -196,11 +194,16 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
             repeated(recorder, whole, more)
             rests += more[Tier.DEVICE]
         size = setup.grid.world_size
-        program = recorder.program(rule=rule, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
+        program = recorder.program(rule=blueprint.rule.name, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
         phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     gc.collect()  # graphs refer to the engine that they were made in
     return Simulation(
-        program, blueprint, budget, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
+        program,
+        blueprint,
+        budget,
+        max(0, program.peak_bytes.get("device", 0) - rests),
+        phases,
+        dict(seen.recipes),
     )
 
 

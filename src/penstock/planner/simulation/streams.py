@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock.config import Tier
 from penstock.planner.simulation.engine_internals import COLLECTIVE, ON_DEVICE, Event, Streams, Work
 from penstock.planner.simulation.fake_tensor import mark
-from penstock.planner.simulation.program import BackEnd, ProgramJob
+from penstock.planner.simulation.program import ProgramJob
 from penstock.planner.simulation.recorder import Recorder
 from penstock.planner.simulation.resources import FakeRecords
 from penstock.trace import NO_LABEL, Label
@@ -40,11 +40,6 @@ class RecordedStreams(Streams):
         self._fill = fill
         self._last: WeakKeyDictionary[Event, Mapping[_Row, int]] = WeakKeyDictionary()  # of events of several
         self.observer = _Turns(recorder)  # compute is told apart by unit, as in a trace
-
-    @property
-    def back_end(self) -> BackEnd:
-        """Who would run what is submitted."""
-        return self._recorder.back_end
 
     @property
     def computes_on_host(self) -> bool:
