@@ -1,6 +1,6 @@
 """What the planner and its simulations take from inside the library: every such name, from here alone."""
 
-from penstock.blueprint import Blueprint, PrepareRequest, request_for
+from penstock.blueprint import Blueprint, PrepareRequest, draw_blueprint, request_for
 from penstock.build import build
 from penstock.engine.forward_backward.gather import packed_bytes
 from penstock.engine.unit.dtensor import divided_over, is_divided, own_elements, spec_of, wrapped
