@@ -30,8 +30,7 @@ from penstock.planner.simulation.engine_internals import (
     budget_of,
     record_sizes,
 )
-from penstock.planner.simulation.fake_tensor import fake_tensor
-from penstock.planner.simulation.memory import rounded
+from penstock.planner.simulation.fake_tensor import fake_tensor, rounded
 from penstock.planner.simulation.recorder import Recorder
 
 
