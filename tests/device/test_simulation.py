@@ -20,7 +20,7 @@ from penstock.planner.simulation.simulate import Setup, loss_of
 from penstock.rules import device as device_rules
 from tests.device.running import strict
 from tests.parity.rows import INPUTS, Movement, Net, shares
-from tests.parity.test_rehearsal import Row, optimizer_of
+from tests.parity.test_simulation import Row, optimizer_of
 from tests.simulations import as_rehearsed, run_really, simulated
 from tests.support import thorough
 

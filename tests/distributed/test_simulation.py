@@ -11,7 +11,7 @@ from penstock.planner.simulation.simulate import Setup, loss_of
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
 from tests.parity.rows import Movement
-from tests.parity.test_rehearsal import MODELS, Row, optimizer_of
+from tests.parity.test_simulation import MODELS, Row, optimizer_of
 from tests.simulations import STEPS, as_rehearsed, run_really, simulated
 from tests.support import inline, run_ranks, separate, thorough
 
