@@ -126,8 +126,8 @@ class TestWithAPlan:
         optimizer.close()
         by_hand.close()
 
-    def test_a_plan_is_done_without_the_solver(self, monkeypatch):
-        for name in ("highspy", "penstock.planner", "penstock.planner.this_run"):
+    def test_a_plan_is_done_without_the_planner(self, monkeypatch):
+        for name in ("penstock.planner", "penstock.planner.this_run"):
             monkeypatch.setitem(sys.modules, name, None)  # to import it fails
         prepare(plan=plan()).close()
 

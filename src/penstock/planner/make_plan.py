@@ -11,7 +11,7 @@ from penstock.config import Placement
 from penstock.planner.choose_machine import machine_for
 from penstock.planner.machine import Machine
 from penstock.planner.mesh_models import on_mesh
-from penstock.planner.plan_request import PlanRequest, plan_request
+from penstock.planner.plan_request import plan_request
 from penstock.planner.plan_result import answer
 from penstock.planner.plans import Plan
 from penstock.planner.search import find_best, given
@@ -36,6 +36,7 @@ def plan(
     expert_share: float | None = None,
     measure: bool = False,
     trace: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
     **prepare_arguments: Any,
 ) -> Plan:
     """Find the placement whose step is shortest, of those that fit; or say what a given one would do.
@@ -65,6 +66,7 @@ def plan(
         expert_share: of models that choose experts, the part of the tokens that each one gets; `None` for equal parts.
         measure: time each kind of operation for real, on this machine, once: for models whose operations are not what
             figures of machines expect.
+        progress: is called with a line of words before each simulation of a search.
         trace: a file to which the planned step is written, for Perfetto.
         prepare_arguments: other arguments of `prepare`: precision, stage, units, options, ...
 
@@ -95,14 +97,12 @@ def plan(
             expert_share=expert_share,
             arguments=prepare_arguments,
         )
-        return _answered(request, measure=measure, trace=trace)
-
-
-def _answered(request: PlanRequest, *, measure: bool, trace: str | os.PathLike[str] | None) -> Plan:
-    """Look for the best placement, or at the one that was given."""
-    trials, placement = Trials(request, measures=measure), request.placement
-    with quick_collection():
-        best = find_best(request, trials) if isinstance(placement, str) else given(request, trials, placement)
-        if trace is not None:
-            trials.write_trace(best.trial, trace)
-        return answer(request, trials, best)
+        trials = Trials(request, measures=measure)
+        with quick_collection():
+            if isinstance(placement, str):
+                best = find_best(request, trials, progress)
+            else:
+                best = given(request, trials, placement)
+            if trace is not None:
+                trials.write_trace(best.trial, trace)
+            return answer(request, trials, best)
