@@ -12,8 +12,9 @@ formula knows nothing of who waits for whom.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,16 +111,14 @@ class Placements:
             if device <= memory and (memory == 1 or "nvme" in tiers) and (device == memory or "cpu" in tiers)
         ]
         shares = sorted(set(self._streamed))
-        return torch.tensor(
-            [[*a, *b, *c, s] for a, b, c, s in product(pairs, pairs, pairs, shares)], dtype=torch.float64
-        )
+        return _tensor([[*a, *b, *c, s] for a, b, c, s in product(pairs, pairs, pairs, shares)])
 
     def around(self, points: Tensor, step: float, tiers: Sequence[TierName]) -> Tensor:
         """Shift every cut of points by a step, and by none."""
         least, most = self._streamed
         free = [len(tiers) > 1, "nvme" in tiers and "cpu" in tiers] * len(KINDS)
         shifts = [(-step, 0.0, step) if each else (0.0,) for each in (*free, least < most)]
-        found = (points[:, None] + torch.tensor([*product(*shifts)], dtype=torch.float64)).reshape(-1, points.shape[1])
+        found = (points[:, None] + _tensor([*product(*shifts)])).reshape(-1, points.shape[1])
         if "cpu" not in tiers:  # both cuts of a kind are one
             found[:, 1:-1:2] = found[:, :-1:2]
         found[:, :-1].clamp_(0, 1)
@@ -145,27 +144,23 @@ class Placements:
             share = passed / max(1, whole)
             cuts[tier] = max([end for end in self.workload.tile_ends if end <= share], default=min(1.0, share))
         memory = cuts["cpu"] if "cpu" in self._limits.tiers else cuts["device"]
-        return torch.tensor([[cuts["device"], memory] * len(KINDS) + [self._streamed[0]]], dtype=torch.float64)
+        return _tensor([[cuts["device"], memory] * len(KINDS) + [self._streamed[0]]])
 
     def seconds(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Give the busy time of points, and seconds of all their work."""
-        in_files = (self._at_rest(points) * torch.tensor([tier == "nvme" for tier in TIERS])).sum(1)
+        in_files = self._at_rest(points)[:, TIERS.index("nvme")]
         read = (1 - self.workload.kept_bytes / in_files.clamp(min=1)).clamp(0, 1)
-        shares = self._shares(points)
-        streamed = points[:, -1:]
-        done = self._always + sum(
-            ((part @ table).reshape(-1, len(_WINDOWS), len(self._rows)) * times[:, None, None])
-            for part, tables in ((shares * (1 - streamed), self._tables[0]), (shares * streamed, self._tables[1]))
-            for table, times in zip(tables, (torch.ones(()).expand(len(points)), read), strict=True)
-        )
+        shares, streamed = self._shares(points), points[:, -1:]
+        by_side = torch.stack([shares * (1 - streamed), shares * streamed])
+        moved, of_files = torch.einsum("snc,rscwo->rnwo", by_side, self._tables)
+        done = self._always + moved + of_files * read[:, None, None]
         busy, work = done[..., :-1], done[..., -1].sum(1)
         windows = busy[:, 0].amax(1) + busy[:, 1].amax(1)
         return torch.maximum(busy.sum(1).amax(1), windows), work
 
     def peak(self, points: Tensor, beside: Tensor) -> Tensor:
         """Estimate peaks by tier: what is there anyway, state, shadows of it, and what was found beside them."""
-        there = torch.tensor([float(self.workload.there(tier)) for tier in TIERS], dtype=torch.float64)
-        return self._at_rest(points) + there + beside
+        return self._at_rest(points) + _tensor([self.workload.there(tier) for tier in TIERS]) + beside
 
     def fit(self, points: Tensor, beside: Tensor) -> Tensor:
         """Say which points fit."""
@@ -179,56 +174,43 @@ class Placements:
         """Say what share of the tiles is in each cell: the engine cuts all kinds in one order."""
         ends = points[:, :-1].reshape(-1, len(KINDS), 2)
         lower, upper = torch.nn.functional.pad(ends, (1, 0)), torch.nn.functional.pad(ends, (0, 1), value=1.0)
-        after = torch.maximum(
-            torch.maximum(lower[:, 0, :, None, None], lower[:, 1, None, :, None]), lower[:, 2, None, None, :]
-        )
-        until = torch.minimum(
-            torch.minimum(upper[:, 0, :, None, None], upper[:, 1, None, :, None]), upper[:, 2, None, None, :]
-        )
+        shapes = [(len(points), *(len(TIERS) if kind == axis else 1 for axis in range(3))) for kind in range(3)]
+        after = reduce(torch.maximum, (lower[:, kind].reshape(shapes[kind]) for kind in range(3)))
+        until = reduce(torch.minimum, (upper[:, kind].reshape(shapes[kind]) for kind in range(3)))
         return (until - after).clamp(min=0).flatten(1)
 
     def _at_rest(self, points: Tensor) -> Tensor:
         shares = self._shares(points)
-        memory, in_shards = (shares @ table for table in self._resting)
+        memory, in_shards = shares @ self._resting
         return torch.where(points[:, 1:2] < 1, in_shards, memory)
 
     @cached_property
-    def _resting(self) -> Sequence[Tensor]:
-        """Bytes on each tier by cell: with parameters as they rest in memory, and where a part of them is in files."""
-        return [
-            torch.tensor(
-                [[_resting(workload, cell, tier) for tier in TIERS] for cell in self._cells], dtype=torch.float64
-            )
-            for workload in (self.workload, self.workload.in_shards)
-        ]
+    def _resting(self) -> Tensor:
+        """Bytes by cell and tier: with parameters as they rest in memory, and where a part of them is in files."""
+        both = (self.workload, self.workload.in_shards)
+        return _tensor([[[_resting(each, cell, tier) for tier in TIERS] for cell in self._cells] for each in both])
 
     @cached_property
     def _always(self) -> Tensor:
         busy = [self.workload.busy.get(window, {}) for window in _WINDOWS]
-        return torch.tensor([[each.get(row, 0.0) for row in self._rows] for each in busy], dtype=torch.float64)
+        return _tensor([[each.get(row, 0.0) for row in self._rows] for each in busy])
 
     @cached_property
-    def _tables(self) -> Sequence[Sequence[Tensor]]:
-        """Seconds by cell, window and row: updated where they rest, and by the device; reads are apart."""
-        return [
-            [
-                torch.tensor([self._seconds(cell, streamed, reads=reads) for cell in self._cells], dtype=torch.float64)
-                for reads in (False, True)
-            ]
-            for streamed in (False, True)
-        ]
+    def _tables(self) -> Tensor:
+        """Seconds but for reads, and of reads: updated where state rests and by the device, by cell, window and row."""
+        found = torch.zeros(2, 2, len(self._cells), len(_WINDOWS), len(self._rows), dtype=torch.float64)
+        for (number, cell), streamed in product(enumerate(self._cells), (False, True)):
+            if set(cell) - set(self._limits.tiers):
+                continue
+            for flow, window, nbytes in moves(self.workload, *cell, streamed=streamed and cell[-1] != "device"):
+                for row, rate in self.workload.rates[flow].items() if nbytes else ():
+                    place = int(flow == "read"), int(streamed), number, _WINDOWS.index(window), self._rows.index(row)
+                    found[place] += nbytes * rate
+        return found
 
-    def _seconds(self, cell: tuple[TierName, ...], streamed: bool, *, reads: bool) -> list[float]:
-        found = dict.fromkeys(product(_WINDOWS, self._rows), 0.0)
-        params, grads, optimizer = cell
-        if set(cell) - set(self._limits.tiers):
-            return list(found.values())
-        for flow, window, nbytes in moves(
-            self.workload, params, grads, optimizer, streamed=streamed and optimizer != "device"
-        ):
-            for row, rate in self.workload.rates[flow].items() if nbytes and (flow == "read") == reads else ():
-                found[window, row] += nbytes * rate
-        return list(found.values())
+
+def _tensor(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _resting(workload: StepWorkload, cell: tuple[TierName, ...], tier: TierName) -> int:
@@ -307,7 +289,7 @@ class Search:
         """Say what is beside what the formula knows of: as it was in the nearest simulation of the choice."""
         known = self._of(choice)
         if not known:
-            return torch.tensor([*self.beside(choice).values()], dtype=torch.float64)
+            return _tensor([*self.beside(choice).values()])
         apart = torch.stack([(points - point).abs().amax(1) for _, point, _ in known])
         return torch.stack([beside for *_, beside in known])[apart.argmin(0)]
 
@@ -365,7 +347,7 @@ class Search:
         placements = self.choices[choice]
         known = placements.peak(point[None], torch.zeros(len(TIERS)))[0]
         busy_s = float(placements.seconds(point[None])[0])
-        beside = torch.tensor([float(peak.get(tier, 0)) for tier in TIERS], dtype=torch.float64) - known
+        beside = _tensor([peak.get(tier, 0) for tier in TIERS]) - known
         tried = Tried(choice._replace(streamed=streamed), fractions, step_s, busy_s, not self.limits.excess(peak))
         self.tried.append((tried, point, beside))
         self._ranked.pop(choice, None)
