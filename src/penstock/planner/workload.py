@@ -350,19 +350,15 @@ def moves(
     found = [*_update_moves(workload, params, grads, optimizer, streamed=streamed)]
     again = workload.reductions - 1
     if grads == "nvme":  # what there is comes up, to be added to
-        grads_bytes = workload.grads_bytes
-        found += [("write", "any", workload.reductions * grads_bytes), ("read", "any", again * grads_bytes)]
-        down = min(workload.reduced_bytes, grads_bytes) + again * grads_bytes
-        found += [("download", "any", down), ("upload", "any", again * grads_bytes)]
+        nbytes = workload.grads_bytes
+        found += [("write", "any", workload.reductions * nbytes), ("read", "any", again * nbytes)]
+        found += [("upload", "any", again * nbytes)]
+        found += [("download", "any", min(workload.reduced_bytes, nbytes) + again * nbytes)]
     elif grads == "cpu":
         found.append(("download", "backward", workload.reductions * workload.reduced_bytes))
     if params != "device":
-        batches, forward, backward = (
-            workload.micro_batches,
-            workload.forward_gathered_bytes,
-            workload.backward_gathered_bytes,
-        )
-        later = (batches - 1) * forward + batches * backward
+        batches, forward = workload.micro_batches, workload.forward_gathered_bytes
+        later = (batches - 1) * forward + batches * workload.backward_gathered_bytes
         found += [("upload", "forward", forward), ("upload", "backward", later)]
         if params == "nvme":  # what an update has just written is taken from its buffer by the first forward
             frozen = workload.frozen_bytes / max(1, workload.frozen_bytes + workload.params_bytes)
