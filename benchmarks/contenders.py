@@ -13,6 +13,15 @@ from typing import Any
 
 import torch
 
+#: The table of docs/placement.md, from above: whoever reads it takes the first row that fits.
+FIRST_FIT: tuple[dict[str, str], ...] = (
+    {},
+    {"optimizer": "cpu"},
+    {"grads": "cpu", "optimizer": "cpu"},
+    {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
+    {"params": "cpu", "grads": "cpu", "optimizer": "nvme"},
+    {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
+)
 HYPER = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
 MAX_GRAD_NORM = 1.0
 
@@ -73,22 +82,31 @@ def penstock(
     options: dict[str, Any] | None = None,
     max_grad_norm: float | None = MAX_GRAD_NORM,
     planned: tuple[int, int] | None = None,
+    folder: str | None = None,
 ) -> Training:
-    """Stage 3; `placement` and `options` are the arguments of their classes, or "auto" for sequences of a length."""
+    """Stage 3; `placement` and `options` are the arguments of their classes.
+
+    For sequences of a length `placement` is "auto", or "first fit" for the first row of `FIRST_FIT`.
+    """
     import penstock
 
     def batch() -> dict[str, torch.Tensor]:
         ids = torch.zeros(planned or (1, 1), dtype=torch.long)
         return {"input_ids": ids, "labels": ids}
 
+    arguments = {
+        "max_grad_norm": max_grad_norm,
+        "overlap": overlap,
+        "options": penstock.Options(**(options or {})),
+    }
+    if placement == "first fit":
+        placement = first_fit(model, device, batch, folder, **arguments)
     optimizer = penstock.prepare(
         model,
         torch.optim.AdamW(model.parameters(), **HYPER),
         placement=placement if isinstance(placement, str) else penstock.Placement(**placement),
-        max_grad_norm=max_grad_norm,
-        overlap=overlap,
-        options=penstock.Options(**(options or {})),
-        batch=batch if planned else None,
+        batch=batch if placement == "auto" else None,
+        **arguments,
     )
 
     def step() -> None:
@@ -101,6 +119,25 @@ def penstock(
     return Training(
         model, optimizer.backward, step, optimizer.synchronize, trace=optimizer.trace, pinned_bytes=pinned_bytes
     )
+
+
+def first_fit(
+    model: torch.nn.Module, device: torch.device, batch: Callable[[], Any], folder: str | None, **arguments: Any
+) -> dict[str, Any]:
+    """Find the first row of the placement page's table that fits the memory that is free."""
+    import penstock
+    from penstock.planner import plan
+    from penstock.runtime.hardware import free_device_memory
+
+    free = free_device_memory(device)
+    for row in FIRST_FIT:
+        placement = row | ({"nvme_path": folder} if "nvme" in row.values() else {})
+        fits = plan(
+            model, torch.optim.AdamW, batch, placement=penstock.Placement(**placement), device_bytes=free, **arguments
+        ).fits
+        if fits:
+            return placement
+    raise MemoryError("no row of the placement page fits")
 
 
 def fsdp2(model: torch.nn.Module, device: torch.device, *, max_grad_norm: float | None = MAX_GRAD_NORM) -> Training:

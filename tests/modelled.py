@@ -18,7 +18,7 @@ from penstock.planner.plan_request import plan_request
 from penstock.planner.rates import Rate
 from penstock.planner.search import given
 from penstock.planner.simulation import operation_times as measured_ops
-from penstock.planner.simulation.fake_operations import Recipe
+from penstock.planner.simulation.operation_cost import Recipe
 from penstock.planner.simulation.program import Op
 from penstock.planner.trials import Trials
 from tests.support import prepare_on

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation.fair_share import Demand, demand
@@ -123,13 +122,6 @@ class Rates:
 
     def meeting(self, meeting: Collective, program: Program) -> Demand:
         return self.take("meeting", meeting.nbytes)
-
-    def pace(self, other: "Rates") -> float:
-        times = [(self.latency, other.latency), (self.submit, other.submit), (self.enqueue, other.enqueue)]
-        times += [(self.wake, other.wake)]
-        times += [(1 / self.rates[name], 1 / other.rates[name]) for name in self.rates]
-        times += [(1 / self.shared[name][0], 1 / other.shared[name][0]) for name in self.shared]
-        return max((inf if not theirs else mine / theirs for mine, theirs in times if mine), default=0.0)
 
 
 class Machine:

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.config import Options, Placement
-from penstock.planner.plan_fields import Reason, Shortfall, WhatIf
-from penstock.planner.plans import Plan
+from penstock.planner.plans import Plan, Reason, Shortfall, WhatIf
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -27,6 +26,8 @@ DESKTOP = Plan(
     bytes={"device": 4710 * MIB, "cpu": 98 * GIB, "nvme": 13 * GIB},
     peak_bytes={"device": 22323 * MIB, "cpu": 98 * GIB, "nvme": 13 * GIB},
     busy_s={"host update": 3.25, "device compute": 2.1, "NVMe reads": 0.31, "host-to-device link": 0.0042},
+    written_bytes={"nvme": 14_000_000_000},
+    disk_endurance_bytes=1200e12,
     machine="rtx4090-desktop",
     device="cuda",
     machine_fingerprint={"cpu": "Ryzen 9", "cores": 16, "accelerators": ["RTX 4090"]},

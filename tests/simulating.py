@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.planner.simulation.fake_operations import FakeOperations
-from penstock.planner.simulation.fake_tensor import adopt, is_fake
+from penstock.planner.simulation.fake_tensor import is_fake
+from penstock.planner.simulation.model_copy import copy_model
 from penstock.planner.simulation.operation_cost import tensors_in
 
 BLOCK_BYTES = 512
@@ -104,7 +105,7 @@ def simulated(build: Callable[[], nn.Module], work: Callable[[nn.Module], object
     """Simulate a step: of a model without values."""
     seen = Seen()
     model = build()
-    adopt(model)
+    model = copy_model(model)
     with Watched(seen, **arguments):
         _step(model, work, seen)
     assert all(is_fake(p) for p in model.parameters() if p.numel())

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map_only
 import penstock
 from penstock.blueprint import PrepareRequest
 from penstock.build import build
-from penstock.planner.simulation.order import Order
 from penstock.planner.simulation.program import Program
+from penstock.planner.simulation.recorder import Order
 from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.streams import ON_DEVICE, Event, Streams, Work

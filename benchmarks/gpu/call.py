@@ -193,6 +193,8 @@ class Kernel(Step):
 
 
 CUT_OFF = ("two_ranks", "test_train")
+#: A size, and the memory of the device in GB that leaves a choice.
+AUTO = (("qwen3-0.6b", "6"), ("qwen3-1.7b", "16"), ("llama-3-8b", "60"))
 EIGHT = dict(shape="llama-3-8b", options=("--chunked-loss", "--warmup", "1", "--rounds", "1", "--steps", "4"))
 KERNEL_STEP = Kernel("deepspeed-kernel", "", 100)
 CALLS: dict[str, tuple[tuple[Step, ...], ...]] = {
@@ -286,6 +288,20 @@ CALLS: dict[str, tuple[tuple[Step, ...], ...]] = {
                 contenders=("deepspeed-zero3-offload", "fsdp2-offload"),
                 limit=60,
             ),
+        ),
+        *(
+            (
+                Bench(
+                    f"auto-{shape}",
+                    f"Is `auto` 1.1 times as fast as the placement page's first row that fits, {shape} in {memory} GB?",
+                    90,
+                    shape=shape,
+                    contenders=("penstock-first-fit", "penstock-auto"),
+                    limit=45,
+                    options=("--chunked-loss", "--warmup", "1", "--rounds", "1", "--steps", "4", "--memory-gb", memory),
+                ),
+            )
+            for shape, memory in AUTO
         ),
         (
             Bench(

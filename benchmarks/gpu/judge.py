@@ -20,6 +20,7 @@ SPEEDS = (
     ("penstock-all-cpu", ON_DEVICE, 0.85, "of the tokens/s of training that is not offloaded"),
     ("penstock-optimizer-cpu", ("deepspeed-zero-offload",), 2.5, "times DeepSpeed's tokens/s"),
     ("penstock-all-cpu", ("deepspeed-zero3-offload",), 2.5, "times DeepSpeed's tokens/s"),
+    ("penstock-auto", ("penstock-first-fit",), 1.1, "times the tokens/s of the placement page's first row that fits"),
 )
 #: Of `residency.py`: moves of whole states, as a share of the bandwidth of copies of pinned memory.
 MOVES = ("offload to cpu / copy down", "reload from cpu / copy up")

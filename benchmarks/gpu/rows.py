@@ -156,6 +156,11 @@ def contenders(*, batch: int, sequence: int, folder: str, max_grad_norm: float |
         "penstock-optimizer-nvme": penstock(**nvme),
         "penstock-optimizer-nvme-int8": penstock(options=int8, **nvme),
         "penstock-auto": penstock(needs="penstock.planner"),
+        "penstock-first-fit": Contender(
+            "penstock",
+            {"placement": "first fit", "overlap": "forward", "planned": (batch, sequence), "folder": folder, **clip},
+            "penstock.planner",
+        ),
         "deepspeed-zero-offload": deepspeed(2, "cpu", None),
         "deepspeed-zero3-offload": deepspeed(3, "cpu", "cpu"),
         "deepspeed-superoffload": deepspeed(

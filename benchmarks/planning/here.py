@@ -16,11 +16,12 @@ import torch.multiprocessing as mp
 
 import penstock
 from penstock.planner import Machine, plan
-from penstock.planner.this_run import machine_of_ranks
+from penstock.planner.this_machine import machine_of_ranks
 from planning.models import batch, large, llama
 from planning.rows import row, summary
 
 WARM_UP, STEPS, SECONDS = 2, 3, 30
+ROUNDS, SMALL_STEPS, SMALL_SECONDS = 5, 5, 8
 
 
 def cpu() -> dict[str, Any]:
@@ -37,6 +38,38 @@ def cpu() -> dict[str, Any]:
         for name, placement in placements.items():
             predicted = _predicted("355m", placement, found, [folder])
             rows.append(row(f"355m, {name}", predicted, _measured("355m", placement)))
+    return summary(rows)
+
+
+def small() -> dict[str, Any]:
+    """A model of 23M parameters, in five placements, as `penstock plan` says after a fresh probe.
+
+    The pace of a shared machine drifts by a third within a minute: a round probes, then predicts and runs each row, and
+    a row has the median of its ratios.
+    """
+    half = {"device": 0.5, "cpu": 0.5}
+    found: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        files: dict[str, Any] = {"nvme_path": folder}
+        placements = {
+            "all on the device": penstock.Placement(),
+            "all on the cpu": penstock.Placement(params="cpu", grads="cpu", optimizer="cpu"),
+            "optimizer in files": penstock.Placement(params="cpu", grads="cpu", optimizer="nvme", **files),
+            "all in files": penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", **files),
+            "split, a quarter in files": penstock.Placement(
+                params=half, grads=half, optimizer={"cpu": 0.5, "nvme": 0.5}, **files
+            ),
+        }
+        for _ in range(ROUNDS):
+            machine = Machine.probe(folders=[folder], seconds=SMALL_SECONDS)
+            for name, placement in placements.items():
+                predicted = _predicted("small", placement, machine, [folder], measure=False)
+                found.setdefault(name, []).append((predicted, _measured("small", placement, steps=SMALL_STEPS)))
+    rows = []
+    for name, pairs in found.items():
+        predicted, measured = sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
+        ratios = [each / took for each, took in pairs]
+        rows.append(row(f"23M, {name}", predicted, measured, rounds=ratios))
     return summary(rows)
 
 
@@ -79,7 +112,14 @@ def _batch(name: str) -> dict[str, torch.Tensor]:
     return batch(2, 64) if name == "small" else batch(1, 128)
 
 
-def _predicted(name: str, placement: penstock.Placement, found: Machine, folders: Any, world_size: int = 1) -> float:
+def _predicted(
+    name: str,
+    placement: penstock.Placement,
+    found: Machine,
+    folders: Any,
+    world_size: int = 1,
+    measure: bool = True,
+) -> float:
     def make() -> torch.nn.Module:
         return _model(name)
 
@@ -91,20 +131,20 @@ def _predicted(name: str, placement: penstock.Placement, found: Machine, folders
         folders=folders,
         placement=placement,
         world_size=world_size,
-        measure=True,
+        measure=measure,
         precision="fp32",
     )
     return answer.step_s
 
 
-def _measured(name: str, placement: penstock.Placement) -> float:
+def _measured(name: str, placement: penstock.Placement, steps: int = STEPS) -> float:
     torch.manual_seed(0)
     model = _model(name)
     stock = torch.optim.AdamW(model.parameters(), lr=1e-5)
     optimizer = penstock.prepare(model, stock, placement=placement, precision="fp32", overlap="forward")
     inputs = _batch(name)
     taken = []
-    for _ in range(WARM_UP + STEPS):
+    for _ in range(WARM_UP + steps):
         began = time.perf_counter()
         optimizer.backward(model(**inputs).loss)
         optimizer.step()

@@ -25,7 +25,7 @@ from penstock.planner.collective_cost import spread_of, through
 from penstock.planner.cost import machine_costs
 from penstock.planner.plan_request import made
 from penstock.planner.simulation.program import Collective, Program, WorkKind
-from penstock.planner.simulation.retime import Timings
+from penstock.planner.simulation.retime import retime
 from penstock.planner.simulation.simulate import BACKWARD, Setup, Simulation, simulate
 from penstock.runtime.topology import grid_of
 from planning.models import batch, large
@@ -72,9 +72,8 @@ def row(
         beside: bytes of the device that the program does not know of.
         lines: how many ranks have one batch.
     """
-    timings = Timings(program)
-    timing = timings.on(machine_costs(machine))
-    slow = timings.on(machine_costs(machine.replace(net_bandwidth=machine.value("net_bandwidth") / PORTS)))
+    timing = retime(program, machine_costs(machine))
+    slow = retime(program, machine_costs(machine.replace(net_bandwidth=machine.value("net_bandwidth") / PORTS)))
     links = network = 0.0
     for each in collectives(program):
         here, hosts, rings = spread_of(each, OF_HOST)

@@ -31,6 +31,8 @@ from penstock.errors import CheckpointError, ConfigError, PenstockError, one_lin
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+T = TypeVar("T")
+
 #: Of a configuration.
 MOST_BYTES = 1 << 20
 MOST_YAML_BYTES = 1 << 18  # whose reader takes ten seconds for a megabyte
@@ -113,10 +115,20 @@ def read_mapping(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is not read. The message names the file.
     """
+    return read_file(path, MOST_BYTES, lambda raw: parse_object(raw, path.suffix))
+
+
+def read_file(path: str | PathLike[str], most: int, parse: Callable[[bytes], T]) -> T:
+    """Read a file of so many bytes at most, and parse its content.
+
+    Raises:
+        ConfigError: it is not read, or `parse` refuses it. The message names the file.
+    """
     try:
-        return parse_object(read_bytes(path), path.suffix)
-    except (ConfigError, OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return parse(read_bytes(path, most))
+    except Exception as error:  # parsers raise many classes for an untrusted file
+        refused = str(error).rstrip(".") if isinstance(error, ConfigError) else one_line(error)
+        why = error.strerror if isinstance(error, OSError) and error.strerror else refused
         raise ConfigError(f"{one_line(str(path))} is not read: {why}. Mend it, or name another file.") from error
 
 
@@ -224,8 +236,6 @@ def _check_bounds(value: Any) -> None:
 # path of keys, the value there, and what to write instead.
 # ----------------------------------------------------------------------------------------------------------------------
 
-
-T = TypeVar("T")
 
 _MOST_CHARS = 500
 _MOST_PATH_CHARS = 200
@@ -496,18 +506,18 @@ def plain(field: Field) -> dict[str, Any]:
         raise field.fail(f"is nothing that JSON can hold ({one_line(error)}): use texts and numbers") from error
 
 
-def of_kind(content: Mapping[str, Any], kind: str, version: int) -> dict[str, Any]:
-    """Check the kind and the version of a file, and return the rest of it.
+def read_record(raw: bytes, kind: str, version: int) -> dict[str, Any]:
+    """Parse a JSON file that says its kind and version, and return the rest of it.
 
     Arguments:
-        content: the content of the file.
+        raw: the content of the file.
         kind: the value of its key "penstock".
         version: the version that is read.
 
     Raises:
-        ConfigError: it is of another kind or version. The text ends without a full stop.
+        ConfigError: it is no JSON, or of another kind or version. The text ends without a full stop.
     """
-    rest = dict(content)
+    rest = parse_object(raw)
     if rest.pop("penstock", None) != kind:
         raise ConfigError(f'it has no "penstock": "{kind}", so it is no {kind}')
     found = rest.pop("version", None)

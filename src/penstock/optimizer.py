@@ -574,10 +574,10 @@ class Optimizer(torch.optim.Optimizer):
     ) -> "Record":
         """Write a line for each step from here on, which `penstock report FOLDER` makes a page of. Collective.
 
-        A line has the step's seconds, norm, learning rates, loss scale, the waits of compute by cause and the bytes on
-        each tier, all of the first rank, which alone writes; `log` of the recorder adds the loss and tokens. No line
-        waits for the device. Once, when steps are warm, two of them are traced, which waits before the first and after
-        the second. A disk that fails ends the record with a warning; training goes on.
+        A line has the step's seconds, norm, learning rates, loss scale, the waits of compute by cause, bytes on each
+        tier and bytes written to files. All are of the first rank, which alone writes; `log` adds loss and tokens. No
+        line waits for the device. Once, when steps are warm, two of them are traced, which waits before the first and
+        after the second. A disk that fails ends the record with a warning; training goes on.
 
         Arguments:
             folder: created if it is missing. An earlier record in it is replaced.

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock
 from penstock.config import Options, Placement
 from penstock.errors import PenstockError
-from penstock.planner import this_run
 from penstock.planner.machine import Machine
 from penstock.planner.plans import Plan
 from penstock.planner.rates import Rate
+from penstock.planner.this_machine import remember
 from penstock.probe.fingerprint import fingerprint
 from tests.plans import small
 from tests.support import run_ranks
@@ -62,7 +62,7 @@ def probe_before(rank: int, folder: Path) -> None:
         links = {name: Rate(value, value, value, "made up") for name, value in LINKS.items()}
         figures = {name: figure for name, figure in known.figures.items() if not name.startswith(("disk", "folders"))}
         found = replace(known, figures={**figures, **links}, fingerprint=fingerprint(torch.device("cpu")), probed=True)
-        this_run.keep(found, found.write)
+        remember(found)
 
 
 LINKS = {"link_bandwidth": 1e9, "link_seconds": 1e-4}

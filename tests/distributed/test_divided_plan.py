@@ -15,7 +15,7 @@ from penstock.blueprint import request_for
 from penstock.build import build
 from penstock.config import Placement
 from penstock.engine.unit.dtensor import divided_over, is_divided
-from penstock.planner import Plan, plan
+from penstock.planner import Plan, plan, simulated_mesh
 from penstock.planner.simulation.program import OF_MODEL, Program, WorkKind
 from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
@@ -149,15 +149,17 @@ def state_of(optimizer: penstock.Optimizer) -> dict[str, int]:
 
 def planned(tp: int, shards: int, kind: str, placed: Mapping[str, Any]) -> Plan:
     """Plan in one process."""
-    return plan(
-        lambda mesh: parallelize(Model(VOCABULARY), mesh["tp"], kind),
-        torch.optim.AdamW,
-        batch,
-        machine=desktop(),
-        mesh={"dp_shard": shards, "tp": tp},
-        placement=Placement(**placed),
-        units=(type(Model(VOCABULARY).blocks[0]),),
-    )
+    mesh = {"dp_shard": shards, "tp": tp}
+    with simulated_mesh(mesh) as there:
+        return plan(
+            lambda: parallelize(Model(VOCABULARY), there["tp"], kind),
+            torch.optim.AdamW,
+            batch,
+            machine=desktop(),
+            mesh=mesh,
+            placement=Placement(**placed),
+            units=(type(Model(VOCABULARY).blocks[0]),),
+        )
 
 
 ON_CPU = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
@@ -173,7 +175,7 @@ ON_CPU = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
         thorough(4, 4, "sequence", {}),
     ],
 )
-def test_a_plan_has_the_bytes_of_ranks_and_a_rehearsal_their_collectives(
+def test_a_plan_has_the_bytes_of_ranks_and_a_simulation_their_collectives(
     world_size: int, tp: int, kind: str, placed: dict[str, Any]
 ) -> None:
     chosen = planned(tp, world_size // tp, kind, placed)

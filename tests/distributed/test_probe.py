@@ -14,7 +14,7 @@ from penstock.probe import collectives
 from penstock.probe import measure as probing
 from penstock.probe.collectives import measure_collectives
 from penstock.probe.measure import measure
-from penstock.probe.sampling import Deadline, Measurement
+from penstock.probe.sampling import Measurement
 from penstock.runtime.control_group import ControlGroup
 from tests.support import run_ranks
 
@@ -31,7 +31,7 @@ def probed(rank: int, folder: str) -> dict[str, Any]:
     patch = pytest.MonkeyPatch()
     patch.setattr(probing, "_measure_alone", measure_alone)
     found = measure(seconds=1, device=CPU)
-    by_itself = measure(seconds=1, device=CPU, groups={})
+    by_itself = measure(seconds=1, device=CPU, control_group=ControlGroup())
     try:
         measure(folders=[folder] if rank == 0 else [], seconds=1, device=CPU)
     except ConfigError as error:
@@ -41,9 +41,7 @@ def probed(rank: int, folder: str) -> dict[str, Any]:
     patch.undo()
     pairs = [dist.new_group([0, 1]), dist.new_group([0]), dist.new_group([1])]
     control_group = ControlGroup((0, 1), rank)
-    by_dimension = measure_collectives(
-        CPU, {"shard": pairs[0], "replicate": pairs[1 + rank]}, control_group, Deadline(0.2)
-    )
+    by_dimension = measure_collectives(CPU, {"shard": pairs[0], "replicate": pairs[1 + rank]}, control_group, 0.2)
     control_group.close()
     return {
         "by dimension": by_dimension,
@@ -67,7 +65,7 @@ def test_one_rank_measures_and_all_get_the_same(tmp_path: Path) -> None:
     assert 0 < low <= value <= high
     # A dimension of one rank has no links.
     assert first["by dimension"] == second["by dimension"]
-    assert "dimensions" not in first["by dimension"]["link_bandwidth"].how
+    assert "slowest" not in first["by dimension"]["link_bandwidth"].how
     assert first["refused"].startswith("ConfigError The folder ")
     assert "missing' cannot be probed" in second["refused"]
 
@@ -80,8 +78,8 @@ def on_two_hosts(rank: int) -> dict[str, Any]:
     control_group, found = ControlGroup(range(4), rank), {}
     for name, groups in (("flat", {"shards": every}), ("hybrid", columns), ("apart", {"copies": columns["copies"]})):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "_measure_group", lambda watch, group, *_: measured(group))
-            found[name] = measure_collectives(CPU, groups, control_group, Deadline(1))
+            patch.setattr(collectives, "_measure_group", lambda device, group, *_: measured(group))
+            found[name] = measure_collectives(CPU, groups, control_group, 1.0)
     control_group.close()
     return {name: {key: figure.value for key, figure in figures.items()} for name, figures in found.items()}
 

@@ -69,9 +69,7 @@ def test_a_wheel_trains_where_nothing_compiles(wheel: Path, bare: dict[str, str]
 
 def test_a_wheel_has_the_package_its_types_and_the_licences_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"penstock/py.typed", "penstock/_native.pyi", "penstock/forecast/machines/rtx4090-desktop.json"} <= set(
-        names
-    )
+    assert {"penstock/py.typed", "penstock/_native.pyi", "penstock/planner/machines/gpus/rtx4090.json"} <= set(names)
     assert [Path(name).name for name in names if "/licenses/" in name] == ["LICENSE", "nanobind.txt", "robin-map.txt"]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"penstock"}
 

@@ -204,7 +204,7 @@ def test_the_page_is_what_the_reports_say(call: ModuleType) -> None:
 
 def test_a_table_leaves_out_what_no_row_says_and_names_what_failed(call: ModuleType) -> None:
     draw = importlib.import_module("draw")
-    row: dict[str, Any] = dict.fromkeys(importlib.import_module("rows").FIGURES)
+    row: dict[str, Any] = dict.fromkeys(importlib.import_module("rows").RATES)
     row |= {"name": "plain", "status": "measured", "reason": "", "note": "", "memory_gb": None, "batch": 4}
     row |= {"tokens_per_second": 100.0, "steady_step_ms": 320.0, "step_ms": 400.0, "device_peak_bytes": 2e9}
     row |= {"resident_bytes": 1e9, "host_ms": {"forward": 1.0, "backward": 2.0, "step": 3.0}}

@@ -29,7 +29,7 @@ CONSTRUCTORS = {
     "engine.unit.partition.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.format.Manifest": "the fields of the file",
     "checkpoint.tables.UnitTable": "the fields of the file",
-    "planner.plan_fields.Answer": "the fields of the file, and what people read of a plan",
+    "planner.plans.Plan": "the fields of the file, and what people read of a plan",
 }
 
 ROOT = Path(__file__).parents[2]

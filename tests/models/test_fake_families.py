@@ -11,12 +11,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation.fake_operations import FakeOperations
-from penstock.planner.simulation.fake_tensor import adopt
+from penstock.planner.simulation.model_copy import copy_model
 from tests.models.adapters_rows import ADAPTERS
 from tests.models.family import Batch, Family, one_loss
 from tests.models.graphs_rows import GRAPHS
 from tests.models.modules_rows import MODULES
-from tests.models.transformers_rows import TRANSFORMERS, gpt2, language_loss, llama, mixtral, qwen2_moe, qwen3_moe
+from tests.models.transformers_rows import (
+    SIZES,
+    TRANSFORMERS,
+    gpt2,
+    language_loss,
+    llama,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+)
 from tests.simulating import differences, for_real, simulated
 from tests.support import sampled, thorough
 
@@ -85,7 +94,7 @@ def step(family: Family) -> Callable[[nn.Module], None]:
 
 
 @pytest.mark.parametrize("family", [row for row in STEPS if not of_values(row)], ids=str)
-def test_a_rehearsed_step_is_the_step(family: Family) -> None:
+def test_a_simulated_step_is_the_step(family: Family) -> None:
     real = for_real(seeded(family.build), step(family))
     assert list(differences(simulated(seeded(family.build), step(family)), real)) == []
     assert real.peak_bytes > 0
@@ -117,7 +126,24 @@ def test_flops_are_those_of_torchs_counter(make: Callable[[], nn.Module]) -> Non
     assert sum(flops) == counter.get_total_flops() > 0
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen3_moe, thorough(qwen2_moe)])
+def gpt_oss() -> nn.Module:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {"num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssForCausalLM(GptOssConfig(vocab_size=32, **sizes, **SIZES))
+
+
+def deepseek_v3() -> nn.Module:
+    """Experts are chosen within the best group of them."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    heads = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2}
+    sizes = {**SIZES, **heads, **experts, "topk_group": 1, "first_k_dense_replace": 0}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=32, num_key_value_heads=2, **sizes))
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe, gpt_oss, deepseek_v3, thorough(qwen2_moe)])
 def test_routed_experts_compute_as_much_as_they_do_for_real(make: Callable[[], nn.Module]) -> None:
     """One by one: how many rows each gets depends on values, how many all get does not."""
 
@@ -149,7 +175,7 @@ def test_a_large_model_costs_addresses_alone() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_key_value_heads=8, **sizes)).to(torch.bfloat16)
     model.train().gradient_checkpointing_enable()
-    adopt(model)
+    model = copy_model(model)
     ids = torch.zeros(8, 2048, dtype=torch.int64)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     flops: list[int] = []

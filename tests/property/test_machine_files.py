@@ -157,8 +157,9 @@ def test_any_text_is_a_figure_or_refused(name: str, written: str) -> None:
     assert len(said) < 2000
 
 
-@given(name=st.sampled_from(list(RATES)), value=st.floats(min_value=1e-9, max_value=1e18))
+@given(name=st.sampled_from(list(RATES)), value=st.floats(min_value=1e-9, max_value=1e16))
 @examples(100)
 def test_what_a_table_shows_can_be_typed(name: str, value: float) -> None:
-    value = float(round(value) or 1) if RATES[name].unit == "count" else value
-    assert parse_rate(f"{name}={write_value(name, value)}") == (name, pytest.approx(value, rel=1e-3, abs=1e-13))
+    unit = RATES[name].unit
+    value = value if unit == "s" else float(max(1, round(value))) if unit in ("count", "bytes") else max(1.0, value)
+    assert parse_rate(f"{name}={write_value(name, value)}") == (name, pytest.approx(value, rel=6e-3))

@@ -20,8 +20,8 @@ from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.footprint import footprint
 from penstock.planner import this_run
 from penstock.planner.machine import Machine
-from penstock.planner.plan_fields import Shortfall
-from penstock.planner.plans import Plan, model_fingerprint
+from penstock.planner.plans import Plan, Shortfall, model_fingerprint
+from penstock.planner.this_machine import remember
 from penstock.planner.this_run import plan_here
 from penstock.probe.fingerprint import fingerprint
 from penstock.runtime.control_group import ControlGroup
@@ -101,7 +101,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     known = Machine.read("cpu-laptop")
     figures = {name: figure for name, figure in known.figures.items() if not name.startswith(("disk", "folders"))}
     machine = replace(known, figures=figures, fingerprint=fingerprint(CPU), probed=True)
-    this_run.keep(machine, machine.write)
+    remember(machine)
     return machine
 
 
@@ -127,7 +127,7 @@ class TestWithAPlan:
         by_hand.close()
 
     def test_a_plan_is_done_without_the_planner(self, monkeypatch):
-        for name in ("penstock.planner", "penstock.planner.this_run"):
+        for name in ("penstock.planner.make_plan", "penstock.planner.search", "penstock.planner.this_run"):
             monkeypatch.setitem(sys.modules, name, None)  # to import it fails
         prepare(plan=plan()).close()
 
@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "no plan": (lambda: {"plan": 3}, "plan is a int. Give a penstock.planner.Plan, or the file of one."),
     "no function": (lambda: {"batch": torch.zeros(1)}, "batch is a Tensor. Give a function that makes one"),
-    "no file": (lambda: {"plan": "/nowhere/plan.json"}, "/nowhere/plan.json: it cannot be read: No such file"),
+    "no file": (lambda: {"plan": "/nowhere/plan.json"}, "/nowhere/plan.json is not read: No such file"),
     "another precision": (lambda: {"plan": plan(), "precision": "bf16"}, "precision fp32, this run has bf16"),
     "another stage": (lambda: {"plan": plan(), "stage": 1}, "The plan is for stage 3, this run has 1: plan again"),
     "more ranks": (lambda: {"plan": plan(world_size=2)}, "The plan is for world size 2, this run has 1: plan again"),
@@ -260,6 +260,15 @@ class TestWithABatch:
         assert requests[-1].options == found.options
         optimizer.backward(model(torch.randn(4, 32)).square().mean())
         assert not optimizer.step().skipped
+        optimizer.close()
+
+    def test_a_precision_that_is_not_said_is_planned_for(self, laptop):
+        model = net()
+        optimizer = penstock.prepare(
+            model, adamw(model), placement="auto", batch=lambda: torch.randn(4, 32), options=TILES
+        )
+        assert optimizer.plan is not None
+        assert optimizer.plan.precision == "bf16"
         optimizer.close()
 
     @pytest.mark.parametrize(

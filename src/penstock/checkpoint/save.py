@@ -177,6 +177,8 @@ class Save:
                         hold = closing.enter_context(FolderLock(self.folder))
                         hold.share()
                     written = self._write(closing, undo)
+                    entries = (written.data, written.table, written.tensors)
+                    self.streams.saved_bytes += sum(entry.nbytes for entry in entries if entry is not None)
             except BaseException as error:  # an interrupt, too: the other ranks wait for this one's answer
                 failure = error
             # The barrier between data and marker: without it the marker could name files that are not written yet.

@@ -30,7 +30,7 @@ def doctor(
     found = examine(folders or ())
     is_broken = any(finding.verdict is Verdict.BROKEN for finding in found)
     if as_json:
-        print(json.dumps({"broken": is_broken, "findings": [finding.to_dict() for finding in found]}, indent=2))
+        print(json.dumps({"broken": is_broken, "findings": [finding._asdict() for finding in found]}, indent=2))
     else:
         _show(found)
     if is_broken:

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -37,6 +38,7 @@ from penstock.integrations.vocabulary import grow_vocabulary, rows_for
 from penstock.optim import Lion
 from penstock.parallel import cut
 from penstock.planner import Machine, Plan, explain, machine_for, parse_rate, plan, simulated_mesh
+from penstock.planner.formatting import wrapped
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -86,7 +88,8 @@ class Question:
         asked = self.request
         with simulated_mesh(asked.mesh or {}) if _is_divided(asked) else nullcontext() as mesh:
             model, cp = self._model(mesh), _ranks(mesh, "cp")
-            with sequence_parallel(model, mesh.get_group("cp")) if mesh is not None and cp > 1 else nullcontext():
+            sharing = sequence_parallel(model, mesh.get_group("cp")) if mesh is not None and cp > 1 else nullcontext()
+            with sharing, _progress() as progress:
                 found = plan(
                     model,
                     _optimizer(asked, model),
@@ -107,6 +110,7 @@ class Question:
                     max_grad_norm=asked.max_grad_norm or None,
                     overlap=asked.overlap,
                     options=_options(asked),
+                    **progress,
                 )
         # The planner says what it adds, and the model may have been told already.
         return replace(found, recompute=found.recompute or asked.recompute == "on")
@@ -297,6 +301,8 @@ def _machine(request: Request, figures: Mapping[str, float]) -> Machine:
     machine = machine_for(request.machine or None, () if request.machine else request.folder_names)
     with _naming("--what-if"):
         machine = machine.replace(**figures)
+    if request.tbw is not None:
+        machine = machine.replace(disk_endurance=request.tbw * 1e12)
     devices = int(machine.value("devices")) if machine.has("devices") else None
     if devices is not None and machine.device != "cpu" and request.gpus > devices:
         raise ConfigError(
@@ -399,6 +405,19 @@ def _batches(size: tuple[int, int], *, packed: bool, ranks: int) -> Callable[[],
     return batch
 
 
+@contextmanager
+def _progress() -> Iterator[dict[str, Any]]:
+    """Show what the planner does on one line of standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield {}
+        return
+    start = "\r\x1b[K"  # of the line, which is cleared
+    try:
+        yield {"progress": lambda words: print(f"{start}penstock: {words}", end="", file=sys.stderr, flush=True)}
+    finally:
+        print(start, end="", file=sys.stderr, flush=True)
+
+
 # The answer
 
 
@@ -407,7 +426,7 @@ def about(found: Plan, question: Question) -> str:
     request = question.request
     parts = [str(found)]
     if request.what_if:
-        parts.append(f"what if: {', '.join(request.what_if)}; not a plan of the machine as it is")
+        parts += wrapped(f"what if: {', '.join(request.what_if)}; not a plan of the machine as it is", 2)
     if request.explain:
         parts.append(explain(found))
     if request.max_step is not None and found.fits:
@@ -421,7 +440,7 @@ def about(found: Plan, question: Question) -> str:
         parts.append("run: a script of yours, with prepare(placement='auto', plan=...)")
     else:
         first = "" if _is_found_again(request) else f", planned with --out {_FILE}"
-        parts.append(f"run{first}: {command(found, question)}")
+        parts.append(f"run{first}:\n{_continued(command(found, question))}")
     return "\n".join(parts)
 
 
@@ -442,8 +461,17 @@ def write(found: Plan, path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Use another --out.") from error
 
 
-def command(found: Plan, question: Question) -> str:
-    """Write the command that trains as the plan says, with the options that it was made for."""
+def _continued(words: list[str]) -> str:
+    """Write a command for a terminal of 80 columns, in lines that a shell puts together again."""
+    whole = " ".join(shlex.quote(word).replace(" ", "\xa0") for word in words)
+    lines = textwrap.wrap(
+        whole, 76, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return " \\\n".join(lines).replace("\xa0", " ")
+
+
+def command(found: Plan, question: Question) -> list[str]:
+    """Return the words of the command that trains as the plan says, with the options that it was made for."""
     request, precision = question.request, question.precision
     ranks = request.gpus * request.hosts
     words = ["penstock", "train"]
@@ -467,7 +495,7 @@ def command(found: Plan, question: Question) -> str:
     words += _IN_TRAIN[request.optimizer_name]
     words += ["--max_grad_norm", f"{request.max_grad_norm:g}"] * (request.max_grad_norm != 1)
     words += ["--stage", str(request.stage)] * (request.stage != 3)
-    return shlex.join([*words, *(["--options", *request.options] if request.options else [])])
+    return [*words, *(["--options", *request.options] if request.options else [])]
 
 
 def _is_of_train(found: Plan, request: Request) -> bool:

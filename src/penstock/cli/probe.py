@@ -1,5 +1,6 @@
 """`penstock probe`: what this machine can do, measured and kept for plans."""
 
+import json
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def probe(
         machine.write(out)
         written = out
     if as_json:
-        print(this_machine.as_json(machine))
+        print(json.dumps(machine.to_dict()))
     else:
         _show(machine, written)
 
@@ -102,7 +103,7 @@ def _show(machine: Any, written: Path | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.planner.this_machine import write_value
+    from penstock.planner.rates import write_value
 
     console = Console(highlight=False)
     computes = "the cpu is the device" if machine.device == "cpu" else f"the device is {machine.device}"

@@ -157,6 +157,16 @@ class Request:
             show_default="none, or the machine's",
         ),
     ] = None
+    tbw: Annotated[
+        Any,
+        _option(
+            _MACHINE,
+            "TB that may be written to a disk in its life: TBW of its data sheet.",
+            parser=values.terabytes,
+            metavar="TB",
+            show_default="the machine's",
+        ),
+    ] = None
     what_if: Annotated[
         list[str] | None, _option(_MACHINE, "A figure of the machine to change, once for each: disk_read=7GB/s.")
     ] = None

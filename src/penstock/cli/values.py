@@ -105,10 +105,23 @@ def seconds(text: str) -> float:
     Raises:
         typer.BadParameter: it is none.
     """
+    return _above_0(text, "is no time. Use seconds above 0.")
+
+
+def terabytes(text: str) -> float:
+    """Read the endurance of a disk, in TB, above 0.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    return _above_0(text, "is no endurance. Use TB above 0, such as 600.")
+
+
+def _above_0(text: str, refused: str) -> float:
     try:
         found = number(text)
     except ValueError:
         found = 0.0
     if found <= 0:
-        raise typer.BadParameter(f"{text[:80]!r} is no time. Use seconds above 0.")
+        raise typer.BadParameter(f"{text[:80]!r} {refused}")
     return found

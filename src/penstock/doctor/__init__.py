@@ -1,10 +1,9 @@
 """What `penstock doctor` looks at: whether this machine is fit to train on, what is slow on it, and how to mend it.
 
-Nothing is measured and nothing is changed; `penstock probe` measures. Each look is a function that returns `Finding`s
-and raises nothing: what cannot be found out is said as that.
+Nothing is measured and nothing is changed; `penstock probe` measures. `looks` has the looks, each a function that
+yields `Finding`s; `drives` reads what the kernel and a drive's own counters say of a drive.
 """
 
-from penstock.doctor.examine import examine
-from penstock.doctor.finding import Finding, Verdict
+from penstock.doctor.looks import Finding, Verdict, examine
 
 __all__ = ["Finding", "Verdict", "examine"]

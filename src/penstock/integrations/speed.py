@@ -1,51 +1,13 @@
 """How much of the device's speed the model's own arithmetic uses: model FLOPs utilisation (MFU)."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-#: Dense FLOP/s of one device, by what its name holds: of bf16, fp16 and fp32 products; `None` where it has no such
-#: units. fp32 is without TF32, torch's default. The first that fits is taken.
-PEAKS: Mapping[str, tuple[float | None, float | None, float | None]] = {
-    # HGX B200 data sheet: 36 PFLOPS of fp16/bf16 with sparsity and 600 TFLOPS of fp32, of 8 GPUs.
-    r"\bB200\b": (2.25e15, 2.25e15, 75e12),
-    # H200 data sheet: 1,671 (NVL) and 1,979 (SXM) TFLOPS with sparsity.
-    r"\bH200 NVL\b": (835.5e12, 835.5e12, 60e12),
-    r"\bH200\b": (989.5e12, 989.5e12, 67e12),
-    # H100 data sheet: 1,671 (NVL), 1,513 (PCIe) and 1,979 (SXM) TFLOPS with sparsity. The SXM's name is its memory's.
-    r"\bH100 NVL\b": (835.5e12, 835.5e12, 60e12),
-    r"\bH100 PCIe\b": (756.5e12, 756.5e12, 51e12),
-    r"\bH100 (80GB HBM3|SXM)": (989.5e12, 989.5e12, 67e12),
-    # A100 data sheet, SXM and PCIe alike.
-    r"\bA100\b": (312e12, 312e12, 19.5e12),
-    # L40S data sheet: 362.05 TFLOPS without sparsity.
-    r"\bL40S\b": (362.05e12, 362.05e12, 91.6e12),
-    # L4 data sheet: 242 TFLOPS with sparsity.
-    r"\bL4\b": (121e12, 121e12, 30.3e12),
-    # A10 data sheet: 125 TFLOPS without sparsity.
-    r"\bA10\b": (125e12, 125e12, 31.2e12),
-    # NVIDIA RTX Blackwell architecture white paper, sums in fp32, which torch's are.
-    r"\bRTX 5090$": (209.5e12, 209.5e12, 104.8e12),
-    # NVIDIA Ada architecture white paper, sums in fp32.
-    r"\bRTX 4090$": (165.2e12, 165.2e12, 82.6e12),
-    # NVIDIA Ampere GA102 architecture white paper, sums in fp32.
-    r"\bRTX 3090$": (71e12, 71e12, 35.6e12),
-    # V100 data sheet: V100S, PCIe, SXM2. It has no bf16.
-    r"\bV100S\b": (None, 130e12, 16.4e12),
-    r"\bV100-PCIE\b": (None, 112e12, 14e12),
-    r"\bV100\b": (None, 125e12, 15.7e12),
-    # T4 data sheet. It has no bf16.
-    r"\bT4\b": (None, 65e12, 8.1e12),
-    # AMD Instinct MI300X data sheet, without sparsity.
-    r"\bMI300X\b": (1307.4e12, 1307.4e12, 163.4e12),
-    # AMD Instinct MI250X data sheet: 383 and 95.7 (matrices) TFLOPS of two dies, each of which is a device.
-    r"\bMI250X\b": (191.5e12, 191.5e12, 47.85e12),
-}
-_COLUMNS = ("bf16", "fp16", "fp32")
+from penstock.planner.machine import gpus
 
 
 @dataclass(frozen=True)
@@ -104,7 +66,7 @@ def flops_per_token(model: nn.Module, *, seq_length: int) -> float:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Look up the dense FLOP/s of a device.
+    """Look up the dense FLOP/s of a device, in the files of GPUs that machines are made of.
 
     Arguments:
         device_name: as torch calls it: `"NVIDIA H100 PCIe"`.
@@ -115,8 +77,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """
     if " MIG " in device_name:
         return None
-    found = (peaks for pattern, peaks in PEAKS.items() if re.search(pattern, device_name))
-    return next(found, (None, None, None))[_COLUMNS.index(precision)]
+    found = next((gpu for gpu in gpus() if re.search(gpu["match"], device_name)), {})
+    return found.get({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[precision]) or None
 
 
 def device_name(device: torch.device) -> str:

@@ -22,14 +22,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.planner.choose_machine import machine_for
-    from penstock.planner.comparison import compare
     from penstock.planner.machine import Machine
     from penstock.planner.make_plan import plan
-    from penstock.planner.plans import Plan, model_fingerprint
+    from penstock.planner.plans import Plan, block, compare, explain, model_fingerprint
     from penstock.planner.rates import parse_rate
-    from penstock.planner.simulation.simulated_mesh import simulated_mesh
-    from penstock.planner.table import block, explain
+    from penstock.planner.simulation.fake_collectives import simulated_mesh
+    from penstock.planner.this_machine import machine_for
 
 __all__ = [
     "Machine",
@@ -48,20 +46,18 @@ __all__ = [
 _MODULES = {
     "Machine": "machine",
     "Plan": "plans",
-    "block": "table",
-    "compare": "comparison",
-    "explain": "table",
-    "machine_for": "choose_machine",
+    "block": "plans",
+    "compare": "plans",
+    "explain": "plans",
+    "machine_for": "this_machine",
     "model_fingerprint": "plans",
     "parse_rate": "rates",
     "plan": "make_plan",
-    "simulated_mesh": "simulation.simulated_mesh",
+    "simulated_mesh": "simulation.fake_collectives",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'penstock.planner' has no attribute {name!r}")
-    value = getattr(import_module(f"penstock.planner.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(f"penstock.planner.{_MODULES[name]}"), name)

@@ -6,10 +6,8 @@ memory, cores and disks. Two directions of one link, or of one disk, may both be
 
 from collections.abc import Mapping
 from itertools import chain
-from math import inf
 
 from penstock.planner.collective_cost import ring
-from penstock.planner.rates import RATES
 from penstock.planner.simulation.fair_share import Demand, Figures, demand
 from penstock.planner.simulation.program import OF_MODEL, Collective, Op, Program, ProgramJob
 from penstock.planner.simulation.program_run import Costs
@@ -26,12 +24,8 @@ _TOUCHED = 3
 #: is, so it is read, written there, and read again.
 _COPIED, _PINNED, _PAGEABLE = 2, 1, 3
 
-#: The figures that times follow from. A change of the first ones is no change of pace.
-_COUNTS = frozenset(("devices",))
-_TIMES = (
-    *_COUNTS,
-    *(name for name, about in RATES.items() if about.unit in ("bytes/s", "FLOP/s", "s")),
-)
+#: From so many bytes on the threads of a cpu share an operation (torch's grain is 32,768 elements).
+_OF_THREADS_BYTES = 1 << 18
 
 _ARITHMETIC = frozenset(("float32", "bfloat16", "float16"))
 #: Compute's own update, as a simulation calls it (`streams.compute`).
@@ -70,8 +64,7 @@ class MachineCosts:
         self.figures = figures
         self._measured = measured
         self._measured_share = measured_share
-        self._jobs: dict[tuple[object, ...], Demand] = {}
-        self._segments: dict[tuple[object, ...], Demand] = {}
+        self._known: dict[object, Demand] = {}  # by what of a program takes it
         self._program: Program | None = None
 
     def submit_seconds(self, program: Program) -> float:
@@ -80,8 +73,7 @@ class MachineCosts:
 
     def wake_seconds(self, program: Program) -> float:
         """Give the time from the end of what a thread of the host sleeps for until the thread goes on."""
-        slept = program.back_end == "accelerator" and self.figures.has("wake_seconds")
-        return self.figures.value("wake_seconds") if slept else 0.0
+        return self._value("wake_seconds") if program.back_end == "accelerator" else 0.0
 
     def host_seconds(self, program: Program, number: int) -> float:
         """Give the host's time to enqueue a segment on a device."""
@@ -99,15 +91,14 @@ class MachineCosts:
         if op.flops:
             dtype = op.dtype if op.dtype in _ARITHMETIC else "float32"
             seconds = max(seconds, op.flops / self.figures.value(f"flops_{dtype}"))
-        return seconds
+        return seconds + (self._value("op_threads_seconds") if op.nbytes >= _OF_THREADS_BYTES else 0.0)
 
     def segment(self, program: Program, number: int) -> Demand:
         """Give what compute takes for a segment."""
-        self._know(program)
-        key = (number,)
-        if key not in self._segments:
-            self._segments[key] = self._compute(program, program.segments[number])
-        return self._segments[key]
+        known = self._of(program)
+        if number not in known:
+            known[number] = self._compute(program, program.segments[number])
+        return known[number]
 
     def meeting(self, meeting: Collective, program: Program) -> Demand:
         """Give what a collective takes that the host issues and waits for."""
@@ -115,15 +106,14 @@ class MachineCosts:
 
     def job(self, job: ProgramJob, program: Program) -> Demand:
         """Give what a job takes."""
-        self._know(program)
+        known = self._of(program)
         key = (job.stream, job.label.verb, job.nbytes, job.collectives, job.segment, job.pageable, job.folder)
-        if key not in self._jobs:
+        if key not in known:
             taken = self._job(job, program)
             if program.back_end != "accelerator":  # there the host spends it, before the job
-                overhead = self.figures.value("job_seconds")
-                taken = demand(taken.seconds + overhead, _loads(taken))
-            self._jobs[key] = taken
-        return self._jobs[key]
+                taken = demand(taken.seconds + self.figures.value("job_seconds"), _loads(taken))
+            known[key] = taken
+        return known[key]
 
     def by_host(self, program: Program) -> int:
         """Say how many ranks are on a host: as was asked, else as many as the machine has devices."""
@@ -135,55 +125,38 @@ class MachineCosts:
             return program.world_size
         return max(1, min(program.world_size, int(self.figures.value("devices"))))
 
-    def pace(self, other: "MachineCosts") -> float:
-        """Give the factor by which this machine takes at most as long for whatever the other one does, as it does it.
-
-        All that is costed is a sum or a maximum of bytes over rates, and of latencies, and what can be done at the same
-        time grows with each rate. So it is the factor of the figure that is worst in comparison. Times that were
-        measured follow no figure: with them it is at least 1.
-        """
-        mine, others = self._rates(), other._rates()
-        if mine.keys() != others.keys() or self._measured != other._measured:
-            return inf
-        if any(mine[name] != others[name] for name in _COUNTS & mine.keys()):
-            return inf
-        ratios = [
-            (mine[name] / others[name] if others[name] else inf)
-            if name.endswith("_seconds")
-            else others[name] / mine[name]
-            for name in mine.keys() - _COUNTS
-            if mine[name]
-        ]
-        return max([*ratios, 1.0 if self._measured else 0.0])
-
-    def _rates(self) -> dict[str, float]:
-        """List the figures that times follow from."""
-        return {name: self.figures.value(name) for name in _TIMES if self.figures.has(name)}
-
-    def _know(self, program: Program) -> None:
-        """Forget what another program took."""
+    def _of(self, program: Program) -> dict[object, Demand]:
+        """Give what is known of a program: of one at a time."""
         if self._program is not program:
-            self._jobs.clear()
-            self._segments.clear()
-            self._program = program
+            self._known, self._program = {}, program
+        return self._known
+
+    def _value(self, name: str) -> float:
+        """Look up a figure; 0 where the machine lacks it."""
+        return self.figures.value(name) if self.figures.has(name) else 0.0
 
     # Compute
 
     def _compute(self, program: Program, segment: tuple[tuple[int, int], ...]) -> Demand:
         seconds, nbytes = 0.0, 0
+        on_host = program.back_end != "accelerator"
         for number, count in segment:
             op = program.ops[number]
             taken = self._update_in_place(op, program) if op.name == _UPDATE_IN_PLACE else self.op(op)
-            if op in self._measured and program.back_end != "accelerator":
+            if op in self._measured and on_host:
                 # With a part of the cores: ranks that have as many each are in nobody's way until all are taken.
                 taken *= max(1 / self.by_host(program), self._measured_share)
             seconds += count * taken
             nbytes += count * op.nbytes
-        if program.back_end == "accelerator":
+        if not on_host:
             # What caches keep from memory is not known: no more than it had time for.
             return demand(seconds, {DEVICE_MEMORY: min(seconds, nbytes / self.figures.value("device_bandwidth"))})
         seconds *= self.by_host(program)  # ranks of a host share its cores
-        return demand(seconds, {CORES: seconds} | _least(seconds, self._memory(nbytes, program)))
+        # The host's own work for an operation is in the way of what it computes.
+        own = max(0.0, self._value("op_host_seconds") - self._value("op_seconds"))
+        seconds += own * sum(count for _, count in segment)
+        memory = {name: min(seconds, load) for name, load in self._memory(nbytes, program).items()}
+        return demand(seconds, {CORES: seconds} | memory)
 
     def _update_in_place(self, op: Op, program: Program) -> float:
         names = ("device_update",) if program.back_end == "accelerator" else (f"update_{program.rule}", "update")
@@ -215,9 +188,12 @@ class MachineCosts:
         return demand(seconds, {CORES: seconds} | self._memory(job.nbytes, program))
 
     def _host_pass(self, nbytes: int, touched: int, program: Program) -> Demand:
-        """Give what one thread of the host takes to go over some memory."""
+        """Give what one thread of the host takes to go over some memory.
+
+        Where the host computes, the thread of an operation whose core it takes holds up the others.
+        """
         seconds = nbytes * touched * self.by_host(program) / self.figures.value("host_bandwidth")
-        return demand(seconds, {HOST_MEMORY: seconds})
+        return demand(seconds, {HOST_MEMORY: seconds} | ({} if program.back_end == "accelerator" else {CORES: seconds}))
 
     def _link(self, job: ProgramJob, program: Program) -> Demand:
         pageable = "_pageable" if job.pageable else ""
@@ -231,8 +207,7 @@ class MachineCosts:
     def _transfer(self, job: ProgramJob, program: Program) -> Demand:
         read, write = self.figures.value("disk_read"), self.figures.value("disk_write")
         nbytes, reads = job.nbytes * self.by_host(program), job.stream != "write"
-        mixed = self.figures.value("disk_mixed") if self.figures.has("disk_mixed") else 0.0
-        loads = dict(_both_ways(f"disk {job.folder}", nbytes, reads, read, write, mixed))
+        loads = _both_ways(f"disk {job.folder}", nbytes, reads, read, write, self._value("disk_mixed"))
         if self.figures.has("disk_cores"):
             loads[CORES] = nbytes / self.figures.value("disk_cores")
         seconds = self.figures.value("disk_seconds") + max(loads.values())
@@ -251,9 +226,8 @@ class MachineCosts:
 
     def _memory(self, nbytes: float, program: Program) -> dict[str, float]:
         """Say for how many seconds bytes would need all of the host's memory."""
-        if not self.figures.has("host_bandwidth"):
-            return {}
-        return {HOST_MEMORY: nbytes * self.by_host(program) / self.figures.value("host_bandwidth")}
+        rate = self._value("host_bandwidth")
+        return {HOST_MEMORY: nbytes * self.by_host(program) / rate} if rate else {}
 
 
 NONE = Demand(0.0)
@@ -261,10 +235,6 @@ NONE = Demand(0.0)
 
 def _loads(taken: Demand) -> dict[str, float]:
     return {name: share * taken.seconds for name, share in taken.uses.items()}
-
-
-def _least(seconds: float, loads: Mapping[str, float]) -> dict[str, float]:
-    return {name: min(seconds, load) for name, load in loads.items()}
 
 
 def _both_ways(name: str, nbytes: float, first: bool, one: float, other: float, together: float) -> dict[str, float]:

@@ -1,18 +1,27 @@
 """Numbers as people read them, three digits and a unit, and rows as columns."""
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
 _GAP = "    "
+_WIDTH = 80  # of a terminal
 _BYTE_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+_DECIMAL_PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 _LEAST_BESIDE = 0.095  # of a unit: shown as 0.10
-_TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+_TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 def size(nbytes: int) -> str:
     """Write bytes in a unit that is fit for them, with three digits."""
     unit, scale = byte_unit(nbytes)
     return f"{digits(nbytes / scale) if scale > 1 else nbytes} {unit}"
+
+
+def decimal(value: float, unit: str = "B") -> str:
+    """Write an amount with a decimal prefix, as makers of disks do, with three digits."""
+    prefix, scale = next((each for each in _DECIMAL_PREFIXES if value >= each[1]), _DECIMAL_PREFIXES[-1])
+    return f"{digits(value / scale)} {prefix}{unit}"
 
 
 def seconds(value: float, *, beside: float = 0.0) -> str:
@@ -46,15 +55,15 @@ def fraction(value: float) -> str:
 
 
 def byte_unit(nbytes: int) -> tuple[str, int]:
-    """Choose the unit for a number of bytes, and give its bytes."""
-    return next(((unit, scale) for unit, scale in _BYTE_UNITS if nbytes >= scale), _BYTE_UNITS[-1])
+    """Choose the unit for a number of bytes, and return its bytes."""
+    return next((each for each in _BYTE_UNITS if nbytes >= each[1]), _BYTE_UNITS[-1])
 
 
 def time_unit(value: float) -> tuple[str, float]:
-    """Choose the unit for a number of seconds, and give its seconds."""
+    """Choose the unit for a number of seconds, and return its seconds."""
     if value == 0:
         return _TIME_UNITS[0]
-    return next(((unit, scale) for unit, scale in _TIME_UNITS if value >= scale), _TIME_UNITS[-1])
+    return next((each for each in _TIME_UNITS if value >= each[1]), _TIME_UNITS[-1])
 
 
 def digits(value: float) -> str:
@@ -72,3 +81,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         for number, cell in enumerate(row[:-1]):
             widths[number] = max(widths[number], len(cell))
     return [_GAP.join([*(cell.ljust(widths[n]) for n, cell in enumerate(row[:-1])), row[-1]]).rstrip() for row in rows]
+
+
+def wrapped(line: str, indent: int) -> list[str]:
+    """Break a line where a terminal is too narrow for it; lines after the first are indented. An empty one is none."""
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

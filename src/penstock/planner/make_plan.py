@@ -8,19 +8,18 @@ import torch
 from torch import nn
 
 from penstock.config import Placement
-from penstock.planner.choose_machine import machine_for
 from penstock.planner.machine import Machine
-from penstock.planner.mesh_models import on_mesh
 from penstock.planner.plan_request import plan_request
 from penstock.planner.plan_result import answer
 from penstock.planner.plans import Plan
 from penstock.planner.search import find_best, given
+from penstock.planner.this_machine import machine_for
 from penstock.planner.trials import Trials, quick_collection
 
 
 @torch.random.fork_rng(devices=[])  # the batch, the model's first values and what is measured may draw some
 def plan(
-    model: nn.Module | Callable[..., nn.Module],
+    model: nn.Module | Callable[[], nn.Module],
     optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
     batch: Callable[[], Any],
     *,
@@ -46,8 +45,8 @@ def plan(
 
     Arguments:
         model: on any device, as it would be prepared, or a function that makes one, which is called for the meta
-            device. It stays as it is. With DTensors each rank has its part. A function that takes an argument is given
-            a `DeviceMesh` of the mesh's `cp`, `tp` and `ep` dimensions, whose ranks need not be there.
+            device. It stays as it is. With DTensors each rank has its part: `simulated_mesh(mesh)` gives a `DeviceMesh`
+            of ranks that need not be there.
         optimizer: the class, which takes all parameters with its defaults, or an optimizer over the model's parameters.
         batch: makes one micro-batch, as the model takes it: a mapping of keyword arguments, a tuple of positional ones,
             or one value. What the model returns has a `loss`, or is the loss; else the mean of it stands for one.
@@ -63,7 +62,8 @@ def plan(
             share one copy.
         placement: one to be looked at; `"auto"` for the best one.
         micro_batches: how many of them a step has.
-        expert_share: of models that choose experts, the part of the tokens that each one gets; `None` for equal parts.
+        expert_share: the part of the rows that a mask chooses, where a model makes it of values other than the experts
+            that a router chooses. These get equal parts. `None`: such a mask is refused.
         measure: time each kind of operation for real, on this machine, once: for models whose operations are not what
             figures of machines expect.
         progress: is called with a line of words before each simulation of a search.
@@ -80,29 +80,25 @@ def plan(
     Source: docs/planner.md; the idea of a simulator that is the engine, and its accuracy, are there.
     """
     there = machine_for(machine, folders)
-    with on_mesh(model, mesh) as maker:
-        request = plan_request(
-            maker,
-            optimizer,
-            batch,
-            machine=there,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            folders=folders,
-            world_size=world_size,
-            hosts=hosts,
-            mesh=mesh,
-            placement=placement,
-            micro_batches=micro_batches,
-            expert_share=expert_share,
-            arguments=prepare_arguments,
-        )
-        trials = Trials(request, measures=measure)
-        with quick_collection():
-            if isinstance(placement, str):
-                best = find_best(request, trials, progress)
-            else:
-                best = given(request, trials, placement)
-            if trace is not None:
-                trials.write_trace(best.trial, trace)
-            return answer(request, trials, best)
+    request = plan_request(
+        model,
+        optimizer,
+        batch,
+        machine=there,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        folders=folders,
+        world_size=world_size,
+        hosts=hosts,
+        mesh=mesh,
+        placement=placement,
+        micro_batches=micro_batches,
+        expert_share=expert_share,
+        arguments=prepare_arguments,
+    )
+    trials = Trials(request, measures=measure)
+    with quick_collection():
+        best = find_best(request, trials, progress) if isinstance(placement, str) else given(request, trials, placement)
+        if trace is not None:
+            trials.write_trace(best.trial, trace)
+        return answer(request, trials, best)

@@ -11,7 +11,6 @@ from torch import nn
 from penstock.config import Options, Placement, TierName
 from penstock.errors import ConfigError, one_line
 from penstock.planner.machine import Machine
-from penstock.planner.mesh_models import check_parts
 from penstock.planner.plans import placeholders
 from penstock.planner.simulation.engine_internals import (
     Grid,
@@ -21,6 +20,7 @@ from penstock.planner.simulation.engine_internals import (
     node_size,
     request_for,
 )
+from penstock.planner.simulation.fake_collectives import check_parts
 from penstock.planner.simulation.program import BackEnd
 from penstock.planner.simulation.simulate import Setup
 from penstock.planner.workload import Limits

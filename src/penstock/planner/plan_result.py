@@ -8,9 +8,9 @@ from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from penstock.config import Tier, TierName
 from penstock.planner.machine import Machine
-from penstock.planner.plan_fields import Reason, Shortfall, WhatIf
 from penstock.planner.plan_request import PlanRequest
-from penstock.planner.plans import Plan, model_fingerprint
+from penstock.planner.plans import Plan, Reason, Shortfall, WhatIf, model_fingerprint
+from penstock.planner.residuals import step_range
 from penstock.planner.search import Best
 from penstock.planner.shortfall import Infeasible
 from penstock.planner.simulation.engine_internals import Grid, recomputes
@@ -39,7 +39,9 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
     grid, step_s = request.setup.grid, timing.step_s
     flat = Grid.first_of(grid.world_size, sharded=prepare_request.stage != 0)
     kind_bytes = _kind_bytes(trial)
+    precision: Any = str(request.arguments.get("precision", "bf16"))  # `prepare` marks a default by its class
     lacks = _lacks(best.lacking)
+    on_files = any("nvme" in by_tier for by_tier in kind_bytes.values())
     return Plan(
         placement=trial.placement,
         overlap=prepare_request.overlap,
@@ -48,7 +50,7 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
         world_size=grid.world_size,
         fits=not lacks,
         step_s=step_s,
-        step_range_s=_range(machine, lambda other: trials.time(trial.simulation, other).step_s, step_s),
+        step_range_s=step_range(step_s, device=machine.device, on_files=on_files, probed=machine.probed),
         bound_by=timing.bound_by,
         bytes={tier: sum(kind_bytes[kind].get(tier, 0) for kind in KINDS) for tier in TIERS},
         peak_bytes=trial.peak_bytes,
@@ -57,7 +59,7 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
         unified_memory=machine.unified_memory,
         busy_s=timing.busy_s,
         stage=prepare_request.stage,
-        precision=request.arguments.get("precision", "bf16"),
+        precision=precision,
         hosts=request.hosts,
         mesh={} if grid == flat else grid.sizes,
         machine=machine.name,
@@ -88,21 +90,6 @@ def _kind_bytes(trial: Trial) -> dict[str, dict[TierName, int]]:
     found["activations"] = {"device": trial.simulation.activation_bytes}
     if away > 0:
         found["activations"][tier] = away
-    return found
-
-
-def _range(machine: Machine, step: Callable[[Machine], float], step_s: float) -> tuple[float, float]:
-    """Time the step with every figure at its worse and at its better end."""
-    worst, best = machine.replace(**_ends(machine, worse=True)), machine.replace(**_ends(machine, worse=False))
-    return min(step_s, step(best)), max(step_s, step(worst))
-
-
-def _ends(machine: Machine, *, worse: bool) -> dict[str, float]:
-    found = {}
-    for name, figure in machine.figures.items():
-        slow = name.endswith("_seconds")  # of these less is better
-        if figure.low != figure.high and not name.endswith(("_memory", "_free")):
-            found[name] = figure.high if slow is worse else figure.low
     return found
 
 

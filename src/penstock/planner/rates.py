@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 from penstock.errors import ConfigError, one_line, shown
+from penstock.planner.formatting import decimal, seconds, size
 
 Unit = Literal["bytes", "bytes/s", "FLOP/s", "s", "count"]
 
@@ -41,7 +42,8 @@ RATES: Mapping[str, About] = {
     "device_bandwidth": About("bytes/s", "of elementwise operations on a device, read and written"),
     "device_update": About("bytes/s", "of an update on a device, read and written"),
     "op_seconds": About("s", "least time that an operation takes a device"),
-    "op_host_seconds": About("s", "time that the host takes to enqueue an operation"),
+    "op_host_seconds": About("s", "time of the host, in Python and autograd too, for an operation of a model"),
+    "op_threads_seconds": About("s", "time that the threads of a cpu take to begin and end an operation together"),
     "job_seconds": About("s", "overhead of a job on a stream"),
     "wake_seconds": About("s", "from the end of what a thread of the host sleeps for until the thread goes on"),
     "h2d": About("bytes/s", "from pinned memory of the host to a device, alone"),
@@ -76,6 +78,7 @@ _BYTES = (
     | {f"{prefix}B": 1000.0**power for power, prefix in enumerate("kMGTP", start=1)}
     | {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGTP", start=1)}
 )
+_SI: Mapping[Unit, str] = {"bytes/s": "B/s", "FLOP/s": "FLOP/s"}
 UNITS: Mapping[Unit, Mapping[str, float]] = {
     "bytes": _BYTES,
     "bytes/s": {f"{name}/s": factor for name, factor in _BYTES.items()},
@@ -83,29 +86,11 @@ UNITS: Mapping[Unit, Mapping[str, float]] = {
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9},
     "count": {},
 }
-#: What is written behind a number, for errors.
-_EXAMPLES: Mapping[Unit, str] = {
-    "bytes": "24GiB or 24e9",
-    "bytes/s": "7GB/s or 7e9",
-    "FLOP/s": "165TFLOP/s or 165e12",
-    "s": "80us or 8e-5",
-    "count": "2",
-}
-#: The units that tables are written in: the largest one of which there is at least 1.
-_SHOWN: Mapping[Unit, tuple[str, ...]] = {
-    "bytes": ("TiB", "GiB", "MiB", "KiB", "B"),
-    "bytes/s": ("TB/s", "GB/s", "MB/s", "kB/s", "B/s"),
-    "FLOP/s": ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s"),
-    "s": ("s", "ms", "us", "ns"),
-    "count": (),
-}
-
 #: How a figure that somebody wrote down without more is said to have come about.
 STATED = "stated"
 
 _MOST_CHARS = 80
 _NUMBER = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?)\s*(.*?)\s*", re.DOTALL)
-_BITS = re.compile(r"([kKMGTP]i?b|[kKMGTP]?i?bits?|[kKMGTP]?bp)(/?s)?")
 
 
 @dataclass(frozen=True)
@@ -212,55 +197,31 @@ def parse_rate(text: str) -> tuple[str, float]:
         raise ConfigError(f"{shown(text)} is no figure with its value. Write it as in disk_read=7GB/s.")
     name = check_name(name.strip())
     unit = RATES[name].unit
+    factors = {"": 1.0, **UNITS[unit]}
     match = _NUMBER.fullmatch(written) if len(written) <= _MOST_CHARS else None
-    if match is None:
-        raise ConfigError(f"{name}={_text(written)}: no number is there. Write {name}={_EXAMPLES[unit]}.")
     try:
-        value = number(_times(match[1], _factor(name, match[2])), name)
+        if match is None:
+            raise ConfigError("no number is there")
+        if match[2] not in factors:
+            raise ConfigError(f"{one_line(match[2], _MOST_CHARS)} is no unit of {name}, which is in {unit}")
+        # In decimals, so that 80us is 8e-05.
+        value = number(float(Decimal(match[1]) * Decimal(repr(factors[match[2]]))), name)
         check_count(name, value)
     except ConfigError as error:
-        raise ConfigError(f"{name}={_text(written)}: {error}. Write {name}={_EXAMPLES[unit]}.") from error
+        units = f" with {', '.join(UNITS[unit])} or nothing behind it; bits are not read" if UNITS[unit] else ""
+        raise ConfigError(f"{name}={one_line(written, _MOST_CHARS)}: {error}. Write a number{units}.") from error
     return name, value
 
 
-def _times(count: str, factor: float) -> float:
-    """Multiply in decimals, so that 80us is 8e-05."""
-    return float(Decimal(count) * Decimal(repr(factor)))
-
-
-def _factor(name: str, written: str) -> float:
-    """Look up what is written behind a figure's number."""
-    unit = RATES[name].unit
-    if not written:
-        return 1.0
-    if written in UNITS[unit]:
-        return UNITS[unit][written]
-    if unit == "count":
-        raise ConfigError(f"{_text(written)} is behind the number, and {name} is a count")
-    if _BITS.fullmatch(written) and unit in ("bytes", "bytes/s"):
-        raise ConfigError(f"{_text(written)} is in bits, and {name} is in {unit}: divide by 8")
-    raise ConfigError(f"{_text(written)} is no unit of {name}, which is in {unit}")
-
-
 def write_value(name: str, value: float) -> str:
-    """Write a figure's value as people read it, and as `parse_rate` reads it, to three or four digits.
+    """Write a figure's value as people read it, and as `parse_rate` reads it, to three digits.
 
     Example:
         >>> write_value("disk_read", 7e9)
-        '7 GB/s'
+        '7.00 GB/s'
     """
     unit = RATES[name].unit
-    for shown_unit in _SHOWN[unit]:
-        count = value / UNITS[unit][shown_unit]
-        if count >= 1:
-            return f"{_digits(count)} {shown_unit}"
-    last = _SHOWN[unit][-1:]
-    return f"{_digits(value / UNITS[unit][last[0]])} {last[0]}" if last else _digits(value)
-
-
-def _digits(count: float) -> str:
-    return f"{count:.4g}" if count < 1e4 else f"{count:.3e}" if count >= 1e6 else f"{count:.0f}"
-
-
-def _text(value: str) -> str:
-    return one_line(value, _MOST_CHARS)
+    if unit == "count":
+        return f"{value:.0f}"
+    written = size(round(value)) if unit == "bytes" else seconds(value) if unit == "s" else decimal(value, _SI[unit])
+    return written.replace(",", "")

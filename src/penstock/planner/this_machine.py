@@ -1,80 +1,165 @@
-"""The machine that this process runs on: probed once, kept in the user's cache, and read from there afterwards."""
+"""The machine that is meant: one that is given, one that comes along, or this one, probed once and kept."""
 
+import contextlib
+import fcntl
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.planner.machine import Machine, from_probe
-from penstock.planner.rates import Rate, write_value
-from penstock.planner.simulation.engine_internals import device_for
-from penstock.probe import cache
-from penstock.probe.disks import check_folders
+from penstock.planner.rates import Rate
+from penstock.planner.simulation.engine_internals import ControlGroup, control_group_of_all, device_for
+from penstock.probe.disks import Folder, check_folders, free_space
 from penstock.probe.fingerprint import fingerprint
-from penstock.probe.measure import measure, measure_free
+from penstock.probe.links import free_memory
+from penstock.probe.measure import measure
 
-__all__ = ["Machine", "as_json", "here", "probe", "remember", "write_value"]
+PATIENCE_S = 3600.0  # for the first rank
+
+_logger = logging.getLogger("penstock")
 
 
-def here(*, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60.0) -> Machine:
-    """Return this machine, as it was probed before; probe it where it was not, or where it is another one now.
-
-    What is free changes all the time, and is looked at anew.
+def machine_for(
+    machine: Machine | str | os.PathLike[str] | None, folders: Sequence[Folder] = (), *, seconds: float = 60
+) -> Machine:
+    """Return the machine that is meant.
 
     Arguments:
-        folders: the folders of the nvme tier.
-        seconds: how long a probe may take.
+        machine: a machine, its file, or the name of one that comes with the package; `None` for this one, as it was
+            probed before, or probed now. What is free changes all the time, and is looked at anew.
+        folders: whose disks are measured, where this one is probed.
+        seconds: how long probing may take.
 
     Raises:
-        ConfigError: a folder cannot be written or is full.
+        ConfigError: there is no such machine, or a folder cannot be used.
     """
+    if isinstance(machine, Machine):
+        return machine
+    if machine is not None:
+        if not isinstance(machine, str | os.PathLike):
+            raise ConfigError(f"machine is a {type(machine).__name__}. Use a Machine, a file, or a name.")
+        return Machine.read(machine)
     check_folders(folders)
     device = device_for((), None).device
-    machine = cache.recalled(
-        fingerprint(device, folders),
-        read=Machine.read,
+    path = path_of(fingerprint(device, folders))
+    with contextlib.ExitStack() as held:
+        # Of several processes that ask at once one measures and the others wait: two that measured the same disk at the
+        # same time would each find half of it. Where no lock can be had, all measure.
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(path.with_suffix(".lock").open("a")), fcntl.LOCK_EX)
         # Alone: one rank may ask for all, and ranks of one host wait here for the first of them.
-        make=lambda: probe(folders=folders, seconds=seconds, groups={}),
-        write=Machine.write,
-    )
-    free = {name: Rate(*figure) for name, figure in measure_free(device, folders).items()}
-    return replace(machine, figures={**machine.figures, **free})
+        found = machine_here(device, ControlGroup(), None, folders=folders, seconds=seconds)
+    assert found is not None
+    free = {name: Rate(*figure) for name, figure in (free_memory(device) | free_space(folders)).items()}
+    return replace(found, figures={**found.figures, **free})
 
 
-def probe(
-    *,
-    folders: Sequence[str | PathLike[str]] = (),
-    seconds: float = 60.0,
-    progress: Callable[[str], None] | None = None,
-    groups: Mapping[str, dist.ProcessGroup] | None = None,
-) -> Machine:
-    """Measure this machine, as `Machine.probe` does, and say what is measured next.
+def machine_of_ranks(folders: Sequence[Folder] = ()) -> Machine | None:
+    """Return the machine of the ranks of the default process group, probed before or now. Collective.
 
     Arguments:
         folders: the folders of the nvme tier.
-        seconds: how long it may take.
-        progress: called with what is measured next, in words.
-        groups: the dimensions of a mesh, whose links are measured too; `None` for the default process group, if there
-            is one. Then all ranks call this. Empty where this rank measures alone.
+
+    Returns:
+        The machine, on the first rank; `None` on the others.
+
+    Raises:
+        ConfigError, EngineError: measuring failed on the first rank.
+    """
+    with contextlib.closing(control_group_of_all(timeout_s=PATIENCE_S, error=EngineError)) as control_group:
+        return machine_here(device_for((), None).device, control_group, None, folders=folders)
+
+
+def machine_here(
+    device: torch.device,
+    control_group: ControlGroup,
+    groups: Mapping[str, dist.ProcessGroup] | None,
+    *,
+    folders: Sequence[Folder] = (),
+    seconds: float = 60,
+) -> Machine | None:
+    """Return this machine as it was probed before, or probed now, which takes a minute. Collective.
+
+    Arguments:
+        device: the one that computes.
+        control_group: the ranks, patient enough to wait for the first one, which measures the machine.
+        groups: the process groups that this rank is in, one for each dimension of the mesh, by name; `None` for all
+            ranks as one.
+        folders: the folders of the nvme tier.
+        seconds: how long measuring may take.
+
+    Returns:
+        The machine, on the first rank; `None` on the others.
+
+    Raises:
+        ConfigError, EngineError: measuring failed on the first rank, as `ControlGroup.together` says.
+    """
+    found: Machine | None = None
+    with control_group.together("probe"):
+        if control_group.is_first:
+            found = _kept(fingerprint(device, folders))
+            if found and control_group.size > 1 and not (found.has("link_bandwidth") or found.has("net_bandwidth")):
+                found = None
+    if control_group.share(found is None):
+        probed = probe(folders=folders, seconds=seconds, groups=groups, device=device, control_group=control_group)
+        if control_group.is_first:
+            found = probed
+            remember(found)
+    return found
+
+
+def probe(**arguments: Any) -> Machine:
+    """Measure this machine, with the arguments of `penstock.probe.measure.measure`, and check its figures.
 
     Raises:
         ConfigError: as `Machine.probe`.
     """
-    return from_probe(*measure(folders=folders, seconds=seconds, progress=progress, groups=groups))
+    return from_probe(*measure(**arguments))
 
 
-def as_json(machine: Machine) -> str:
-    """Write a machine as its file has it, on one line."""
-    return json.dumps(machine.to_dict())
+def path_of(fingerprint: Mapping[str, Any]) -> Path:
+    """Return where the machine of a fingerprint is kept: below `XDG_CACHE_HOME`, or `~/.cache`."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification has relative paths ignored: they would be another folder in each run.
+    base = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~"), ".cache")
+    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:32]
+    return base / "penstock" / "machines" / f"{digest}.json"
 
 
 def remember(machine: Machine) -> Path | None:
-    """Keep a machine for `here`, in place of what was kept.
+    """Keep a machine under its fingerprint, in place of what was kept.
 
     Returns:
-        The file; `None` where the cache cannot be written.
+        The file; `None` where the cache cannot be written, which the log says.
     """
-    return cache.keep(machine, machine.write)
+    path = path_of(machine.fingerprint)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        machine.write(path)
+    except (PenstockError, OSError) as error:
+        _logger.warning("The machine is not kept for the next time: %s", one_line(error))
+        return None
+    return path
+
+
+def _kept(fingerprint: Mapping[str, Any]) -> Machine | None:
+    """Return what is kept for a fingerprint; `None` for nothing, a damaged file, and one of another machine."""
+    path = path_of(fingerprint)
+    if not path.exists():
+        return None
+    try:
+        kept = Machine.read(path)
+    except (PenstockError, OSError, ValueError) as error:
+        _logger.warning("This machine is probed again: what was kept of it cannot be read. %s", one_line(error))
+        return None
+    return kept if path_of(kept.fingerprint) == path else None

@@ -21,7 +21,7 @@ from penstock.planner.plan_request import PlanRequest
 from penstock.planner.simulation.engine_internals import PrepareRequest, device_for
 from penstock.planner.simulation.operation_times import time_ops
 from penstock.planner.simulation.program import Op
-from penstock.planner.simulation.retime import Timing, Timings
+from penstock.planner.simulation.retime import Timing, retime
 from penstock.planner.simulation.simulate import Setup, Simulation, simulate
 from penstock.planner.workload import Choice, Fractions
 
@@ -60,7 +60,6 @@ class Trials:
         self._measures = measures
         self._measured: dict[Op, float] = {} if measured is None else measured
         self._found: dict[str, Trial] = {}
-        self._timings: dict[int, Timings[MachineCosts]] = {}  # of simulations, all of which are kept
 
     def __len__(self) -> int:
         return len(self._found)
@@ -104,9 +103,7 @@ class Trials:
 
     def time(self, simulation: Simulation, machine: Machine) -> Timing:
         """Say how long a simulated step takes on a machine."""
-        key = id(simulation)
-        timings = self._timings.setdefault(key, Timings(simulation.program))
-        return timings.on(self.costs(machine))
+        return retime(simulation.program, self.costs(machine))
 
     def costs(self, machine: Machine) -> MachineCosts:
         """Say what parts of a program take on a machine: as they were measured, where they were."""

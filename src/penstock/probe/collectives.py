@@ -2,25 +2,23 @@
 
 import contextlib
 import secrets
-import time
 from collections.abc import Mapping
-from statistics import median
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from penstock.probe.arithmetic import Stopwatch
-from penstock.probe.sampling import LEAST_ROUNDS, Deadline, Measurement, quartiles
+from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_of, take_turns
 from penstock.runtime.control_group import ControlGroup, all_gather_flat, give_back, own_group
 from penstock.runtime.system import hosts_of, ranks_of_host
 
-SIZES = (1 << 10, 1 << 20, 1 << 26)  # bytes of the whole buffer
-MOST_ROUNDS = 15
+LEAST_BYTES, MOST_BYTES = 1 << 10, 1 << 26  # of the whole buffer
+TRIAL_BYTES = 1 << 20
 
 
 def measure_collectives(
-    device: torch.device, groups: Mapping[str, dist.ProcessGroup], control_group: ControlGroup, deadline: Deadline
-) -> dict[str, Measurement]:
+    device: torch.device, groups: Mapping[str, dist.ProcessGroup], control_group: ControlGroup, seconds: float
+) -> Figures:
     """Measure all-gathers. Collective.
 
     The time of one is taken for `latency + bytes * (n - 1) / n / bandwidth`, with the bytes of the whole buffer.
@@ -29,7 +27,7 @@ def measure_collectives(
         device: where the buffers are; the groups have a backend for it.
         groups: the dimensions of the mesh by name, or all ranks as one; those of one rank are passed over.
         control_group: of all ranks.
-        deadline: when to be done, the first rank's.
+        seconds: when to be done, on the first rank.
 
     Returns:
         `link_bandwidth` and `link_seconds` of the slowest dimension whose ranks are on one host, `net_*` of the slowest
@@ -38,34 +36,24 @@ def measure_collectives(
     groups = {name: group for name, group in groups.items() if dist.get_world_size(group) > 1}
     if not groups:
         return {}
+    deadline = Deadline(seconds, control_group)
     with contextlib.ExitStack() as closing:
         groups |= _within_hosts(groups, control_group, closing)
-        watch = Stopwatch(device)
-        found = {name: _measure_group(watch, group, control_group, deadline) for name, group in groups.items()}
-        spreads = {name: _spread(group, control_group.size) for name, group in groups.items()}
-    kinds: dict[str, dict[str, tuple[Measurement, Measurement]]] = {}
-    for name, (bandwidth, latency) in found.items():
-        hosts, rings = control_group.share(spreads[name])  # the first rank's, as what it has measured
-        if hosts > 1:  # rings of the host's other ranks went through its network at the same time
-            value, low, high = (each * rings for each in bandwidth[:3])
-            bandwidth = bandwidth._replace(value=value, low=low, high=high)
-        kinds.setdefault("net" if hosts > 1 else "link", {})[name] = bandwidth, latency
-    return {name: figure for kind, of_kind in kinds.items() for name, figure in _slowest(kind, of_kind).items()}
-
-
-def _slowest(kind: str, found: Mapping[str, tuple[Measurement, Measurement]]) -> dict[str, Measurement]:
-    """Give the figures of the slowest of some dimensions, and say what the others do."""
-    slowest = min(found, key=lambda name: found[name][0].value)
-    beside = ", ".join(
-        f"{name} {each.value / 1e9:.2f} GB/s and {1e6 * latency.value:.0f} us"
-        for name, (each, latency) in found.items()
-    )
-    told = f"; dimensions: {beside}" if len(found) > 1 else ""
-    bandwidth, latency = found[slowest]
-    return {
-        f"{kind}_bandwidth": bandwidth._replace(how=bandwidth.how + told),
-        f"{kind}_seconds": latency._replace(how=latency.how + told),
-    }
+        found = [
+            (name, _spread(group, control_group.size), _measure_group(device, group, deadline))
+            for name, group in groups.items()
+        ]
+    # What every rank has seen is one figure on all of them: the first rank's.
+    figures: Figures = {}
+    shared = [
+        (name, "net" if hosts > 1 else "link", Measurement(*bandwidth).scaled(rings), Measurement(*latency))
+        for name, (hosts, rings), (bandwidth, latency) in control_group.share(found)
+    ]
+    for name, kind, bandwidth, latency in sorted(shared, key=lambda each: -each[2].value):  # the slowest comes last
+        among = [f"{other} {each.value / 1e9:.2f} GB/s" for other, of, each, _ in shared if of == kind]
+        told = f"; {name}, the slowest of {', '.join(among)}" if len(among) > 1 else ""
+        figures |= {f"{kind}_bandwidth": bandwidth.scaled(1, told), f"{kind}_seconds": latency.scaled(1, told)}
+    return figures
 
 
 def _within_hosts(
@@ -85,48 +73,37 @@ def _within_hosts(
 
 
 def _spread(group: dist.ProcessGroup, ranks: int) -> tuple[int, int]:
-    """Say on how many hosts a group is, and how many such groups the ranks of this host are in."""
+    """Return on how many hosts a group is, and how many such groups go through the network of this host."""
     here = ranks // hosts_of(ranks)
     hosts = [rank // here for rank in dist.get_process_group_ranks(group)]
-    return len(set(hosts)), max(1, here // hosts.count(dist.get_rank() // here))
+    spread = len(set(hosts))
+    return spread, max(1, here // hosts.count(dist.get_rank() // here)) if spread > 1 else 1
 
 
 def _measure_group(
-    watch: Stopwatch, group: dist.ProcessGroup, control_group: ControlGroup, deadline: Deadline
+    device: torch.device, group: dist.ProcessGroup, deadline: Deadline
 ) -> tuple[Measurement, Measurement]:
     """Measure one group: its bandwidth, and its latency."""
     count = dist.get_world_size(group)
-    runs: dict[int, list[float]] = {nbytes: [] for nbytes in SIZES}
-    sizes = list(SIZES)
-    rounds, longest = 0, 0.0
-    while rounds <= MOST_ROUNDS:
-        start = time.perf_counter()
-        for nbytes in tuple(sizes):
-            seconds = _gather(watch, group, nbytes // count // 4)
-            if rounds:  # the first one makes the connections
-                runs[nbytes].append(seconds)
-        longest = time.perf_counter() - start
-        rounds += 1
-        # One rank's clock decides for all: a rank that went on alone would wait for the others in vain.
-        left, of_first = control_group.share([deadline.left(), longest])
-        if rounds > LEAST_ROUNDS and left < of_first:
-            break
-        if rounds == 1 and left < 2 * of_first and len(sizes) == len(SIZES):
-            sizes = sizes[:-1]  # the largest one is too much for this link in this time
-    used = [nbytes for nbytes in SIZES if runs[nbytes]]
-    # What every rank has seen is one figure on all of them: the first rank's.
-    medians = [control_group.share([median(runs[nbytes]), *quartiles(runs[nbytes])]) for nbytes in used]
-    latency, largest = medians[0], medians[-1]
-    moved = used[-1] * (count - 1) / count
-    rates = [moved / max(seconds - latency[0], seconds / 10) for seconds in largest]
-    told = ", ".join(f"{nbytes:,} bytes {1e6 * m[0]:.0f} us" for nbytes, m in zip(used, medians, strict=True))
-    how = f"all-gathers between {count} ranks ({told}), {len(runs[used[0]])} of each"
-    return Measurement(rates[0], rates[2], rates[1], how), Measurement(latency[0], latency[1], latency[2], how)
+    trial = partial(_gather, device, group, TRIAL_BYTES)
+    trial()  # makes the connections
+    sizes = [LEAST_BYTES, TRIAL_BYTES, MOST_BYTES]
+    if not deadline.allows(5 * MOST_BYTES / TRIAL_BYTES * trial()):
+        sizes.pop()  # too much for this link in this time
+    cases: dict[str, Case] = {f"{nbytes:,} bytes": (partial(_gather, device, group, nbytes), "") for nbytes in sizes}
+    found = take_turns(cases, deadline)
+    latency, *_, largest = found.values()
+    moved = sizes[-1] * (count - 1) / count
+    value, high, low = (moved / max(each - latency.value, each / 10) for each in largest[:3])
+    told = ", ".join(f"{name} {1e6 * each.value:.0f} us" for name, each in found.items())
+    how = f"all-gathers between {count} ranks ({told}){latency.how}"
+    return Measurement(value, low, high, how), latency._replace(how=how)
 
 
-def _gather(watch: Stopwatch, group: dist.ProcessGroup, numel: int) -> float:
+def _gather(device: torch.device, group: dist.ProcessGroup, nbytes: int) -> float:
     """Gather once, after all ranks have come; the seconds of it."""
-    own = torch.ones(numel, dtype=torch.float32, device=watch.device)
-    whole = torch.empty(numel * dist.get_world_size(group), dtype=torch.float32, device=watch.device)
-    all_gather_flat(whole[: dist.get_world_size(group)], own[:1], group=group)
-    return watch.seconds(lambda: all_gather_flat(whole, own, group=group))
+    count = dist.get_world_size(group)
+    own = torch.ones(nbytes // count // 4, dtype=torch.float32, device=device)
+    whole = torch.empty(own.numel() * count, dtype=torch.float32, device=device)
+    all_gather_flat(whole[:count], own[:1], group=group)
+    return seconds_of(lambda: all_gather_flat(whole, own, group=group), device)

@@ -1,24 +1,24 @@
 """The folders of the nvme tier: how fast records are read and written there, through the engine's own queue of I/O."""
 
 import contextlib
-import errno
 import os
 import random
 import secrets
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from penstock.config import Options
 from penstock.errors import ConfigError, one_line
-from penstock.probe.sampling import Deadline, Measurement, Turns, quartiles, seconds_of, take_turns
+from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_of, take_turns
 from penstock.runtime.aio import File, Queue, Transfer, check_space, existing_folder, free_disk_bytes
 from penstock.runtime.host_memory import PAGE_BYTES, page_aligned
 from penstock.runtime.system import core_quota
@@ -27,23 +27,16 @@ MOUNTS = Path("/proc/self/mountinfo")
 MIB = 1 << 20
 LEAST_FILE_BYTES, MOST_FILE_BYTES = 4 * MIB, 512 * MIB
 LEAST_FREE_BYTES = 2 * LEAST_FILE_BYTES
+#: Of AdamW's states and masters, of a bf16 tile of the default size.
+RECORD_BYTES = Options().tile_bytes // 2 * (2 + 4 + 4)
 IN_FLIGHT = 4  # records at once
 LATENCIES = 32  # reads of a page, one after the other, in a run
+_READ, _WRITTEN, _BOTH = "all read", "all written", "half read, half written, both together"
+_RATES = {"disk_read": _READ, "disk_write": _WRITTEN, "disk_mixed": _BOTH}
 #: Of file systems that are no disk.
 IN_MEMORY = ("tmpfs", "ramfs")
 
-_ADVICE = {
-    errno.ENOENT: "Create it, or name another one.",
-    errno.ENOTDIR: "Name a folder.",
-    errno.ENOSPC: f"Free {LEAST_FREE_BYTES:,} bytes there, or name another one.",
-}
-
 Folder = str | PathLike[str]
-
-
-def record_bytes() -> int:
-    """Count the bytes of a record of AdamW's states and masters, of a bf16 tile of the default size."""
-    return Options().tile_bytes // 2 * (2 + 4 + 4)
 
 
 def check_folders(folders: Sequence[Folder]) -> None:
@@ -63,14 +56,14 @@ def check_folders(folders: Sequence[Folder]) -> None:
         except (OSError, ValueError) as error:  # an `NvmeError` is an `OSError`; a path may have a null byte
             number = error.errno if isinstance(error, OSError) else None
             why = os.strerror(number) if number else one_line(error)
-            advice = _ADVICE.get(number or 0, "Make it a folder that can be written, or name another one.")
+            advice = f"Name a folder that is there, can be written, and has {LEAST_FREE_BYTES:,} bytes free."
             raise ConfigError(f"The folder {shown} cannot be probed: {why}. {advice}") from error
         if path in seen:
             raise ConfigError(f"The folder {shown} is named twice. Name each folder of the nvme tier once.")
         seen.add(path)
 
 
-def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> dict[str, Measurement]:
+def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> Figures:
     """Measure folders, one after the other.
 
     Arguments:
@@ -84,73 +77,63 @@ def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> dict[str, Me
     Raises:
         NvmeError: a file cannot be made, or the disk fails.
     """
-    if not folders:
-        return {}
-    found = []
+    slowest: Figures = {}
     for number, folder in enumerate(folders):
-        found.append(_measure_folder(folder, deadline.share(1 / (len(folders) - number))))
-    disks = [os.stat(folder).st_dev for folder in folders]
-    sharing = [disks.count(disk) for disk in disks]
-    figures = {}
-    for name in ("disk_read", "disk_write", "disk_mixed", "disk_seconds", "disk_cores"):
-        # A record goes to the folder that is filled least, so folders are used alike, and the slowest one decides.
-        latency, whole = name == "disk_seconds", name in ("disk_seconds", "disk_cores")
-        each = [one[name] if whole else _divided(one[name], count) for one, count in zip(found, sharing, strict=True)]
-        slowest = (max if latency else min)(each, key=lambda figure: figure.value)
-        where = f"; of folder {each.index(slowest) + 1} of {len(folders)}, the slowest" if len(folders) > 1 else ""
-        figures[name] = slowest._replace(how=slowest.how + where)
-    return {**figures, **free_space(folders), "folders": Measurement(*(float(len(folders)),) * 3, "as stated")}
+        count, of = _sharing(folders, folder), f"; of folder {number + 1}, the slowest" if len(folders) > 1 else ""
+        for name, figure in _measure_folder(folder, deadline.share(1 / (len(folders) - number))).items():
+            if name in _RATES and count > 1:
+                figure = figure.scaled(1 / count, f"; shared by {count} folders of one disk")
+            # A record goes to the folder that is filled least, so folders are used alike, and the slowest one decides.
+            slower = max if name == "disk_seconds" else min
+            slowest[name] = slower(figure.scaled(1, of), slowest.get(name, figure), key=lambda each: each.value)
+    if folders:
+        slowest["folders"] = Measurement.known(len(folders), "as stated")
+    return slowest | free_space(folders)
 
 
-def free_space(folders: Sequence[Folder]) -> dict[str, Measurement]:
-    """Say what is free in one folder now, `disk_free`: of several the least, since all are filled alike."""
+def free_space(folders: Sequence[Folder]) -> Figures:
+    """Return what is free in one folder now, `disk_free`: of several the least, since all are filled alike."""
     if not folders:
         return {}
-    disks = [os.stat(folder).st_dev for folder in folders]
-    free = [free_disk_bytes(folder) / disks.count(disk) for folder, disk in zip(folders, disks, strict=True)]
-    value = max(1.0, min(free))
-    return {"disk_free": Measurement(value, value, value, "free now" + (", the least" if len(folders) > 1 else ""))}
+    free = min(free_disk_bytes(folder) / _sharing(folders, folder) for folder in folders)
+    return {"disk_free": Measurement.known(max(1.0, free), "free now" + (", the least" if len(folders) > 1 else ""))}
 
 
-def _divided(figure: Measurement, count: int) -> Measurement:
-    """Give one folder its part of a disk that several are on."""
-    if count == 1:
-        return figure
-    value, low, high, how = figure
-    return Measurement(value / count, low / count, high / count, f"{how}; shared by {count} folders of one disk")
+def _sharing(folders: Sequence[Folder], folder: Folder) -> int:
+    """Count the folders that are on the disk of one of them."""
+    return [os.stat(each).st_dev for each in folders].count(os.stat(folder).st_dev)
 
 
-def _measure_folder(folder: Folder, deadline: Deadline) -> dict[str, Measurement]:
+def _measure_folder(folder: Folder, deadline: Deadline) -> Figures:
     """Measure one folder."""
     path = existing_folder(folder) / f"penstock-{os.getpid()}-{secrets.token_hex(4)}-probe"
-    with contextlib.ExitStack() as closing:
-        queue = closing.enter_context(Queue(Options().io_queue_depth))
+    with Queue(Options().io_queue_depth) as queue:
         record, nbytes = _sizes(queue, path, deadline)
-        file = closing.enter_context(File(queue, path, nbytes, named=False))
-        disk = _Disk(file, record)
-        disk.move(writes=True, reads=False)  # blocks that were never written are faster to read, and slower to write
-        cases: dict[str, Callable[[], float]] = {
-            "disk_read": partial(disk.rate, reads=True, writes=False),
-            "disk_write": partial(disk.rate, reads=False, writes=True),
-            "disk_mixed": partial(disk.rate, reads=True, writes=True),
-            "disk_seconds": disk.latency,
-        }
-        turns = take_turns(cases, deadline)
-        where = _where(path.parent, direct=file.direct)
-    return _figures(turns, record, nbytes, where) | {"disk_cores": disk.cores_rate()}
+        with File(queue, path, nbytes, named=False) as file:
+            disk = _Disk(file, record)
+            disk.rate(_WRITTEN)  # blocks that were never written are faster to read, and slower to write
+            where = _where(path.parent, direct=file.direct)
+            size = f"{nbytes / MIB:,.0f} MiB in records of {record / MIB:,.1f} MiB"
+            told = f"{size}, {IN_FLIGHT} at once, with checksums{where}"
+            pages = f"a page read, {LATENCIES} in a run, one after the other{where}"
+            cases: dict[str, Case] = {"disk_seconds": (disk.latency, pages)}
+            for name, words in _RATES.items():
+                cases[name] = partial(disk.rate, words), f"{words}, {told}"
+            figures = take_turns(cases, deadline)
+    cores = min(float(len(os.sched_getaffinity(0))), core_quota() or float("inf"))
+    how = f"what {cores:g} cores could move, by the time of a core that {len(disk.core_rates)} runs took"
+    return figures | {"disk_cores": Measurement.of(disk.core_rates, how).scaled(cores)}
 
 
 def _sizes(queue: Queue, path: Path, deadline: Deadline) -> tuple[int, int]:
     """Choose the bytes of a record and of the file, so that a few rounds are over in time."""
-    free, nbytes = free_disk_bytes(path.parent), LEAST_FILE_BYTES
-    with File(queue, path, nbytes, named=False) as file:
+    with File(queue, path, LEAST_FILE_BYTES, named=False) as file:
         disk = _Disk(file, MIB)
-        disk.move(writes=True, reads=False)
-        rate = nbytes / seconds_of(lambda: disk.move(writes=True, reads=False))
+        _, rate = disk.rate(_WRITTEN), disk.rate(_WRITTEN)  # the first one of blocks that are new
     # The file is written once before, and moved three times in a round, half of it each way in the last: five rounds.
     wanted = int(rate * max(deadline.left(), 0.0)) // 16
-    nbytes = max(LEAST_FILE_BYTES, min(wanted, MOST_FILE_BYTES, free // 4))
-    record = min(record_bytes(), nbytes // IN_FLIGHT) // PAGE_BYTES * PAGE_BYTES
+    nbytes = max(LEAST_FILE_BYTES, min(wanted, MOST_FILE_BYTES, free_disk_bytes(path.parent) // 4))
+    record = min(RECORD_BYTES, nbytes // IN_FLIGHT) // PAGE_BYTES * PAGE_BYTES
     return record, nbytes // record * record
 
 
@@ -160,83 +143,63 @@ class _Disk:
     Arguments:
         file: it has room for two records or more.
         record: the bytes of a record.
+
+    Attributes:
+        core_rates: bytes for each second of a core, of every `rate`.
     """
 
     def __init__(self, file: File, record: int) -> None:
-        self._file = file
-        self._record = record
-        self._count = file.size // record
-        self._buffers = [page_aligned(record).random_(0, 256, generator=_generator()) for _ in range(IN_FLIGHT)]
-        self._checksums: list[int | None] = [None] * self._count
+        self._file, self._record = file, record
+        generator = torch.Generator("cpu").manual_seed(0)
+        self._buffers = [page_aligned(record).random_(0, 256, generator=generator) for _ in range(IN_FLIGHT)]
+        self._checksums: dict[int, int] = {}
         self._places = random.Random(0)
-        self._core_seconds: list[float] = []  # of a core, for each time that every record was moved
+        self.core_rates: list[float] = []
 
-    def rate(self, *, reads: bool, writes: bool) -> float:
-        """Move every record once, and return the bytes/s."""
-        before = time.process_time()  # of all threads, and of what the system does for them
-        rate = self._count * self._record / seconds_of(partial(self.move, reads=reads, writes=writes))
-        self._core_seconds.append(max(time.process_time() - before, 1e-9))
-        return rate
+    def rate(self, words: str) -> float:
+        """Move every record once, as a value of `_RATES` says, and return the bytes/s."""
+        count = self._file.size // self._record
+        order = [(number, words == _WRITTEN) for number in range(count)]
+        if words == _BOTH:  # turn about, the first half read and the second written
+            half = count // 2
+            order = [(number + half * writes, writes) for number in range(half) for writes in (False, True)]
+        before = time.process_time()
+        seconds = seconds_of(lambda: self.move(order))
+        # Of all threads, and of what the system does for them.
+        self.core_rates.append(count * self._record / max(time.process_time() - before, 1e-9))
+        return count * self._record / seconds
 
-    def cores_rate(self) -> Measurement:
-        """Say how many bytes/s all cores could move if they did nothing else, of the runs until now."""
-        cores = min(float(len(os.sched_getaffinity(0))), core_quota() or float("inf"))
-        rates = [cores * self._count * self._record / seconds for seconds in self._core_seconds]
-        how = f"what {cores:g} cores could move, by the time of a core that {len(rates)} runs of the above took"
-        return Measurement(median(rates), *quartiles(rates), how)
+    def move(self, order: Sequence[tuple[int, bool]]) -> None:
+        """Read or write records.
 
-    def move(self, *, reads: bool, writes: bool) -> None:
-        """Read every record, or write it; where it is both, one half is read while the other is written."""
-        under_way: deque[tuple[int, Transfer, bool]] = deque()
-        for turn, (number, write) in enumerate(self._order(reads=reads, writes=writes)):
+        Arguments:
+            order: the number of each, and True if it is written.
+        """
+        under_way: deque[tuple[int, Transfer]] = deque()
+        for turn, (number, writes) in enumerate(order):
             if len(under_way) == IN_FLIGHT:
                 self._end(*under_way.popleft())
             offset, buffer = number * self._record, self._buffers[turn % IN_FLIGHT]
-            if write:
+            if writes:
                 transfer = self._file.write(offset, buffer)
             else:
                 transfer = self._file.read(offset, buffer, checksum=self._checksums[number])
-            under_way.append((number, transfer, write))
+            under_way.append((number, transfer))
         while under_way:  # after an error they are waited for by whoever closes the file
             self._end(*under_way.popleft())
 
+    def _end(self, number: int, transfer: Transfer) -> None:
+        transfer.wait()
+        self._checksums[number] = transfer.checksum  # of a read the same, which was compared
+
     def latency(self) -> float:
         """Read pages one after the other at places that nobody expects; seconds of each."""
-        page = self._buffers[0][:PAGE_BYTES]
-        pages = self._file.size // PAGE_BYTES
-        samples = []
-        for _ in range(LATENCIES):
-            offset = self._places.randrange(pages) * PAGE_BYTES
-            samples.append(seconds_of(lambda offset=offset: self._file.read(offset, page).wait()))  # type: ignore[misc]
-        return median(samples)
+        page, pages = self._buffers[0][:PAGE_BYTES], range(0, self._file.size, PAGE_BYTES)
+        offsets = self._places.choices(pages, k=LATENCIES)
+        return median(seconds_of(partial(self._read, offset, page)) for offset in offsets)
 
-    def _order(self, *, reads: bool, writes: bool) -> Iterator[tuple[int, bool]]:
-        """Give the records in order, and whether each is written."""
-        if not (reads and writes):
-            yield from ((number, writes) for number in range(self._count))
-            return
-        half = self._count // 2
-        for number in range(half):
-            yield number, False
-            yield half + number, True
-
-    def _end(self, number: int, transfer: Transfer, write: bool) -> None:
-        transfer.wait()
-        if write:
-            self._checksums[number] = transfer.checksum
-
-
-def _figures(turns: Turns, record: int, nbytes: int, where: str) -> dict[str, Measurement]:
-    """Make the figures of a folder."""
-    told = f"{nbytes / MIB:,.0f} MiB in records of {record / MIB:,.1f} MiB, {IN_FLIGHT} at once, with checksums{where}"
-    verbs = {
-        "disk_read": "all read",
-        "disk_write": "all written",
-        "disk_mixed": "half read, half written, both together",
-    }
-    figures = {name: turns.measurement(name, f"{verb}, {told}") for name, verb in verbs.items()}
-    pages = f"a page read, {LATENCIES} in a run, one after the other{where}"
-    return figures | {"disk_seconds": turns.measurement("disk_seconds", pages)}
+    def _read(self, offset: int, page: Tensor) -> None:
+        self._file.read(offset, page).wait()
 
 
 def _where(folder: Path, *, direct: bool) -> str:
@@ -257,7 +220,3 @@ def file_system(folder: Folder, mounts: Path = MOUNTS) -> str:
             if own.split()[2] == number:
                 return rest.split()[0]
     return ""
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(0)

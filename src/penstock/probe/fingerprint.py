@@ -13,7 +13,7 @@ from penstock.errors import one_line
 from penstock.probe.disks import Folder, file_system
 from penstock.runtime.system import core_quota, ranks_of_host
 
-CPUINFO, MEMINFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/sys/module/nvidia/version")
 #: The kernel keeps a little more or less for itself from one start to the next.
 GRAIN_BYTES = 1 << 28
@@ -33,12 +33,13 @@ def fingerprint(device: torch.device, folders: Sequence[Folder] = ()) -> dict[st
         `devices`, `driver`, `torch`, `threads`, `kernel` and `disks`.
     """
     name, nbytes, count = accelerator(device)
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "core_quota": core_quota(),
         "ranks": ranks_of_host(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": round(host_bytes / GRAIN_BYTES) * GRAIN_BYTES,
         "device": device.type,
         "device_name": name,
         "device_memory_bytes": nbytes,
@@ -68,15 +69,6 @@ def machine_name(found: dict[str, Any]) -> str:
     if found["device"] == "cpu":
         return cpu
     return f"{found['devices']} x {found['device_name'][:80]}, {cpu}"
-
-
-def _memory_bytes(meminfo: Path = MEMINFO) -> int:
-    """Return the host's memory, rounded; 0 where the kernel does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                return round(int(line.split()[1]) * 1024 / GRAIN_BYTES) * GRAIN_BYTES
-    return 0
 
 
 def accelerator(device: torch.device) -> tuple[str, int, int]:

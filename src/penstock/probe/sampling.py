@@ -1,14 +1,23 @@
-"""Repeated runs within a stated time: what is measured takes turns, and a figure is a median with its quartiles."""
+"""Repeated runs within a stated time: cases take turns, and a figure is a median with its quartiles."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import NamedTuple
 
-#: At least. The first run on an accelerator loads kernels and wakes clocks, and one more says nothing of its spread.
-LEAST_ROUNDS = 3
-#: More rounds than these make no figure better.
+import torch
+
+from penstock.runtime.control_group import ControlGroup
+from penstock.runtime.hardware import CPU
+
+LEAST_ROUNDS = 3  # after the warm-up: one run says nothing of its spread
 MOST_ROUNDS = 25
+RUN_SECONDS, MOST_TIMES = 0.01, 200  # of `seconds_each`
+#: What a run goes over for each second of its part: a round is then a tenth of the part's time, or less.
+BYTES_PER_SECOND = 64 << 20
+
+#: Runs a case once and returns its sample, and what it runs, in words.
+Case = tuple[Callable[[], float], str]
 
 
 class Measurement(NamedTuple):
@@ -26,93 +35,101 @@ class Measurement(NamedTuple):
     high: float
     how: str
 
+    @classmethod
+    def known(cls, value: float, how: str) -> "Measurement":
+        """Make a figure that has no spread."""
+        return cls(float(value), float(value), float(value), how)
+
+    @classmethod
+    def of(cls, samples: Sequence[float], how: str) -> "Measurement":
+        """Make the figure of one sample or more."""
+        low, value, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [*samples] * 3
+        return cls(value, low, high, how)
+
+    def scaled(self, factor: float, told: str = "") -> "Measurement":
+        """Return the figure times a factor, with some words more."""
+        return Measurement(self.value * factor, self.low * factor, self.high * factor, self.how + told)
+
+
+Figures = dict[str, Measurement]
+
 
 class Deadline:
     """A time to be done by.
 
     Arguments:
         seconds: from now on.
+        control_group: ranks that measure together, whose first one's clock decides: a rank that went on alone would
+            wait for the others in vain. `None` for a rank that measures alone.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, control_group: ControlGroup | None = None) -> None:
         self._end = time.perf_counter() + seconds
+        self._control_group = control_group
 
     def left(self) -> float:
-        """Return the seconds that are left, below 0 once they are over."""
+        """Return the seconds that are left, below 0 after the end."""
         return self._end - time.perf_counter()
 
     def share(self, part: float) -> "Deadline":
         """Make the deadline of a part of what is left now, from 0 to 1."""
         return Deadline(max(0.0, self.left()) * part)
 
+    def allows(self, seconds: float) -> bool:
+        """Return True if something that takes some seconds is over in time. Collective, if several ranks measure."""
+        allowed = self.left() > seconds
+        return allowed if self._control_group is None else bool(self._control_group.share(allowed))
 
-class Turns(NamedTuple):
-    """What the runs of several cases gave.
-
-    Attributes:
-        samples: of each case, what its runs after the warm-up returned.
-        cut_short: whether the time was up before the rounds that were wanted.
-    """
-
-    samples: Mapping[str, Sequence[float]]
-    cut_short: bool
-
-    def median(self, case: str) -> float:
-        """Return the median of a case."""
-        return median(self.samples[case])
-
-    def measurement(self, case: str, how: str) -> Measurement:
-        """Make the figure of a case.
-
-        Arguments:
-            case: the name of the case.
-            how: what was run; how often is added.
-        """
-        found = self.samples[case]
-        told = f"{how}; median of {len(found)} runs"
-        if self.cut_short:
-            told += ", then the time was up"
-        return Measurement(median(found), *quartiles(found), told)
+    def nbytes(self, least: int, most: int) -> int:
+        """Return how many bytes a run may go over in the time that is left: whole MiB, `least` or more."""
+        return max(least, min(most, int(self.left() * BYTES_PER_SECOND))) >> 20 << 20
 
 
-def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper quartile of one sample or more."""
-    if len(samples) == 1:
-        return samples[0], samples[0]
-    low, _, high = quantiles(samples, n=4, method="inclusive")
-    return low, high
-
-
-def take_turns(
-    cases: Mapping[str, Callable[[], float]], deadline: Deadline, *, most_rounds: int = MOST_ROUNDS
-) -> Turns:
+def take_turns(cases: Mapping[str, Case], deadline: Deadline) -> Figures:
     """Run all cases in turn, once to warm up, then three times and more until the time is up.
 
-    In turn, because a machine's pace drifts: what is compared later has been measured under the same conditions.
+    In turn, because a machine's pace drifts: figures that are compared were measured under the same conditions. The
+    first run on an accelerator loads kernels and wakes clocks.
 
     Arguments:
-        cases: by name, what runs a case once and returns its sample.
+        cases: by the name of the figure.
         deadline: no round after the third begins that would be over after it.
-        most_rounds: how many rounds to run at most, three or more.
 
     Returns:
-        The samples of all rounds but the warm-up.
+        The figures, of all rounds but the warm-up.
     """
-    for run in cases.values():
+    for run, _ in cases.values():
         run()
     samples: dict[str, list[float]] = {name: [] for name in cases}
     rounds, round_seconds = 0, 0.0
-    while rounds < LEAST_ROUNDS or (rounds < most_rounds and deadline.left() > round_seconds):
+    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and deadline.allows(round_seconds)):
         start = time.perf_counter()
-        for name, run in cases.items():
+        for name, (run, _) in cases.items():
             samples[name].append(run())
         round_seconds = time.perf_counter() - start
         rounds += 1
-    return Turns(samples, cut_short=rounds < most_rounds)
+    told = f"; median of {rounds} runs" + (", then the time was up" if rounds < MOST_ROUNDS else "")
+    return {name: Measurement.of(samples[name], how + told) for name, (_, how) in cases.items()}
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Run work of the host and return its seconds, above 0."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a device is idle."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device = CPU, times: int = 1) -> float:
+    """Return the seconds of some work, above 0: of each time, from when the device is idle to when it is idle again."""
+    synchronize(device)
     start = time.perf_counter()
-    work()
-    return max(time.perf_counter() - start, 1e-9)
+    for _ in range(times):
+        work()
+    synchronize(device)
+    return max(time.perf_counter() - start, 1e-9) / times
+
+
+def seconds_each(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of some work, which is run so often that its start and its end do not count."""
+    once = seconds_of(work, device)
+    times = min(MOST_TIMES, int(RUN_SECONDS / once))
+    return once if times < 2 else seconds_of(work, device, times)

@@ -1,5 +1,7 @@
-"""The optimizers' updates, as the engine runs them: the same rules, threads and bytes."""
+"""The optimizers' updates, as the engine runs them, and the bandwidth of the host's memory, which binds them."""
 
+import contextlib
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -8,39 +10,33 @@ import torch
 from torch import Tensor
 
 from penstock.config import Options
-from penstock.layout import round_up
-from penstock.probe.arithmetic import Stopwatch
-from penstock.probe.block import normal
-from penstock.probe.sampling import Deadline, Measurement, take_turns
+from penstock.probe.arithmetic import normal
+from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_each, seconds_of, take_turns
 from penstock.rules import Pool, Rule, UpdateSlice
 from penstock.rules.device import has_compiler
 from penstock.rules.standard import AdamRule, LionUpdateRule, SgdRule
-from penstock.runtime.host_memory import PAGE_BYTES
+from penstock.runtime.hardware import free_device_memory
+from penstock.runtime.host_memory import available_host_memory, page_aligned, touch
+from penstock.runtime.system import UpdateCores, core_quota, ranks_of_host, share_of_cores, update_cores
 
-#: Each rule, and a group of its parameters, by the rule's name. Not of torch's optimizers, whose first one imports for
-#: seconds what is not used here.
-RULES: Mapping[str, tuple[Callable[[], Rule], Mapping[str, Any]]] = {
-    "adamw": (
-        partial(AdamRule, "adamw"),
-        {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True, "weight_decay": 0.01},
-    ),
-    "sgd": (
-        partial(SgdRule, "sgd", momentum=True),
-        {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
-    ),
-    "lion": (partial(LionUpdateRule, "lion"), {"betas": (0.9, 0.99), "weight_decay": 0.0}),
+#: Rules by name. Not of torch's optimizers, whose first one imports for seconds what is not used here.
+RULES: Mapping[str, Callable[[], Rule]] = {
+    "adamw": partial(AdamRule, "adamw"),
+    "sgd": partial(SgdRule, "sgd", momentum=True),
+    "lion": partial(LionUpdateRule, "lion"),
 }
-#: Bytes of a parameter, a gradient and a master: bf16 with the low half of the fp32 value, and plain fp32.
-BF16, FP32 = "bf16 with remainders", "fp32"
-_DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
-    BF16: (torch.bfloat16, torch.int16),
-    FP32: (torch.float32, None),
+#: Options of a parameter group: each rule takes its own.
+GROUP: Mapping[str, Any] = {
+    **{"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "nesterov": False},
+    **{"decoupled_weight_decay": True, "momentum": 0.9, "dampening": 0.0},
 }
+#: Dtypes of a parameter and of its master: bf16 with the low half of the fp32 value, and plain fp32.
+BF16, FP32 = (torch.bfloat16, torch.int16), (torch.float32, None)
 TILE_NUMEL = Options().tile_bytes // 2
-#: An element of any update here takes so many bytes, and the pages of its tensors.
-BYTES_AT_MOST = 18
-LITTLE_UPDATE_BYTES = 4 << 20
-COMPILING_SECONDS = 20.0
+LEAST_BYTES, MOST_BYTES = 64 << 20, 2 << 30  # of host memory: several times the caches, where there is time
+LEAST_PASS_BYTES, MOST_PASS_BYTES = 32 << 20, 128 << 20  # of a device's, of each tensor of an elementwise pass
+LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES = 4 << 20, 256 << 20
+COMPILING_SECONDS = 3.0  # a part of less time belongs to a probe that has no time to compile a kernel
 
 
 class Update:
@@ -50,36 +46,42 @@ class Update:
         name: the rule's name, a key of `RULES`.
         precision: `BF16` or `FP32`.
         memory: uint8; it has room for a tile or more, and may be shared by updates that take turns.
-        tile_numel: how many elements a tile has.
+        tile_numel: how many elements a tile has; `None` for one tile in all of the memory.
 
     Attributes:
-        tiles: how many tiles there are.
-        numel: how many elements all of them have.
+        numel: how many elements all tiles have.
         nbytes: the bytes that all of them read and write, as the engine counts them.
     """
 
-    def __init__(self, name: str, precision: str, memory: Tensor, tile_numel: int = TILE_NUMEL) -> None:
-        make, group = RULES[name]
-        self._rule = make()
-        self._hyper = self._rule.step_scalars({"lr": 1e-4, **group}, step=2)
-        dtype, master = _DTYPES[precision]
-        changed = [dtype, *([] if master is None else [master]), *(spec.dtype for spec in self._rule.states)]
-        cuts = _Cuts(memory)
-        self._update_slices: list[UpdateSlice] = []
-        while cuts.left >= tile_numel * sum(each.itemsize for each in (dtype, *changed)) + PAGE_BYTES * len(changed):
-            param, grad = cuts.take(tile_numel, dtype), cuts.take(tile_numel, dtype)
-            held = None if master is None else cuts.take(tile_numel, master)
-            states = tuple(cuts.take(tile_numel, spec.dtype) for spec in self._rule.states)
-            self._update_slices.append(UpdateSlice(param=param, grad=grad, master=held, states=states))
-        self.tiles = len(self._update_slices)
-        self.numel = self.tiles * tile_numel
+    def __init__(
+        self,
+        name: str,
+        precision: tuple[torch.dtype, torch.dtype | None],
+        memory: Tensor,
+        tile_numel: int | None = TILE_NUMEL,
+    ) -> None:
+        self._rule = RULES[name]()
+        self._step_scalars = self._rule.step_scalars(GROUP, step=2)
+        (dtype, master), states = precision, [spec.dtype for spec in self._rule.states]
+        dtypes = [dtype, dtype, *([] if master is None else [master]), *states]
+        each_bytes = sum(each.itemsize for each in dtypes)
+        if tile_numel is None:
+            tile_numel = memory.numel() // each_bytes // 1024 * 1024
+        tiles = memory.numel() // (tile_numel * each_bytes)
+        self._update_slices = []
+        for tile in memory[: tiles * tile_numel * each_bytes].view(tiles, -1):
+            parts = tile.split([tile_numel * each.itemsize for each in dtypes])
+            param, grad, *rest = (part.view(each) for part, each in zip(parts, dtypes, strict=True))
+            held = None if master is None else rest.pop(0)
+            self._update_slices.append(UpdateSlice(param=param, grad=grad, master=held, states=tuple(rest)))
+        self.numel = tiles * tile_numel
         # All is read, and all but the gradient is written.
-        self.nbytes = self.numel * (dtype.itemsize + 2 * sum(each.itemsize for each in changed))
+        self.nbytes = self.numel * (2 * each_bytes - dtype.itemsize)
 
     def run(self, pool: Pool | None) -> None:
         """Apply the rule once to each tile."""
         for update_slice in self._update_slices:
-            self._rule.update_many([(update_slice, self._hyper)], 1.0, pool)
+            self._rule.update_many([(update_slice, self._step_scalars)], 1.0, pool)
 
 
 def fill(memory: Tensor) -> None:
@@ -93,54 +95,94 @@ def fill(memory: Tensor) -> None:
     memory[whole * few.numel() :].zero_()
 
 
-def measure_device_update(device: torch.device, nbytes: int, whole: Deadline, deadline: Deadline) -> Measurement | None:
-    """Measure AdamW's update on an accelerator.
+def measure_device(device: torch.device, deadline: Deadline) -> Figures:
+    """Measure passes over the device's memory: `device_bandwidth`, and of an accelerator AdamW's `device_update`.
 
     Arguments:
-        device: the accelerator.
-        nbytes: how much of its memory to update.
-        whole: when all is to be over: what compiling may take.
-        deadline: when to be done, of what is compiled.
+        device: the one that computes.
+        deadline: when to be done. A kernel that has to be compiled first takes longer.
+    """
+    free, own = free_device_memory(device), deadline if device.type == "cpu" else deadline.share(0.2)
+    nbytes = own.nbytes(LEAST_PASS_BYTES, MOST_PASS_BYTES)
+    nbytes = nbytes if free is None else min(nbytes, free // 16)
+    moved = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(3)]
+    add = partial(torch.add, moved[0], moved[1], out=moved[2])
+    how = f"a sum of two tensors into a third, {nbytes >> 20} MiB each, read and written"
+    figures = take_turns({"device_bandwidth": (lambda: 3 * nbytes / seconds_each(add, device), how)}, own)
+    if device.type == "cpu":
+        return figures
+    compiles = has_compiler(device)
+    if compiles and deadline.left() < COMPILING_SECONDS:
+        how = "no time to compile an update, which reads and writes once: as " + figures["device_bandwidth"].how
+        return figures | {"device_update": figures["device_bandwidth"]._replace(how=how)}
+    memory = torch.empty(deadline.nbytes(LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES), dtype=torch.uint8, device=device)
+    fill(memory)
+    update = Update("adamw", BF16, memory, None)  # a device takes what is in its reach in one call
+    run = partial(update.run, None)
+    runs = "compiled" if compiles else "in torch's operations, since no compiler knows the device"
+    how = f"AdamW of {update.numel:,} elements, bf16 with remainders, on the device, {runs}"
+    return figures | take_turns({"device_update": (lambda: update.nbytes / seconds_each(run, device), how)}, deadline)
+
+
+def measure_host(device: torch.device, deadline: Deadline) -> Figures:
+    """Measure the bandwidth of the host's memory, and its updates.
+
+    Arguments:
+        device: the one that computes; the threads of the updates are near it.
+        deadline: when to be done.
 
     Returns:
-        `None` where there is no time: its kernel has to be compiled first.
+        `host_threads`, `host_bandwidth`, `update`, `update_<rule>`, and of a cpu `device_update`.
     """
-    compiles = has_compiler(device)
-    if compiles and whole.left() < COMPILING_SECONDS:
-        return None
-    watch = Stopwatch(device)
-    update = _whole(device, nbytes if compiles else min(nbytes, LITTLE_UPDATE_BYTES))
-    seconds = watch.seconds(lambda: update.run(None))
-    if not compiles:  # many passes over memory: as large as there is time for
-        seconds = watch.seconds(lambda: update.run(None))
-        if 8 * seconds * nbytes / LITTLE_UPDATE_BYTES < deadline.left():
-            update = _whole(device, nbytes)
-    turns = take_turns({"update": lambda: update.nbytes / watch.seconds_each(lambda: update.run(None))}, deadline)
-    how = "compiled" if compiles else "in torch's operations, since no compiler knows the device"
-    return turns.measurement("update", f"AdamW of {update.numel:,} elements, {BF16}, on the device, {how}")
+    cores, load, free = cores_of_updates(device), os.getloadavg()[0], available_host_memory()
+    most = MOST_BYTES if free is None else min(MOST_BYTES, free.nbytes // 8)
+    memory = page_aligned(deadline.nbytes(LEAST_BYTES, most))
+    touch(memory, cores.count)
+    size = f"{memory.numel() >> 20} MiB in all"
+    cases: dict[str, Case] = {}
+    with contextlib.ExitStack() as closing:
+        for count in sorted({1, max(1, cores.count // 2), cores.count}):
+            pool = Pool(count, sorted(cores.with_threads(count).cores or ()))
+            closing.callback(pool.close)
+            words = f"{size}, on {count} thread{'s' if count > 1 else ''}"
+            cases[f"copy {count}"] = partial(_copy, pool, memory), f"a copy, read and written, {words}"
+        for name in RULES:  # on the last pool, of all threads
+            run = partial(_update, Update(name, BF16, memory), pool, memory)
+            cases[f"update_{name}"] = run, f"{name} of bf16 with remainders in tiles, {words}"
+        cases["adamw of fp32"] = (
+            partial(_update, Update("adamw", FP32, memory), pool, memory),
+            f"adamw of fp32 in tiles, {words}",
+        )
+        found = take_turns(cases, deadline)
+    # What the memory can do is what any pass gets out of it: a copy reads what it is about to overwrite, and moves more
+    # than it is counted for, an update in place does not.
+    fastest = max(found.values(), key=lambda each: each.value)
+    others = ", ".join(f"{name} {each.value / 1e9:.1f}" for name, each in found.items())
+    figures = {name: each for name, each in found.items() if name.startswith("update_")}
+    figures["update"] = found["update_adamw"]
+    if device.type == "cpu":
+        figures["device_update"] = figures["update"]
+    figures["host_bandwidth"] = fastest._replace(how=f"the fastest pass: {fastest.how}; of {others} (GB/s)")
+    # Figures of a machine that others use are those of what they leave: who reads them is to know.
+    how = f"the cores that updates on this host get, within the container's quota; the load was {load:.1f} before"
+    return figures | {"host_threads": Measurement.known(cores.count, how)}
 
 
-def _whole(device: torch.device, nbytes: int) -> Update:
-    """Make an update of all of some new memory at once: a device takes what is in its reach in one call."""
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    fill(memory)
-    return Update("adamw", BF16, memory, nbytes // BYTES_AT_MOST)
+def cores_of_updates(device: torch.device) -> UpdateCores:
+    """Choose the cores of the updates on this host: of the one rank there is, or of all of them together.
+
+    Figures are the host's: ranks that update at once share them.
+    """
+    return update_cores(device) if ranks_of_host() == 1 else share_of_cores({}, quota=core_quota())
 
 
-class _Cuts:
-    """Cuts tensors from memory, one after the other."""
+def _copy(pool: Pool, memory: Tensor) -> float:
+    """Copy the first half of memory to the second; bytes/s, read and written."""
+    half, address = memory.numel() // 2, memory.data_ptr()
+    return 2 * half / seconds_of(lambda: pool.copy(address + half, address, half))
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._used = 0
 
-    @property
-    def left(self) -> int:
-        """How many bytes are left."""
-        return self._memory.numel() - self._used
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Cut the next tensor, at the start of a page."""
-        start = round_up(self._used, PAGE_BYTES)
-        self._used = start + numel * dtype.itemsize
-        return self._memory[start : self._used].view(dtype)
+def _update(update: Update, pool: Pool, memory: Tensor) -> float:
+    """Update every tile; bytes/s, read and written."""
+    fill(memory)  # where another rule has had its masters, this one would find numbers that no training has
+    return update.nbytes / seconds_of(lambda: update.run(pool))

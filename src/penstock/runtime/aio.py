@@ -15,6 +15,7 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
@@ -65,6 +66,9 @@ class Queue:
         depth: the most requests in flight, 1 or more.
         chunk_bytes: the largest request, in bytes: a multiple of 4096.
 
+    Attributes:
+        written_bytes: bytes of all writes that were started, those that still run or have failed included.
+
     Raises:
         ValueError: `depth` is below 1, or `chunk_bytes` is not whole pages.
     """
@@ -75,6 +79,8 @@ class Queue:
         self._native = _native.Queue(depth, chunk_bytes)
         self._owner = os.getpid()
         self._said_buffered = False
+        self.written_bytes = 0
+        self._counting = threading.Lock()  # several streams write
         # Transfers keep their tensors, and are kept here from before native code has the address until they are seen
         # done, whatever is raised meanwhile: memory that is freed is handed out again at once (ordering rule 1). The
         # threads end before this set is dropped, also when the interpreter exits.
@@ -275,6 +281,9 @@ class File:
         except RuntimeError as error:
             self._queue._pending.discard(transfer)
             raise EngineError(f"{self.path} takes no transfer: {error}.") from error
+        if write:
+            with self._queue._counting:
+                self._queue.written_bytes += nbytes
         return transfer
 
 

@@ -94,6 +94,7 @@ class Streams(ABC):
 
     Attributes:
         observer: while a trace is taken or steps are recorded.
+        saved_bytes: bytes of checkpoints that were written to files, the markers aside. One save at a time adds to it.
     """
 
     #: compute reads and writes the cpu tier directly: nothing has to be copied to be used
@@ -104,6 +105,7 @@ class Streams(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.observer: StreamObserver | None = None
+        self.saved_bytes = 0
         self._kept_alive: deque[tuple[Event, Sequence[Tensor]]] = deque()
         self._keeping_alive = threading.RLock()  # freeing a tensor may call `keep_alive` for others
 

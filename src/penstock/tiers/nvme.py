@@ -143,6 +143,11 @@ class NvmeTier(TierMemory):
             undo.pop_all()
         return allocations
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of all writes to the files of this rank that were started, padding included."""
+        return sum(queue.written_bytes for queue in self._queues)
+
     def close(self) -> None:
         """Finish all transfers, and end the threads.
 

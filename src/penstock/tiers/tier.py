@@ -94,6 +94,11 @@ class TierMemory(ABC):
         """Return how many of some bytes can still be pinned, as far as the tier knows."""
         return nbytes
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to files since the tier was made; 0 for memory."""
+        return 0
+
     def close(self) -> None:  # noqa: B027 - most tiers have nothing beside their allocations
         """Free everything that is no allocation."""
 

@@ -141,7 +141,7 @@ def _plan(
 ) -> "Plan":
     """Read the plan that a run names, or find the best one; the first rank's, on every rank. Collective."""
     from penstock.planner import Plan, machine_for, plan  # what other runs do without
-    from penstock.planner.this_run import machine_of_ranks
+    from penstock.planner.this_machine import machine_of_ranks
 
     own, training, folders = request.penstock, request.training, request.penstock.nvme_path or ()
     recomputes = bool(training.gradient_checkpointing)

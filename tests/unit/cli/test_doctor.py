@@ -40,4 +40,4 @@ def test_the_table_the_json_and_the_status(
 
     outcome = penstock_command("doctor", "--json")
     assert outcome.exit_code == status
-    assert json.loads(outcome.out) == {"broken": bool(status), "findings": [each.to_dict() for each in found]}
+    assert json.loads(outcome.out) == {"broken": bool(status), "findings": [each._asdict() for each in found]}

@@ -1,5 +1,6 @@
 """`penstock plan`: what it asks the planner, what it says, and what it refuses before a model is built."""
 
+import io
 import json
 import re
 import shlex
@@ -19,7 +20,7 @@ from penstock.cli.app import app
 from penstock.cli.planning import precision_on
 from penstock.cli.request import batch_size
 from penstock.planner import Machine, Plan
-from penstock.planner.plan_fields import Shortfall
+from penstock.planner.plans import Shortfall
 from penstock.recompute import can_be_told, recomputes
 from tests.plans import plan as desktop
 
@@ -47,6 +48,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
+def joined(text: str) -> str:
+    """What is printed, with its command on the line that names it, as a shell puts it together."""
+    return text.replace(" \\\n    ", " ").replace(":\n  ", ": ")
+
+
 def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
     penstock_command: Callable[..., Any], config_folder: str
 ) -> None:
@@ -60,7 +66,8 @@ def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
         "penstock train --plan p.json --model described --per_device_train_batch_size 2 --max_length 16 --bf16 true "
         "--packing --gradient_checkpointing false"
     )
-    assert outcome.out.endswith(f"step of at most 9 s: met\nwritten: p.json\nrun: {run}\n")
+    assert joined(outcome.out).endswith(f"step of at most 9 s: met\nwritten: p.json\nrun: {run}\n")
+    assert max(map(len, outcome.out.splitlines())) <= 80
     plan = Plan.read("p.json")
     assert (plan.fits, plan.machine, plan.bytes["device"] > 0) == (True, "rtx4090-desktop", True)
     assert {event["cat"] for event in json.loads(Path("t.json").read_text())["traceEvents"] if "cat" in event}
@@ -74,7 +81,7 @@ def test_every_option_reaches_the_planner(
     words += ["--precision", "fp16", "--optimizer-name", "lion", "--max-grad-norm", "0", "--overlap", "none"]
     words += ["--options", "state_dtype=bf16", "--options", "tile_bytes=8KiB", "--options", "update_threads=3"]
     words += ["--gpus", "4", "--hosts", "2", "--mesh", "dp_replicate=2,dp_shard=4", "--folders", "2", "--measure"]
-    words += ["--what-if", "disk_read=14GB/s", "--what-if", "h2d=20GB/s", "--lora", "r=2"]
+    words += ["--what-if", "disk_read=14GB/s", "--what-if", "h2d=20GB/s", "--lora", "r=2", "--tbw", "600"]
     words += ["--optimizer-args", "betas=0.5,0.25", "--optimizer-args", "weight_decay=1e-6"]
     words += ["--device-memory", "10GiB", "--host-memory", "64GB", "--packing", "off", "--pad-vocab-to", "64"]
     outcome = penstock_command("plan", *words, *FOREIGN)
@@ -92,6 +99,7 @@ def test_every_option_reaches_the_planner(
     } == dict.fromkeys(("input_ids", "attention_mask", "labels"), (3, 16))
     machine = seen["machine"]
     assert (machine.name, machine.value("disk_read"), machine.value("h2d")) == ("a100-80gb-node", 14e9, 20e9)
+    assert machine.value("disk_endurance") == 600e12
     expected = {"device_bytes": 10 << 30, "host_bytes": 64 * 10**9, "folders": ("nvme0", "nvme1"), "world_size": 8}
     expected |= {"hosts": 2, "placement": "auto", "micro_batches": 2, "measure": True, "trace": None, "stage": 2}
     expected |= {"mesh": {"dp_replicate": 2, "dp_shard": 4}}
@@ -171,7 +179,7 @@ def test_the_command_that_is_named_has_the_options_that_the_plan_was_made_for(
     more = ["--max-grad-norm", "0.5", *FOREIGN]
     outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *more, *words)
     assert outcome.exit_code == 0, outcome.err
-    named = outcome.out.splitlines()[-1]
+    named = joined(outcome.out).splitlines()[-1]
     assert named.startswith("run")
     assert run in named
     if named.startswith("run: penstock train"):  # by the words of the command itself
@@ -237,7 +245,7 @@ def test_what_does_not_fit_or_is_too_slow_ends_with_status_1(
     outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, *words)
     assert (outcome.exit_code, outcome.err) == (status, "")
     assert said in outcome.out
-    assert ("\nrun: " in outcome.out) is changes.get("fits", True)
+    assert ("\nrun:" in outcome.out) is changes.get("fits", True)
 
 
 def test_a_plan_with_updates_in_backward_is_for_prepare(
@@ -252,7 +260,7 @@ def test_a_plan_of_a_mesh_is_for_prepare(penstock_command: Callable[..., Any], c
     words = ["--batch", "1x16", "--gpus", "2", "--hosts", "2", "--params", "device", "--mesh"]
     outcome = penstock_command("plan", "--model", config_folder, *FOREIGN, *words, "dp_replicate=2,dp_shard=2")
     assert outcome.exit_code == 0, outcome.err
-    assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in outcome.out
+    assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in " ".join(outcome.out.split())
     assert "run: a script of yours, with prepare(placement='auto', plan=...)" in outcome.out
 
 
@@ -286,7 +294,9 @@ def test_a_plan_of_ranks_that_share_sequences_is_of_a_chunk(
     words = ["plan", "--model", config_folder, *FOREIGN, "--batch", "1x16", "--gpus", "4", "--params", "device"]
     outcome = penstock_command(*words, "--mesh", "dp_shard=2,cp=2")
     assert (outcome.exit_code, outcome.err) == (0, "")
-    assert "shift_labels, labels 1x8 int64; attention_mask 1x1x16x16 bool, one of 4 ranks" in outcome.out
+    assert "shift_labels, labels 1x8 int64; attention_mask 1x1x16x16 bool, one of 4 ranks" in " ".join(
+        outcome.out.split()
+    )
     assert "run: a script of yours" in outcome.out
 
 
@@ -312,6 +322,32 @@ def test_what_cannot_be_divided_is_refused(
     assert refused.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_shown_what_the_planner_does_and_json_stands_alone(
+    penstock_command: Callable[..., Any],
+    config_folder: str,
+    asked: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+) -> None:
+    def find(*_: object, progress: Callable[[str], None] | None = None, **__: object) -> Plan:
+        if progress is not None:
+            progress("simulating placement 3")
+        return desktop()
+
+    monkeypatch.setattr(planning, "plan", find)
+    monkeypatch.setattr(planning.sys, "stderr", Terminal() if is_terminal else io.StringIO())
+    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--json")
+    assert json.loads(outcome.out)["penstock"] == "plan"
+    expected = "\r\x1b[Kpenstock: simulating placement 3\r\x1b[K" if is_terminal else ""
+    assert planning.sys.stderr.getvalue() == expected
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(desktop().to_json())
     (tmp_path / "b.json").write_text(desktop(step_s=4.5, overlap="none").to_json())
@@ -333,6 +369,7 @@ def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., 
         (["--machine", "h100-nod"], "h100-nod"),
         (["--what-if", "disk_reed=7GB/s"], "--what-if: There is no figure 'disk_reed'. Did you mean disk_read?"),
         (["--what-if", "disk_read=7Gb/s"], "--what-if: "),
+        (["--tbw", "0"], "'--tbw': '0' is no endurance. Use TB above 0, such as 600."),
         (["--gpus", "9"], "--gpus 9 is more than the 8 of a host of a100-80gb-node. Use more --hosts"),
         (["--mesh", "dp_shard"], "'--mesh': 'dp_shard': write each name once with its value, like dp_replicate=16"),
         (["--mesh", "tp=2,tp=2"], "'--mesh': 'tp=2,tp=2': write each name once"),

@@ -36,6 +36,7 @@ PLAN = {
     "--what-if": None,
     "--measure": False,
     "--max-step": None,
+    "--tbw": None,
     "--explain": False,
     "--out": "None",
     "--trace": None,

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.checkpoint.format import MARKER
+from penstock.cli.reporting.run import read_run
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.runtime.aio import File
 from penstock.runtime.host_memory import PAGE_BYTES
@@ -156,6 +158,33 @@ def test_what_the_rings_still_hold_is_written_and_not_read(streams: Callable[[],
     assert first == (nbytes[0] + nbytes[2], sum(nbytes)), "the first gather, and the masters"
     for _ in range(2):
         assert moved(optimizer, step) == (0, sum(nbytes))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("tiers", [("optimizer",), ("params", "grads", "optimizer")])
+def test_a_record_counts_what_is_written(tiers: tuple[str, ...], tmp_path: Path) -> None:
+    """In the lines of its steps, what the files count; and the files of checkpoints."""
+    model = stack()
+    optimizer = prepared(model, separate(), tmp_path, **dict.fromkeys(tiers, "nvme"))
+    optimizer.synchronize()
+    nbytes = sum(in_records(model, each) for each in (MASTER, MOMENTS, *[PARAM, GRAD][: len(tiers) - 1]))
+    before = sum(file._native.bytes_written for file in files_of(optimizer) if file._native is not None)
+    with optimizer.record(tmp_path / "record") as recorder:
+        for number in range(3):
+            backward(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.save(tmp_path / f"checkpoint-{number}", blocking=number != 1)
+        optimizer.synchronize()
+        recorder.log(loss=0.0)
+    after = sum(file._native.bytes_written for file in files_of(optimizer) if file._native is not None)
+    saved = sum(
+        file.stat().st_size for file in tmp_path.glob("checkpoint-*/*") if file.is_file() and file.name != MARKER
+    )
+    run = read_run(tmp_path / "record")
+    assert 3 * nbytes == after - before == run.writes()["nvme"].nbytes
+    assert run.writes()["checkpoints"].nbytes == saved
+    assert run.writes()["nvme"].in_a_step == nbytes
     optimizer.close()
 
 

@@ -109,7 +109,9 @@ def test_the_share_is_of_all_ranks_devices() -> None:
         ("NVIDIA GeForce RTX 3090 Ti", (None, None, None)),
         ("NVIDIA A10G", (None, None, None)),
         ("NVIDIA L40", (None, None, None)),
-        ("NVIDIA GH200 480GB", (None, None, None)),
+        ("NVIDIA GH200 480GB", (989.5e12, 989.5e12, 67e12)),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (503.8e12, 503.8e12, 125e12)),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", (None, None, None)),
         ("", (None, None, None)),
     ],
 )

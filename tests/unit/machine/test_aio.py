@@ -133,6 +133,7 @@ def test_many_threads_submit_at_once(tmp_path: Path, queue: Queue) -> None:
         for thread in threads:
             thread.join()
         assert a._native.bytes_written == b._native.bytes_read == 4 * rounds * nbytes
+        assert queue.written_bytes == 2 * 4 * rounds * nbytes
     assert not wrong
 
 

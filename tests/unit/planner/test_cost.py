@@ -1,13 +1,12 @@
 """What a machine takes for a job, a segment and a collective, figure by figure."""
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.planner.cost import MachineCosts, machine_costs
+from penstock.planner.cost import machine_costs
 from penstock.planner.machine import Machine as Shipped
 from penstock.planner.simulation.fair_share import Demand
 from penstock.planner.simulation.program import Collective, Op, Program, ProgramJob
@@ -60,6 +59,18 @@ def computing(*ops: tuple[Op, int], program: Program = DEVICE) -> Program:
 
 
 class TestCompute:
+    def test_a_host_that_computes_does_its_own_work_between_operations(self) -> None:
+        program = computing((Op("add", 1, 500, "float32"), 3), program=CPU)
+        machine = Machine(**RATES | {"op_host_seconds": 2.5})
+        assert machine_costs(machine).segment(program, 0).seconds == 3 * (10 + 2.5 - 0.5)
+        assert machine_costs(machine, measured={program.ops[0]: 4}).segment(program, 0).seconds == 3 * (4 + 2.5 - 0.5)
+
+    def test_threads_that_share_an_operation_begin_and_end_it_together(self) -> None:
+        machine = Machine(**RATES | {"op_threads_seconds": 7.0})
+        small, large = Op("add", 1, 500, "float32"), Op("add", 1, 1 << 18, "float32")
+        assert machine_costs(machine).op(small) == 10
+        assert machine_costs(machine).op(large) == (1 << 18) / 50 + 7
+
     @pytest.mark.parametrize(
         ("op", "seconds"),
         [
@@ -160,7 +171,8 @@ class TestLinks:
         assert cost(job("upload"), machine=without(host_bandwidth=4)).seconds == 20
 
     def test_without_an_accelerator_a_copy_is_read_and_written(self) -> None:
-        assert cost(job("upload"), CPU) == Demand(10.125, {"host memory": pytest.approx(10 / 10.125)})
+        share = pytest.approx(10 / 10.125)
+        assert cost(job("upload"), CPU) == Demand(10.125, {"host memory": share, "cores": share})
 
 
 class TestUpdates:
@@ -291,34 +303,6 @@ def test_a_figure_that_is_needed_is_missed(name: str, what: ProgramJob) -> None:
     with pytest.raises(ConfigError, match=name):
         cost(what, replace(DEVICE, world_size=2), without(name))
     cost(job("update", verb="save"), machine=without(name))  # nothing else needs it
-
-
-class TestPace:
-    def costs(self, **figures: float) -> MachineCosts:
-        return machine_costs(Machine(**RATES | figures))
-
-    def test_a_faster_figure_slows_nothing(self) -> None:
-        assert self.costs(h2d=16).pace(self.costs()) == 1
-        assert self.costs().pace(self.costs(h2d=16)) == 2
-
-    def test_less_latency_is_better(self) -> None:
-        assert self.costs(job_seconds=0.0625).pace(self.costs()) == 1
-        assert self.costs().pace(self.costs(job_seconds=0.0625)) == 2
-
-    def test_all_figures_together_are_a_pace(self) -> None:
-        twice = {name: value / 2 if name.endswith("_seconds") else value * 2 for name, value in RATES.items()}
-        assert self.costs(**twice | {"devices": 4}).pace(self.costs()) == 0.5
-
-    def test_what_was_measured_follows_no_figure(self) -> None:
-        op = Op("mm", 1, 1, "float32")
-        twice = {name: value / 2 if name.endswith("_seconds") else value * 2 for name, value in RATES.items()}
-        fast = machine_costs(Machine(**twice | {"devices": 4}), measured={op: 1.0})
-        assert fast.pace(machine_costs(MACHINE, measured={op: 1.0})) == 1
-        assert fast.pace(machine_costs(MACHINE, measured={op: 2.0})) == inf
-
-    def test_other_figures_or_other_hosts_cannot_be_compared(self) -> None:
-        assert self.costs(devices=8).pace(self.costs()) == inf
-        assert self.costs(duplex=9).pace(self.costs()) == inf
 
 
 @pytest.mark.parametrize("name", ["rtx4090-desktop", "h100-node"])

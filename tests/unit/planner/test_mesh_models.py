@@ -10,7 +10,6 @@ from penstock.blueprint import request_for
 from penstock.errors import ConfigError
 from penstock.planner import plan, simulated_mesh
 from penstock.planner.cost import machine_costs
-from penstock.planner.mesh_models import on_mesh
 from penstock.planner.plan_request import PlanRequest
 from penstock.planner.simulation.program import OF_MODEL, Program
 from penstock.planner.simulation.retime import retime
@@ -72,8 +71,8 @@ def test_a_rank_computes_its_part_and_waits_for_the_others() -> None:
 def test_a_plan_of_a_model_with_dtensors_is_that_of_a_function_that_makes_it() -> None:
     mesh = {"dp_shard": 2, "tp": 2}
     asking: dict[str, Any] = {"machine": desktop(), "mesh": mesh, "placement": ON_HOST}
-    made = plan(divided, torch.optim.AdamW, batch, **asking)
     with simulated_mesh(mesh) as there:
+        made = plan(lambda: divided(there), torch.optim.AdamW, batch, **asking)
         given = plan(divided(there), torch.optim.AdamW, batch, **asking)
     assert given == made
     assert made.mesh == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
@@ -95,23 +94,6 @@ def test_a_model_that_is_divided_otherwise_than_the_mesh_is_refused() -> None:
                 asked(model, mesh=sizes)
             assert words in str(refused.value), case
             assert "\n" not in str(refused.value), case
-        with pytest.raises(ConfigError, match=r"torch\.distributed has ranks already"):
-            plan(divided, torch.optim.AdamW, batch, machine=desktop(), mesh={"tp": 2})
-
-
-def with_a_default(blocks: int = 2) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(blocks)))
-
-
-def test_a_function_that_needs_no_mesh_is_given_none() -> None:
-    for maker in (Net, with_a_default, lambda: Net()):
-        with on_mesh(maker, {"cp": 2, "dp_shard": 2}) as given:
-            assert given is maker
-
-
-def test_a_function_that_needs_one_fails_without_ranks_within_a_copy() -> None:
-    with pytest.raises(ConfigError, match=r"model\(\) failed on the meta device: .*'mesh'"):
-        plan(divided, torch.optim.AdamW, batch, machine=desktop(), mesh={"dp_shard": 2})
 
 
 def test_ranks_of_a_line_have_the_batch_of_one() -> None:

@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mesh and hosts": ({"mesh": {"dp_shard": 4}, "hosts": 3}, "world_size=4 ranks cannot be shared by hosts=3."),
     "whole parameters": (
         {"mesh": {"dp_shard": 4, "tp": 2}},
-        "mesh divides the parameters over 2 ranks, and no parameter of Linear is a DTensor. Give a function that makes",
+        "mesh divides the parameters over 2 ranks, and no parameter of Linear is a DTensor. Divide it first:",
     ),
     "micro-batches": ({"micro_batches": -1}, "micro_batches=-1 is no number of micro batches. Use 1 or more."),
     "batch": ({"batch": {"ids": 3}}, "batch is a dict. Give a function that makes one micro-batch."),

@@ -12,8 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from penstock import ConfigError, Options, Placement
 from penstock.blueprint import request_for
-from penstock.planner.plan_fields import Reason, Shortfall, WhatIf
-from penstock.planner.plans import PLANNED_OPTIONS, Plan, model_fingerprint
+from penstock.planner.plans import PLANNED_OPTIONS, Plan, Reason, Shortfall, WhatIf, model_fingerprint
 from tests.plans import DESKTOP, plan, too_large
 
 CONTRACT = (

@@ -10,7 +10,16 @@ import pytest
 
 from penstock.errors import ConfigError, NvmeError
 from penstock.probe import disks
-from penstock.probe.disks import _Disk, check_folders, file_system, free_space, measure_disks, record_bytes
+from penstock.probe.disks import (
+    _BOTH,
+    _READ,
+    _WRITTEN,
+    _Disk,
+    check_folders,
+    file_system,
+    free_space,
+    measure_disks,
+)
 from penstock.probe.sampling import Deadline
 from penstock.runtime import aio
 from penstock.runtime.aio import File, Queue
@@ -30,7 +39,8 @@ def refused(*folders: Path | str) -> str:
 def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert refused(tmp_path / "none") == (
-        f"The folder '{tmp_path / 'none'}' cannot be probed: No such file or directory. Create it, or name another one."
+        f"The folder '{tmp_path / 'none'}' cannot be probed: No such file or directory. "
+        "Name a folder that is there, can be written, and has 8,388,608 bytes free."
     )
     assert f"'{tmp_path / 'file'}' cannot be probed: Not a directory" in refused(tmp_path / "file")
     assert "cannot be probed: " in refused("a\0b")
@@ -38,7 +48,10 @@ def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_full_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "free_disk_bytes", lambda folder: 4096)
-    assert "No space left on device. Free 8,388,608 bytes there" in refused(tmp_path)
+    assert (
+        "No space left on device. Name a folder that is there, can be written, and has 8,388,608 bytes free."
+        in refused(tmp_path)
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +59,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", make)
-    assert "Read-only file system. Make it a folder that can be written" in refused(tmp_path)
+    assert "Read-only file system. Name a folder that is there, can be written" in refused(tmp_path)
 
 
 def test_a_folder_is_named_once(tmp_path: Path) -> None:
@@ -65,7 +78,7 @@ OWN = f"*penstock-*-{os.getpid()}-*"
 
 def test_a_record_is_what_the_engine_keeps_of_a_tile() -> None:
     """Of 4 MiB of bf16 parameters: a 16-bit remainder and two fp32 moments of each."""
-    assert record_bytes() == (4 * MIB // 2) * (2 + 4 + 4)
+    assert disks.RECORD_BYTES == (4 * MIB // 2) * (2 + 4 + 4)
 
 
 @pytest.fixture
@@ -76,19 +89,17 @@ def disk(tmp_path: Path) -> Any:
 
 def test_every_record_is_moved_once(disk: _Disk) -> None:
     file = disk._file
-    disk.move(reads=False, writes=True)
-    assert (file._native.bytes_written, file._native.bytes_read) == (6 * MIB, 0)
-    disk.move(reads=True, writes=False)
-    assert (file._native.bytes_written, file._native.bytes_read) == (6 * MIB, 6 * MIB)
-    disk.move(reads=True, writes=True)
-    assert (file._native.bytes_written, file._native.bytes_read) == (9 * MIB, 9 * MIB)
+    for order, moved in ((_WRITTEN, (6, 0)), (_READ, (6, 6)), (_BOTH, (9, 9))):
+        assert disk.rate(order) > 0
+        assert (file._native.bytes_written, file._native.bytes_read) == (moved[0] * MIB, moved[1] * MIB)
+    assert len(disk.core_rates) == 3
 
 
 def test_what_is_read_is_checked(disk: _Disk) -> None:
-    disk.move(reads=False, writes=True)
+    disk.rate(_WRITTEN)
     disk._checksums[3] = 1
     with pytest.raises(NvmeError, match="checksum"):
-        disk.move(reads=True, writes=False)
+        disk.rate(_READ)
     disk._file.close()
     assert not disk._file._queue._pending  # nothing writes to memory that is let go of
 

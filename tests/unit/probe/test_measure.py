@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.planner.rates import RATES, Rate
 from penstock.probe import measure as probing
 from penstock.probe.measure import Measured, measure
+from penstock.runtime.control_group import ControlGroup
 from tests.support import disks
 
 CPU = torch.device("cpu")
@@ -26,6 +27,8 @@ OF_A_CPU = {
     *("flops_float32", "flops_bfloat16", "device_bandwidth", "op_seconds", "op_host_seconds", "job_seconds"),
     *("host_bandwidth", "update", "update_adamw", "update_sgd", "update_lion", "device_update"),
 }
+if torch.get_num_threads() > 1:
+    OF_A_CPU.add("op_threads_seconds")
 OF_FOLDERS = {"disk_read", "disk_write", "disk_mixed", "disk_seconds", "disk_cores", "disk_free", "folders"}
 
 
@@ -102,17 +105,26 @@ def test_nothing_is_left_behind(run: Run) -> None:
     assert run.after == run.before
 
 
-def test_it_can_be_unpacked_as_the_machine_is_made(run: Run) -> None:
-    name, device, figures, fingerprint = run.measured
-    assert (name, device) == (run.measured.name, "cpu")
-    assert figures is run.measured.figures
-    assert fingerprint is run.measured.fingerprint
-
-
 @pytest.mark.parametrize("seconds", [0, 0.5, -1, float("nan"), float("inf"), True, "60"])
 def test_no_time_is_refused(seconds: Any) -> None:
     with pytest.raises(ConfigError, match="seconds="):
         measure(seconds=seconds)
+
+
+def test_ranks_wait_for_a_probe_that_takes_longer_than_they_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    def noted(*, timeout_s: float, error: Any) -> ControlGroup:
+        waits.append(timeout_s)
+        return ControlGroup()
+
+    monkeypatch.setattr(probing, "control_group_of_all", noted)
+    monkeypatch.setattr(probing, "_measure_alone", lambda *_: {})
+    for seconds in (60, 3600):
+        measure(seconds=seconds, device=CPU)
+    assert waits == [600, 7200]
 
 
 def test_folders_are_looked_at_before_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from penstock.blueprint import request_for
 from penstock.errors import ConfigError
 from penstock.parallel import ulysses_attention
+from penstock.planner.simulation.fake_collectives import simulated_mesh
 from penstock.planner.simulation.fake_operations import FakeOperations
 from penstock.planner.simulation.fake_tensor import fake_tensor, is_fake
 from penstock.planner.simulation.program import OF_MODEL, Collective, WorkKind
 from penstock.planner.simulation.simulate import Setup, simulate
-from penstock.planner.simulation.simulated_mesh import simulated_mesh
 from penstock.runtime.control_group import all_gather_flat, reduce_scatter_flat
 from penstock.runtime.topology import Grid
 
@@ -138,7 +138,7 @@ class Attention(nn.Module):
         return self.out(mine.transpose(1, 2).flatten(2))
 
 
-def test_attention_over_ranks_is_rehearsed_with_its_exchanges() -> None:
+def test_attention_over_ranks_is_simulated_with_its_exchanges() -> None:
     with simulated_mesh({"dp_shard": 2, "cp": RANKS}) as mesh:
         model = Attention(mesh.get_group("cp"))
         setup = Setup(model, torch.optim.AdamW, lambda: torch.zeros(2, 16, 32), grid=Grid(shards=8))

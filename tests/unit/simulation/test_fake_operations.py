@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation.fake_operations import FakeOperations
-from penstock.planner.simulation.fake_tensor import adopt, fake_tensor, is_fake
-from penstock.planner.simulation.memory import Memory
+from penstock.planner.simulation.fake_tensor import Memory, fake_tensor, is_fake
+from penstock.planner.simulation.model_copy import copy_model
 from penstock.planner.simulation.program import Op
 from tests.simulating import differences, for_real, simulated
 
@@ -78,7 +78,7 @@ WORKS = {
 
 
 @pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
-def test_backward_is_rehearsed_as_it_is(work) -> None:
+def test_backward_is_simulated_as_it_is(work) -> None:
     assert list(differences(simulated(blocks, work), for_real(blocks, work))) == []
 
 
@@ -91,7 +91,7 @@ def test_layers_of_many_kinds_return_what_they_return_for_real() -> None:
 
 def test_compiled_modules_run_as_they_were_written() -> None:
     model = blocks()
-    adopt(model)
+    model = copy_model(model)
 
     def kernels(*_: object) -> None:
         raise AssertionError("nothing is to be compiled")
@@ -117,7 +117,7 @@ def test_real_values_stay_real_while_they_are_small() -> None:
         assert is_fake(mask[0] + large[:8, 0])
 
 
-def test_a_real_tensor_that_hollow_values_are_written_to_is_unknown() -> None:
+def test_a_real_tensor_that_fake_values_are_written_to_is_unknown() -> None:
     total, other = torch.zeros(()), torch.zeros(4)
     with FakeOperations():
         total += fake_tensor((4,), torch.float32).sum()
@@ -127,7 +127,7 @@ def test_a_real_tensor_that_hollow_values_are_written_to_is_unknown() -> None:
     assert total.item() == 0, "it was not touched"
 
 
-def test_running_statistics_are_unknown_after_a_batch_of_hollow_values() -> None:
+def test_running_statistics_are_unknown_after_a_batch_of_fake_values() -> None:
     norm = nn.BatchNorm1d(4)
     with FakeOperations():
         norm(fake_tensor((8, 4), torch.float32))
@@ -141,18 +141,13 @@ def test_in_place_operations_return_what_they_were_given() -> None:
     with FakeOperations():
         assert x.add_(1) is x
         assert x.t_() is x
-        assert x.resize_(2, 2).shape == (2, 2)
-        y = x.resize_(100, 100)
-        assert y is x
-        assert is_fake(x)
-        assert x.shape == (100, 100)
         values = [fake_tensor((3,), torch.float32) for _ in range(2)]
         assert all(map(is_fake, torch._foreach_add(values, 1)))
         assert all(a is b for a, b in zip(torch._foreach_add_(values, 1), values, strict=True))
-        assert x.mul_(x.view(-1)[:1]) is x
+        assert x.mul_(x[0, :1]) is x
 
 
-def test_random_numbers_are_not_drawn_for_hollow_values() -> None:
+def test_random_numbers_are_not_drawn_for_fake_values() -> None:
     before = torch.get_rng_state()
     with FakeOperations():
         nn.functional.dropout(fake_tensor((8, 8), torch.float32), 0.5)
@@ -160,9 +155,9 @@ def test_random_numbers_are_not_drawn_for_hollow_values() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_inference_mode_is_rehearsed_in_parts() -> None:
+def test_inference_mode_is_simulated_in_parts() -> None:
     model, seen = blocks(), []
-    adopt(model)
+    model = copy_model(model)
     with FakeOperations(seen.append), torch.inference_mode():
         out = model(torch.ones(2, 5, 16))
         nn.functional.scaled_dot_product_attention(*[fake_tensor((1, 2, 4, 8), torch.float32) for _ in range(3)])
@@ -195,20 +190,25 @@ def test_what_depends_on_values_is_refused_in_one_line(name: str, ask) -> None:
 
 
 def test_an_operation_without_a_rule_for_shapes_is_refused() -> None:
-    with torch.library._scoped_library("hollow_test", "FRAGMENT") as library:
+    with torch.library._scoped_library("fake_test", "FRAGMENT") as library:
         library.define("odd(Tensor x) -> Tensor")
         library.impl("odd", lambda x: x.flip(0), "CPU")
         with FakeOperations():
-            assert torch.ops.hollow_test.odd(torch.arange(3)).tolist() == [2, 1, 0], "of real values it runs"
+            assert torch.ops.fake_test.odd(torch.arange(3)).tolist() == [2, 1, 0], "of real values it runs"
             with pytest.raises(
-                ConfigError, match=r"hollow_test\.odd\.default has no rule for shapes in torch .*--measure"
+                ConfigError, match=r"fake_test\.odd\.default has no rule for shapes in torch .*--measure"
             ):
-                torch.ops.hollow_test.odd(fake_tensor((3,), torch.float32))
+                torch.ops.fake_test.odd(fake_tensor((3,), torch.float32))
+
+
+def test_real_sparse_tensors_stay_real() -> None:
+    with FakeOperations():
+        assert (torch.eye(3).to_sparse() @ torch.ones(3, 2)).tolist() == torch.ones(3, 2).tolist()
 
 
 def test_sparse_gradients_are_refused() -> None:
     table = nn.Embedding(10, 4, sparse=True)
-    adopt(table)
+    table = copy_model(table)
     with FakeOperations(), pytest.raises(ConfigError, match=r"layout torch\.sparse_coo"):
         table(fake_tensor((3,), torch.int64)).sum().backward()
 
@@ -239,15 +239,12 @@ def test_memory_is_counted_in_blocks_while_it_is_there() -> None:
         del view
         assert memory.live_bytes == 1000 + 1024
         assert memory.peak_bytes == 1000 + 512 + 1024
-        memory.reset_peak()
-        assert memory.peak_bytes == 1000 + 1024
         del z
     memory.remove(1000)
     assert memory.live_bytes == 0
-    assert memory.peak_bytes == 2024
 
 
-def test_a_rehearsal_keeps_no_tensor_alive() -> None:
+def test_a_simulation_keeps_no_tensor_alive() -> None:
     told: list[str] = []
     with FakeOperations() as mode:
         x = fake_tensor((100,), torch.float32, freed=lambda: told.append("gone"))

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation import fake_tensor as module
-from penstock.planner.simulation.fake_tensor import adopt, fake_tensor, is_fake, mark, space
+from penstock.planner.simulation.fake_tensor import fake_tensor, is_fake, mark, space
 
 DTYPES = [
     torch.float32,
@@ -56,7 +55,7 @@ def test_a_terabyte_costs_nothing() -> None:
     assert resident_bytes() - before < 16 << 20
 
 
-def test_views_are_hollow_and_others_are_not() -> None:
+def test_views_are_fake_and_others_are_not() -> None:
     tensor = fake_tensor((8, 8), torch.float32)
     assert all(map(is_fake, (tensor.t(), tensor[3, 4:], tensor.view(torch.int32), tensor.detach(), tensor.T[1])))
     assert not is_fake(torch.ones(8))
@@ -108,23 +107,6 @@ def test_marks_of_what_is_gone_are_forgotten() -> None:
     gc.collect()
     assert is_fake(kept)
     assert len(space().marked) <= 150
-
-
-def test_a_module_is_adopted_with_its_ties_and_attributes() -> None:
-    with torch.device("meta"):
-        model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8), "norm": nn.BatchNorm1d(4)})
-    model["head"].weight = model["embed"].weight
-    model["head"].weight.kind = "table"
-    model["head"].bias.requires_grad_(False)
-    model["norm"].register_buffer("scale", torch.ones(3))
-    adopt(model)
-    assert model["head"].weight is model["embed"].weight
-    assert model["head"].weight.kind == "table"
-    assert all(isinstance(p, nn.Parameter) and is_fake(p) and p.is_leaf for p in model.parameters())
-    assert not model["head"].bias.requires_grad
-    assert model["head"].weight.requires_grad
-    assert is_fake(model["norm"].running_mean)
-    assert model["norm"].scale.tolist() == [1, 1, 1]
 
 
 def test_more_than_there_are_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from penstock.planner.simulation import operation_times as measured
-from penstock.planner.simulation.fake_operations import FakeOperations, Recipe
-from penstock.planner.simulation.fake_tensor import adopt, fake_tensor
+from penstock.planner.simulation.fake_operations import FakeOperations
+from penstock.planner.simulation.fake_tensor import fake_tensor
+from penstock.planner.simulation.model_copy import copy_model
+from penstock.planner.simulation.operation_cost import Recipe
 from penstock.planner.simulation.operation_times import time_ops
 from penstock.planner.simulation.program import Op
 
@@ -18,7 +20,7 @@ def roofline(op: Op) -> float:
 @pytest.fixture
 def recipes() -> dict[Op, Recipe]:
     model = nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 50))
-    adopt(model)
+    model = copy_model(model)
     with FakeOperations() as mode:
         ids = fake_tensor((4, 8), torch.int64)
         nn.functional.cross_entropy(model(ids).view(-1, 50), ids.view(-1)).backward()
@@ -27,9 +29,9 @@ def recipes() -> dict[Op, Recipe]:
 
 def test_each_kind_of_operation_has_a_time(recipes: dict[Op, Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "_LEAST_SECONDS", 1e-5)
-    state = torch.get_rng_state()
     none = [name for name, recipe in recipes.items() if measured._timed(recipe, torch.device("cpu")) is None]
     assert none == []
+    state = torch.get_rng_state()
     seconds = time_ops(recipes, roofline)
     assert set(seconds) == set(recipes)
     assert all(0 < value < 1 for value in seconds.values())

@@ -40,7 +40,7 @@ def simulated(model: nn.Module, *, runs_operations: bool, back_end: Any = "threa
 
 
 @pytest.mark.parametrize("back_end", ["threads", "inline", "accelerator"])
-def test_what_is_performed_is_what_is_rehearsed(back_end: str) -> None:
+def test_what_is_performed_is_what_is_simulated(back_end: str) -> None:
     model = Plain()
     fake_tensor = simulated(model, runs_operations=False, back_end=back_end).program
     real = simulated(model, runs_operations=True, back_end=back_end).program

@@ -133,7 +133,7 @@ def refusal(model: nn.Module, batch: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(("part", "said"), MODULES.values(), ids=MODULES)
-def test_what_cannot_be_rehearsed_is_named(part: type[nn.Module], said: str) -> None:
+def test_what_cannot_be_simulated_is_named(part: type[nn.Module], said: str) -> None:
     assert re.search(said, refusal(Net(part), inputs))
 
 

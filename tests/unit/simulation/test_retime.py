@@ -6,8 +6,7 @@ import pytest
 
 from penstock.ext.observe.timeline import Recording, TraceSpan, Wait
 from penstock.planner.simulation.program import Program
-from penstock.planner.simulation.retime import Timings, busiest, retime
-from penstock.planner.simulation.timing import Timing, between
+from penstock.planner.simulation.retime import Timing, between, busiest, retime
 from penstock.trace import NO_LABEL, Label
 from tests.paper import Rates, Script
 
@@ -24,37 +23,24 @@ def sharing(rate: float, *streams: str, rates: Mapping[str, float] | None = None
     return Rates(rates or {}, {"shared": (rate, streams)})
 
 
+#: One capacity of a byte/s or two, bytes of the jobs that share it by stream, and when each begins and ends.
+SHARING = {
+    "two take twice as long": (1, {"upload": 4, "download": 4}, [(0, 8), (0, 8)]),
+    "the last has all of it": (1, {"upload": 2, "download": 6}, [(0, 4), (0, 8)]),
+    "enough for both slows none": (2, {"upload": 2, "download": 6}, [(0, 2), (0, 6)]),
+    "another stream is as fast as alone": (1, {"upload": 4, "download": 4, "write": 4}, [(0, 8), (0, 8), (0, 4)]),
+    "a third each until one is over": (1, {"upload": 1, "download": 2, "update": 2}, [(0, 3), (0, 5), (0, 5)]),
+}
+
+
 class TestSharing:
-    def test_two_jobs_on_one_capacity_take_twice_as_long(self) -> None:
+    @pytest.mark.parametrize("case", SHARING)
+    def test_jobs_at_the_same_time_share(self, case: str) -> None:
+        rate, jobs, expected = SHARING[case]
         script = Script("threads")
-        script.submit("upload", 4)
-        script.submit("download", 4)
-        assert times(retime(script.program(), sharing(1, "upload", "download"))) == [(0, 8), (0, 8)]
-
-    def test_who_is_left_has_all_of_it(self) -> None:
-        script = Script("threads")
-        script.submit("upload", 2)
-        script.submit("download", 6)
-        assert times(retime(script.program(), sharing(1, "upload", "download"))) == [(0, 4), (0, 8)]
-
-    def test_a_capacity_that_has_enough_for_both_slows_nobody(self) -> None:
-        script = Script("threads")
-        script.submit("upload", 2)
-        script.submit("download", 6)
-        assert times(retime(script.program(), sharing(2, "upload", "download"))) == [(0, 2), (0, 6)]
-
-    def test_a_third_job_that_shares_nothing_is_as_fast_as_alone(self) -> None:
-        script = Script("threads")
-        for stream in ("upload", "download", "update"):
-            script.submit(stream, 4)
-        assert times(retime(script.program(), sharing(1, "upload", "download"))) == [(0, 8), (0, 8), (0, 4)]
-
-    def test_three_jobs_have_a_third_each_until_one_is_over(self) -> None:
-        script = Script("threads")
-        for stream, nbytes in (("upload", 1), ("download", 2), ("update", 2)):
+        for stream, nbytes in jobs.items():
             script.submit(stream, nbytes)
-        found = times(retime(script.program(), sharing(1, "upload", "download", "update")))
-        assert found == [(0, 3), (0, 5), (0, 5)]
+        assert times(retime(script.program(), sharing(rate, "upload", "download", "update"))) == expected
 
     def test_what_one_cannot_use_is_left_to_others(self) -> None:
         script = Script("threads")
@@ -64,7 +50,7 @@ class TestSharing:
         # Download has half of the link, so half a byte/s of memory's two: update has its one byte/s.
         assert times(retime(script.program(), Rates({}, shared))) == [(0, 12), (0, 12), (0, 6)]
 
-    def test_a_job_that_begins_later_slows_who_is_there(self) -> None:
+    def test_a_job_that_begins_later_slows_the_one_under_way(self) -> None:
         script = Script("threads")
         script.submit("upload", 6)
         script.compute(2)
@@ -303,6 +289,12 @@ class TestInline:
         assert not any(span.inline for span in timing.recording.spans)
         assert timing.recording.stop == 7
 
+    def test_a_transfer_of_another_disk_is_not_held_up(self) -> None:
+        script = Script("inline")
+        for folder in (0, 0, 1):
+            script.submit("read", 3, folder=folder)
+        assert times(retime(script.program(), ALONE)) == [(0, 3), (3, 6), (0, 3)]
+
     def test_a_thread_is_through_with_a_transfer_that_it_has_started(self) -> None:
         script = Script("inline")
         script.submit("read", 3, folder=0)
@@ -398,40 +390,17 @@ class TestSteps:
             retime(Program("threads", [], [], [], [], [], [0], {}), ALONE)
 
 
-class TestSeveralMachines:
-    def anomaly(self) -> Program:
-        """A faster first job starts its follower sooner, which is then in the way of what compute waits for."""
-        script = Script("threads")
-        script.submit("upload", 4)
-        script.submit("download", 6, 0)
-        script.submit("update", 4)
-        script.wait(2)
-        script.compute(20)
-        return script.program()
-
-    def machine(self, upload: float) -> Rates:
-        return sharing(1, "download", "update", rates={"upload": upload})
-
-    def test_runs_have_anomalies(self) -> None:
-        assert retime(self.anomaly(), self.machine(1)).step_s == 24
-        assert retime(self.anomaly(), self.machine(2)).step_s == pytest.approx(26)
-
-    def test_answers_have_none(self) -> None:
-        timings = Timings[Rates](self.anomaly())
-        assert [timings.on(self.machine(rate)).step_s for rate in (1, 2, 4)] == [24, 24, 24]
-
-    def test_answers_have_none_where_the_faster_one_was_asked_for_first(self) -> None:
-        timings = Timings[Rates](self.anomaly())
-        fast, slow = timings.on(self.machine(2)), timings.on(self.machine(1))
-        assert (fast.step_s, slow.step_s) == (pytest.approx(26), pytest.approx(26))
-        assert slow.recording.stop == pytest.approx(26)
-
-    def test_a_pace_slows_all_of_a_run(self) -> None:
-        timing = retime(self.anomaly(), self.machine(1)).at_pace(2)
-        assert times(timing) == [(0, 8), (8, 20), (0, 8)]
-        assert timing.recording.waits == [Wait(2, 0, 8)]
-        assert timing.recording.compute == [(8, Label("forward", "unit")), (48, NO_LABEL)]
-        assert (timing.step_s, timing.steps_s, timing.marks) == (48, [48], [0, 48])
+def test_a_faster_job_may_delay_what_compute_waits_for() -> None:
+    """It starts its follower sooner, which shares a capacity with that."""
+    script = Script("threads")
+    script.submit("upload", 4)
+    script.submit("download", 6, 0)
+    script.submit("update", 4)
+    script.wait(2)
+    script.compute(20)
+    for rate, seconds in ((1, 24), (2, 26)):
+        machine = sharing(1, "download", "update", rates={"upload": rate})
+        assert retime(script.program(), machine).step_s == pytest.approx(seconds)
 
 
 def test_a_part_of_a_recording() -> None:
@@ -449,19 +418,3 @@ def test_a_part_of_a_recording() -> None:
         [Wait(0, 3, 4)],
         [(3, one), (3.5, two)],
     )
-
-
-def test_a_step_that_is_over_at_once_cannot_be_stretched() -> None:
-    """It is still no shorter than a faster machine's step allows."""
-    script = Script("inline")
-    script.submit("read", 1, folder=0)
-    script.end_step()
-    script.submit("upload", 4)
-    script.end_step()
-    script.wait(0)
-    script.end_step()
-    timings = Timings[Rates](script.program())
-    fast, slow = Rates({"read": 1 / 9, "upload": 1.0}), Rates({"read": 1 / 9, "upload": 0.25})
-    assert timings.on(fast).step_s == 5
-    assert timings.on(slow).step_s == 5
-    assert timings.on(slow).steps_s[-1] == 0

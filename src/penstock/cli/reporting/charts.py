@@ -11,7 +11,7 @@ from penstock.cli.reporting.markup import label
 from penstock.cli.reporting.run import MOST_NUMBER, TIERS, Run
 from penstock.cli.reporting.timeline import Piece, Timeline, joined
 from penstock.ext.observe.timeline import RESOURCES, WAITING
-from penstock.planner.formatting import byte_unit, seconds, share, size
+from penstock.planner.formatting import byte_unit, digits, seconds, share, size
 
 #: Points of a curve, at most: more than pixels show no more, and make a page slow.
 MOST_POINTS = 2000
@@ -363,6 +363,9 @@ def _plan(run: Run, name: str, number: int) -> Chart | None:
     for tier, planned in _sizes(plan.get("bytes")).items():
         rest = sum(by_tier.get(tier, 0) for kind, by_tier in kinds.items() if kind not in _NOT_AT_REST)
         rows.append(_compared(f"at rest on {tier}", planned, rest if kinds else None, lambda nbytes: size(int(nbytes))))
+    for name, planned in _sizes(plan.get("written_bytes")).items():
+        writes = run.writes().get(name)
+        rows.append(_compared(f"written to {name}", planned, writes and writes.in_a_step, drive_size))
     off = [row[0] for row in rows if row[3].endswith("!")]
     notes = ["Seconds of a step, and of each resource in it."]
     notes += [f"More than {TOLERANCE:.0%} off: {', '.join(off)}."] if off else []
@@ -370,6 +373,13 @@ def _plan(run: Run, name: str, number: int) -> Chart | None:
     layout = {"barmode": "group", "yaxis": {"ticksuffix": " s"}, "showlegend": True, "hovermode": "x unified"}
     table = Table(["", "planned", "measured", "off by"], rows)
     return Chart(f"plan-{number}", f"Plan against measured{name}", traces, layout, notes, table, 340)
+
+
+def drive_size(nbytes: float) -> str:
+    """Write bytes with three digits in the units of a drive's maker, whose powers are of ten."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, scale = next((each for each in units if nbytes >= each[1]), ("B", 1.0))
+    return f"{digits(nbytes / scale)} {unit}"
 
 
 def _compared(name: str, planned: float | None, measured: float | None, written: Any) -> list[str]:

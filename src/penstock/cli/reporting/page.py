@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from penstock.cli.reporting.charts import MOST_POINTS, Chart, Table, charts_of
+from penstock.cli.reporting.charts import MOST_POINTS, Chart, Table, charts_of, drive_size
 from penstock.cli.reporting.markup import Html, element, script_json, text
 from penstock.cli.reporting.run import Run, flattened, read_run
 from penstock.errors import ConfigError, one_line
@@ -155,6 +155,9 @@ def _numbers(run: Run, title: str) -> Html:
     if run.bytes_by_tier:
         last = run.bytes_by_tier[max(run.bytes_by_tier)]
         found["training state"] = ", ".join(f"{tier} {size(int(nbytes))}" for tier, nbytes in last.items())
+    for name, writes in run.writes().items():
+        total, step, day = map(drive_size, writes)
+        found[f"written to {name}"] = f"{total}, {step} a step, {day} a day"
     skipped = [count for count in run.column("skipped_count") if count]
     found |= {"steps skipped": f"{int(skipped[-1]):,}"} if skipped else {}
     if run.timeline is not None:

@@ -2,11 +2,12 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.cli.reporting.timeline import TRACE_NAME, Timeline, read_timeline
 from penstock.errors import ConfigError, shown
@@ -23,9 +24,19 @@ _MOST_ODD = 1000
 #: Far beyond anything that is measured, and few enough digits that sums, quotients and axes of them are numbers.
 MOST_NUMBER = 1e30
 _MOST_NESTED = 8
+#: Of all steps together, for a rate: a shorter time was not measured.
+_LEAST_SECONDS = 1e-6
 _OF_ROW = ("unit", "kind", "tier", "dtype")
 #: Numbers of a step that are no curves of their own.
 _NOT_DRAWN = ("step", "seconds", "slowest_rank", "skipped_count", "tokens", "step_seconds")
+
+
+class Writes(NamedTuple):
+    """Bytes that were written to files: in all, in a step on average, and in a day at that rate."""
+
+    nbytes: float
+    in_a_step: float
+    in_a_day: float
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class Run:
         figures: numbers of each step, by step.
         bytes_by_tier: bytes on each tier, by step.
         waits: shares of a step in which compute waited, by row, by step.
+        written: bytes that were written to files since the step before, by what they are for, by step.
         evaluations: loss on held-out data, by step.
         samples: what the model has written.
         placement: where every byte was, a row for each kind of a unit on a tier.
@@ -63,6 +75,7 @@ class Run:
     figures: dict[int, dict[str, float]] = field(default_factory=dict)
     bytes_by_tier: dict[int, dict[str, float]] = field(default_factory=dict)
     waits: dict[int, dict[str, float]] = field(default_factory=dict)
+    written: dict[int, dict[str, float]] = field(default_factory=dict)
     evaluations: dict[int, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     placement: list[dict[str, Any]] = field(default_factory=list)
@@ -110,6 +123,17 @@ class Run:
     def column(self, name: str) -> list[float | None]:
         """List a figure over `steps`; `None` where it is not known."""
         return [self.figures[step].get(name) for step in self.steps]
+
+    def writes(self) -> dict[str, Writes]:
+        """Add up what was written to files in all steps and after the last one, by what it is for."""
+        took = [figures["step_seconds"] for figures in self.figures.values() if "step_seconds" in figures]
+        if sum(took) < _LEAST_SECONDS:
+            return {}
+        totals: defaultdict[str, float] = defaultdict(float)
+        for written in (*self.written.values(), self.numbers(self.end.get("written_bytes"), "written_bytes.")):
+            for name, nbytes in written.items():
+                totals[name] += nbytes
+        return {name: Writes(n, n / len(took), n / sum(took) * 86400) for name, n in totals.items()}
 
     def names(self) -> list[str]:
         """List the figures that have a curve."""
@@ -172,7 +196,7 @@ def _take(line: Mapping[str, Any], run: Run) -> None:
     if event == "start":
         begin = line.get("begin", math.inf)
         if isinstance(begin, int):  # goes on from there: what came after it was made again
-            for of_step in (run.figures, run.bytes_by_tier, run.waits, run.evaluations):
+            for of_step in (run.figures, run.bytes_by_tier, run.waits, run.written, run.evaluations):
                 for late in [each for each in of_step if each > begin]:
                     del of_step[late]
             run.samples = [sample for sample in run.samples if sample.step <= begin]
@@ -190,7 +214,8 @@ def _take_step(event: Any, step: int, line: Mapping[str, Any], run: Run) -> None
         if more:
             more["lr"] = rates[0]  # type: ignore[index]
         run.figures.setdefault(step, {}).update(run.numbers({**line, **more}))
-        for name, table in (("bytes_by_tier", run.bytes_by_tier), ("waits", run.waits)):
+        tables = {"bytes_by_tier": run.bytes_by_tier, "waits": run.waits, "written_bytes": run.written}
+        for name, table in tables.items():
             found = run.numbers(line.get(name), f"{name}.")
             if isinstance(line.get(name), dict):
                 table[step] = found

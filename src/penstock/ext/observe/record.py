@@ -73,6 +73,7 @@ class Record(AbstractContextManager["Record"]):
         self._trace_ends = 0
         self._is_traced = self._is_placed = False
         self._skipped_count = 0
+        self._counted: dict[str, int] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
         self._taken = begin
         self._report: TraceReport | None = None
@@ -131,6 +132,7 @@ class Record(AbstractContextManager["Record"]):
         observer.on_step = self.step_made
         if self._lines is not None:  # other ranks write no waits, and would keep each
             observer.waits = WaitSums(engine.context.streams)
+        self._written(engine)  # what was written before is of no step
         self._began = self._last = time.monotonic()
         return self
 
@@ -253,6 +255,7 @@ class Record(AbstractContextManager["Record"]):
             "loss_scale": result.loss_scale,
             "skipped_count": self._skipped_count,
             "bytes_by_tier": bytes_by_tier(engine),
+            "written_bytes": self._written(engine),
         }
         meter = observe(engine.context.streams).waits
         waits = {} if meter is None else meter.take()
@@ -260,6 +263,13 @@ class Record(AbstractContextManager["Record"]):
             return line | {"traced": True}  # the trace has the waits
         shares = {row: round(waited / seconds, 6) for row, waited in waits.items() if waited and seconds}
         return line | {"waited": sum(shares.values()), "waits": shares}
+
+    def _written(self, engine: Engine) -> dict[str, int]:
+        """Return the bytes that this rank has written to files since the last call, by tier, and for checkpoints."""
+        counted = {tier.value: memory.written_bytes for tier, memory in engine.context.store.tiers.items()}
+        counted["checkpoints"] = engine.context.streams.saved_bytes
+        before, self._counted = self._counted, counted
+        return {name: more for name, nbytes in counted.items() if (more := nbytes - before.get(name, 0))}
 
     def _place(self, engine: Engine) -> None:
         """Write the location of every byte."""
@@ -304,18 +314,21 @@ class Record(AbstractContextManager["Record"]):
         if self.closed:
             return
         self.closed = True
+        written: dict[str, int] = {}
         engine = self._engine()
         if engine is not None and not engine.closed:
             self.end_trace()
             if not self._is_placed:
                 self._place(engine)
+            written = self._written(engine)
             observer = observe(engine.context.streams)
             observer.on_step = observer.waits = None
             observer.leave()
         if self._lines is not None:
             self._write_late(self._late)
         self._late = []
-        self._write("end", {"steps": self.steps, "seconds": round(time.monotonic() - self._began, 6)})
+        seconds = round(time.monotonic() - self._began, 6)
+        self._write("end", {"steps": self.steps, "seconds": seconds, "written_bytes": written})
         if self._lines is not None:
             self._lines.close()
 

@@ -1,28 +1,19 @@
-"""What is known of fake values: how many of a mask are ones, what an index may be. Sizes follow from it.
+"""Expected values of fake tensors, as far as routing to experts needs them: the sizes of what a mask chooses.
 
-Routing to experts is of this kind: which rows go to an expert depends on values, how many do is known on average.
+Which rows go to an expert depends on values. How many do is known on average: indices that `topk` returns are taken
+to be equally likely. What is made of them is followed as a mean: of a mask, it is the share of ones.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
 from penstock.planner.simulation.fake_tensor import ByStorage, is_fake
-from penstock.planner.simulation.operation_cost import cost
-from penstock.planner.simulation.program import Op
-from penstock.planner.simulation.shapes import Shaped
+from penstock.planner.simulation.operation_cost import Shaped
 
 aten = torch.ops.aten
-
-
-class Share(NamedTuple):
-    """A mask, or zeros and ones: the share of ones."""
-
-    ones: float
 
 
 class Indices(NamedTuple):
@@ -32,286 +23,113 @@ class Indices(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """Numbers of which the mean is known, such as counts of ones."""
+    """Numbers of which the mean is known, such as a mask's share of ones."""
 
     value: float
-
-
-class Value(NamedTuple):
-    """A single number that is known."""
-
-    value: int | float | bool
-
-
-Known = Share | Indices | Mean | Value
-
-
-class Maker(Protocol):
-    """What shares need of a simulation."""
-
-    def make(self, shaped: Shaped) -> Tensor:
-        """Make a fake tensor."""
-
-    def refusal(self, func: Any, why: str) -> ConfigError:
-        """Return the error of an operation."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Simulate an operation."""
 
 
 class ExpectedValues:
     """What is known of the values of fake tensors, by storage.
 
     Arguments:
+        make: makes a fake tensor.
+        refusal: makes the error of an operation.
         share: of ones in masks of which nothing is known; `None` where that is an error.
     """
 
-    def __init__(self, share: float | None = None) -> None:
-        self._share = share
-        self._known: ByStorage[Known] = ByStorage()
-
-    def of(self, tensor: Tensor) -> Known | None:
-        """Return what is known of a tensor's values."""
-        if not is_fake(tensor):
-            ones = torch.count_nonzero(tensor).item()
-            return Share(ones / max(tensor.numel(), 1))
-        return self._known.get(tensor)
-
-    def follow(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, written: Sequence[int | str]
+    def __init__(
+        self, make: Callable[[Shaped], Tensor], refusal: Callable[[Any, str], Exception], share: float | None
     ) -> None:
-        """Note what an operation that was not run makes known."""
-        rule = _RULES.get(func._overloadpacket)
-        if rule is not None:
-            for tensor, known in rule(self, args, kwargs, out):
-                if known is None:
-                    self._known.forget(tensor)
-                else:
-                    self._known.put(tensor, known)
-        elif written and len(self._known):
-            for which in written:
-                target = kwargs.get(which) if isinstance(which, str) else args[which]
-                if isinstance(target, Tensor):
-                    self._known.forget(target)
+        self._make = make
+        self._refusal = refusal
+        self._share = share
+        self._known: ByStorage[Indices | Mean] = ByStorage()
 
-    def settle(self, maker: Maker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Op | None]:
-        """Return what an operation would whose result depends on values, as far as these are known.
+    def follow(self, name: str, args: Sequence[Any], out: Any, written: Iterable[Any]) -> None:
+        """Note what an operation that was not run makes known; forget what it overwrites.
 
-        Returns:
-            The result, and what it costs; `None` where nothing is left to be told.
+        Arguments:
+            name: of the operation.
+            args: of the operation.
+            out: what it returns.
+            written: the arguments that it writes.
+        """
+        made = out if isinstance(out, tuple) else (out,)
+        known = self._made_known(name, args, made[-1]) if args and isinstance(args[0], Tensor) else None
+        for target in written:
+            if isinstance(target, Tensor):
+                self._known.put(target, None)
+        if known is not None:
+            for tensor in made if name == "aminmax" else made[-1:]:  # `topk` returns indices behind values
+                self._known.put(tensor, known)
+
+    def _made_known(self, name: str, args: Sequence[Any], out: Any) -> Indices | Mean | None:
+        known = self._known.get(args[2] if name in ("scatter", "scatter_") else args[0])
+        match name, known:
+            case "topk", _:
+                return Indices(args[0].shape[args[2] if len(args) > 2 else -1])
+            case "argmax", _ if len(args) > 1 and args[1] is not None:
+                return Indices(args[0].shape[args[1]])
+            case (("clone" | "_to_copy" | "index"), _):
+                return known
+            case (("aminmax" | "min" | "max"), Indices(bound)) if len(args) == 1:
+                return Mean(bound - 1)  # `one_hot` asks whether these are within their bound
+            case "eq", Indices(bound):
+                return Mean(1 / bound)
+            case (("scatter" | "scatter_"), Indices(bound)) if not isinstance(args[3], Tensor) and args[3] == 1:
+                return Mean(min(args[2].shape[args[1]] / bound, 1.0))  # put among zeros, along a row
+            case (("sum" | "any"), Mean(value)):
+                count = value * args[0].numel() / max(out.numel(), 1)
+                return Mean(count if name == "sum" else min(count, 1.0))
+            case (("gt" | "ne"), Mean(value)) if not isinstance(args[1], Tensor) and args[1] == 0:
+                return Mean(min(value, 1.0))
+        return None
+
+    def settle(self, func: Any, args: Sequence[Any]) -> Any:
+        """Return what an operation would whose result depends on values.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: nothing is known of these.
         """
         packet = func._overloadpacket
         if packet is aten._local_scalar_dense:
             known = self._known.get(args[0])
-            if isinstance(known, Value):
-                return known.value, None
-            if isinstance(known, Mean) and not args[0].is_floating_point():
-                return round(known.value), None
-            raise maker.refusal(func, "reads a value, and a simulation has none")
+            if not isinstance(known, Mean) or args[0].is_floating_point():
+                raise self._refusal(func, "reads a value, and a simulation has none")
+            return bool(round(known.value)) if args[0].dtype == torch.bool else round(known.value)
         if packet is aten.nonzero:
-            found = self._nonzero(maker, func, args[0])
-            return found, cost(func, args, kwargs, found)
-        if packet is aten.masked_select:
-            mask = args[1]
-            rows = torch.broadcast_shapes(args[0].shape, mask.shape)  # type: ignore[no-untyped-call]
-            found = maker.make(_flat(round(self._ones(maker, func, mask) * prod(rows)), args[0].dtype))
-            return found, cost(func, args, kwargs, found)
-        if packet in (aten.index, aten._unsafe_index):
-            indices = [part for index in args[1] for part in self._numbers(maker, func, index)]
-            return maker.__torch_dispatch__(func, (), (args[0], indices), kwargs), None
-        raise maker.refusal(func, "returns what depends on values, and a simulation has none")
+            (mask,) = args
+            count = self._count(func, mask)
+            if count == mask.numel():
+                return torch.nonzero(torch.ones(mask.shape, dtype=torch.bool))
+            return self._make(Shaped((count, mask.dim()), (1, max(count, 1)), torch.int64))
+        raise self._refusal(func, "returns what depends on values, and a simulation has none")
 
-    def _ones(self, maker: Maker, func: Any, mask: Tensor) -> float:
-        known = self.of(mask)
-        if isinstance(known, Share):
-            return known.ones
+    def indices(self, func: Any, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return indices in place of masks: one for each dimension of a mask.
+
+        Raises:
+            ConfigError: nothing is known of a mask.
+        """
+        found: list[Tensor | None] = []
+        for index in given:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+            else:
+                rows = Shaped((self._count(func, index),), (1,), torch.int64)
+                found += (self._make(rows) for _ in range(index.dim()))
+        return found
+
+    def _count(self, func: Any, mask: Tensor) -> int:
+        return round(self._ones(func, mask) * mask.numel())
+
+    def _ones(self, func: Any, mask: Tensor) -> float:
+        """Return the share of ones in a mask."""
+        if not is_fake(mask):
+            return int(torch.count_nonzero(mask)) / max(mask.numel(), 1)
+        known = self._known.get(mask)
+        if isinstance(known, Mean):
+            return known.value
         if self._share is None:
-            raise maker.refusal(func, "counts what a mask chooses, and a simulation has no values")
+            raise self._refusal(func, "counts what a mask chooses, and a simulation has no values")
         return self._share
-
-    def _nonzero(self, maker: Maker, func: Any, mask: Tensor) -> Tensor:
-        ones = self._ones(maker, func, mask)
-        if ones >= 1:
-            return torch.nonzero(torch.ones(mask.shape, dtype=torch.bool))
-        shape = (round(ones * mask.numel()), mask.dim())
-        return maker.make(Shaped(shape, (1, max(shape[0], 1)), torch.int64))
-
-    def _numbers(self, maker: Maker, func: Any, index: Tensor | None) -> list[Tensor | None]:
-        """Return the indices that stand for a mask, one for each of its dimensions."""
-        if index is None or index.dtype not in (torch.bool, torch.uint8):
-            return [index]
-        count = round(self._ones(maker, func, index) * index.numel())
-        return [maker.make(_flat(count, torch.int64)) for _ in range(index.dim())]
-
-
-def _flat(count: int, dtype: torch.dtype) -> Shaped:
-    return Shaped((count,), (1,), dtype)
-
-
-Notes = list[tuple[Tensor, Known | None]]
-_Rule = Callable[[ExpectedValues, Sequence[Any], Mapping[str, Any], Any], Notes]
-
-
-def _dimension(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, default: int = -1) -> int:
-    given = args[place] if len(args) > place else kwargs.get("dim", default)
-    return default if given is None else int(given)
-
-
-def _ranked(place: int) -> _Rule:
-    """Make the rule of what returns values and their indices along a dimension."""
-
-    def rule(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-        if not isinstance(out, tuple):  # max and min over everything
-            return _extreme(shares, args, kwargs, out)
-        size = args[0].shape[_dimension(args, kwargs, place)] if args[0].dim() else 1
-        return [(out[1], Indices(size))]
-
-    return rule
-
-
-def _chosen(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    whole = len(args) < 2 or args[1] is None
-    size = args[0].numel() if whole else args[0].shape[_dimension(args, kwargs, 1)]
-    return [(out, Indices(size))]
-
-
-def _extreme(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """Note the bounds of indices, which `one_hot` asks for."""
-    known = shares.of(args[0])
-    if not isinstance(known, Indices):
-        return []
-    low, high = out if isinstance(out, tuple) else (out, out)
-    return [(low, Value(0)), (high, Value(known.bound - 1))]
-
-
-def _same(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    return [(out, shares.of(args[0]))]
-
-
-def _copied(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    return [(out, shares.of(args[1]))] if isinstance(args[1], Tensor) else []
-
-
-def _filled(value: float) -> _Rule:
-    return lambda shares, args, kwargs, out: [(out, Share(value))]
-
-
-def _scattered(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """Count ones that are put where indices say: in each row as many as there are, of as many as they may be."""
-    target, dim, index = args[0], args[1], args[2]
-    before, known = shares.of(target), shares.of(index)
-    wide = known.bound if isinstance(known, Indices) else target.shape[dim]
-    if not isinstance(before, (Share, type(None))) or not wide:
-        return [(out, None)]
-    return [(out, Share(min(index.shape[dim] / wide, 1.0)))]
-
-
-def _summed(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    known = shares.of(args[0])
-    if not isinstance(known, (Share, Mean)) or not out.numel():
-        return []
-    each = known.ones if isinstance(known, Share) else known.value
-    return [(out, Mean(each * args[0].numel() / out.numel()))]
-
-
-def _counted(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    return [(out, Mean(args[0].numel() / max(out.numel(), 1)))]
-
-
-def _positive(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """Count what is not none: of counts of ones, as many as there are ones, up to all."""
-    known = shares.of(args[0])
-    if not _is_zero(args[1]) or not isinstance(known, (Share, Mean)):
-        return []
-    return [(out, known if isinstance(known, Share) else Share(min(known.value, 1.0)))]
-
-
-def _equal(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    known = shares.of(args[0])
-    if isinstance(known, Indices):
-        return [(out, Share(1 / max(known.bound, 1)))]
-    return [(out, Share(1 - known.ones))] if isinstance(known, Share) and _is_zero(args[1]) else []
-
-
-def _is_zero(value: Any) -> bool:
-    """Say whether an operand is the number 0. It may be a tensor, whose values nobody asks for."""
-    return not isinstance(value, Tensor) and bool(value == 0)
-
-
-def _inverted(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    known = shares.of(args[0])
-    return [(out, Share(1 - known.ones))] if isinstance(known, Share) else [(out, None)]
-
-
-def _joined(either: bool) -> _Rule:
-    """Make the rule of two masks, whose ones are taken to be independent."""
-
-    def rule(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-        known = [shares.of(tensor) for tensor in args[:2] if isinstance(tensor, Tensor)]
-        ones = [each.ones for each in known if isinstance(each, Share)]
-        if len(ones) < 2:
-            return [(out, None)]
-        return [(out, Share(1 - (1 - ones[0]) * (1 - ones[1]) if either else ones[0] * ones[1]))]
-
-    return rule
-
-
-def _any_or_all(least: float) -> _Rule:
-    def rule(shares: ExpectedValues, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-        known = shares.of(args[0])
-        return [(out, Value(known.ones >= (least or 1e-12)))] if isinstance(known, Share) and not out.dim() else []
-
-    return rule
-
-
-_RULES: dict[Any, _Rule] = {
-    aten.topk: _ranked(2),
-    aten.sort: _ranked(1),
-    aten.max: _ranked(1),
-    aten.min: _ranked(1),
-    aten.argsort: _chosen,
-    aten.argmax: _chosen,
-    aten.argmin: _chosen,
-    aten.aminmax: _extreme,
-    aten.zeros: _filled(0.0),
-    aten.zeros_like: _filled(0.0),
-    aten.new_zeros: _filled(0.0),
-    aten.zero_: _filled(0.0),
-    aten.ones: _filled(1.0),
-    aten.ones_like: _filled(1.0),
-    aten.scatter_: _scattered,
-    aten.scatter: lambda shares, args, kwargs, out: [
-        (out, known) for _, known in _scattered(shares, args, kwargs, out)
-    ],
-    aten.copy_: _copied,
-    aten.sum: _summed,
-    aten.bincount: _counted,
-    aten.histc: _counted,
-    aten.gt: _positive,
-    aten.ne: _positive,
-    aten.eq: _equal,
-    aten.logical_not: _inverted,
-    aten.bitwise_not: _inverted,
-    aten.logical_and: _joined(either=False),
-    aten.bitwise_and: _joined(either=False),
-    aten.logical_or: _joined(either=True),
-    aten.bitwise_or: _joined(either=True),
-    aten.any: _any_or_all(0.0),
-    aten.all: _any_or_all(1.0),
-    **{
-        packet: _same
-        for packet in (
-            aten.clone,
-            aten._to_copy,
-            aten.index,
-            aten.index_select,
-            aten.gather,
-            aten.masked_select,
-        )
-    },
-}

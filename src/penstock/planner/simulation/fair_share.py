@@ -6,14 +6,16 @@ alike from 0 until some capacity is used up; those that use it keep their speed,
 be.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 #: Shares of a capacity that sum to 1 but for rounding are no more than it.
 _FULL = 1 + 1e-9
 #: Tasks that end within this part of the time that it is end together: else rounding would decide what comes first.
 _TOGETHER = 1 + 1e-11
+
+
+Owner = TypeVar("Owner")
 
 
 class Figures(Protocol):
@@ -58,45 +60,30 @@ def fair_speeds(uses: Sequence[Mapping[str, float]]) -> list[float]:
         uses: of each task, the share of each capacity that it uses at speed 1.
     """
     speeds = [1.0] * len(uses)
-    growing = set(range(len(uses)))
-    left: dict[str, float] = {}
-    for each in uses:
-        for name in each:
-            left[name] = 1.0
+    growing = list(range(len(uses)))
+    left = {name: 1.0 for each in uses for name in each}
     while growing:
-        wanted = dict.fromkeys(left, 0.0)
-        for index in sorted(growing):
-            for name, share in uses[index].items():
-                wanted[name] += share
-        full, level = _first_full(wanted, left)
-        if level * _FULL >= 1:
+        wanted = {name: sum(uses[index].get(name, 0.0) for index in growing) for name in left}
+        levels = {name: max(left[name], 0.0) / share for name, share in wanted.items() if share > 0}
+        full = min(levels, key=levels.__getitem__, default="")  # the capacity that is used up first
+        if not full or levels[full] * _FULL >= 1:
             break
-        stopped = [index for index in sorted(growing) if full in uses[index]]
-        growing.difference_update(stopped)
-        for index in stopped:
-            speeds[index] = level
+        for index in [each for each in growing if full in uses[each]]:
+            growing.remove(index)
+            speeds[index] = levels[full]
             for name, share in uses[index].items():
-                left[name] -= level * share
+                left[name] -= levels[full] * share
     return speeds
 
 
-def _first_full(wanted: Mapping[str, float], left: Mapping[str, float]) -> tuple[str, float]:
-    """Find the capacity that is used up first, and at which speed of those that still grow."""
-    full, level = "", inf
-    for name, share in wanted.items():
-        if share > 0 and left[name] / share < level:
-            full, level = name, max(left[name], 0.0) / share
-    return full, level
+class _Task(Generic[Owner]):
+    __slots__ = ("finish", "kind", "owner", "speed")
+
+    def __init__(self, owner: Owner, kind: int, finish: float) -> None:
+        self.owner, self.kind, self.finish, self.speed = owner, kind, finish, 1.0
 
 
-class _Task:
-    __slots__ = ("finish", "kind", "speed", "then")
-
-    def __init__(self, then: Callable[[], None], kind: int, finish: float) -> None:
-        self.then, self.kind, self.finish, self.speed = then, kind, finish, 1.0
-
-
-class Fluid:
+class Fluid(Generic[Owner]):
     """Tasks under way, from one moment to the next at which one of them is over.
 
     Attributes:
@@ -105,21 +92,21 @@ class Fluid:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._tasks: list[_Task] = []
+        self._tasks: list[_Task[Owner]] = []
         self._kinds: dict[tuple[tuple[str, float], ...], int] = {(): 0}
         self._uses: list[Mapping[str, float]] = [{}]
         self._known: dict[tuple[int, ...], dict[int, float]] = {}
         self._stale = False
 
-    def start(self, taken: Demand, then: Callable[[], None]) -> None:
+    def start(self, taken: Demand, owner: Owner) -> None:
         """Begin a task.
 
         Arguments:
             taken: what it takes.
-            then: what to do once it is over.
+            owner: what `advance` returns once the task is over.
         """
         kind = self._kind(taken.uses) if taken.uses else 0
-        self._tasks.append(_Task(then, kind, self.now + taken.seconds))
+        self._tasks.append(_Task(owner, kind, self.now + taken.seconds))
         self._stale = self._stale or kind != 0
 
     def _kind(self, uses: Mapping[str, float]) -> int:
@@ -130,8 +117,8 @@ class Fluid:
             self._uses.append(dict(key))
         return number
 
-    def advance(self) -> list[Callable[[], None]]:
-        """Go on to when a task is over; return what is to be done then. Nothing is left to do: return nothing."""
+    def advance(self) -> list[Owner]:
+        """Go on to when a task is over; return the owners of those that are, none where no task is under way."""
         if not self._tasks:
             return []
         if self._stale:
@@ -141,7 +128,7 @@ class Fluid:
         over = [task for task in self._tasks if task.finish <= limit]
         self._tasks = [task for task in self._tasks if task.finish > limit]
         self._stale = any([task.kind for task in over])
-        return [task.then for task in over]
+        return [task.owner for task in over]
 
     def _share(self) -> None:
         """Give every task its speed."""

@@ -1,191 +1,215 @@
-"""Collectives that a model itself issues, of ranks that need not be there: none is sent, each is told.
+"""Ranks that need not be there: a mesh of them, and the collectives that a model of theirs issues.
 
-They come of DTensors that are divided otherwise than an operation wants them, and of models that call
-`torch.distributed` themselves. Of fake tensors they return fake ones; of real ones what they would if all ranks had
-the same: as for the engine's own (`planner/simulation/ranks.py`).
+Collectives come of DTensors that are divided otherwise than an operation wants them, and of models that call
+`torch.distributed` themselves. None is sent, each is noted. Of fake tensors they return fake ones; of real ones what
+they would if all ranks had the same: as for the engine's own (`planner/simulation/ranks.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.errors import ConfigError
+from penstock.planner.simulation.engine_internals import Grid, divided_over, is_divided
 from penstock.planner.simulation.fake_tensor import contiguous_strides, is_fake, mark
-from penstock.planner.simulation.operation_cost import tensors_in
+from penstock.planner.simulation.operation_cost import Shaped, tensors_in
 from penstock.planner.simulation.program import Collective
-from penstock.planner.simulation.shapes import Shaped
 
 #: The libraries of operators that collectives are in, and that of DTensor's own one.
 NAMESPACES = frozenset(("c10d", "_c10d_functional", "_dtensor"))
 
+#: The dimensions over which ranks have parts of one model and of one sequence: outermost first, as in a job.
+_WITHIN = ("cp", "tp", "ep")
 _ELSEWHERE = "model"  # the dimension of a group that no mesh has made
 _OF_A_MESH = "mesh_"  # how torch begins the description of a mesh's group; the dimension's name follows
 
-
-class _Form(NamedTuple):
-    """How an operation says what it sends.
-
-    Attributes:
-        name: of the collective.
-        sent: which argument is sent.
-        into: which argument takes what is received; `None` where that is returned.
-        group: which argument names the ranks.
-    """
-
-    name: str
-    sent: int
-    into: int | None
-    group: int
-
-
-#: Operations by name, without their library: those of `_c10d_functional`, ...
-_FUNCTIONAL: Mapping[str, _Form] = {
-    "all_reduce": _Form("all_reduce", 0, None, 2),
-    "all_reduce_": _Form("all_reduce", 0, 0, 2),
-    "all_reduce_coalesced": _Form("all_reduce", 0, None, 2),
-    "all_gather_into_tensor": _Form("all_gather", 0, None, 2),
-    "all_gather_into_tensor_coalesced": _Form("all_gather", 0, None, 2),
-    "reduce_scatter_tensor": _Form("reduce_scatter", 0, None, 3),
-    "reduce_scatter_tensor_coalesced": _Form("reduce_scatter", 0, None, 3),
-    "all_to_all_single": _Form("all_to_all", 0, None, 3),
-    "broadcast": _Form("broadcast", 0, None, 2),
-    "broadcast_": _Form("broadcast", 0, 0, 2),
+#: By operation, of whichever library, the collective.
+_COLLECTIVES = {
+    **dict.fromkeys(("all_reduce", "all_reduce_", "all_reduce_coalesced", "allreduce_"), "all_reduce"),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "_allgather_base_"), "all_gather"),
+    **dict.fromkeys(
+        ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base_"), "reduce_scatter"
+    ),
+    **dict.fromkeys(("all_to_all_single", "alltoall_base_", "shard_dim_alltoall"), "all_to_all"),
+    **dict.fromkeys(("broadcast", "broadcast_"), "broadcast"),
 }
-#: ... and those of `c10d`.
-_IN_PLACE: Mapping[str, _Form] = {
-    "allreduce_": _Form("all_reduce", 0, 0, 1),
-    "broadcast_": _Form("broadcast", 0, 0, 1),
-    "_allgather_base_": _Form("all_gather", 1, 0, 2),
-    "_reduce_scatter_base_": _Form("reduce_scatter", 1, 0, 2),
-    "alltoall_base_": _Form("all_to_all", 1, 0, 2),
-}
+#: What operators call the argument that is sent, that which takes what is received, and the ranks.
+_SENT, _INTO, _GROUP = (
+    ("input", "inputs", "input_tensor", "tensors"),
+    ("output", "output_tensor"),
+    ("group_name", "process_group"),
+)
 
 
-class FakeCollectives:
-    """What a model's collectives return.
+def fake_collective(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    make: Callable[[Shaped], Tensor],
+    sink: Callable[[Collective], object] | None,
+) -> Any:
+    """Note a collective, and return what it would.
 
     Arguments:
+        func: the operation, of one of `NAMESPACES`.
+        args: as it is called.
+        kwargs: likewise.
         make: makes a fake tensor.
-        refusal: makes the error of an operation.
         sink: told of each collective of several ranks.
+
+    Raises:
+        NotImplementedError: it is none that a simulation knows.
     """
-
-    def __init__(
-        self,
-        make: Callable[[Shaped], Tensor],
-        refusal: Callable[[Any, str], Exception],
-        sink: Callable[[Collective], object] | None,
-    ) -> None:
-        self._make = make
-        self._refusal = refusal
-        self._sink = sink
-
-    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Note a collective, and return what it would."""
-        name = func._overloadpacket.__name__
-        if func.namespace == "c10d":
-            return self._in_place(name, func, args)
-        if name == "wait_tensor":
-            return args[0]
-        if name == "_wrap_tensor_autograd":
-            return func(*args)  # has whoever uses it wait first
-        if name == "shard_dim_alltoall":
-            return self._divided_otherwise(*args)
-        form = _FUNCTIONAL.get(name)
-        if form is None or kwargs:
-            raise self._refusal(func, "is a collective that no simulation knows")
-        group = _group_of(args[form.group])
-        if form.into is not None:
-            self._write(func, form, args[form.sent], args[form.into], group, args)
-            return args[form.into]
-        made = [self._received(func, form, sent, group, args) for sent in tensors_in(args[form.sent])]
-        return made if isinstance(args[form.sent], (list, tuple)) else made[0]
-
-    def _in_place(self, name: str, func: Any, args: Sequence[Any]) -> Any:
-        """Note a collective of `torch.distributed`, which returns what it wrote and torch's handle of the work."""
-        work = torch._C._distributed_c10d.FakeWork().boxed()
-        if name == "barrier":
-            return work
-        form = _IN_PLACE.get(name)
-        if form is None:
-            raise self._refusal(func, "is a collective that no simulation knows")
-        group = _group_of(args[form.group])
-        assert form.into is not None
-        for sent, into in zip(tensors_in(args[form.sent]), tensors_in(args[form.into]), strict=True):
-            self._write(func, form, sent, into, group, args)
-        return work if name == "alltoall_base_" else (args[form.into], work)
-
-    def _write(
-        self, func: Any, form: _Form, sent: Tensor, into: Tensor, group: dist.ProcessGroup, args: Sequence[Any]
-    ) -> None:
-        """Note the collective of one tensor, and put what this rank gets where it belongs."""
-        self._note(form.name, max(sent.nbytes, into.nbytes), group)
-        if is_fake(sent):
-            mark(into)
-        elif not is_fake(into):
-            into.copy_(_as_if_alike(func, form.name, sent, group.size(), args).view(into.shape))
-
-    def _received(self, func: Any, form: _Form, sent: Tensor, group: dist.ProcessGroup, args: Sequence[Any]) -> Tensor:
-        """Note the collective of one tensor, and make what this rank gets."""
-        ranks, shape = group.size(), list(sent.shape)
-        self._note(form.name, sent.nbytes * (ranks if form.name == "all_gather" else 1), group)
-        if form.name == "all_to_all":
-            shape[0] = sum(args[1]) if args[1] else shape[0]
-        elif form.name == "all_gather":
-            shape[0] *= ranks
-        elif form.name == "reduce_scatter":
-            shape[0] //= ranks
-        if is_fake(sent) or (form.name == "all_to_all" and shape[0] != sent.shape[0]):
-            return self._make(Shaped(tuple(shape), contiguous_strides(shape), sent.dtype))
-        return _as_if_alike(func, form.name, sent, ranks, args)
-
-    def _divided_otherwise(self, sent: Tensor, gathered: int, divided: int, group: Any) -> Tensor:
-        """Note DTensor's own exchange: what was divided along one dimension is then divided along another."""
-        group = _group_of(group)
-        self._note("all_to_all", sent.nbytes, group)
-        shape = list(sent.shape)
-        shape[gathered] *= group.size()
-        shape[divided] //= group.size()
-        return self._make(Shaped(tuple(shape), contiguous_strides(shape), sent.dtype))
-
-    def _note(self, name: str, nbytes: int, group: dist.ProcessGroup) -> None:
-        """Note a collective, where there is anybody to send to."""
-        members = dist.get_process_group_ranks(group)
-        if self._sink is None or len(members) < 2:
-            return
-        described = group.group_desc
-        dimension = described.removeprefix(_OF_A_MESH) if described.startswith(_OF_A_MESH) else _ELSEWHERE
-        self._sink(Collective(name, nbytes, len(members), dimension, max(1, members[1] - members[0])))
+    name = func._overloadpacket.__name__
+    if name == "wait_tensor":
+        return args[0]
+    if name == "_wrap_tensor_autograd":
+        return func(*args)  # has whoever uses it wait first
+    # Those of `torch.distributed` return torch's handle of the work beside what they wrote.
+    work = torch._C._distributed_c10d.FakeWork().boxed() if func.namespace == "c10d" else None
+    if name == "barrier":
+        return work
+    if name not in _COLLECTIVES:
+        raise NotImplementedError
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    sent, into = _first(named, _SENT), _first(named, _INTO)
+    if into is None and name.endswith("_"):
+        into = sent
+    group, parts = _group_of(_first(named, _GROUP)), list(tensors_in(sent))
+    targets = [None for _ in parts] if into is None else list(tensors_in(into))
+    made = []
+    for part, target in zip(parts, targets, strict=True):
+        shape = _received(name, part, group.size(), named) if target is None else list(target.shape)
+        _tell(sink, _COLLECTIVES[name], max(part.nbytes, prod(shape) * part.itemsize), group)
+        values = None if is_fake(part) else _as_if_alike(_COLLECTIVES[name], part, shape, group.size(), named)
+        if target is None:
+            empty = Shaped(tuple(shape), contiguous_strides(shape), part.dtype)
+            made.append(make(empty) if values is None else values)
+        elif values is None:
+            mark(target)
+        elif not is_fake(target):
+            target.copy_(values.view(shape))
+    if into is None:
+        return made if isinstance(sent, (list, tuple)) else made[0]
+    return into if work is None else work if name == "alltoall_base_" else (into, work)
 
 
-def _as_if_alike(func: Any, name: str, sent: Tensor, ranks: int, args: Sequence[Any]) -> Tensor:
-    """Make what a rank gets of real values, where all ranks have the same."""
-    if name == "all_gather":
+def _tell(sink: Callable[[Collective], object] | None, name: str, nbytes: int, group: dist.ProcessGroup) -> None:
+    members = dist.get_process_group_ranks(group)
+    if sink is not None and len(members) > 1:
+        dimension = group.group_desc.removeprefix(_OF_A_MESH) if group.group_desc.startswith(_OF_A_MESH) else _ELSEWHERE
+        sink(Collective(name, nbytes, len(members), dimension, max(1, members[1] - members[0])))
+
+
+def _first(named: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((named[name] for name in names if name in named), None)
+
+
+def _received(name: str, sent: Tensor, ranks: int, named: Mapping[str, Any]) -> list[int]:
+    """Return the shape of what a rank gets."""
+    shape = list(sent.shape)
+    if name == "shard_dim_alltoall":  # what was divided along one dimension is then divided along another
+        shape[named["gather_dim"]] *= ranks
+        shape[named["shard_dim"]] //= ranks
+    elif _COLLECTIVES[name] == "all_to_all":
+        shape[0] = sum(named["output_split_sizes"] or shape[:1])
+    elif _COLLECTIVES[name] == "all_gather":
+        shape[0] *= ranks
+    elif _COLLECTIVES[name] == "reduce_scatter":
+        shape[0] //= ranks
+    return shape
+
+
+def _as_if_alike(
+    collective: str, sent: Tensor, shape: list[int], ranks: int, named: Mapping[str, Any]
+) -> Tensor | None:
+    """Make what a rank gets of real values, where all ranks have the same; `None` where the parts of others differ."""
+    if collective == "all_to_all" and list(sent.shape) != shape:
+        return None
+    if collective == "all_gather":
         return torch.cat([sent] * ranks)
-    if name == "reduce_scatter":
+    if collective == "reduce_scatter":
         sent = sent.chunk(ranks)[0]
-    if name in ("all_reduce", "reduce_scatter") and _sums(func, args):
-        return sent * ranks
-    return sent.clone()
-
-
-def _sums(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a reduction adds up; others give what all ranks have alike."""
-    if func.namespace != "c10d":
-        return str(args[1]).lower() == "sum"
-    op = next(a for a, of in zip(args, func._schema.arguments, strict=False) if of.name == "reduce_op")
-    return bool(dist.ReduceOp.unbox(op) == dist.ReduceOp.SUM) if hasattr(dist.ReduceOp, "unbox") else True
+    op = named.get("reduce_op")  # others than sums give what all ranks have alike
+    if isinstance(op, str):
+        sums = op.lower() == "sum"
+    else:  # in the box in which operators get it, which not every torch opens
+        sums = op is not None and (not hasattr(dist.ReduceOp, "unbox") or dist.ReduceOp.unbox(op) == dist.ReduceOp.SUM)
+    return sent * ranks if sums else sent.clone()
 
 
 def _group_of(named: Any) -> dist.ProcessGroup:
     """Find a process group by its name, or in the box in which operators get it."""
     if isinstance(named, dist.ProcessGroup):
         return named
-    if isinstance(named, str):
-        c10d: Any = dist.distributed_c10d  # torch does not type what it does not show
-        found: dist.ProcessGroup = c10d._resolve_process_group(named)
-        return found
-    unboxed: dist.ProcessGroup = dist.ProcessGroup.unbox(named)
-    return unboxed
+    c10d: Any = dist.distributed_c10d  # torch does not type what it does not show
+    found: dist.ProcessGroup = (
+        c10d._resolve_process_group(named) if isinstance(named, str) else dist.ProcessGroup.unbox(named)
+    )
+    return found
+
+
+@contextmanager
+def simulated_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """Give the first rank's mesh of the dimensions within a copy of the model: `cp`, `tp` and `ep`.
+
+    Inside, this process is a job of that many ranks, of which the others are not there: nothing is sent, and nothing
+    received. Other dimensions of the mesh are the engine's own.
+
+    Arguments:
+        sizes: the number of ranks along each dimension, by its name; one of them is `cp`, `tp` or `ep`.
+
+    Raises:
+        ConfigError: there are ranks already.
+
+    Example:
+        >>> with simulated_mesh({"dp_shard": 4, "tp": 2}) as mesh:
+        ...     mesh["tp"].size()
+        2
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed has ranks already, and a model is to be made for others. Give the model itself, with "
+            "DTensors on a mesh of the ranks that are there."
+        )
+    # Registers the backend. It is torch's own for tests of what needs a process group, and moves nothing.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    within = {name: sizes[name] for name in _WITHIN if name in sizes}
+    count = prod(within.values())
+    # With another copy beside: a dimension that had all ranks would have the job's own group, which tells no name.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2 * count)
+    try:
+        ranks = torch.arange(count, device="cpu").view(*within.values())
+        yield DeviceMesh("cpu", ranks, mesh_dim_names=tuple(within))
+    finally:
+        dist.destroy_process_group()
+
+
+def check_parts(model: nn.Module, grid: Grid) -> nn.Module:
+    """Refuse a model of which ranks have other parts than the mesh says.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    divided = [(name, divided_over(p)) for name, p in model.named_parameters() if is_divided(p)]
+    if grid.tp > 1 and not divided:
+        raise ConfigError(
+            f"mesh divides the parameters over {grid.tp} ranks, and no parameter of {type(model).__name__} is a "
+            "DTensor. Divide it first: with penstock.planner.simulated_mesh(mesh) as there: plan(parallelised(model, "
+            "there['tp']), ..., mesh=mesh)."
+        )
+    for name, lines in divided:
+        for line in lines:
+            if grid.tp % len(line):
+                raise ConfigError(
+                    f"Parameter '{name}' is a DTensor of {len(line)} ranks, and mesh divides parameters over "
+                    f"{grid.tp}. Give the model's own number: mesh={{..., 'tp': {len(line)}}}."
+                )
+    return model

@@ -11,13 +11,12 @@ lives, whatever its size becomes.
 import ctypes
 import mmap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
 from penstock.errors import ConfigError, one_line
 
@@ -27,6 +26,7 @@ _NORESERVE = 0x4000  # of Linux: the kernel promises no memory for these address
 _LEAST_BYTES = 1 << 36
 _MOST_BYTES = 1 << 45  # a quarter of what a process can address
 _PAGE_BYTES = 4096
+BLOCK_BYTES = 512  # the least that torch's caching allocator gives
 
 _NOTES_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutogradCPU
@@ -34,14 +34,10 @@ _NOTES_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | t
 
 
 class ByStorage(Generic[T]):
-    """What is known of storages, for as long as each lives.
-
-    A weak reference to a storage keeps its address from being another's, so the address stands for it.
-    """
+    """What is known of storages, for as long as each lives: for as long torch keeps the object of each."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, T]] = {}
-        self._sweep_at = 64
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -50,33 +46,23 @@ class ByStorage(Generic[T]):
         """Return what is known of a tensor's storage; `None` where nothing is."""
         if not self._known:
             return None
-        known = self._known.get(tensor.untyped_storage()._cdata)
+        known = self._known.get(id(tensor.untyped_storage()))
         return None if known is None else known[1]
 
-    def put(self, tensor: Tensor, value: T) -> None:
-        """Note something of a tensor's storage, in place of what was known."""
-        if len(self._known) >= self._sweep_at:
-            gone = [address for address, entry in self._known.items() if entry[0].expired()]  # type: ignore[no-untyped-call]
-            for address in gone:
-                del self._known[address]
-            self._sweep_at = max(64, 2 * len(self._known))
+    def put(self, tensor: Tensor, value: T | None, gone: Callable[[], None] = lambda: None) -> None:
+        """Note something of a tensor's storage, in place of what was known; `None` where nothing is any more.
+
+        `gone` is called when the storage is freed.
+        """
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = (StorageWeakRef(storage), value)  # type: ignore[no-untyped-call]
+        if value is None:
+            self._known.pop(id(storage), None)
+        else:
+            self._known[id(storage)] = weakref.ref(storage, partial(self._gone, id(storage), gone)), value
 
-    def forget(self, tensor: Tensor) -> None:
-        """Forget what is known of a tensor's storage."""
-        if self._known:
-            self._known.pop(tensor.untyped_storage()._cdata, None)
-
-
-class _Lent(weakref.ref[memoryview]):
-    """A range of addresses that a storage has; what is to happen once it has gone."""
-
-    __slots__ = ("freed", "size", "start")
-
-    start: int
-    size: int
-    freed: Callable[[], None] | None
+    def _gone(self, key: int, gone: Callable[[], None], _: object) -> None:
+        del self._known[key]
+        gone()
 
 
 class _Space:
@@ -86,7 +72,7 @@ class _Space:
         self._memory = memoryview(_reserved())
         self._next = 0
         self._free: dict[int, list[int]] = {}
-        self._lent: dict[int, _Lent] = {}
+        self._lent: dict[int, weakref.ref[memoryview]] = {}
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.end = self.start + len(self._memory)
         self.marked: ByStorage[bool] = ByStorage()
@@ -106,16 +92,14 @@ class _Space:
                 )
             self._next = start + size
         memory = self._memory[start : start + size]
-        lent = _Lent(memory, self._take_back)
-        lent.start, lent.size, lent.freed = start, size, freed
-        self._lent[id(lent)] = lent
+        self._lent[start] = weakref.ref(memory, partial(self._take_back, start, size, freed))
         return memory
 
-    def _take_back(self, lent: _Lent) -> None:
-        del self._lent[id(lent)]
-        self._free.setdefault(lent.size, []).append(lent.start)
-        if lent.freed is not None:
-            lent.freed()
+    def _take_back(self, start: int, size: int, freed: Callable[[], None] | None, _: object) -> None:
+        del self._lent[start]
+        self._free.setdefault(size, []).append(start)
+        if freed is not None:
+            freed()
 
 
 def _reserved() -> mmap.mmap:
@@ -136,8 +120,7 @@ def _reserved() -> mmap.mmap:
 class _Process:
     """What the process has of addresses without memory: nothing before the first fake tensor."""
 
-    def __init__(self) -> None:
-        self.space: _Space | None = None
+    space: _Space | None = None
 
 
 _process = _Process()  # addresses are the process's: whether a tensor is fake does not depend on who asks
@@ -148,6 +131,46 @@ def space() -> _Space:
     if _process.space is None:
         _process.space = _Space()
     return _process.space
+
+
+class Memory:
+    """How many bytes of tensors there are at once, counted as torch's caching allocator of an accelerator counts them.
+
+    It keeps no tensor alive.
+
+    Attributes:
+        live_bytes: what is there now.
+        peak_bytes: the most that was there at once.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._followed: ByStorage[bool] = ByStorage()
+
+    def add(self, nbytes: int) -> None:
+        """Count memory that somebody takes."""
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def remove(self, nbytes: int) -> None:
+        """Count memory that somebody gives back."""
+        self.live_bytes -= nbytes
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count an ordinary tensor's storage for as long as it lives; one that is counted already only once.
+
+        Sparse tensors have no storage, and are not counted.
+        """
+        if tensor.layout is torch.strided and not self._followed.get(tensor):
+            nbytes = rounded(tensor.untyped_storage().nbytes())
+            self._followed.put(tensor, True, partial(self.remove, nbytes))
+            self.add(nbytes)
+
+
+def rounded(nbytes: int) -> int:
+    """Return how many bytes a caching allocator counts for a tensor's memory."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -188,7 +211,7 @@ def fake_tensor(
         ConfigError: this process cannot reserve so many addresses.
 
     Example:
-        >>> is_hollow(fake((4096, 4096), torch.bfloat16).t()[7])
+        >>> is_fake(fake_tensor((4096, 4096), torch.bfloat16).t()[7])
         True
     """
     shape = (numel_or_shape,) if isinstance(numel_or_shape, int) else tuple(numel_or_shape)
@@ -201,21 +224,8 @@ def fake_tensor(
         if len(shape) == 1 and strides[0] == 1:
             return flat
         # Torch must not take it for a view of the flat one: operations in place on it would be recorded as of a view.
-        with _NoViews():
+        with torch._C._ExcludeDispatchKeyGuard(_NOTES_VIEWS):
             return flat.as_strided(shape, strides)
-
-
-class _NoViews:
-    """A block in which what torch makes of a tensor is not noted to be a view of it."""
-
-    __slots__ = ("_guard",)
-
-    def __enter__(self) -> None:
-        self._guard = torch._C._ExcludeDispatchKeyGuard(_NOTES_VIEWS)
-        self._guard.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *raised: object) -> None:
-        self._guard.__exit__(*raised)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -231,45 +241,3 @@ def mark(tensor: Tensor) -> None:
     known = space()
     if not known.start <= tensor.data_ptr() < known.end:
         known.marked.put(tensor, True)
-
-
-def adopt(module: nn.Module) -> None:
-    """Make a module's parameters fake, and of its buffers those that have no values (on the meta device).
-
-    A tensor that is there twice stays one. Buffers with values keep them: masks and positions are computed from these.
-
-    Arguments:
-        module: on the meta device or with values, in whole or in part; it changes in place.
-
-    Raises:
-        ConfigError: this process cannot reserve so many addresses.
-    """
-    made: dict[int, Tensor] = {}  # the module keeps the old ones alive until all are replaced: see `olds`
-    olds: list[Tensor] = []
-    for tensors, name, old in list(_slots(module)):
-        new = made.get(id(old))
-        if new is None:
-            olds.append(old)
-            new = made[id(old)] = _fake_like(old)
-        tensors[name] = new
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield where a module has the tensors that are made fake."""
-    for part in module.modules():
-        parameters: dict[str, Any] = part._parameters  # of torch's own kind: parameters or nothing
-        yield from ((parameters, name, old) for name, old in parameters.items() if old is not None)
-        buffers: dict[str, Any] = part._buffers
-        yield from ((buffers, name, old) for name, old in buffers.items() if old is not None and old.is_meta)
-
-
-def _fake_like(old: Tensor) -> Tensor:
-    if not prod(old.shape):
-        values = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
-    else:
-        values = fake_tensor(old.shape, old.dtype, old.stride())
-    if not isinstance(old, nn.Parameter):
-        return values
-    new = nn.Parameter(values, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
-    return new

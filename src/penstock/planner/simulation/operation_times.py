@@ -1,22 +1,22 @@
 """What operations take on the device that is here: each kind runs for real, once it is known from a simulation."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import groupby
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.testing import make_tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.benchmark import Timer
 
-from penstock.planner.simulation.fake_operations import Recipe
-from penstock.planner.simulation.operation_cost import tensors_in
+from penstock.planner.simulation.operation_cost import Recipe, Shaped, tensors_in
 from penstock.planner.simulation.program import Op
-from penstock.planner.simulation.shapes import Shaped, over
 
-_TIMINGS = 3
-_LEAST_SECONDS = 1e-3  # of one timing: a clock and a queue are not to be what is timed
+_LEAST_SECONDS = 3e-3  # of all timings of an operation: a clock and a queue are not to be what is timed
 
 
 def time_ops(
@@ -52,39 +52,28 @@ def time_ops(
                 break
             if _nbytes(recipes[op], op) <= most_bytes and (seconds := _timed(recipes[op], device)) is not None:
                 timed[op] = seconds
-    ratios = {name: median(each) for name, each in _ratios(timed, roofline)}
+    over_roofline: defaultdict[str, list[float]] = defaultdict(list)
+    for op, seconds in timed.items():
+        over_roofline[op.name].append(seconds / roofline(op))
+    ratios = {name: median(each) for name, each in over_roofline.items()}
     overall = median(ratios.values()) if ratios else 1.0
     return {op: timed[op] if op in timed else roofline(op) * ratios.get(op.name, overall) for op in recipes}
 
 
-def _ratios(timed: Mapping[Op, float], roofline: Callable[[Op], float]) -> Iterator[tuple[str, list[float]]]:
-    """Yield the times of each name, over their rooflines."""
-    for name, ops in groupby(sorted(timed, key=lambda op: op.name), key=lambda op: op.name):
-        yield name, [timed[op] / roofline(op) for op in ops]
-
-
 def _nbytes(recipe: Recipe, op: Op) -> int:
     """Estimate what an operation needs: its arguments, or what it reads and writes where that is more."""
-    taken: list[Shaped] = []
+    return max(sum(shaped.nbytes for shaped in _shapes_in(recipe)), op.nbytes)
 
-    def note(value: Any) -> Any:
-        if isinstance(value, Shaped):
-            taken.append(value)
-            return value
-        return over(value, note)
 
-    note((recipe.args, recipe.kwargs))
-    return max(sum(shaped.nbytes for shaped in taken), op.nbytes)
+def _shapes_in(recipe: Recipe) -> list[Shaped]:
+    return [part for part in tree_leaves((recipe.args, recipe.kwargs)) if isinstance(part, Shaped)]
 
 
 def _timed(recipe: Recipe, device: torch.device) -> float | None:
     """Return the seconds of one call; `None` where it cannot be called on values of no meaning."""
     try:
-        call = call_of(recipe, device)
-        call()
-        once = _seconds(call, device, 1)
-        calls = max(1, min(1000, int(_LEAST_SECONDS / max(once, 1e-9))))
-        return median(_seconds(call, device, calls) for _ in range(_TIMINGS))
+        timer = Timer("call()", globals={"call": call_of(recipe, device)}, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median)
     except Exception:  # a library's kernel on values that its caller would not have given it
         return None
 
@@ -129,53 +118,28 @@ _ELSEWHERE: dict[Any, Callable[..., Callable[[], object]]] = {
 }
 
 
-def _seconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
-    _wait_for(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    _wait_for(device)
-    return (time.perf_counter() - start) / calls
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def _filled(recipe: Recipe, device: torch.device) -> tuple[Any, Any]:
     """Make the arguments of a call: integers may be indices of any dimension, or ends of groups of rows."""
-    sizes: list[int] = []
+    below = max(min((size for shaped in _shapes_in(recipe) for size in shaped.shape), default=1), 1)
 
-    def collect(value: Any) -> Any:
-        if isinstance(value, Shaped):
-            sizes.extend(value.shape)
-            return value
-        return over(value, collect)
+    def fill(part: Any) -> Any:
+        if isinstance(part, Shaped):
+            return _values(part, below, device)
+        return device if isinstance(part, torch.device) else part
 
-    collect((recipe.args, recipe.kwargs))
-    below = max(min(sizes, default=1), 1)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, Shaped):
-            return _values(value, below, device, generator)
-        return device if isinstance(value, torch.device) else over(value, fill)
-
-    args, kwargs = fill(recipe.args), fill(recipe.kwargs)
+    args, kwargs = tree_map(fill, (recipe.args, recipe.kwargs))
     for tensor in tensors_in((args, kwargs)):
         if tensor.dtype == torch.int32:
             tensor.copy_(tensor.sort().values)
     return args, kwargs
 
 
-def _values(shaped: Shaped, below: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    tensor = torch.empty_strided(shaped.shape, shaped.strides, dtype=shaped.dtype, device=device)
+def _values(shaped: Shaped, below: int, device: torch.device) -> Tensor:
+    dtype = shaped.dtype
+    tensor = torch.empty_strided(shaped.shape, shaped.strides, dtype=dtype, device=device)
     if 0 in shaped.strides:  # an expanded tensor takes no values of its own
-        return tensor.as_strided((shaped.nbytes // shaped.dtype.itemsize,), (1,)).zero_().as_strided(*shaped[:2])
-    if shaped.dtype == torch.bool:
-        return tensor.copy_(torch.rand(shaped.shape, device=device, generator=generator) < 0.5)
-    if not (shaped.dtype.is_floating_point or shaped.dtype.is_complex):
-        return tensor.copy_(torch.randint(below, shaped.shape, device=device, generator=generator))
-    real = torch.float32 if shaped.dtype.is_floating_point else torch.complex64
-    return tensor.copy_(torch.randn(shaped.shape, dtype=real, device=device, generator=generator))
+        tensor.as_strided((shaped.nbytes // dtype.itemsize,), (1,)).zero_()
+        return tensor
+    is_index = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    low, high = (0, below) if is_index else (-1, 2)
+    return tensor.copy_(make_tensor(shaped.shape, dtype=dtype, device=device, low=low, high=high))

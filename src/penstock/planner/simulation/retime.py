@@ -1,69 +1,76 @@
-"""How long a program takes on a machine, and on others so that no two answers contradict each other.
+"""How long a step takes on a machine, and what each resource does meanwhile.
 
-A run on paper (`program_run.py`) shares capacities fairly, as machines do, and starts work as soon as it can. So
-it has the anomaly that machines have (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969): something
-becomes faster, work that nobody waits for starts sooner, and is in the way of work that somebody waits for. Of 4,000
-random programs one faster figure lengthened 7 % of the runs and 3 % of the steps, by about 1 % at the median and 74 %
-at worst. `Timings` takes that out.
+A run on paper (`program_run.py`) shares capacities fairly, as machines do, and starts work as soon as it can. So it has
+the anomaly that machines have (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969): where something
+becomes faster, work that nothing waits for starts sooner, and may delay work that something waits for.
 """
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
-from math import inf
-from typing import Generic, TypeVar
 
+from penstock.ext.observe.timeline import OUTSIDE, RESOURCES, Recording, TraceSummary, TraceTimeline, Wait, merged
 from penstock.planner.simulation.fair_share import Demand, total_loads
 from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.program_run import Costs, Run
-from penstock.planner.simulation.timing import Timing
+from penstock.trace import NO_LABEL
 
-__all__ = ["Costs", "Timing", "Timings", "retime"]
+__all__ = ["Costs", "Timing", "between", "busiest", "retime"]
 
-AnyCosts = TypeVar("AnyCosts", bound=Costs)
+#: What binds where neither compute nor a stream is busy most: the host, which enqueues one operation after the other.
+ENQUEUING = "host enqueuing"
 
 
-class Timings(Generic[AnyCosts]):
-    """Times of one program on several machines: one that is faster in some figures, and in none slower, is no slower.
+@dataclass(frozen=True)
+class Timing:
+    """When everything of a program would happen on a machine.
 
-    Guaranteed, in whatever order machines are asked for: the step on one is at most `pace` times the step on another.
-    For figures that are at least as good that factor is 1 or less; where all are k times as good it is 1/k, in both
-    directions, so the step is 1/k exactly.
-
-    Why that is sound: what one machine does at some moment the other can do as well, so many times slower. So the first
-    one's run, at that pace, is a run of the second one, and its step is no shorter than need be. A run that is longer
-    than the shortest of these is replaced by it. One that is shorter than what was answered for a faster machine allows
-    is let run at the pace that meets it. The two never exclude each other, because factors multiply: from a to c it is
-    at most that from a to b times that from b to c.
-
-    Arguments:
-        program: what one rank does in some steps.
+    Attributes:
+        recording: of all its steps, from 0 on, as a trace of a run would be.
+        marks: when each step begins, and when the last one is over: when compute is through with what it was given.
+        step_s: seconds of a step in the steady state: of the last one, and no less than any resource needs for it.
+        steps_s: seconds of each step; the first ones still find everything idle.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._known: list[tuple[AnyCosts, Timing]] = []
+    recording: Recording
+    marks: Sequence[float]
+    step_s: float
+    steps_s: Sequence[float] = field(default=())
 
-    def on(self, costs: AnyCosts) -> Timing:
-        """Say how long the program takes on a machine; the step is consistent with all that was answered before.
+    @cached_property
+    def step(self) -> Recording:
+        """The last step alone."""
+        return between(self.recording, self.marks[-2], self.marks[-1])
 
-        Arguments:
-            costs: what its parts take there.
+    @cached_property
+    def summary(self) -> TraceSummary:
+        """What kept the last step busy, and what kept it waiting."""
+        return self._timeline.summary()
 
-        Raises:
-            ConfigError: the machine lacks a figure that the program needs.
-            ValueError: the program has no step, or waits for work that it never submits.
-        """
-        timing = retime(self._program, costs)
-        paced = [(factor, known) for other, known in self._known if (factor := costs.pace(other)) < inf]
-        most = min(((factor * known.step_s, factor, known) for factor, known in paced), key=_first, default=None)
-        least = max((known.step_s / factor for other, known in self._known if (factor := other.pace(costs))), default=0)
-        if most is not None and timing.step_s > most[0]:
-            timing = most[2].at_pace(most[1])
-        elif timing.step_s < least:
-            timing = _stretched(timing, least)
-        self._known.append((costs, timing))
-        return timing
+    @cached_property
+    def busy_s(self) -> Mapping[str, float]:
+        """Seconds in which each resource works in the last step, by its words in a trace."""
+        rows: dict[str, list[tuple[float, float]]] = {}
+        for row, spans in self._timeline.rows.items():
+            rows.setdefault(RESOURCES[row], []).extend((span.start, span.stop) for span in spans)
+        return {name: sum(stop - start for start, stop in merged(pieces)) for name, pieces in rows.items()}
+
+    @property
+    def waits_s(self) -> Mapping[str, float]:
+        """Seconds of exposed wait in the last step by cause, such as "gather layers.3 (upload)"; the longest first."""
+        return self.summary.waits
+
+    @property
+    def bound_by(self) -> str:
+        """The resource with the most busy time in the last step."""
+        found = self.summary.bound_by
+        return ENQUEUING if found == OUTSIDE else found  # on paper there is nothing else that could take time
+
+    @cached_property
+    def _timeline(self) -> TraceTimeline:
+        return TraceTimeline(self.step)
 
 
 def retime(program: Program, costs: Costs) -> Timing:
@@ -116,11 +123,20 @@ def busiest(program: Program, costs: Costs, step: int) -> float:
     return max([*seconds.values(), *total_loads(demands).values()], default=0.0)
 
 
-def _stretched(timing: Timing, step_s: float) -> Timing:
-    if not timing.step_s:  # a wait alone, which was over when earlier steps had taken long: no pace lengthens that
-        return replace(timing, step_s=step_s)
-    return timing.at_pace(step_s / timing.step_s)
-
-
-def _first(found: tuple[float, float, Timing]) -> float:
-    return found[0]
+def between(recording: Recording, start: float, stop: float) -> Recording:
+    """Cut out what happens from one moment to another. What a span follows is kept where it is in that time as well."""
+    kept = [number for number, span in enumerate(recording.spans) if span.stop > start and span.start < stop]
+    numbers = {number: place for place, number in enumerate(kept)}
+    spans = []
+    for number in kept:
+        span = recording.spans[number]
+        after = tuple(numbers[other] for other in span.after if other in numbers)
+        spans.append(replace(span, start=max(span.start, start), stop=min(span.stop, stop), after=after))
+    waits = [
+        Wait(numbers[wait.span], max(wait.start, start), min(wait.stop, stop), wait.by_host)
+        for wait in recording.waits
+        if wait.stop > start and wait.start < stop and wait.span in numbers
+    ]
+    before = [label for when, label in recording.compute if when <= start]
+    turns = [(when, label) for when, label in recording.compute if start < when < stop]
+    return Recording(start, stop, spans, waits, [(start, before[-1] if before else NO_LABEL), *turns])

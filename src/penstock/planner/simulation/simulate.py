@@ -7,7 +7,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,12 @@ from penstock.planner.simulation.engine_internals import (
     tell,
     user_mode,
 )
-from penstock.planner.simulation.fake_operations import FakeOperations, Recipe
-from penstock.planner.simulation.memory import BLOCK_BYTES, rounded
+from penstock.planner.simulation.fake_operations import FakeOperations, random_values
+from penstock.planner.simulation.fake_tensor import BLOCK_BYTES, rounded
 from penstock.planner.simulation.model_copy import copy_model, copy_optimizer
+from penstock.planner.simulation.operation_cost import Oracle, Recipe
 from penstock.planner.simulation.program import BackEnd, Op, Program
 from penstock.planner.simulation.ranks import SimulatedRanks
-from penstock.planner.simulation.real_operations import RealOperations, random_values
 from penstock.planner.simulation.recorder import RecordedMemory, Recorder
 from penstock.planner.simulation.resources import SimulatedResources
 from penstock.planner.simulation.streams import RecordedStreams
@@ -60,6 +60,7 @@ class Setup:
         share: the part of the tokens that each expert gets, where a model chooses; `None` for equal parts.
         recompute: whether the model is told to compute activations again in backward, beside what it does already.
         runs_operations: whether operations run for real, on random parameters: for control flow that depends on values.
+        oracle: tells shapes of operations, once for all simulations of a setup.
     """
 
     model: nn.Module
@@ -73,6 +74,7 @@ class Setup:
     share: float | None = None
     recompute: bool = False
     runs_operations: bool = False
+    oracle: Oracle = field(default_factory=Oracle, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,17 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
         for side in sides:
             closing.enter_context(side)
         memory = RecordedMemory(recorder)
-        seen = _mode(setup, recorder, memory)
+        if setup.runs_operations:
+            torch.manual_seed(0)
+        seen = FakeOperations(
+            recorder.op,
+            module=recorder.where,
+            share=setup.share,
+            memory=memory,
+            collectives=recorder.communicate,
+            runs=setup.runs_operations,
+            oracle=setup.oracle,
+        )
         blueprint = draw_blueprint(model, optimizer, request, setup.grid, streams.reach)
         rule, budget = blueprint.rule.name, budget_of(blueprint, model, streams.device)
         prepared = build(model, optimizer, request, ranks, streams, resources)
@@ -164,19 +176,7 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int) -> Simulation:
     )
 
 
-def _mode(setup: Setup, recorder: Recorder, memory: RecordedMemory) -> FakeOperations | RealOperations:
-    """Make what sees every operation."""
-    if setup.runs_operations:
-        torch.manual_seed(0)
-        return RealOperations(recorder.op, memory, recorder.communicate)
-    return FakeOperations(
-        recorder.op, module=recorder.where, share=setup.share, memory=memory, collectives=recorder.communicate
-    )
-
-
-def _step(
-    prepared: Any, model: nn.Module, batch: Iterable[Any], recorder: Recorder, seen: FakeOperations | RealOperations
-) -> None:
+def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], recorder: Recorder, seen: FakeOperations) -> None:
     """Run one step of some micro-batches."""
     *others, last = batch
     with noting(recorder.touch):

@@ -73,7 +73,7 @@ def write_plan(folder: Path) -> None:
         placement=penstock.Placement(optimizer="cpu"), overlap="auto", options=Options(), recompute=False,
         world_size=1, fits=True, step_s=0.5, step_range_s=(0.4, 0.6), bound_by="host update",
         bytes={"device": 4096, "cpu": 8192}, peak_bytes={"device": 8192},
-        busy_s={"host update": 0.4, "device compute": 0.01, HOSTILE[0]: 0.1},
+        busy_s={"host update": 0.4, "device compute": 0.01, HOSTILE[0]: 0.1}, written_bytes={"nvme": 3_000_000},
     )  # fmt: skip
     (folder / "plan.json").write_text(plan.to_json())
 

@@ -11,9 +11,11 @@ import pytest
 
 from penstock import Placement
 from penstock.cli.reporting import page as pages
+from penstock.cli.reporting.charts import drive_size
 from penstock.cli.reporting.page import page, write_page
 from penstock.cli.reporting.run import read_run
 from penstock.errors import ConfigError
+from tests.support import disks
 from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, lines_of, record_loop, write_plan
 
 #: Elements of a page without charts, beside which data must make none.
@@ -95,6 +97,28 @@ def test_a_plan_is_held_against_what_was_measured(folder: Path) -> None:
     assert "<td>500 ms</td>" in plan
     assert "at rest on device" in plan
     assert "More than 15% off: step" in plan
+
+
+def test_what_was_written_is_told_by_step_and_day_and_beside_the_plan(tmp_path: Path) -> None:
+    record_loop(tmp_path, Placement(optimizer="nvme", nvme_path=disks()))
+    write_plan(tmp_path)
+    run = read_run(tmp_path)
+    writes = run.writes()["nvme"]
+    took = sum(figures["step_seconds"] for figures in run.figures.values())
+    assert writes.in_a_step == writes.nbytes / 6 > 0
+    assert writes.in_a_day == pytest.approx(writes.nbytes / took * 86400)
+    written = page([run], "")
+    assert (
+        f"<dt>written to nvme</dt><dd>{drive_size(writes.nbytes)}, {drive_size(writes.in_a_step)} a step, " in written
+    )
+    assert f'<th scope="row">written to nvme</th><td>3.00 MB</td><td>{drive_size(writes.in_a_step)}</td>' in written
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (80.04e9, "80.0 GB"), (1.1e12, "1.10 TB"), (6e14, "600 TB")]
+)
+def test_bytes_of_drives_are_written_as_their_makers_do(nbytes: float, text: str) -> None:
+    assert drive_size(nbytes) == text
 
 
 def test_the_page_needs_nothing_else(folder: Path) -> None:
