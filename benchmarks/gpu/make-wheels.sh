@@ -23,7 +23,7 @@ get() {
 }
 build() { "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$@"; }
 
-get "$out" datasets dill highspy multiprocess
+get "$out" datasets dill multiprocess
 build "$out" .
 # What DeepSpeed and torchao need, apart: only their own rows of the benchmark see it.
 get "$out/peers" annotated-types einops hjson msgpack pydantic pydantic_core py-cpuinfo torchao typing-inspection

@@ -7,6 +7,7 @@ import torch
 SIZES = {
     "8b": dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=14336),
     "70b": dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672),
+    "1b": dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, intermediate_size=8192),
     "355m": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=2560),
 }
 

@@ -23,7 +23,7 @@ TORCH = "torch==2.11.0"
 #: What the tests and benchmarks import, and what builds penstock.
 PACKAGES = [
     *(TORCH, "transformers==5.17.0", "numpy", "accelerate", "peft", "safetensors", "datasets", "pyarrow", "filelock"),
-    *("highspy", "rich", "typer", "psutil", "pyyaml", "plotly", "tensorboard"),
+    *("rich", "typer", "psutil", "pyyaml", "plotly", "tensorboard"),
     *("pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
     *("scikit-build-core", "nanobind", "cmake", "ninja", "setuptools", "wheel"),
 ]

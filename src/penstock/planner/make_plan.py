@@ -35,6 +35,7 @@ def plan(
     expert_share: float | None = None,
     measure: bool = False,
     trace: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
     **prepare_arguments: Any,
 ) -> Plan:
     """Find the placement whose step is shortest, of those that fit; or say what a given one would do.
@@ -65,6 +66,7 @@ def plan(
             that a router chooses. These get equal parts. `None`: such a mask is refused.
         measure: time each kind of operation for real, on this machine, once: for models whose operations are not what
             figures of machines expect.
+        progress: is called with a line of words before each simulation of a search.
         trace: a file to which the planned step is written, for Perfetto.
         prepare_arguments: other arguments of `prepare`: precision, stage, units, options, ...
 
@@ -96,7 +98,7 @@ def plan(
     )
     trials = Trials(request, measures=measure)
     with quick_collection():
-        best = find_best(request, trials) if isinstance(placement, str) else given(request, trials, placement)
+        best = find_best(request, trials, progress) if isinstance(placement, str) else given(request, trials, placement)
         if trace is not None:
             trials.write_trace(best.trial, trace)
         return answer(request, trials, best)

@@ -180,7 +180,7 @@ def _limits(
 ) -> Limits:
     """Say what one rank may take of each memory."""
     there: dict[TierName, int] = {}
-    shared = machine.device == "cpu"
+    shared = machine.device == "cpu" or machine.unified_memory
     host = host_bytes if host_bytes is not None else int(machine.value("host_memory"))
     if shared:
         host = min(host, device_bytes or host)

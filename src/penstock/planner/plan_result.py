@@ -10,27 +10,38 @@ from penstock.config import Tier, TierName
 from penstock.planner.machine import Machine
 from penstock.planner.plan_request import PlanRequest
 from penstock.planner.plans import Plan, Reason, Shortfall, WhatIf, model_fingerprint
+from penstock.planner.residuals import step_range
 from penstock.planner.search import Best
+from penstock.planner.shortfall import Infeasible
 from penstock.planner.simulation.engine_internals import Grid, recomputes
+from penstock.planner.simulation.program import WorkKind
 from penstock.planner.trials import Trial, Trials
-from penstock.planner.what_if import what_ifs
+from penstock.planner.workload import KINDS, TIERS
 
-_KINDS = ("params", "grads", "optimizer")
 #: What shortens a step by less than this share of it is not worth a word.
 LEAST_SAVING = 0.005
-_TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
+#: What is twice as much after each: "update_*" is the figure of the optimizer's rule. A second disk takes half of what
+#: the first one does, as a disk that is twice as fast would. Where memory is twice as fast updates are, too: they do
+#: little but read and write it.
+UPGRADES: Mapping[str, Sequence[str]] = {
+    "a second disk": ("disk_read", "disk_write", "disk_mixed"),
+    "host memory twice as fast": ("host_bandwidth", "update", "update_*"),
+    "a link to the device twice as fast": ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "duplex"),
+    "links between ranks twice as fast": ("link_bandwidth", "net_bandwidth"),
+}
 
 
 def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
     """Make the plan of the best placement."""
-    trial = best.trial
+    trial, machine = best.trial, request.machine
     prepare_request, timing = trial.simulation.blueprint.request, trial.timing
     program = trial.simulation.program
     grid, step_s = request.setup.grid, timing.step_s
     flat = Grid.first_of(grid.world_size, sharded=prepare_request.stage != 0)
     kind_bytes = _kind_bytes(trial)
-    lacking = best.lacking
-    lacks = _lacks(lacking, request, trial)
+    precision: Any = str(request.arguments.get("precision", "bf16"))  # `prepare` marks a default by its class
+    lacks = _lacks(best.lacking)
+    on_files = any("nvme" in by_tier for by_tier in kind_bytes.values())
     return Plan(
         placement=trial.placement,
         overlap=prepare_request.overlap,
@@ -39,22 +50,25 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
         world_size=grid.world_size,
         fits=not lacks,
         step_s=step_s,
-        step_range_s=_range(request.machine, lambda machine: trials.time(trial.simulation, machine).step_s, step_s),
+        step_range_s=step_range(step_s, device=machine.device, on_files=on_files, probed=machine.probed),
         bound_by=timing.bound_by,
-        bytes={tier: sum(kind_bytes[kind].get(tier, 0) for kind in _KINDS) for tier in _TIERS},
+        bytes={tier: sum(kind_bytes[kind].get(tier, 0) for kind in KINDS) for tier in TIERS},
         peak_bytes=trial.peak_bytes,
+        written_bytes=_written(trial),
+        disk_endurance_bytes=machine.value("disk_endurance") if machine.has("disk_endurance") else 0.0,
+        unified_memory=machine.unified_memory,
         busy_s=timing.busy_s,
         stage=prepare_request.stage,
-        precision=str(request.arguments.get("precision", "bf16")),  # `prepare` marks a default by a class of its own
+        precision=precision,
         hosts=request.hosts,
         mesh={} if grid == flat else grid.sizes,
-        machine=request.machine.name,
-        device=request.machine.device,
-        machine_fingerprint=request.machine.fingerprint if request.machine.probed else {},
+        machine=machine.name,
+        device=machine.device,
+        machine_fingerprint=machine.fingerprint if machine.probed else {},
         model_fingerprint=model_fingerprint(request.setup.model),
         batch=_batch(request),
         tokens_per_s=program.tokens * grid.data_size / step_s if step_s else 0.0,
-        limit_bytes={tier: request.limits.of(tier) for tier in _TIERS if tier in request.limits.bytes},
+        limit_bytes={tier: request.limits.of(tier) for tier in TIERS if tier in request.limits.bytes},
         kind_bytes=kind_bytes,
         waits_s=timing.waits_s,
         what_ifs=_what_ifs(request, trials, trial) if not lacks else (),
@@ -68,8 +82,8 @@ def _kind_bytes(trial: Trial) -> dict[str, dict[TierName, int]]:
     """Count the bytes of each kind at rest, and of activations at their peak."""
     budget = trial.simulation.budget
     found: dict[str, dict[TierName, int]] = {}
-    for kind in _KINDS:
-        by_tier: dict[TierName, int] = {tier: budget.on(Tier(tier)).parts[kind] for tier in _TIERS}
+    for kind in KINDS:
+        by_tier: dict[TierName, int] = {tier: budget.on(Tier(tier)).parts[kind] for tier in TIERS}
         found[kind] = {tier: nbytes for tier, nbytes in by_tier.items() if nbytes}
     tier: TierName = trial.placement.activations or "device"
     away = trial.peak_bytes.get(tier, 0) - budget.on(Tier(tier)).at_rest if tier != "device" else 0
@@ -79,45 +93,34 @@ def _kind_bytes(trial: Trial) -> dict[str, dict[TierName, int]]:
     return found
 
 
-def _range(machine: Machine, step: Callable[[Machine], float], step_s: float) -> tuple[float, float]:
-    """Time the step with every figure at its worse and at its better end."""
-    worst, best = machine.replace(**_ends(machine, worse=True)), machine.replace(**_ends(machine, worse=False))
-    return min(step_s, step(best)), max(step_s, step(worst))
-
-
-def _ends(machine: Machine, *, worse: bool) -> dict[str, float]:
-    found = {}
-    for name, figure in machine.figures.items():
-        slow = name.endswith("_seconds")  # of these less is better
-        if figure.low != figure.high and not name.endswith(("_memory", "_free")):
-            found[name] = figure.high if slow is worse else figure.low
-    return found
-
-
-def _lacks(lacking: Any, request: PlanRequest, trial: Trial) -> tuple[Shortfall, ...]:
-    """Say what is missing: of what was simulated, or of what can be at all."""
+def _lacks(lacking: Infeasible | None) -> tuple[Shortfall, ...]:
+    """Say what is missing, with the smallest change that makes it fit."""
     if lacking is None:
-        missing: Mapping[TierName, int] = request.limits.excess(trial.peak_bytes)
-        changes = ""
-    else:
-        missing, changes = lacking.missing, "" if lacking.smallest is None else lacking.smallest.words
-    return tuple(Shortfall(tier, nbytes, changes) for tier, nbytes in missing.items() if nbytes > 0)
+        return ()
+    change = lacking.changes[0].words if lacking.changes else ""
+    return tuple(Shortfall(tier, nbytes, change) for tier, nbytes in lacking.missing.items())
+
+
+def _written(trial: Trial) -> dict[TierName, int]:
+    """Count what the last step writes to files."""
+    program = trial.simulation.program
+    last = program.items[program.steps[-2] : program.steps[-1]]
+    jobs = (program.jobs[item.index] for item in last if item.kind is WorkKind.SUBMIT)
+    written = sum(job.nbytes for job in jobs if job.stream == "write")
+    return {"nvme": written} if written else {}
 
 
 def _what_ifs(request: PlanRequest, trials: Trials, trial: Trial) -> tuple[WhatIf, ...]:
-    """Time the same step on machines that differ in one thing."""
+    """Time the same step on machines that differ in one thing, and with other states and batches."""
     program, step_s = trial.simulation.program, trial.timing.step_s
-    timed = what_ifs(
-        request.machine,
-        step_s,
-        lambda machine: trials.time(trial.simulation, machine).step_s,
-        rules=(program.rule,),
-    )
     least = LEAST_SAVING * step_s
-    found = [WhatIf(each.what_if.name, each.saved_s) for each in timed if each.saved_s and each.saved_s >= least]
+    saved = savings(
+        request.machine, step_s, lambda machine: trials.time(trial.simulation, machine).step_s, program.rule
+    )
+    found = [WhatIf(name, seconds) for name, seconds in saved if seconds >= least]
     smaller = trials.simulate_other(trial, state_dtype="int8")
-    if smaller is not None and (saved := step_s - smaller.timing.step_s) > least:
-        found.append(WhatIf("8-bit states", saved))
+    if smaller is not None and (seconds := step_s - smaller.timing.step_s) > least:
+        found.append(WhatIf("8-bit states", seconds))
     larger = trials.simulate_other(trial, twice=True)
     if larger is not None and program.tokens:
         share = (larger.simulation.program.tokens / larger.timing.step_s) / (program.tokens / step_s) - 1
@@ -126,34 +129,47 @@ def _what_ifs(request: PlanRequest, trials: Trials, trial: Trial) -> tuple[WhatI
     return tuple(found)
 
 
+def savings(
+    machine: Machine, step_s: float, retime: Callable[[Machine], float], rule: str = ""
+) -> list[tuple[str, float]]:
+    """Measure how many seconds each upgrade saves that the machine has figures of; most comes first.
+
+    Arguments:
+        machine: what there is.
+        step_s: seconds of a step on it.
+        retime: gives the seconds of the same step on another machine.
+        rule: the optimizer's, whose updates may have a figure of their own: "adamw".
+    """
+    found = []
+    for name, figures in UPGRADES.items():
+        there = {each for figure in figures if machine.has(each := figure.replace("*", rule))}
+        if there:
+            better = machine.replace(**{each: 2 * machine.value(each) for each in sorted(there)})
+            found.append((name, max(0.0, step_s - retime(better))))
+    return sorted(found, key=lambda each: -each[1])
+
+
 def _why(best: Best) -> tuple[Reason, ...]:
     """Say for each choice what the next best would have cost."""
-    chosen = best.trial.choice
-    fit = [(candidate, found.step_s) for candidate, found in best.tried if found.fits]
-    others = sorted(
-        (each for each in fit if each[0].choice._replace(streamed=0) != chosen._replace(streamed=0)),
-        key=lambda each: each[1],
-    )
+    chosen, step_s = best.trial.choice, best.trial.timing.step_s
+    fit = sorted((tried for tried in best.tried if tried.fits), key=lambda tried: tried.step_s)
     reasons = []
-    if others:
-        cost = others[0][1] - best.trial.timing.step_s
-        reasons.append(Reason("activations, recomputing", str(chosen), str(others[0][0].choice), cost))
-    step_s = best.trial.timing.step_s
-    for kind in ("params", "grads", "optimizer"):
-        home = best.trial.placement.home(kind)
-        mine = {tier.value: share for tier, share in home.items()}
+    other = next((tried for tried in fit if tried.choice[:2] != chosen[:2]), None)
+    if other is not None:
+        cost = other.step_s - step_s
+        reasons.append(Reason("activations, recomputing", str(chosen), str(other.choice), cost))
+    for kind in KINDS:
+        mine = _words({tier.value: share for tier, share in best.trial.placement.home(kind).items()})
         # What reads the same is the same to people.
-        differ = sorted(
-            (step, words) for candidate, step in fit if (words := _words(candidate.fractions[kind])) != _words(mine)
-        )
-        if differ:
-            reasons.append(Reason(kind, _words(mine), differ[0][1], differ[0][0] - step_s))
+        other = next((tried for tried in fit if _words(tried.fractions[kind]) != mine), None)
+        if other is not None:
+            reasons.append(Reason(kind, mine, _words(other.fractions[kind]), other.step_s - step_s))
     return tuple(reasons)
 
 
 def _words(shares: Mapping[Any, float]) -> str:
     """Say in percent what is where, fastest tier first: "12% device, 88% cpu"."""
-    there = {tier: f"{shares[tier]:.0%}" for tier in _TIERS if shares.get(tier, 0.0) > 0}
+    there = {tier: f"{shares[tier]:.0%}" for tier in TIERS if shares.get(tier, 0.0) > 0}
     return ", ".join(f"{share} {tier}" for tier, share in there.items() if share != "0%")
 
 

@@ -15,8 +15,7 @@ from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.ext.observe.timeline import TraceTimeline, to_chrome
 from penstock.files import open_own
-from penstock.planner.candidates import Choice
-from penstock.planner.cost import machine_costs
+from penstock.planner.cost import MachineCosts, machine_costs
 from penstock.planner.machine import Machine
 from penstock.planner.plan_request import PlanRequest
 from penstock.planner.simulation.engine_internals import PrepareRequest, device_for
@@ -24,7 +23,7 @@ from penstock.planner.simulation.operation_times import time_ops
 from penstock.planner.simulation.program import Op
 from penstock.planner.simulation.retime import Timing, retime
 from penstock.planner.simulation.simulate import Setup, Simulation, simulate
-from penstock.planner.workload import Fractions
+from penstock.planner.workload import Choice, Fractions
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,11 @@ class Trials:
 
     def time(self, simulation: Simulation, machine: Machine) -> Timing:
         """Say how long a simulated step takes on a machine."""
-        costs = machine_costs(machine, measured=self._measured, measured_share=_share_of_cores())
-        return retime(simulation.program, costs)
+        return retime(simulation.program, self.costs(machine))
+
+    def costs(self, machine: Machine) -> MachineCosts:
+        """Say what parts of a program take on a machine: as they were measured, where they were."""
+        return machine_costs(machine, measured=self._measured, measured_share=_share_of_cores())
 
     def _simulate(self, setup: Setup, prepare_request: PrepareRequest) -> Simulation:
         """Simulate; where operations are measured, time them, and run for real what cannot be simulated without."""

@@ -76,7 +76,7 @@ COMMANDS = {
     "doctor": DOCTOR,
 }
 
-HEAVY = ("torch", "numpy", "transformers", "tensorboard", "datasets", "peft", "accelerate", "trl", "yaml", "highspy")
+HEAVY = ("torch", "numpy", "transformers", "tensorboard", "datasets", "peft", "accelerate", "trl", "yaml")
 
 
 def options(command: Any) -> dict[str, Any]:

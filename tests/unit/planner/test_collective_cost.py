@@ -6,7 +6,6 @@ from itertools import product
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.planner.bounds import collective_s
 from penstock.planner.collective_cost import LINKS, NETWORK, Spread, ring, spread_of
 from penstock.planner.machine import Machine
 from penstock.planner.rates import Rate
@@ -74,11 +73,3 @@ def test_a_dimension_needs_the_figures_of_where_it_lies_alone() -> None:
     assert ring(along(hybrid, "replicate"), network, 8).seconds > 0
     with pytest.raises(ConfigError, match="net_bandwidth"):
         ring(along(hybrid, "replicate"), links, 8)
-
-
-def test_no_collective_is_below_its_bound() -> None:
-    for shards, replicas, tp, by_host in product((1, 2, 8, 64), (1, 2, 16), (1, 2, 8), (1, 4, 8)):
-        grid = Grid(shards=shards, replicas=replicas, tp=tp)
-        for dimension, name in product(DIMENSIONS, ("all_gather", "reduce_scatter", "all_reduce")):
-            each = along(grid, dimension, name)
-            assert collective_s(MACHINE, each, by_host) <= ring(each, MACHINE, by_host).seconds

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from penstock.config import Placement
-from penstock.planner.plan_result import LEAST_SAVING, _words
+from penstock.planner.machine import Machine, Rate
+from penstock.planner.plan_result import LEAST_SAVING, _words, savings
 from penstock.planner.search import given
 from penstock.planner.trials import Trials
 from tests.planning import ON_HOST, asked, desktop, planned
@@ -63,7 +65,58 @@ def test_more_of_the_nvme_tier_is_named_where_memory_is_short() -> None:
     request = asked(machine=without_disks(), device_bytes=TIGHT, host_bytes=100_000)
     best = given(request, Trials(request), Placement())
     assert best.lacking is not None
-    assert best.lacking.smallest is not None
-    assert (best.lacking.smallest.what, best.lacking.smallest.amount > 0) == ("nvme", True)
+    smallest = best.lacking.changes[0]
+    assert (smallest.what, smallest.amount > 0) == ("nvme", True)
     found = planned(placement=Placement(), machine=without_disks(), device_bytes=TIGHT, host_bytes=100_000)
     assert found.lacks[0].change.endswith("of an nvme tier")
+
+
+def stated(**figures: float) -> Machine:
+    return Machine("a desktop", "cuda", {name: Rate(value, value, value, "made up") for name, value in figures.items()})
+
+
+class TestSavings:
+    WHOLE = stated(folders=1, disk_read=4.0, host_bandwidth=40.0, update=20.0, update_adamw=30.0, h2d=10.0, d2h=10.0)
+
+    def step_s(self, there: Machine) -> float:
+        """A step that reads, updates and uploads, one after the other."""
+        return 8 / there.value("disk_read") + 60 / there.value("update_adamw") + 5 / there.value("h2d")
+
+    def test_each_upgrade_is_timed_and_the_best_comes_first(self) -> None:
+        found = savings(self.WHOLE, self.step_s(self.WHOLE), self.step_s, "adamw")
+        assert found == [
+            ("a second disk", pytest.approx(1.0)),
+            ("host memory twice as fast", pytest.approx(1.0)),
+            ("a link to the device twice as fast", pytest.approx(0.25)),
+        ]
+
+    def test_figures_that_a_machine_lacks_are_not_asked_for(self) -> None:
+        assert savings(stated(host_bandwidth=40.0), 1.0, lambda better: 1.0) == [("host memory twice as fast", 0.0)]
+
+    def test_a_rule_has_its_own_figure(self) -> None:
+        seen: list[float] = []
+        for rule in ("adamw", "lion"):
+            savings(self.WHOLE, 1.0, lambda better: seen.append(better.value("update_adamw")) or 1.0, rule)
+        assert 60.0 in seen[:3]
+        assert 60.0 not in seen[3:]
+
+
+def test_what_is_written_is_what_goes_to_files() -> None:
+    """Records are whole pages."""
+    found = planned(placement=Placement(optimizer="nvme", nvme_path="/nowhere/at/all"))
+    assert found.bytes["nvme"] <= found.written_bytes["nvme"] <= 1.2 * found.bytes["nvme"]
+    assert planned(placement=Placement()).written_bytes == {}
+
+
+def test_the_endurance_of_a_disk_is_the_machines() -> None:
+    assert planned(placement=Placement(), machine=desktop().replace(disk_endurance=6e14)).disk_endurance_bytes == 6e14
+
+
+def test_one_memory_is_counted_once_and_nothing_is_offloaded_within_it() -> None:
+    machine = replace(desktop().replace(host_memory=1e9), unified_memory=True)
+    found = planned(machine=machine)
+    assert found.unified_memory
+    assert found.placement == Placement()
+    tight = planned(machine=machine, host_bytes=TIGHT)
+    assert "cpu" not in {tier for home in tight.kind_bytes.values() for tier in home if home[tier]}
+    assert tight.peak_bytes["device"] + tight.peak_bytes.get("cpu", 0) <= tight.limit_bytes["cpu"] or tight.lacks

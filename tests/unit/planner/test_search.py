@@ -1,13 +1,22 @@
-"""Which placements are tried: what need not move is not moved, what is said by name is kept."""
+"""Which placements are tried: what need not move is not moved, what is said by name is kept; busy times by hand."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
-from penstock.config import Options, Placement
-from penstock.planner.candidates import CandidatePlacement, Choice
+import pytest
+import torch
+
+from penstock.config import Options, Overlap, Placement, TierName
+from penstock.planner import search as searching
 from penstock.planner.machine import Machine
-from penstock.planner.search import _choices, _fixed, find_best, given
-from penstock.planner.trials import Trials
+from penstock.planner.search import Placements, Search, _choices, find_best, fractions_of, given
+from penstock.planner.trials import Trials, placement_of
+from penstock.planner.workload import KINDS, TIERS, Choice, Flow, Fractions, Limits, StepWorkload
 from tests.planning import ON_HOST, Tellable, asked
+
+GIB = 1 << 30
 
 
 def choices(**changes: Any) -> list[Choice]:
@@ -29,31 +38,278 @@ class TestChoices:
         found = choices(model=tellable, arguments={"options": Options(streamed_updates=0.25)})
         assert {choice.streamed for choice in found} == {0.25}
 
-    def test_auto_leaves_it_to_the_planner(self) -> None:
-        found = choices(arguments={"options": Options(streamed_updates="auto")})
-        assert found == [Choice(), Choice(streamed=1.0), Choice("cpu")]
-
     def test_a_cpu_streams_nothing_and_has_no_choice_twice(self) -> None:
         machine = Machine.read("cpu-laptop")
         found = choices(machine=machine, arguments={"options": Options(streamed_updates=0.5)})
         assert {choice.streamed for choice in found} == {0.0}
         assert len(found) == len(set(found))
 
-
-def test_a_share_that_is_said_is_what_is_rehearsed_whatever_the_bound_likes() -> None:
-    candidate = CandidatePlacement(Choice(streamed=0.25), {}, 0.1, 1.0)
-    said = asked(arguments={"options": Options(streamed_updates=0.25)})
-    assert _fixed(candidate, said).streamed == 0.25
-    assert _fixed(candidate, asked(arguments={"options": Options(streamed_updates="auto")})).streamed == 0.1
+    def test_within_one_memory_activations_stay_or_go_to_files(self) -> None:
+        machine = replace(asked().machine, unified_memory=True)
+        assert choices(machine=machine) == [Choice(), Choice("nvme")]
 
 
-def test_where_all_fits_on_the_device_one_rehearsal_does() -> None:
+# A step of 20 bytes a second over the link, ...
+
+RATES: Mapping[Flow, float] = {
+    "upload": 10,
+    "download": 10,
+    "read": 4,
+    "write": 2,
+    "update": 20,
+    "device update": 1000,
+}
+SMALL = StepWorkload(
+    params_bytes=20,
+    own_params_bytes=20,
+    grads_bytes=20,
+    optimizer_bytes=100,
+    update_bytes=260,
+    reduced_bytes=20,
+    forward_gathered_bytes=20,
+    backward_gathered_bytes=20,
+    busy={"forward": {"compute": 1.0}, "backward": {"compute": 2.0}},
+    rates={flow: {f"{flow} 0": 1 / rate} for flow, rate in RATES.items()}
+    | {"in place": {"compute": 1 / 1000}, "update first": {"update 0": 1 / 20, "compute": 1 / 20}},
+)
+ROOMY = Limits(dict.fromkeys(TIERS, 1 << 40))
+
+
+def on(params: TierName, grads: TierName, optimizer: TierName) -> torch.Tensor:
+    cuts = {"device": (1.0, 1.0), "cpu": (0.0, 1.0), "nvme": (0.0, 0.0)}
+    return torch.tensor([[*cuts[params], *cuts[grads], *cuts[optimizer], 0.0]], dtype=torch.float64)
+
+
+def busy_s(point: torch.Tensor, workload: StepWorkload = SMALL, limits: Limits = ROOMY) -> float:
+    return float(Placements(workload, limits).seconds(point)[0])
+
+
+# Each placement, and what binds it: forward window + backward window.
+BY_HAND: dict[str, tuple[torch.Tensor, float, float]] = {
+    "all on the device: compute and its updates": (on("device", "device", "device"), 1 + 0.26, 2.0),
+    "all on the cpu: updates, then compute": (on("cpu", "cpu", "cpu"), 260 / 20, 2.0),
+    "state on the cpu: updates": (on("device", "device", "cpu"), 260 / 20, 2.0),
+    "state in files: reads, then writes go on until the next": (on("device", "device", "nvme"), 100 / 4, 50 - 25),
+    "gradients on the cpu: one link": (on("device", "cpu", "device"), 2.0, 2.0),
+    "gradients in files: writes of all, reads in forward": (on("device", "nvme", "device"), 5.0, 5.0),
+    "parameters on the cpu: up twice, down once": (on("cpu", "device", "device"), 2.0, 2.0),
+    "parameters in files: read by update and backward": (on("nvme", "device", "device"), 5.0, 5.0),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_busy_times_by_hand(name: str) -> None:
+    point, forward_s, backward_s = BY_HAND[name]
+    assert busy_s(point) == pytest.approx(forward_s + backward_s)
+
+
+def test_micro_batches_gather_anew_and_send_gradients_again() -> None:
+    workload = replace(SMALL, micro_batches=3, reductions=3)
+    assert busy_s(on("cpu", "cpu", "cpu"), workload) == pytest.approx(
+        260 / 20 + 10.0
+    )  # uploads after the first forward
+
+
+def test_what_rings_keep_is_not_read_again() -> None:
+    workload = replace(SMALL, kept_bytes=40, busy={"backward": {"compute": 100.0}})
+    assert busy_s(on("device", "device", "nvme"), workload) == pytest.approx(15 + 100)
+
+
+MODES: dict[Overlap, float] = {"none": 1 + 13 + 2, "forward": 13 + 2, "backward": 13}
+
+
+@pytest.mark.parametrize("overlap", MODES)
+def test_modes_differ_in_what_updates_may_hide_behind(overlap: Overlap) -> None:
+    assert busy_s(on("device", "cpu", "cpu"), replace(SMALL, overlap=overlap)) == pytest.approx(MODES[overlap])
+
+
+def test_in_one_memory_nothing_is_copied() -> None:
+    limits = Limits({"cpu": 1000, "nvme": 1000}, shared=True)
+    workload = replace(SMALL, one_memory=True)
+    assert busy_s(on("device", "device", "device"), workload, limits) == pytest.approx(1.26 + 2)
+    assert busy_s(on("nvme", "device", "device"), workload, limits) == pytest.approx(5 + 5)
+
+
+def test_bytes_of_every_way_of_a_streamed_tile() -> None:
+    """State and shadow come up and go down, and the shadow is published: nothing of it is the host's."""
+    point = on("device", "cpu", "cpu")
+    point[:, -1] = 1.0
+    busy, work = Placements(SMALL, ROOMY, (0.0, 1.0)).seconds(point)
+    assert float(busy) == pytest.approx((100 + 20 + 20 + 20) / 10 + 2)
+    assert float(work) == 0.0  # no rate says what all work is
+
+
+def test_tiles_of_mixed_cuts_are_where_the_cuts_put_them() -> None:
+    """A quarter of all tiles has its parameters on the device and its state on the host: only there are shadows."""
+    point = torch.tensor([[0.5, 1.0, 0.5, 1.0, 0.25, 1.0, 0.0]], dtype=torch.float64)
+    peak = Placements(SMALL, ROOMY).peak(point, torch.zeros(3))[0].tolist()
+    assert peak == [10 + 10 + 25, 10 + 10 + 75 + 5, 0]
+
+
+def test_replicated_parameters_are_in_shards_where_a_part_is_in_files() -> None:
+    placements = Placements(replace(SMALL, own_params_bytes=5), ROOMY)
+    point = torch.tensor([[0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
+    assert placements.peak(point, torch.zeros(3))[0].tolist() == [2.5 + 120, 0, 2.5]
+
+
+def test_cuts_go_to_the_nearest_end_of_a_tile() -> None:
+    placements = Placements(replace(SMALL, tile_ends=(0.0, 0.3, 1.0)), ROOMY)
+    points = torch.tensor(
+        [[0.1, 1.0, 0.2, 1.0, 0.64, 1.0, 0.0], [0.0, 1.0, 0.3, 1.0, 0.3, 1.0, 0.0]], dtype=torch.float64
+    )
+    assert placements.cut(points).tolist() == [[0.0, 1.0, 0.3, 1.0, 0.3, 1.0, 0.0]]
+
+
+# The search, with simulations that are arithmetic: what the formula does not know is some bytes, and a longer step.
+
+LARGE = replace(
+    SMALL,
+    params_bytes=8 * GIB,
+    own_params_bytes=8 * GIB,
+    grads_bytes=8 * GIB,
+    optimizer_bytes=40 * GIB,
+    update_bytes=104 * GIB,
+    reduced_bytes=8 * GIB,
+    forward_gathered_bytes=8 * GIB,
+    backward_gathered_bytes=8 * GIB,
+    there_bytes={"device": GIB},
+    activation_peak_bytes={"device": 12 * GIB},
+    busy={"forward": {"compute": 0.5}, "backward": {"compute": 1.0}},
+    rates={flow: {row: seconds * 1e-9 for row, seconds in busy.items()} for flow, busy in SMALL.rates.items()},
+)
+LIMITS = Limits({"device": 24 * GIB, "cpu": 64 * GIB, "nvme": 500 * GIB})
+WORKLOADS = {
+    Choice(): LARGE,
+    Choice(recompute=True): replace(
+        LARGE,
+        activation_peak_bytes={"device": 3 * GIB},
+        busy={"forward": {"compute": 0.5}, "backward": {"compute": 1.5}},
+    ),
+}
+
+
+def search_of(
+    workloads: Mapping[Choice, StepWorkload] = WORKLOADS,
+    limits: Limits = LIMITS,
+    *,
+    hidden: Mapping[TierName, int] | None = None,
+    longer: Callable[[Fractions], float] = lambda fractions: 1.1,
+    streamed: tuple[float, float] = (0.0, 0.0),
+) -> Search:
+    placements = {choice: Placements(workload, limits, streamed) for choice, workload in workloads.items()}
+    by_name = {choice[:2]: each for choice, each in placements.items()}
+
+    def evaluate(choice: Choice, fractions: Fractions) -> tuple[float, Mapping[TierName, int]]:
+        point = point_of(fractions, choice.streamed)
+        there = by_name[choice[:2]].peak(point, torch.zeros(3))[0].tolist()
+        peak = {tier: int(nbytes) + (hidden or {}).get(tier, 0) for tier, nbytes in zip(TIERS, there, strict=True)}
+        return float(by_name[choice[:2]].seconds(point)[0]) * longer(fractions), peak
+
+    return Search(placements, limits, evaluate)
+
+
+def point_of(fractions: Fractions, streamed: float = 0.0) -> torch.Tensor:
+    cuts = [(f.get("device", 0.0), f.get("device", 0.0) + f.get("cpu", 0.0)) for f in (fractions[k] for k in KINDS)]
+    return torch.tensor([[*(cut for pair in cuts for cut in pair), streamed]], dtype=torch.float64)
+
+
+def test_every_placement_that_is_tried_is_one_and_none_is_tried_twice() -> None:
+    search = search_of(longer=lambda fractions: 2.0)
+    search.run()
+    keys = [(tried.choice, str(tried.fractions)) for tried, *_ in search.tried]
+    assert len(set(keys)) == len(keys) <= searching.SIMULATIONS + searching.NEIGHBOURS
+    for tried, *_ in search.tried:
+        placement = Placement(**{kind: dict(tried.fractions[kind]) for kind in KINDS}, nvme_path="there")
+        for kind in KINDS:
+            assert sum(placement.home(kind).values()) == pytest.approx(1, abs=1e-9)
+
+
+def test_the_best_of_what_was_tried_is_found_and_the_same_search_has_the_same_end() -> None:
+    ends = []
+    for _ in range(2):
+        search = search_of(hidden={"device": GIB})
+        found = search.run()
+        assert found is not None
+        assert found.step_s == min(tried.step_s for tried, *_ in search.tried if tried.fits)
+        ends.append((found, [tried for tried, *_ in search.tried]))
+    assert ends[0] == ends[1]
+
+
+def test_a_search_stops_once_nothing_is_busy_for_less_than_the_best_takes() -> None:
+    search = search_of(limits=Limits(dict.fromkeys(TIERS, 1 << 40)), longer=lambda fractions: 1.0)
+    found = search.run()
+    assert found is not None
+    assert len(search.tried) < 4
+    assert found.step_s <= search.evaluate(Choice(), {kind: {"device": 1.0} for kind in KINDS})[0]
+
+
+def test_what_a_peak_exceeds_is_expected_from_then_on() -> None:
+    search = search_of(hidden={"device": 3 * GIB, "cpu": 2 * GIB})
+    found = search.run()
+    assert found is not None
+    assert sum(not tried.fits for tried, *_ in search.tried) <= len(WORKLOADS) + 1
+
+
+def test_as_much_as_has_room_is_on_the_fastest_tiers() -> None:
+    """No coarser than a 64th of a kind: the last steps of the search fill the device."""
+    found = search_of().run()
+    assert found is not None
+    placements = Placements(WORKLOADS[found.choice], LIMITS)
+    peak = placements.peak(point_of(found.fractions), torch.zeros(3))[0].tolist()
+    assert 23.3 * GIB < peak[0] <= 24 * GIB
+
+
+def test_neighbours_of_the_best_are_tried() -> None:
+    """The engine is quickest where three quarters of the state is on the device: a valley that no formula knows."""
+
+    def longer(fractions: Fractions) -> float:
+        return 2 + abs(fractions["optimizer"].get("device", 0.0) - 0.7)
+
+    search = search_of({Choice(): LARGE}, Limits(dict.fromkeys(("device", "cpu"), 80 * GIB)), longer=longer)
+    first = search_of({Choice(): LARGE}, Limits(dict.fromkeys(("device", "cpu"), 80 * GIB)), longer=longer)
+    found = search.run()
+    assert found is not None
+    assert found.step_s < first.evaluate(Choice(), {kind: {"device": 1.0} for kind in KINDS})[0]
+
+
+def test_where_no_simulation_fits_there_is_no_best() -> None:
+    search = search_of(hidden={"device": 30 * GIB})
+    assert search.run() is None
+    assert search.beside(Choice())["device"] >= 30 * GIB
+
+
+SLOW_HOST = replace(LARGE, rates={**LARGE.rates, "update": {"update 0": 1e-6}})
+
+
+def test_the_device_does_the_updates_of_a_slow_host_where_it_may() -> None:
+    found = search_of({Choice(): SLOW_HOST}, streamed=(0.0, 1.0)).run()
+    assert found is not None
+    assert found.choice.streamed > 0.5
+
+
+def test_a_share_of_updates_that_is_said_is_what_is_simulated() -> None:
+    search = search_of({Choice(streamed=0.25): SLOW_HOST}, streamed=(0.25, 0.25))
+    assert search.run() is not None
+    assert {tried.choice.streamed for tried, *_ in search.tried} == {0.25}
+
+
+def test_in_one_memory_nothing_is_on_the_host() -> None:
+    limits = Limits({"cpu": 50 * GIB, "nvme": 500 * GIB}, shared=True)
+    workload = replace(LARGE, activation_peak_bytes={"device": GIB}, one_memory=True)
+    search = search_of({Choice(): workload}, limits, hidden={"cpu": 4 * GIB})
+    found = search.run()
+    assert found is not None
+    assert all("cpu" not in tried.fractions[kind] for tried, *_ in search.tried for kind in KINDS)
+
+
+# The same with the engine.
+
+
+def test_where_all_fits_on_the_device_one_simulation_does() -> None:
     request = asked()
     trials = Trials(request)
-    best = find_best(request, trials)
-    assert best.trial.placement == Placement()
+    assert find_best(request, trials).trial.placement == Placement()
     assert len(trials) == 1
-    assert best.lower_bound_s <= best.trial.timing.step_s
 
 
 def test_what_is_given_is_looked_at_alone() -> None:
@@ -64,3 +320,22 @@ def test_what_is_given_is_looked_at_alone() -> None:
     excess = request.limits.excess(best.trial.peak_bytes)
     assert best.lacking.missing == excess
     assert excess["device"] > 0
+
+
+def test_a_search_says_what_it_does() -> None:
+    request, said = asked(device_bytes=300_000), list[str]()
+    find_best(request, Trials(request), said.append)
+    assert said
+    assert all(line.startswith("simulating placement ") for line in said)
+
+
+@pytest.mark.thorough  # 125 simulations of each choice
+def test_no_placement_of_the_quarter_grid_is_better() -> None:
+    request = asked(device_bytes=300_000)
+    trials = Trials(request)
+    best = find_best(request, trials)
+    grid = Placements(SMALL, request.limits).grid(("device", "cpu"))
+    for choice, point in product(_choices(request), grid):
+        trial = trials.run(placement_of(fractions_of(point), choice, request), choice)
+        if not request.limits.excess(trial.peak_bytes):
+            assert best.trial.timing.step_s <= 1.02 * trial.timing.step_s

@@ -8,8 +8,8 @@ import torch
 
 from penstock.config import Placement
 from penstock.errors import ConfigError
-from penstock.planner.candidates import Choice
 from penstock.planner.trials import Trials, placement_of
+from penstock.planner.workload import Choice
 from tests.planning import ON_HOST, asked
 
 

@@ -1,20 +1,22 @@
-"""What the bound is told of a step."""
+"""What a step consists of."""
 
 from typing import Any
 
+import pytest
+
 from penstock.config import Options, Placement
-from penstock.planner.candidates import Choice
-from penstock.planner.count_workload import load_of
 from penstock.planner.trials import Trials
-from penstock.planner.workload import Load
+from penstock.planner.workload import Choice, StepWorkload, count_workload
 from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
-from tests.planning import Net, Tellable, asked
+from tests.planning import Net, Tellable, asked, desktop
 
 
-def load(choice: Choice = Choice(), model: Any = lambda: Net(), **changes: Any) -> Load:  # noqa: B008 - a value
+def load(choice: Choice = Choice(), model: Any = lambda: Net(), **changes: Any) -> StepWorkload:  # noqa: B008 - a value
     request = asked(model, **changes)
-    simulation = Trials(request).run(Placement(), choice).simulation
-    return load_of(simulation, choice, request.machine, request.setup.grid, micro_batches=request.setup.micro_batches)
+    trials, setup = Trials(request), request.setup
+    simulation, costs = trials.run(Placement(), choice).simulation, trials.costs(request.machine)
+    folders = len(request.folders)
+    return count_workload(simulation, costs, setup.grid, micro_batches=setup.micro_batches, folders=folders)
 
 
 # Each parameter begins at a multiple of 256 elements.
@@ -56,9 +58,17 @@ def test_rings_hold_what_their_constants_say() -> None:
     assert large.kept_bytes > 2 * LEAST_FILE_SLOTS * RING_BYTES
 
 
-def test_ranks_of_a_host_are_told() -> None:
-    assert load(world_size=4, hosts=2).ranks_of_host == 2
-    assert load().ranks_of_host == 1
+def test_ranks_of_a_host_share_its_memory_and_its_disks() -> None:
+    alone, two, apart = load(), load(world_size=2), load(world_size=2, hosts=2)
+    for flow in ("read", "write", "update"):
+        assert two.rates[flow]["host memory"] == pytest.approx(2 * alone.rates[flow]["host memory"])
+        assert apart.rates[flow] == pytest.approx(alone.rates[flow])
+
+
+def test_files_are_spread_over_folders_and_the_memory_that_they_pass_is_one() -> None:
+    one, two = load(), load(folders=["/a", "/b"], machine=desktop().replace(folders=2))
+    assert two.rates["read"]["read 0"] == pytest.approx(one.rates["read"]["read 0"] / 2)
+    assert two.rates["read"]["host memory"] == pytest.approx(one.rates["read"]["host memory"])
 
 
 def test_whole_gradients_that_are_held_back_are_reduced_once() -> None:
@@ -68,5 +78,19 @@ def test_whole_gradients_that_are_held_back_are_reduced_once() -> None:
 
 def test_compute_takes_longer_in_backward_and_more_so_where_it_computes_again() -> None:
     found, again = load(), load(Choice(recompute=True), lambda: Tellable())
-    assert 0 < found.forward_s < found.backward_s < again.backward_s
-    assert again.forward_s == found.forward_s
+    seconds = [each.busy[window]["compute"] for each in (found, again) for window in ("forward", "backward")]
+    assert 0 < seconds[0] == seconds[2] < seconds[1] < seconds[3]
+
+
+def test_later_micro_batches_are_after_the_first_forward() -> None:
+    one, two = load(), load(micro_batches=2)
+    assert two.busy["forward"]["compute"] == one.busy["forward"]["compute"]
+    expected = 2 * one.busy["backward"]["compute"] + one.busy["forward"]["compute"]
+    assert two.busy["backward"]["compute"] == pytest.approx(expected, rel=0.05)  # and gradients are added
+
+
+def test_tiles_end_where_the_engine_cuts() -> None:
+    """Embedding and head, and each block, are one tile; several where tiles are small."""
+    ends = load().tile_ends
+    assert (ends[0], ends[-1], len(ends)) == (0.0, 1.0, 6)
+    assert len(load(arguments={"options": Options(tile_bytes=4096)}).tile_ends) > 6
