@@ -5,9 +5,12 @@
 2. In each pass over a run, what happens for one block in its middle happens for the next one too, but for the names of
    units and for the jobs that are referred to: `repeated` inserts it for each block that was left out.
 
-It is exact, or it is not done: where neighbours in the middle of a run differ, the whole model is simulated.
+Where neighbours in the middle of a run differ, the whole model is simulated. Two things are not exact: host memory of
+activations, which is taken in pieces of many blocks, is estimated to the safe side; and what a model computes of the
+outputs of all its blocks at once is counted for those that are simulated.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +32,7 @@ from penstock.planner.simulation.engine_internals import (
 )
 from penstock.planner.simulation.fake_tensor import rounded
 from penstock.planner.simulation.program import Item, ProgramJob, WorkKind
-from penstock.planner.simulation.recorder import Change, Recorder
+from penstock.planner.simulation.recorder import NO_CHANGE, Change, Recorder
 from penstock.trace import Label
 
 #: The norm of a gradient, as native arithmetic is noted.
@@ -462,8 +465,12 @@ class Repetition:
             elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
                 payload = self._seen(item.index, chunk)
             found.append((item.kind, self._relative(item.label, chunk), payload))
-            found.append(self._memory.get(index))
+            found.append(self._device_change(index))
         return found
+
+    def _device_change(self, index: int) -> Mapping[Tier, Change]:
+        """Return the changes of bytes before an item, but for host memory: activations get that in large pieces."""
+        return {tier: change for tier, change in self._memory.get(index, {}).items() if tier is not Tier.CPU}
 
     def _range(self, sweep: int, block: int) -> range:
         found = self._sweeps[sweep]
@@ -501,15 +508,23 @@ class Repetition:
         self.changes.append(self._memory.get(len(self._items), {}))
 
     def _insert(self, number: int) -> None:
-        way = 1 if self._sweeps[number].blocks[0] == 0 else -1
-        for shift in range(1, self._runs[self._sweeps[number].run].left_out + 1):
+        sweep = self._sweeps[number]
+        run = self._runs[sweep.run]
+        way = 1 if sweep.blocks[0] == 0 else -1
+        for shift in range(1, run.left_out + 1):
             for index in self._range(number, self._repeated[number]):
                 self._write(index, way * shift)
+        # As much for each block as for those that are simulated, which is no less than it takes.
+        taken = [
+            self._memory.get(index, {}).get(Tier.CPU, NO_CHANGE).net for index in range(sweep.starts[0], sweep.stop)
+        ]
+        more = math.ceil(sum(taken) * run.left_out / run.kept)
+        self.changes.append({Tier.CPU: Change(more, max(more, 0))})
 
     def _write(self, index: int, shift: int) -> None:
         """Write an item once more, for the block so many behind its own."""
         item, chunk = self._items[index], self._chunks[index]
-        self.changes.append(self._memory.get(index, {}))
+        self.changes.append(self._device_change(index) if shift else self._memory.get(index, {}))
         label = self._labelled(item.label, chunk, shift)
         place = item.index
         if item.kind is WorkKind.SUBMIT:

@@ -7,7 +7,7 @@
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -175,19 +175,10 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         recorder.add(Tier.DEVICE, small * units)
         recorder.forget_peak()
         rests = recorder.bytes_on(Tier.DEVICE)
-        try:
+        with _naming(type(setup.model).__name__, recorder):
             for _ in range(steps):
                 _step(prepared, model, batch, recorder, seen)
                 recorder.end_step()
-        except PenstockError:
-            raise
-        except Exception as error:  # it is somebody else's code
-            unit = recorder.where()
-            where = f" in module {unit!r}" if unit else ""
-            raise ConfigError(
-                f"{type(setup.model).__name__} cannot be simulated{where}: {one_line(error)}. Check that it runs on "
-                "such a batch; `penstock plan --measure` runs two real steps instead."
-            ) from error
         if whole is not None:
             more = rest_bytes(whole.removed_units())
             more[Tier.DEVICE] += small * (len(whole.blueprint.units) - units)
@@ -205,6 +196,22 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         phases,
         dict(seen.recipes),
     )
+
+
+@contextlib.contextmanager
+def _naming(model: str, recorder: Recorder) -> Iterator[None]:
+    """Have an error of the model's own code name the module."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        unit = recorder.where()
+        where = f" in module {unit!r}" if unit else ""
+        raise ConfigError(
+            f"{model} cannot be simulated{where}: {one_line(error)}. Check that it runs on such a batch; "
+            "`penstock plan --measure` runs two real steps instead."
+        ) from error
 
 
 def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], recorder: Recorder, seen: FakeOperations) -> None:

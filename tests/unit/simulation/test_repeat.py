@@ -1,0 +1,145 @@
+"""A model without most of its equal blocks does what the whole one does: its program is the same, item by item."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.config import Options, Placement, Tier
+from penstock.planner.machine import Machine
+from penstock.planner.plan_request import plan_request
+from penstock.planner.simulation import simulate as module
+from penstock.planner.simulation.program import Program, WorkKind
+from penstock.planner.simulation.repeat import Whole
+from penstock.planner.simulation.simulate import Simulation, simulate
+from tests.planning import Net, Tellable, batch
+
+BLOCKS = 16
+ON_CPU = Placement(params="cpu", grads="cpu", optimizer="cpu")
+IN_FILES = Placement(params="cpu", grads="cpu", optimizer="nvme", nvme_path="nvme0")
+NOTHING_AHEAD = Options(prefetch_bytes=0, tile_bytes=4096)
+
+
+def shares(device: float, **others: float) -> dict[str, float]:
+    return {"device": device, "cpu": 1 - device - sum(others.values()), **others}
+
+
+class Unlike(nn.Module):
+    """Blocks that do more and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(BLOCKS))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = ids.float().repeat(1, 4)
+        for number, layer in enumerate(self.layers):
+            for _ in range(number):
+                hidden = hidden.relu()
+            hidden = layer(hidden)
+        return hidden
+
+
+class Indexed(Unlike):
+    """Blocks that are taken by their number."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = ids.float().repeat(1, 4)
+        for number in range(BLOCKS):
+            hidden = self.layers[number](hidden)
+        return hidden
+
+
+def looked_at(
+    monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module], placement: Placement, **given: Any
+) -> tuple[Simulation, Simulation, bool]:
+    """Simulate a shortened model, and the whole one; say whether the first one was enough."""
+    machine, recompute = Machine.read(given.pop("machine", "rtx4090-desktop")), given.pop("recompute", False)
+    asked = {"micro_batches": given.pop("micro_batches", 1), "world_size": given.pop("world_size", 1)}
+    request = plan_request(
+        model,
+        torch.optim.AdamW,
+        batch,
+        machine=machine,
+        placement=placement,
+        arguments={"options": NOTHING_AHEAD, "precision": "bf16", **given},
+        **asked,
+    )
+    setup = module.replace(request.setup, recompute=recompute)
+    prepared = request.request(placement, streamed=0.0)
+    ran: list[Whole | None] = []
+
+    def noted(setup: Any, request: Any, steps: int, whole: Whole | None) -> Simulation:
+        ran.append(whole)
+        return simulated(setup, request, steps, whole)
+
+    simulated = module._simulate
+    monkeypatch.setattr(module, "_simulate", noted)
+    found = simulate(setup, prepared)
+    monkeypatch.setattr(module, "_whole", lambda *_: None)
+    return found, simulate(setup, prepared), ran[:-1] == [ran[0]] and ran[0] is not None
+
+
+def told(program: Program) -> list[object]:
+    """Spell a program out."""
+    found: list[object] = []
+    for item in program.items:
+        of: object = item.index
+        if item.kind is WorkKind.COMPUTE:
+            of = {program.ops[number]: count for number, count in program.segments[item.index]}
+        elif item.kind in (WorkKind.SUBMIT, WorkKind.WAIT, WorkKind.HOST_WAIT):
+            job = program.jobs[item.index]
+            of = job._replace(segment=()), {program.ops[number]: count for number, count in job.segment}
+        found.append((item.kind, item.label, of))
+    return found
+
+
+def same(one: Simulation, other: Simulation) -> None:
+    assert told(one.program) == told(other.program)
+    assert one.program.steps == other.program.steps
+    assert one.phases == other.phases
+    assert one.program.peak_bytes == other.program.peak_bytes
+    assert one.activation_bytes == other.activation_bytes
+    for tier in Tier:
+        assert one.budget.on(tier).parts == other.budget.on(tier).parts
+    assert one.recipes.keys() == other.recipes.keys()
+
+
+@pytest.mark.parametrize(
+    ("placement", "given"),
+    [
+        pytest.param(Placement(), {}, id="device"),
+        pytest.param(ON_CPU, {}, id="cpu"),
+        pytest.param(ON_CPU, {"machine": "cpu-laptop"}, id="on a cpu"),
+        pytest.param(ON_CPU, {"micro_batches": 3}, id="three micro-batches"),
+        pytest.param(ON_CPU, {"machine": "h100-node", "world_size": 8}, id="eight ranks"),
+        pytest.param(Placement(optimizer="cpu", grads="cpu", activations="cpu"), {}, id="activations"),
+        pytest.param(
+            Placement(params=shares(0.2), grads=shares(0.2), optimizer=shares(0.15)), {"max_grad_norm": 1.0}, id="cut"
+        ),
+        pytest.param(ON_CPU, {"recompute": True}, id="recomputed"),
+    ],
+)
+def test_the_program_is_that_of_the_whole_model(
+    placement: Placement, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = (lambda: Tellable(BLOCKS)) if given.get("recompute") else (lambda: Net(BLOCKS))
+    found, whole, enough = looked_at(monkeypatch, model, placement, **given)
+    same(found, whole)
+    assert enough
+
+
+@pytest.mark.parametrize("model", [Unlike, Indexed])
+def test_a_model_whose_blocks_cannot_be_left_out_is_simulated_whole(
+    model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, whole, enough = looked_at(monkeypatch, model, ON_CPU)
+    same(found, whole)
+    assert not enough
+
+
+def test_what_is_ahead_reaches_further_than_a_run_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, whole, _ = looked_at(monkeypatch, lambda: Net(BLOCKS), ON_CPU, options=Options(tile_bytes=4096))
+    same(found, whole)
