@@ -222,8 +222,9 @@ class Recorder:
         self._peak = Counter(self._there)
         for by_tier in changes:
             for tier, (net, most) in by_tier.items():
-                self._peak[tier] = max(self._peak[tier], self._there[tier] + most)
-                self._there[tier] += net
+                if net or most:
+                    self._peak[tier] = max(self._peak[tier], self._there[tier] + most)
+                    self._there[tier] += net
 
     def program(self, *, rule: str, world_size: int, tokens: int, hosts: int = 0) -> Program:
         """Give all that was noted."""

@@ -12,14 +12,14 @@ outputs of all its blocks at once is counted for those that are simulated.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from penstock.config import GRAD, MASTER, PARAM, Placement, Tier, parse_tier
+from penstock.config import GRAD, MASTER, PARAM, Placement, Tier, TierName, parse_tier
 from penstock.planner.simulation.engine_internals import (
     RING_BYTES,
     Blueprint,
@@ -261,21 +261,25 @@ def shortened(placement: Placement, whole: Whole) -> Placement:
     removed = {plan.spec.name for plan in whole.removed_units()}
     kept = [plan for plan in whole.blueprint.units if plan.spec.name not in removed]
     storages = whole.blueprint.storages
-    weights = {
-        "params": (PARAM, lambda plan: plan.spec.dtype.itemsize),
-        "grads": (GRAD, lambda plan: storages.grad_dtype.itemsize),
-        "optimizer": (MASTER, lambda plan: storages.optimizer_bytes(plan.spec)),
+    bytes_of: dict[str, Callable[[UnitPlan], float]] = {
+        PARAM: lambda plan: plan.spec.dtype.itemsize,
+        GRAD: lambda plan: storages.grad_dtype.itemsize,
+        MASTER: lambda plan: storages.optimizer_bytes(plan.spec),
     }
-    homes: dict[str, dict[str, float]] = {}
-    for kind, (storage, bytes_of) in weights.items():
-        there: Counter[str] = Counter()
+    homes: dict[str, dict[TierName, float]] = {}
+    for storage, nbytes in bytes_of.items():
+        there: Counter[TierName] = Counter()
         for plan in kept:
             for segment in plan.segments.get(storage, ()):
-                there[segment.tier.value] += segment.numel * bytes_of(plan)
+                there[segment.tier.value] += segment.numel * nbytes(plan)  # type: ignore[assignment]
         total = sum(there.values())
-        if total:
-            homes[kind] = {tier: nbytes / total for tier, nbytes in there.items()}
-    return replace(placement, **homes)
+        homes[storage] = {tier: found / total for tier, found in there.items()}
+    return replace(
+        placement,
+        params=homes[PARAM],
+        grads=homes[GRAD] or placement.grads,
+        optimizer=homes[MASTER] or placement.optimizer,
+    )
 
 
 def rest_bytes(units: Iterable[UnitPlan]) -> Counter[Tier]:

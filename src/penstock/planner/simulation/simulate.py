@@ -148,17 +148,7 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         for side in sides:
             closing.enter_context(side)
         memory = RecordedMemory(recorder)
-        if setup.runs_operations:
-            torch.manual_seed(0)
-        seen = FakeOperations(
-            recorder.op,
-            module=recorder.where,
-            share=setup.share,
-            memory=memory,
-            collectives=recorder.communicate,
-            runs=setup.runs_operations,
-            oracle=setup.oracle,
-        )
+        seen = _mode(setup, recorder, memory)
         if whole is not None:
             request = replace(request, placement=shortened(request.placement, whole))
         prepared = build(model, optimizer, request, ranks, streams, resources)
@@ -195,6 +185,21 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         max(0, program.peak_bytes.get("device", 0) - rests),
         phases,
         dict(seen.recipes),
+    )
+
+
+def _mode(setup: Setup, recorder: Recorder, memory: RecordedMemory) -> FakeOperations:
+    """Make what sees every operation."""
+    if setup.runs_operations:
+        torch.manual_seed(0)
+    return FakeOperations(
+        recorder.op,
+        module=recorder.where,
+        share=setup.share,
+        memory=memory,
+        collectives=recorder.communicate,
+        runs=setup.runs_operations,
+        oracle=setup.oracle,
     )
 
 
