@@ -108,17 +108,15 @@ def plan_request(
     else:
         grid = grid_of(mesh, sharded=sharded)
         world_size = _size_of(grid, world_size)
-    counts: dict[str, Any] = {"world_size": world_size, "hosts": hosts, "micro_batches": micro_batches}
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    for name, value in (("world_size", world_size), ("hosts", hosts), ("micro_batches", micro_batches)):
+        if not _is_count(value):
             raise ConfigError(f"{name}={value!r} is no number of {name.replace('_', ' ')}. Use 1 or more.")
     if world_size % hosts:
         raise ConfigError(f"world_size={world_size} ranks cannot be shared by hosts={hosts}. Use a multiple of it.")
     if not callable(batch):
         raise ConfigError(f"batch is a {type(batch).__name__}. Give a function that makes one micro-batch.")
-    sizes: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes}
-    for name, nbytes in sizes.items():
-        if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
+    for name, nbytes in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+        if nbytes is not None and not _is_count(nbytes):
             raise ConfigError(f"{name}={nbytes!r} is no number of bytes. Use 1 or more, or None.")
     for name in ("placement", "plan", "batch"):
         if name in arguments:
@@ -143,6 +141,10 @@ def plan_request(
         named = placeholders(int(machine.value("folders")))
     limits = _limits(machine, device_bytes, host_bytes, len(named), world_size // hosts)
     return PlanRequest(setup, machine, limits, placement, dict(arguments), named, hosts)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _size_of(grid: Grid, world_size: int) -> int:

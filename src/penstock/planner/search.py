@@ -417,7 +417,11 @@ def _lacking(request: PlanRequest, trials: Trials, workloads: Mapping[Choice, St
     lacking = min(found, key=lambda each: sum(each.missing.values()))
     slowest = {kind: {request.limits.tiers[-1]: 1.0} for kind in KINDS}
     choice = max(workloads, key=lambda each: each.order)
-    return Best(trials.run(placement_of(slowest, choice, request), choice), lacking=lacking)
+    trial = trials.run(placement_of(slowest, choice, request), choice)
+    excess = request.limits.excess(trial.peak_bytes)
+    if not lacking.missing:  # by the formula it fits, and no simulation has shown how: what this one lacks, if anything
+        return Best(trial, lacking=Infeasible(excess) if excess else None)
+    return Best(trial, lacking=lacking)
 
 
 def _choices(request: PlanRequest) -> list[Choice]:

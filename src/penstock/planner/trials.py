@@ -23,7 +23,7 @@ from penstock.planner.simulation.operation_times import time_ops
 from penstock.planner.simulation.program import Op
 from penstock.planner.simulation.retime import Timing, retime
 from penstock.planner.simulation.simulate import Setup, Simulation, simulate
-from penstock.planner.workload import Choice, Fractions
+from penstock.planner.workload import TIERS, Choice, Fractions
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,10 @@ class Trials:
             request = self._request
             prepare_request = request.request(placement, streamed=choice.streamed)
             simulation = self._simulate(replace(request.setup, recompute=choice.recompute), prepare_request)
-            self._found[key] = Trial(
-                placement,
-                choice,
-                simulation,
-                self.time(simulation, request.machine),
-                _by_tier(simulation.program.peak_bytes),
-            )
+            peak: dict[TierName, int] = {tier: simulation.program.peak_bytes.get(tier, 0) for tier in TIERS}
+            there = {tier: nbytes for tier, nbytes in peak.items() if nbytes}
+            timing = self.time(simulation, request.machine)
+            self._found[key] = Trial(placement, choice, simulation, timing, there)
         return self._found[key]
 
     def simulate_other(
@@ -117,14 +114,10 @@ class Trials:
             simulation = simulate(setup, prepare_request)
         except ConfigError:
             simulation = simulate(replace(setup, runs_operations=True), prepare_request)
-        self._time_ops(simulation)
-        return simulation
-
-    def _time_ops(self, simulation: Simulation) -> None:
-        """Run what was not timed yet, once, on the device that is here."""
         unknown = {op: recipe for op, recipe in simulation.recipes.items() if op not in self._measured}
         costs = machine_costs(self._request.machine)
         self._measured |= time_ops(unknown, costs.op, device=device_for((), None).device)
+        return simulation
 
     def write_trace(self, trial: Trial, path: str | os.PathLike[str]) -> None:
         """Write a step that was not run to a file for Perfetto.
@@ -170,24 +163,13 @@ def _twice(inputs: Any) -> Any:
 
 def placement_of(fractions: Fractions, choice: Choice, request: PlanRequest) -> Placement:
     """Make the placement of fractions and a choice."""
-    storages = {kind: _storage(shares) for kind, shares in fractions.items()}
+    storages: dict[str, Any] = {kind: _storage(shares) for kind, shares in fractions.items()}
     in_files = choice.activations == "nvme" or any(shares.get("nvme") for shares in fractions.values())
     folders = tuple(request.folders) if in_files else None
-    return Placement(
-        params=storages["params"],
-        grads=storages["grads"],
-        optimizer=storages["optimizer"],
-        activations=choice.activations,
-        nvme_path=folders,
-    )
+    return Placement(**storages, activations=choice.activations, nvme_path=folders)
 
 
 def _storage(shares: Mapping[TierName, float]) -> TierName | dict[TierName, float]:
     """Name the one tier, or the fractions where there are several."""
     there = {tier: share for tier, share in shares.items() if share > 0}
     return next(iter(there)) if len(there) == 1 else there
-
-
-def _by_tier(peak_bytes: Mapping[str, int]) -> dict[TierName, int]:
-    tiers: tuple[TierName, ...] = ("device", "cpu", "nvme")
-    return {tier: peak_bytes[tier] for tier in tiers if peak_bytes.get(tier)}

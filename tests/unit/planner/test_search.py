@@ -322,6 +322,17 @@ def test_what_is_given_is_looked_at_alone() -> None:
     assert excess["device"] > 0
 
 
+def test_what_no_simulation_has_shown_to_fit_is_never_said_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that may simulate nothing: what is slowest fits, or says what it lacks."""
+    monkeypatch.setattr(searching, "SIMULATIONS", 0)
+    for device_bytes in (300_000, 200_000):
+        request = asked(device_bytes=device_bytes)
+        best = find_best(request, Trials(request))
+        excess = request.limits.excess(best.trial.peak_bytes)
+        assert (best.lacking is None) == (not excess)
+        assert best.lacking is None or best.lacking.missing
+
+
 def test_a_search_says_what_it_does() -> None:
     request, said = asked(device_bytes=300_000), list[str]()
     find_best(request, Trials(request), said.append)
