@@ -65,6 +65,8 @@ class ExpectedValues:
 
     def _made_known(self, name: str, args: Sequence[Any], out: Any) -> Indices | Mean | None:
         known = self._known.get(args[2] if name in ("scatter", "scatter_") else args[0])
+        if known is None and name not in ("topk", "argmax"):
+            return None
         match name, known:
             case "topk", _:
                 return Indices(args[0].shape[args[2] if len(args) > 2 else -1])
