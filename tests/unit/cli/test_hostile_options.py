@@ -64,6 +64,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--host-memory": [*SIZES, "0"],
         "--folders": ["", "0", "65", "a\x00b"],
         "--what-if": ["", "x", "disk_read", "disk_read=", "=", "disk_read=nan", "disk_read=-1", f"disk_read={HUGER}"],
+        "--tbw": ["", "x", "nan", "inf", "-1", "0", HUGER],
         "--max-step": ["", "x", "nan", "inf", "-1", "0", HUGER],
         "--out": [path for path in OUT[1:] if path],
         "--trace": [path for path in OUT[1:] if path],

@@ -223,7 +223,7 @@ def test_a_file_of_a_strange_name_is_named_on_one_line(tmp_path):
     with pytest.raises(ConfigError) as refused:
         Plan.read(file)
     said = 'it has no "penstock": "plan", so it is no plan. Mend it, or name another file.'
-    assert str(refused.value) == f"{tmp_path}/a\\nb.json: {said}"
+    assert str(refused.value) == f"{tmp_path}/a\\nb.json is not read: {said}"
 
 
 def test_the_text_of_a_plan_is_read_as_its_file_is() -> None:

@@ -206,7 +206,7 @@ class Recorder:
         changes: Iterable[Mapping[Tier, Change]],
         rests: Mapping[Tier, int],
     ) -> None:
-        """Tell of another program in place of the one that was noted.
+        """Take another program in place of the one that was noted.
 
         Arguments:
             items: what it does.
