@@ -115,7 +115,6 @@ def same(one: Simulation, other: Simulation) -> None:
         pytest.param(ON_CPU, {"machine": "cpu-laptop"}, id="on a cpu"),
         pytest.param(ON_CPU, {"micro_batches": 3}, id="three micro-batches"),
         pytest.param(ON_CPU, {"machine": "h100-node", "world_size": 8}, id="eight ranks"),
-        pytest.param(Placement(optimizer="cpu", grads="cpu", activations="cpu"), {}, id="activations"),
         pytest.param(
             Placement(params=shares(0.2), grads=shares(0.2), optimizer=shares(0.15)), {"max_grad_norm": 1.0}, id="cut"
         ),
@@ -140,6 +139,17 @@ def test_a_model_whose_blocks_cannot_be_left_out_is_simulated_whole(
     assert not enough
 
 
-def test_what_is_ahead_reaches_further_than_a_run_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, whole, _ = looked_at(monkeypatch, lambda: Net(BLOCKS), ON_CPU, options=Options(tile_bytes=4096))
+@pytest.mark.parametrize(
+    ("placement", "options"),
+    [
+        pytest.param(ON_CPU, Options(tile_bytes=4096), id="more is ahead than there is"),
+        pytest.param(IN_FILES, NOTHING_AHEAD, id="rings of files hold more than there is"),
+        pytest.param(Placement(optimizer="cpu", grads="cpu", activations="cpu"), NOTHING_AHEAD, id="activations"),
+    ],
+)
+def test_what_reaches_over_many_blocks_is_simulated_whole(
+    placement: Placement, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, whole, enough = looked_at(monkeypatch, lambda: Net(BLOCKS), placement, options=options)
     same(found, whole)
+    assert not enough

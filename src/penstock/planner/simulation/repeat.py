@@ -5,12 +5,11 @@
 2. In each pass over a run, what happens for one block in its middle happens for the next one too, but for the names of
    units and for the jobs that are referred to: `repeated` inserts it for each block that was left out.
 
-Where neighbours in the middle of a run differ, the whole model is simulated. Two things are not exact: host memory of
-activations, which is taken in pieces of many blocks, is estimated to the safe side; and what a model computes of the
-outputs of all its blocks at once is counted for those that are simulated.
+Where neighbours in the middle of a run differ, the whole model is simulated. One thing is not exact: what a model
+computes of the outputs of all its blocks at once is counted for those that are simulated.
 """
 
-import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from penstock.config import GRAD, MASTER, PARAM, Placement, Tier, TierName, parse_tier
+from penstock.config import GRAD, MASTER, PARAM, Placement, Tier, TierName
 from penstock.planner.simulation.engine_internals import (
     RING_BYTES,
     Blueprint,
@@ -32,7 +31,7 @@ from penstock.planner.simulation.engine_internals import (
 )
 from penstock.planner.simulation.fake_tensor import rounded
 from penstock.planner.simulation.program import Item, ProgramJob, WorkKind
-from penstock.planner.simulation.recorder import NO_CHANGE, Change, Recorder
+from penstock.planner.simulation.recorder import Change, Recorder
 from penstock.trace import Label
 
 #: The norm of a gradient, as native arithmetic is noted.
@@ -40,6 +39,7 @@ NORM = "penstock.norm"
 #: So many blocks at either end of a run are unlike those in the middle: buffers for their gradients are free at first.
 LEAST_EDGE = 2
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_NUMBERED = re.compile("layer|block|idx|index|number")  # attributes that count blocks
 _OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -99,15 +99,15 @@ def _described(block: nn.Module, number: int) -> object:
     """Describe what a block consists of."""
     parts = []
     for name, module in block.named_modules():
-        held = {key: _of(value, number) for key, value in vars(module).items() if key not in _OF_MODULE}
+        held = {key: _of(key, value, number) for key, value in vars(module).items() if key not in _OF_MODULE}
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         shapes = [(key, t.dtype, tuple(t.shape), t.requires_grad) for key, t in tensors]
         parts.append((name, type(module), held, shapes))
     return parts
 
 
-def _of(value: Any, number: int) -> object:
-    if type(value) is int and value == number:
+def _of(name: str, value: Any, number: int) -> object:
+    if type(value) is int and value == number and _NUMBERED.search(name):
         return "its number"
     if isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value):
         return tuple(value)
@@ -176,6 +176,10 @@ def whole_model(
         grid: the ranks.
         reach: which tiers compute reads in place.
     """
+    placement = request.placement
+    # Which slot of a ring, or which piece of memory, a tile or an activation gets depends on all before it.
+    if placement.activations is not None or Tier.NVME in placement.home("params"):
+        return None
     blocks = equal_blocks(model)
     if not blocks:
         return None
@@ -192,12 +196,7 @@ def runs_of(blocks: Sequence[Sequence[str]], blueprint: Blueprint) -> list[Run]:
         blueprint: of the whole model.
     """
     plans = {plan.spec.name: plan for plan in blueprint.units}
-    request = blueprint.request
-    ahead_bytes = request.options.prefetch_bytes
-    in_files_too = (
-        request.placement.activations is not None
-        and parse_tier(request.placement.activations, what="activations") is Tier.NVME
-    )
+    ahead_bytes = blueprint.request.options.prefetch_bytes
     found: list[Run] = []
     for names in blocks:
         units = [_units(name, plans) for name in names]
@@ -211,7 +210,7 @@ def runs_of(blocks: Sequence[Sequence[str]], blueprint: Blueprint) -> list[Run]:
             continue
         nbytes = sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in units[group[0]].values())
         in_files = any(each.tier is Tier.NVME for plan in units[group[0]].values() for each in plan.all_segments())
-        last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files or in_files_too else 0) // nbytes)
+        last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files else 0) // nbytes)
         kept = 2 * last + 2
         if len(group) > kept:
             found.append(Run([names[number] for number in group], kept, last))
@@ -469,12 +468,8 @@ class Repetition:
             elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
                 payload = self._seen(item.index, chunk)
             found.append((item.kind, self._relative(item.label, chunk), payload))
-            found.append(self._device_change(index))
+            found.append(self._memory.get(index))
         return found
-
-    def _device_change(self, index: int) -> Mapping[Tier, Change]:
-        """Return the changes of bytes before an item, but for host memory: activations get that in large pieces."""
-        return {tier: change for tier, change in self._memory.get(index, {}).items() if tier is not Tier.CPU}
 
     def _range(self, sweep: int, block: int) -> range:
         found = self._sweeps[sweep]
@@ -518,17 +513,11 @@ class Repetition:
         for shift in range(1, run.left_out + 1):
             for index in self._range(number, self._repeated[number]):
                 self._write(index, way * shift)
-        # As much for each block as for those that are simulated, which is no less than it takes.
-        taken = [
-            self._memory.get(index, {}).get(Tier.CPU, NO_CHANGE).net for index in range(sweep.starts[0], sweep.stop)
-        ]
-        more = math.ceil(sum(taken) * run.left_out / run.kept)
-        self.changes.append({Tier.CPU: Change(more, max(more, 0))})
 
     def _write(self, index: int, shift: int) -> None:
         """Write an item once more, for the block so many behind its own."""
         item, chunk = self._items[index], self._chunks[index]
-        self.changes.append(self._device_change(index) if shift else self._memory.get(index, {}))
+        self.changes.append(self._memory.get(index, {}))
         label = self._labelled(item.label, chunk, shift)
         place = item.index
         if item.kind is WorkKind.SUBMIT:
