@@ -125,9 +125,9 @@ def test_the_first_rank_plans_for_all(ranks) -> None:
 def test_what_fails_on_the_first_rank_is_refused_on_all(ranks) -> None:
     one, other = ranks
     assert one["broken"].startswith("ConfigError: ")
-    assert "broken 0.json: it is no JSON" in one["broken"]
+    assert "broken 0.json is not read: it is no JSON" in one["broken"]
     assert other["broken"].startswith("EngineError: Rank 0 of 2 failed in prepare(placement='auto'), and this one")
-    assert "broken 0.json: it is no JSON" in other["broken"]
+    assert "broken 0.json is not read: it is no JSON" in other["broken"]
     assert "no data" in one["failing batch"]
     assert "no data" in other["failing batch"]
 
