@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ from penstock.trace import Label
 
 #: The norm of a gradient, as native arithmetic is noted.
 NORM = "penstock.norm"
+#: The verb of updates, and the stream of those that the host computes.
+UPDATE = "update"
 #: So many blocks at either end of a run are unlike those in the middle: buffers for their gradients are free at first.
 LEAST_EDGE = 2
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -204,16 +207,15 @@ def runs_of(blocks: Sequence[Sequence[str]], blueprint: Blueprint) -> list[Run]:
         for number, of_block in enumerate(units):
             alike = bool(groups) and _tiers(of_block) == _tiers(units[groups[-1][-1]])
             groups[-1].append(number) if alike and of_block else groups.append([number])
-        group = max(groups, key=len)  # updates of one run may alternate with those of another
-        plan, *_ = units[group[0]].values() or (None,)
-        if plan is None:
-            continue
-        nbytes = sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in units[group[0]].values())
-        in_files = any(each.tier is Tier.NVME for plan in units[group[0]].values() for each in plan.all_segments())
-        last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files else 0) // nbytes)
-        kept = 2 * last + 2
-        if len(group) > kept:
-            found.append(Run([names[number] for number in group], kept, last))
+        for group in groups:
+            nbytes = sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in units[group[0]].values())
+            if not nbytes:
+                continue
+            in_files = any(each.tier is Tier.NVME for plan in units[group[0]].values() for each in plan.all_segments())
+            last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files else 0) // nbytes)
+            kept = 2 * last + 2
+            if len(group) > kept:
+                found.append(Run([names[number] for number in group], kept, last))
     return [
         run for run in found if not any(_is_inside(run.names[0], other.names) for other in found if other is not run)
     ]
@@ -308,12 +310,19 @@ class _Chunk(NamedTuple):
 
 
 class _Sweep(NamedTuple):
-    """A pass over a run: the blocks as they are met, each from an item on, and the end of the last one's items."""
+    """A pass over a run: the blocks in the order in which they are met, and the items of each."""
 
     run: int
     blocks: Sequence[int]
-    starts: Sequence[int]
-    stop: int
+    items: Mapping[int, Sequence[int]]
+
+
+class _Turn(NamedTuple):
+    """The update of a range of tiles: what it is of, whether a thread of the host computes it, and its items."""
+
+    label: Label
+    on_host: bool
+    items: Sequence[int]
 
 
 class Repetition:
@@ -336,6 +345,7 @@ class Repetition:
         self._places: dict[str, tuple[int, int, str] | None] = {}
         self._sweeps: list[_Sweep] = []
         self._chunks: list[_Chunk | None] = [None] * len(self._items)
+        self._turns: dict[int, list[_Turn]] = {}  # by the number of the phase
         self._where: dict[int, tuple[_Chunk, int]] = {}  # of jobs: their chunk, and which one they are there
         self._find_sweeps()
         self._number_jobs()
@@ -367,18 +377,83 @@ class Repetition:
 
     def _find_sweeps(self) -> None:
         ends = [first for _, first in self._phases[1:]] + [len(self._items)]
-        for (phase, start), stop in zip(self._phases, ends, strict=True):
-            met: dict[int, list[tuple[int, int]]] = {}
-            for index in range(start, stop):
-                item = self._items[index]
-                place = self._place(self._unit(item))
-                # Forward and backward are told apart by what is computed: what comes ahead belongs to where it is met.
-                if place is not None and (phase == "step" or item.kind is WorkKind.COMPUTE):
-                    met.setdefault(place[0], []).append((index, place[1]))
-            for run, found in met.items():
-                for sweep in self._cut(run, found, stop, phase):
-                    self._add(sweep)
+        for number, ((phase, start), stop) in enumerate(zip(self._phases, ends, strict=True)):
+            if phase == "step":
+                self._turns[number] = self._find_turns(start, stop)
+            turns = self._turns.get(number, [])
+            first, last = (turns[0].items[0], turns[-1].items[-1] + 1) if turns else (stop, stop)
+            for part in (range(start, first), range(last, stop)):  # before turns are taken, and afterwards
+                for run, found in self._met(part, phase).items():
+                    for sweep in self._cut(run, found, part.stop, phase):
+                        self._add(sweep)
+            for on_host in (True, False):
+                self._add_turns([turn for turn in turns if turn.on_host is on_host])
         self._check_outside()
+
+    def _met(self, indices: range, phase: str) -> dict[int, list[tuple[int, int]]]:
+        """List items that are of a block, by run: their number and the block.
+
+        Forward and backward are told apart by what is computed: what comes ahead belongs to where it is met.
+        """
+        met: dict[int, list[tuple[int, int]]] = {}
+        for index in indices:
+            item = self._items[index]
+            place = self._place(self._unit(item))
+            if place is not None and (phase == "step" or item.kind is WorkKind.COMPUTE):
+                met.setdefault(place[0], []).append((index, place[1]))
+        return met
+
+    def _find_turns(self, start: int, stop: int) -> list[_Turn]:
+        """Cut the updates of a step into turns: a thread of the host and the device take turns with ranges of tiles.
+
+        A wait belongs to what comes next, unless that belongs to what was before.
+        """
+        labels: dict[int, Label] = {}
+        for index in range(start, stop):
+            item = self._items[index]
+            label = self._jobs[item.index].label if item.kind is WorkKind.SUBMIT else item.label
+            if item.kind in (WorkKind.SUBMIT, WorkKind.COMPUTE) and label.verb == UPDATE and label.tile is not None:
+                labels[index] = label
+        if not labels:
+            return []
+        found: list[_Turn] = []
+        waiting: list[int] = []
+        for index in range(min(labels), max(labels) + 1):
+            waiting.append(index)
+            if (label := labels.get(index)) is None:
+                continue
+            if found and (found[-1].label.unit, found[-1].label.tile) == (label.unit, label.tile):
+                turn = found.pop()
+                found.append(turn._replace(items=[*turn.items, *waiting], on_host=turn.on_host or self._on_host(index)))
+            else:
+                found.append(_Turn(label, self._on_host(index), list(waiting)))
+            waiting.clear()
+        if found != self._alternating(found):
+            raise UnlikeError
+        return found
+
+    def _on_host(self, index: int) -> bool:
+        item = self._items[index]
+        return item.kind is WorkKind.SUBMIT and self._jobs[item.index].stream == UPDATE
+
+    @staticmethod
+    def _alternating(turns: Iterable[_Turn]) -> list[_Turn]:
+        """Order turns as a step does: those of the host and of the device alternate."""
+        of_host, of_device = ([turn for turn in turns if turn.on_host is on_host] for on_host in (True, False))
+        return [turn for pair in zip_longest(of_host, of_device) for turn in pair if turn is not None]
+
+    def _add_turns(self, turns: Sequence[_Turn]) -> None:
+        """Make the turns of each run a pass over it."""
+        met: dict[int, dict[int, list[int]]] = {}
+        for turn in turns:
+            place = self._place(turn.label.unit)
+            if place is not None:
+                met.setdefault(place[0], {}).setdefault(place[1], []).extend(turn.items)
+        for run, items in met.items():
+            order = list(items)
+            if order not in (list(range(self._runs[run].kept)), list(range(self._runs[run].kept))[::-1]):
+                raise UnlikeError
+            self._add(_Sweep(run, order, items))
 
     def _cut(self, run: int, found: Sequence[tuple[int, int]], stop: int, phase: str) -> Iterator[_Sweep]:
         """Cut what is met of a run in a phase into passes over it."""
@@ -391,7 +466,9 @@ class Repetition:
                     if order not in (list(range(kept)), list(range(kept))[::-1]):
                         raise UnlikeError
                     begins = list(starts.values())
-                    yield _Sweep(run, order, begins, self._end(begins[-1], order[-1], run, index, phase))
+                    ends = [*begins[1:], self._end(begins[-1], order[-1], run, index, phase)]
+                    ranges = (range(first, end) for first, end in zip(begins, ends, strict=True))
+                    yield _Sweep(run, order, dict(zip(order, ranges, strict=True)))
                 starts = {}
             starts.setdefault(block, index)
 
@@ -408,8 +485,8 @@ class Repetition:
     def _add(self, sweep: _Sweep) -> None:
         number = len(self._sweeps)
         self._sweeps.append(sweep)
-        for block, start, stop in zip(sweep.blocks, sweep.starts, [*sweep.starts[1:], sweep.stop], strict=True):
-            for index in range(start, stop):
+        for block, indices in sweep.items.items():
+            for index in indices:
                 if self._chunks[index] is not None:
                     raise UnlikeError
                 self._chunks[index] = _Chunk(number, sweep.run, block)
@@ -458,7 +535,7 @@ class Repetition:
         """Describe what is done for a block, with units and jobs as seen from it."""
         chunk = _Chunk(sweep, self._sweeps[sweep].run, block)
         found: list[object] = []
-        for index in self._range(sweep, block):
+        for index in self._sweeps[sweep].items[block]:
             item = self._items[index]
             payload: object = item.index
             if item.kind is WorkKind.SUBMIT:
@@ -470,11 +547,6 @@ class Repetition:
             found.append((item.kind, self._relative(item.label, chunk), payload))
             found.append(self._memory.get(index))
         return found
-
-    def _range(self, sweep: int, block: int) -> range:
-        found = self._sweeps[sweep]
-        place = found.blocks.index(block)
-        return range(found.starts[place], [*found.starts[1:], found.stop][place])
 
     def _relative(self, label: Label, chunk: _Chunk) -> object:
         place = self._place(label.unit)
@@ -495,24 +567,50 @@ class Repetition:
 
     def repeat(self) -> None:
         """Write the items of the whole model."""
-        ends = {self._range(number, block).stop: number for number, block in enumerate(self._repeated)}
         before = min((item.index for item in self._items if item.kind is WorkKind.SUBMIT), default=len(self._jobs))
         self.new_jobs += self._jobs[:before]  # of the time before the program begins
-        for index in range(len(self._items) + 1):
-            if index in ends:
-                self._insert(ends[index])
+        turning = {index: number for number, turns in self._turns.items() for turn in turns for index in turn.items}
+        ends = {
+            sweep.items[block][-1]: number
+            for number, (sweep, block) in enumerate(zip(self._sweeps, self._repeated, strict=True))
+            if sweep.items[block][-1] not in turning
+        }
+        for index in range(len(self._items)):
             self.positions.append(len(self.new_items))
-            if index < len(self._items):
+            if index not in turning:
                 self._write(index, 0)
+            elif index == self._turns[turning[index]][0].items[0]:
+                self._take_turns(self._turns[turning[index]])
+            if index in ends:
+                for shift in self._shifts(ends[index]):
+                    for again in self._sweeps[ends[index]].items[self._repeated[ends[index]]]:
+                        self._write(again, shift)
+        self.positions.append(len(self.new_items))
         self.changes.append(self._memory.get(len(self._items), {}))
 
-    def _insert(self, number: int) -> None:
-        sweep = self._sweeps[number]
-        run = self._runs[sweep.run]
-        way = 1 if sweep.blocks[0] == 0 else -1
-        for shift in range(1, run.left_out + 1):
-            for index in self._range(number, self._repeated[number]):
-                self._write(index, way * shift)
+    def _shifts(self, sweep: int) -> range:
+        """Return how far behind a block that is repeated those are for which it is."""
+        left_out = self._runs[self._sweeps[sweep].run].left_out
+        return range(1, left_out + 1) if self._sweeps[sweep].blocks[0] == 0 else range(-1, -left_out - 1, -1)
+
+    def _take_turns(self, turns: Sequence[_Turn]) -> None:
+        """Write the updates of a step: of the host and of the device in turns, with those of the blocks left out."""
+        order: list[tuple[_Turn, int]] = []
+        for on_host in (True, False):
+            mine = [turn for turn in turns if turn.on_host is on_host]
+            block: list[_Turn] = []
+            for turn, following in zip_longest(mine, mine[1:]):
+                order.append((turn, 0))
+                block.append(turn)
+                chunk = self._chunks[turn.items[0]]
+                if following is None or self._chunks[following.items[0]] != chunk:
+                    if chunk is not None and chunk.block == self._repeated[chunk.sweep]:
+                        order += [(again, shift) for shift in self._shifts(chunk.sweep) for again in block]
+                    block = []
+        of_host, of_device = ([each for each in order if each[0].on_host is on_host] for on_host in (True, False))
+        for each in (each for pair in zip_longest(of_host, of_device) for each in pair if each is not None):
+            for index in each[0].items:
+                self._write(index, each[1])
 
     def _write(self, index: int, shift: int) -> None:
         """Write an item once more, for the block so many behind its own."""
