@@ -119,6 +119,13 @@ def same(one: Simulation, other: Simulation) -> None:
             Placement(params=shares(0.2), grads=shares(0.2), optimizer=shares(0.15)), {"max_grad_norm": 1.0}, id="cut"
         ),
         pytest.param(ON_CPU, {"recompute": True}, id="recomputed"),
+        pytest.param(Placement(grads="cpu", optimizer="cpu"), {}, id="state on the cpu"),
+        pytest.param(
+            Placement(params=shares(0.5), grads="cpu", optimizer=shares(0.5)), {}, id="the host and the device in turns"
+        ),
+        pytest.param(
+            Placement(params=shares(0.5), grads=shares(0.5), optimizer=shares(0.5)), {}, id="each updates its own"
+        ),
     ],
 )
 def test_the_program_is_that_of_the_whole_model(
