@@ -406,7 +406,7 @@ class Repetition:
     def _find_turns(self, start: int, stop: int) -> list[_Turn]:
         """Cut the updates of a step into turns: a thread of the host and the device take turns with ranges of tiles.
 
-        A wait belongs to what comes next, unless that belongs to what was before.
+        A wait belongs to the turn of what comes next.
         """
         labels: dict[int, Label] = {}
         for index in range(start, stop):
@@ -420,8 +420,9 @@ class Repetition:
         waiting: list[int] = []
         for index in range(min(labels), max(labels) + 1):
             waiting.append(index)
-            if (label := labels.get(index)) is None:
+            if index not in labels:
                 continue
+            label = labels[index]
             if found and (found[-1].label.unit, found[-1].label.tile) == (label.unit, label.tile):
                 turn = found.pop()
                 found.append(turn._replace(items=[*turn.items, *waiting], on_host=turn.on_host or self._on_host(index)))
