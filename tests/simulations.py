@@ -138,7 +138,7 @@ def simulated(setup: Setup, request: PrepareRequest) -> tuple[list[Noted], Any]:
     return jobs, found
 
 
-def as_rehearsed(real: Sequence[Noted], program: Program) -> list[Noted]:
+def as_simulated(real: Sequence[Noted], program: Program) -> list[Noted]:
     """Jobs of a real run as a simulation notes them: of what each follows the last one of each stream and folder."""
     rows = [(job.stream, job.folder) for job in program.jobs]
     found = []

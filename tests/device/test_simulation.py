@@ -21,7 +21,7 @@ from penstock.rules import device as device_rules
 from tests.device.running import strict
 from tests.parity.rows import INPUTS, Movement, Net, shares
 from tests.parity.test_simulation import Row, optimizer_of
-from tests.simulations import as_rehearsed, run_really, simulated
+from tests.simulations import as_simulated, run_really, simulated
 from tests.support import thorough
 
 ABOVE, BELOW = 0.03, 0.02
@@ -139,7 +139,7 @@ def test_a_rehearsal_submits_what_a_device_is_given_and_counts_what_it_takes(
     meant = make()
     setup = Setup(meant, optimizer_of(meant), batch, micro_batches=row.micro_batches, back_end="accelerator")
     virtual, found = simulated(setup, row.request(meant))
-    real = as_rehearsed(real, found.program)
+    real = as_simulated(real, found.program)
     for number, (one, other) in enumerate(zip(real, virtual, strict=False)):
         assert one == other, f"job {number} of {len(real)}"
     assert len(real) == len(virtual)

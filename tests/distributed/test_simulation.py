@@ -12,7 +12,7 @@ from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
 from tests.parity.rows import Movement
 from tests.parity.test_simulation import MODELS, Row, optimizer_of
-from tests.simulations import STEPS, as_rehearsed, run_really, simulated
+from tests.simulations import STEPS, as_simulated, run_really, simulated
 from tests.support import inline, run_ranks, separate, thorough
 
 CPU = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward")
@@ -60,7 +60,7 @@ def each_rank(rank: int, rows: list[Row], hybrid: bool) -> list[tuple[bool, bool
         setup = Setup(meant, optimizer_of(meant), batch, micro_batches=row.micro_batches, grid=grid, back_end=back_end)
         virtual, simulation = simulated(setup, row.request(meant))
         program = simulation.program
-        real = as_rehearsed(real, program)
+        real = as_simulated(real, program)
         noted = Counter(c.name for job in program.jobs for c in job.collectives if c.ranks > 1)
         noted += Counter(c.name for c in program.meetings)
         # The start gives every rank the first one's values, which a simulation leaves out.

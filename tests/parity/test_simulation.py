@@ -18,7 +18,7 @@ from penstock.blueprint import PrepareRequest, request_for
 from penstock.planner.simulation.simulate import Setup, loss_of
 from penstock.runtime.streams import Streams
 from tests.parity.rows import INPUTS, Movement, Net, changed, shares
-from tests.simulations import as_rehearsed, run_really, simulated
+from tests.simulations import as_simulated, run_really, simulated
 from tests.support import inline, sampled, separate
 
 TILES = (("tile_bytes", 4096),)
@@ -169,7 +169,7 @@ def test_a_rehearsal_submits_what_a_run_does(row: Row) -> None:
         back_end="inline" if row.streams == "inline" else "threads",
     )
     virtual, found = simulated(setup, row.request(meant))
-    real = as_rehearsed(real, found.program)
+    real = as_simulated(real, found.program)
     for number, (one, other) in enumerate(zip(real, virtual, strict=False)):
         assert one == other, f"job {number} of {len(real)}"
     assert len(real) == len(virtual)

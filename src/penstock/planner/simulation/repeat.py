@@ -137,9 +137,7 @@ class Whole:
     def removed_units(self) -> list[UnitPlan]:
         """List the units of the blocks that are left out."""
         removed = self.removed
-        return [
-            plan for plan in self.blueprint.units if plan.spec.name in removed or _is_inside(plan.spec.name, removed)
-        ]
+        return [plan for plan in self.blueprint.units if _is_of(plan.spec.name, removed)]
 
     def host_bytes(self) -> int:
         """Count the bytes at rest in host memory."""
@@ -216,22 +214,17 @@ def runs_of(blocks: Sequence[Sequence[str]], blueprint: Blueprint) -> list[Run]:
             kept = 2 * last + 2
             if len(group) > kept:
                 found.append(Run([names[number] for number in group], kept, last))
-    return [
-        run for run in found if not any(_is_inside(run.names[0], other.names) for other in found if other is not run)
-    ]
+    return [run for run in found if not any(_is_of(run.names[0], other.names) for other in found if other is not run)]
 
 
-def _is_inside(name: str, others: Iterable[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in others)
+def _is_of(name: str, blocks: Iterable[str]) -> bool:
+    """Return True if a module is one of some blocks, or inside of one."""
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
 def _units(block: str, plans: Mapping[str, UnitPlan]) -> dict[str, UnitPlan]:
     """Return the plans of a block's units, by the rest of their names."""
-    return {
-        name.removeprefix(block): plan
-        for name, plan in plans.items()
-        if name == block or name.startswith((f"{block}.",))
-    }
+    return {name.removeprefix(block): plan for name, plan in plans.items() if _is_of(name, [block])}
 
 
 def _tiers(units: Mapping[str, UnitPlan]) -> object:
@@ -366,7 +359,7 @@ class Repetition:
             for number, run in enumerate(self._runs):
                 for block in range(run.kept):
                     name = run.names[run.number(block)]
-                    if unit == name or unit.startswith(f"{name}."):
+                    if _is_of(unit, [name]):
                         self._places[unit] = number, block, unit.removeprefix(name)
         return self._places[unit]
 
