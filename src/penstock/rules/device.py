@@ -111,9 +111,11 @@ class DevicePass:
             return False
         assert self._compiled is not None
         try:
-            # Sizes that are equal by chance are not taken for the same: each chance would compile a kernel anew.
-            with _shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-                self._compiled(*arguments)
+            # Sizes that are equal by chance are not taken for the same: each chance would compile a kernel anew. Floats
+            # are constants of the code: what changes from call to call is a tensor.
+            same_by_chance = _shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+            with same_by_chance, torch._dynamo.config.patch(specialize_float=True):
+                self._compiled(*_as_inputs(arguments))
         except Exception as error:  # compilation fails before anything has run
             warnings.warn(
                 f"torch.compile failed for {self._what} on {device} ({_reason(error)}). It runs in plain torch "
@@ -128,6 +130,22 @@ class DevicePass:
         """Run the function, compiled or as it is."""
         if not self(device, *arguments):
             self._function(*arguments)
+
+
+def _as_inputs(argument: Any) -> Any:
+    """Give each tensor of an argument a storage that begins and ends with it, over the same memory.
+
+    The compiler compares tensors of one storage by their elements, whatever their dtypes: it refuses those that seem to
+    overlap, and asks at every call whether they do. And for each form of memory that views are of it compiles anew.
+    """
+    if isinstance(argument, tuple | list) and not hasattr(argument, "_fields"):
+        return type(argument)(map(_as_inputs, argument))
+    if not isinstance(argument, Tensor):
+        return argument
+    start = argument.storage_offset() * argument.element_size()
+    memory = argument.untyped_storage()[start : start + argument.nbytes]
+    tensor = torch.empty(0, dtype=argument.dtype, device=argument.device)
+    return tensor.set_(memory, 0, argument.shape)  # type: ignore[call-overload]
 
 
 def _reason(error: Exception) -> str:
@@ -201,14 +219,8 @@ def _arguments(
     """Return what `one_pass` takes for a segment."""
     specs = rule.states[: rule.used(step_scalars)]
     scales = [update_slice.scale(k) for k in range(len(specs))]
-    # `data` is no view of anything: for each form of memory that views are of, a kernel would be compiled anew.
-    tensors = (
-        update_slice.param.data,
-        update_slice.grad.data,
-        None if update_slice.master is None else update_slice.master.data,
-        [state.data for state in update_slice.states[: len(specs)]],
-        [None if scale is None else scale.data for scale in scales],
-    )
+    states = list(update_slice.states[: len(specs)])
+    tensors = update_slice.param, update_slice.grad, update_slice.master, states, scales
     fixed = rule.arithmetic, specs, type(step_scalars.scalars), step_scalars.flags, rule.format.stochastic
     return *fixed, tensors, update_slice.param.numel() // BLOCK_NUMEL, numbers, key_and_first
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.rules import StateFormat
+from penstock.rules import StateFormat, UpdateSlice
 from penstock.rules.device import ROUNDING, DeviceUpdate, compile_pass, one_pass, update_reference
 from penstock.rules.rule import fma, sqrt
 from tests.support import sampled_rows
@@ -103,6 +103,27 @@ def test_views_of_whatever_memory_compile_nothing_anew() -> None:
     for param in (update_slice.param, torch.zeros(4096)[:2048], allocation[1:3].view(-1).view(torch.float32)):
         compiled(rule, [(replace(update_slice, param=param), step_scalars)], 1.0)
     assert len(backend.graphs) == 1
+
+
+def in_one_memory(update_slice: UpdateSlice) -> UpdateSlice:
+    """Copy a slice into one allocation, as tiers do: views of different dtypes, one behind the other."""
+    tensors = [update_slice.param, update_slice.grad, update_slice.master, *update_slice.states, *update_slice.scales]
+    there = [tensor for tensor in tensors if tensor is not None]
+    memory = torch.cat([tensor.view(torch.uint8) for tensor in there]).split([tensor.nbytes for tensor in there])
+    views = iter([part.view(tensor.dtype) for part, tensor in zip(memory, there, strict=True)])
+    param, grad, master, *rest = (None if tensor is None else next(views) for tensor in tensors)
+    states, scales = rest[: len(update_slice.states)], rest[len(update_slice.states) :]
+    return replace(update_slice, param=param, grad=grad, master=master, states=tuple(states), scales=tuple(scales))
+
+
+@pytest.mark.filterwarnings("error:torch.compile failed")
+@pytest.mark.parametrize("format_", [*FORMATS, StateFormat("int8")], ids=lambda f: f"{f.dtype}-{f.rounding}")
+def test_the_compiler_refuses_no_format_in_one_memory(format_: StateFormat) -> None:
+    """It took elements of different dtypes for overlapping ones, and floats of the 8-bit map for inputs."""
+    torch._dynamo.reset()
+    rule, step_scalars = rule_and_hyper("adamw", format_)
+    update_slice = in_one_memory(make(rule, *random_inputs(2048), (torch.bfloat16, torch.int16), torch.bfloat16))
+    DeviceUpdate(compile_pass(one_pass, "aot_eager"))(rule, [(update_slice, step_scalars)], 0.7)
 
 
 @pytest.mark.parametrize("blocks", [2, 9, 12])
