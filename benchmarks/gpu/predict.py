@@ -61,7 +61,7 @@ def predicted(row: dict[str, Any], shape: str, machine: Machine) -> dict[str, An
             device_bytes=row["memory_gb"] and int(row["memory_gb"] * 1e9),
             placement=placement,
             overlap=given["overlap"],
-            options=penstock.Options(**given["options"]),
+            options=penstock.Options(**given.get("options", {})),
             max_grad_norm=given["max_grad_norm"],
         )
     return {

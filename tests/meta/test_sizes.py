@@ -156,6 +156,7 @@ TORCH: dict[str, dict[str, tuple[str, str]]] = {
         "peek_interpreter_stack": ("levels of torch.func are off on our side", BOTH),
     },
     "torch._dynamo": {
+        "config.patch": ("floats of the code are constants", BOTH),
         "config.recompile_limit": ("the limit, for the text of an error", BOTH),
         "eval_frame.skip_code": ("hooks are traced into their callers, and never compiled alone", BOTH),
     },

@@ -41,7 +41,9 @@ FOLDER = Path(__file__).parent / "machines"
 _MOST_BYTES = 1 << 20
 _MOST_CHARS = 200
 #: Figures of an accelerator that differ little between those of its kind.
-_NARROW = frozenset({"device_bandwidth", "device_update", "op_seconds", "h2d", "d2h", "duplex"})
+_NARROW = frozenset(
+    {"flops_bfloat16", "flops_float16", "device_bandwidth", "device_update", "op_seconds", "h2d", "d2h", "duplex"}
+)
 #: How many times less or more a narrow figure may be: than that of the same accelerator, than those of the same kind of
 #: device, and what any figure may be.
 _OF_THE_SAME, _OF_ITS_KIND, _OF_ANY = 5.0, 50.0, 1e4

@@ -16,7 +16,7 @@ from penstock.probe.disks import Folder, check_folders, measure_disks
 from penstock.probe.fingerprint import fingerprint, machine_name
 from penstock.probe.links import measure_jobs, measure_links, measure_room
 from penstock.probe.sampling import Deadline, Figures, Measurement
-from penstock.probe.updates import measure_device, measure_host
+from penstock.probe.updates import measure_device, measure_device_update, measure_host
 from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, ControlGroup, control_group_of_all
 from penstock.runtime.hardware import Hardware, device_for
 from penstock.runtime.modes import engine_mode
@@ -113,13 +113,14 @@ def _measure_alone(
     # In words, its weight, the part, and whether this machine has it. What plans rest on most comes first: a part that
     # takes longer than its share leaves less to those behind it.
     table: list[tuple[str, float, Callable[[Deadline], Figures], bool]] = [
-        ("device memory", 5.0 if accelerator else 1.0, partial(measure_device, device), True),
+        ("device memory", 1.0, partial(measure_device, device), True),
         ("arithmetic", 6.0, partial(measure_arithmetic, device), True),
         ("links", 5.0, partial(measure_links, device), accelerator),
         ("host memory and updates", 6.0, partial(measure_host, device), True),
         ("jobs", 0.5, partial(measure_jobs, device), True),
         ("disks", 6.0, partial(measure_disks, folders), bool(folders)),
         ("free memory", 2.0 if accelerator else 0.5, partial(measure_room, device), True),
+        ("updates on the device", 4.0, partial(measure_device_update, device), accelerator),
     ]
     parts = [(words, weight, part) for words, weight, part, there in table if there]
     figures: Figures = {}

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ GROUP: Mapping[str, Any] = {
 #: Dtypes of a parameter and of its master: bf16 with the low half of the fp32 value, and plain fp32.
 BF16, FP32 = (torch.bfloat16, torch.int16), (torch.float32, None)
 TILE_NUMEL = Options().tile_bytes // 2
-LEAST_BYTES, MOST_BYTES = 64 << 20, 2 << 30  # of host memory: several times the caches, where there is time
+LEAST_BYTES, MOST_BYTES = 64 << 20, 2 << 30  # of host memory
+CACHES = Path("/sys/devices/system/cpu")
+OF_CACHES = 4  # by how much the host's memory is larger than its caches: what fits there is no figure of memory
 LEAST_PASS_BYTES, MOST_PASS_BYTES = 32 << 20, 128 << 20  # of a device's, of each tensor of an elementwise pass
 LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES = 4 << 20, 256 << 20
 COMPILING_SECONDS = 3.0  # a part of less time belongs to a probe that has no time to compile a kernel
@@ -96,32 +99,38 @@ def fill(memory: Tensor) -> None:
 
 
 def measure_device(device: torch.device, deadline: Deadline) -> Figures:
-    """Measure passes over the device's memory: `device_bandwidth`, and of an accelerator AdamW's `device_update`.
+    """Measure passes over the device's memory: `device_bandwidth`.
 
     Arguments:
         device: the one that computes.
-        deadline: when to be done. A kernel that has to be compiled first takes longer.
+        deadline: when to be done.
     """
-    free, own = free_device_memory(device), deadline if device.type == "cpu" else deadline.share(0.2)
-    nbytes = own.nbytes(LEAST_PASS_BYTES, MOST_PASS_BYTES)
+    free = free_device_memory(device)
+    nbytes = deadline.nbytes(LEAST_PASS_BYTES, MOST_PASS_BYTES)
     nbytes = nbytes if free is None else min(nbytes, free // 16)
     moved = [torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for _ in range(3)]
     add = partial(torch.add, moved[0], moved[1], out=moved[2])
     how = f"a sum of two tensors into a third, {nbytes >> 20} MiB each, read and written"
-    figures = take_turns({"device_bandwidth": (lambda: 3 * nbytes / seconds_each(add, device), how)}, own)
-    if device.type == "cpu":
-        return figures
+    return take_turns({"device_bandwidth": (lambda: 3 * nbytes / seconds_each(add, device), how)}, deadline)
+
+
+def measure_device_update(device: torch.device, deadline: Deadline) -> Figures:
+    """Measure AdamW on an accelerator, as it is compiled there: `device_update`; nothing where there is no time to.
+
+    Arguments:
+        device: an accelerator.
+        deadline: when to be done. A kernel that has to be compiled first takes longer, so this comes last.
+    """
     compiles = has_compiler(device)
     if compiles and deadline.left() < COMPILING_SECONDS:
-        how = "no time to compile an update, which reads and writes once: as " + figures["device_bandwidth"].how
-        return figures | {"device_update": figures["device_bandwidth"]._replace(how=how)}
+        return {}
     memory = torch.empty(deadline.nbytes(LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES), dtype=torch.uint8, device=device)
     fill(memory)
     update = Update("adamw", BF16, memory, None)  # a device takes what is in its reach in one call
     run = partial(update.run, None)
     runs = "compiled" if compiles else "in torch's operations, since no compiler knows the device"
     how = f"AdamW of {update.numel:,} elements, bf16 with remainders, on the device, {runs}"
-    return figures | take_turns({"device_update": (lambda: update.nbytes / seconds_each(run, device), how)}, deadline)
+    return take_turns({"device_update": (lambda: update.nbytes / seconds_each(run, device), how)}, deadline)
 
 
 def measure_host(device: torch.device, deadline: Deadline) -> Figures:
@@ -135,8 +144,10 @@ def measure_host(device: torch.device, deadline: Deadline) -> Figures:
         `host_threads`, `host_bandwidth`, `update`, `update_<rule>`, and of a cpu `device_update`.
     """
     cores, load, free = cores_of_updates(device), os.getloadavg()[0], available_host_memory()
-    most = MOST_BYTES if free is None else min(MOST_BYTES, free.nbytes // 8)
-    memory = page_aligned(deadline.nbytes(LEAST_BYTES, most))
+    least, most = max(LEAST_BYTES, OF_CACHES * cache_bytes()), MOST_BYTES
+    if free is not None:
+        least, most = min(least, free.nbytes // 8), min(most, free.nbytes // 8)
+    memory = page_aligned(deadline.nbytes(least, most))
     touch(memory, cores.count)
     size = f"{memory.numel() >> 20} MiB in all"
     cases: dict[str, Case] = {}
@@ -166,6 +177,19 @@ def measure_host(device: torch.device, deadline: Deadline) -> Figures:
     # Figures of a machine that others use are those of what they leave: who reads them is to know.
     how = f"the cores that updates on this host get, within the container's quota; the load was {load:.1f} before"
     return figures | {"host_threads": Measurement.known(cores.count, how)}
+
+
+def cache_bytes() -> int:
+    """Return the bytes of the last level of caches of this process's cores; 0 where the kernel does not say."""
+    found: dict[int, dict[str, int]] = {}  # by level, and by the cores that share it
+    for core in os.sched_getaffinity(0):
+        for cache in CACHES.glob(f"cpu{core}/cache/index*"):
+            with contextlib.suppress(OSError, ValueError):
+                level, shared, size = (
+                    (cache / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
+                )
+                found.setdefault(int(level), {})[shared] = int(size.removesuffix("K")) << 10
+    return sum(found[max(found)].values()) if found else 0
 
 
 def cores_of_updates(device: torch.device) -> UpdateCores:

@@ -1,6 +1,7 @@
 """Update rules on a device, compiled with the roundings of the host."""
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
@@ -90,6 +91,7 @@ class DevicePass:
     def __init__(self, function: Callable[..., None], what: str, compiled: Pass | None = None) -> None:
         self._function, self._what, self._compiled = function, what, compiled
         self._decided = compiled is not None
+        self._of_thread = threading.local()
 
     def compiles(self, device: torch.device) -> bool:
         """Return True if the function is compiled for a device."""
@@ -111,10 +113,9 @@ class DevicePass:
             return False
         assert self._compiled is not None
         try:
-            # Sizes that are equal by chance are not taken for the same: each chance would compile a kernel anew. Floats
-            # are constants of the code: what changes from call to call is a tensor.
-            same_by_chance = _shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-            with same_by_chance, torch._dynamo.config.patch(specialize_float=True):
+            with contextlib.ExitStack() as stack:
+                for patch in self._patches():
+                    stack.enter_context(patch)
                 self._compiled(*_as_inputs(arguments))
         except Exception as error:  # compilation fails before anything has run
             warnings.warn(
@@ -125,6 +126,18 @@ class DevicePass:
             self._compiled = None
             return False
         return True
+
+    def _patches(self) -> tuple[contextlib.AbstractContextManager[None], ...]:
+        """Return what the compiler is told around each call of this thread; made once, since that takes long.
+
+        Sizes that are equal by chance are not taken for the same: each chance would compile a kernel anew. Floats are
+        constants of the code: what changes from call to call is a tensor.
+        """
+        if not hasattr(self._of_thread, "patches"):
+            same_by_chance = _shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+            self._of_thread.patches = same_by_chance, torch._dynamo.config.patch(specialize_float=True)
+        found: tuple[contextlib.AbstractContextManager[None], ...] = self._of_thread.patches
+        return found
 
     def run(self, device: torch.device, *arguments: Any) -> None:
         """Run the function, compiled or as it is."""
@@ -167,6 +180,8 @@ def _reason(error: Exception) -> str:
 
 #: For a size of 1 the compiler would make a kernel of its own.
 _LEAST_NUMEL = 2 * BLOCK_NUMEL
+#: Numbers of a few parameter groups and streams are kept on the device.
+_MOST_SENT = 16
 
 
 def one_pass(
@@ -291,6 +306,7 @@ class DeviceUpdate:
 
     def __init__(self, compiled: Pass | None = None) -> None:
         self._pass = DevicePass(one_pass, "the update", compiled)
+        self._sent: dict[tuple[Any, ...], Tensor] = {}  # numbers that a device has, by the stream that they came on
 
     def __call__(self, rule: Any, update_slices: Sequence[tuple[UpdateSlice, Any]], grad_scale: float) -> None:
         """Update segments.
@@ -305,14 +321,44 @@ class DeviceUpdate:
             update_in_torch(rule, update_slices, grad_scale)
             return
         whole, filled = _in_blocks(update_slices)
-        for (update_slice, step_scalars), numbers in zip(
-            whole, _numbers_of(rule, whole, grad_scale, device), strict=True
-        ):
+        numbers_of = self._numbers_of(rule, whole, grad_scale, device)
+        for (update_slice, step_scalars), numbers in zip(whole, numbers_of, strict=True):
             if not self._pass(device, *_arguments(rule, update_slice, step_scalars, *numbers)):
                 update_reference(rule, update_slice, step_scalars, grad_scale)
         for piece, copy in filled:
             for target, source in zip(_written(piece), _written(copy), strict=True):
                 target.copy_(source[: target.numel()])
+
+    def _numbers_of(
+        self, rule: Any, update_slices: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, device: torch.device
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield `numbers` and `key_and_first` of `one_pass` for each segment, on the device.
+
+        The numbers of all segments are copied together, equal ones once: a copy costs the host as much as a kernel.
+        """
+        rows: dict[tuple[float, ...], int] = {}
+        places: dict[tuple[int, int], int] = {}
+        found: list[tuple[int, int, int]] = []
+        for update_slice, step_scalars in update_slices:
+            row, place = _numbers(rule, update_slice, step_scalars, grad_scale)
+            found.append((rows.setdefault(row, len(rows)), len(row), places.setdefault(place, len(places))))
+        width = max((length for _, length, _ in found), default=0)
+        # Every row begins on 16 bytes: before a compiled kernel runs, torch copies inputs that do not.
+        width += -width % 4
+        scalars = self._send([(*row, *[0.0] * (width - len(row))) for row in rows], torch.float32, device)
+        keys_and_firsts = self._send(list(places), torch.int64, device)
+        for number, length, at in found:
+            yield scalars[number, :length], keys_and_firsts[at]
+
+    def _send(self, rows: list[tuple[Any, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return rows of numbers on a device. The tiles of a step have the same ones, which are copied once."""
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        key = (*rows, dtype, device, stream)
+        if key not in self._sent:
+            if len(self._sent) >= _MOST_SENT:
+                self._sent.clear()
+            self._sent[key] = _on_device(rows, dtype, device)
+        return self._sent[key]
 
 
 def _in_blocks(
@@ -365,29 +411,7 @@ def _written(update_slice: UpdateSlice) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _numbers_of(
-    rule: Any, update_slices: Sequence[tuple[UpdateSlice, Any]], grad_scale: float, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield `numbers` and `key_and_first` of `one_pass` for each segment, on the device.
-
-    The numbers of all segments are copied together, equal ones once: a copy costs the host as much as a kernel does.
-    """
-    rows: dict[tuple[float, ...], int] = {}
-    places: dict[tuple[int, int], int] = {}
-    found: list[tuple[int, int, int]] = []
-    for update_slice, step_scalars in update_slices:
-        row, place = _numbers(rule, update_slice, step_scalars, grad_scale)
-        found.append((rows.setdefault(row, len(rows)), len(row), places.setdefault(place, len(places))))
-    width = max((length for _, length, _ in found), default=0)
-    # Every row begins on 16 bytes: before a compiled kernel runs, torch copies inputs that do not.
-    width += -width % 4
-    scalars = _on_device([[*row, *[0.0] * (width - len(row))] for row in rows], torch.float32, device)
-    keys_and_firsts = _on_device([list(place) for place in places], torch.int64, device)
-    for number, length, at in found:
-        yield scalars[number, :length], keys_and_firsts[at]
-
-
-def _on_device(rows: list[list[Any]], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _on_device(rows: list[tuple[Any, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make a tensor of rows of numbers on a device, [rows, columns]."""
     # At least two rows: for a size of 1 the compiler makes a kernel of its own.
     values = torch.tensor(rows if len(rows) > 1 else 2 * rows, dtype=dtype, device="cpu")

@@ -304,6 +304,9 @@ def free_device_memory(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
+    number: int | None = device.index
+    if number is None:  # torch has the fraction of a numbered device alone
+        device = torch.device(device.type, torch.accelerator.current_device_index())
     ask = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
     try:
         free, total = map(int, ask(device))  # type: ignore[misc]

@@ -215,6 +215,9 @@ def test_what_is_free_is_within_the_fraction_of_the_process(monkeypatch: pytest.
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert free_device_memory(cuda(0)) == 500 - 100 + 40
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    module.get_per_process_memory_fraction = lambda device: {1: 0.5}[device.index]
+    assert free_device_memory(torch.device("cuda")) == 500 - 100 + 40, "of the current one, where no number is said"
     module.get_per_process_memory_fraction = lambda device: 1.0
     assert free_device_memory(cuda(0)) == 900 + 40
     del module.get_per_process_memory_fraction  # of an accelerator that has none

@@ -176,7 +176,10 @@ H100 = {"device_name": "NVIDIA H100 80GB HBM3"}
 COLD = "a sum; 1 run, then the time was up"
 
 
-@pytest.mark.parametrize(("name", "value"), [("device_bandwidth", 9e9), ("device_update", 9e9), ("op_seconds", 5e-10)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("device_bandwidth", 9e9), ("device_update", 9e9), ("op_seconds", 5e-10), ("flops_bfloat16", 1.6e11)],
+)
 def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: float) -> None:
     figure = from_probe("here", "cuda", {name: (value, value, value, COLD)}, H100).figures[name]
     sheet = Machine.read("h100-node").figures[name]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import Placement
+from penstock.config import Options, Placement
 from penstock.errors import ConfigError
 from penstock.planner import search
 from penstock.planner.machine import Machine
@@ -103,6 +103,12 @@ class TestRanks:
     def test_a_machine_without_links_says_what_to_state(self) -> None:
         with pytest.raises(ConfigError, match=r"has no figure link_bandwidth .* state it: link_bandwidth=NUMBER"):
             planned(machine=Machine.read("cpu-laptop"), world_size=2)
+
+
+def test_a_plan_has_the_threads_of_updates_that_were_asked_for(on_host: Plan) -> None:
+    """The simulation starts none, and its one thread was what runs of plans were updated with."""
+    assert on_host.options.update_threads is None
+    assert planned(placement=ON_HOST, options=Options(update_threads=3)).options.update_threads == 3
 
 
 def test_several_micro_batches_take_longer_and_have_their_tokens(on_host: Plan) -> None:

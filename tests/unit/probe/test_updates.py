@@ -1,9 +1,13 @@
 """Updates as the engine counts them, and on which cores."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from penstock.optim import Lion
+from penstock.probe import updates
 from penstock.probe.updates import BF16, FP32, GROUP, RULES, Update, cores_of_updates, fill
 from penstock.rules import Pool, rule_for
 from penstock.runtime.host_memory import page_aligned
@@ -69,3 +73,18 @@ def test_several_ranks_share_all_cores_of_the_host(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert cores_of_updates(CPU).count == alone
+
+
+def test_caches_are_counted_once_for_the_cores_that_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with 300 MiB of cache had its updates measured in 182 MiB: twice as fast as they were in training."""
+    for core, shared in enumerate(("0-1", "0-1", "2", "3")):
+        for level, size in (1, "48K"), (3, "32768K"):
+            folder = tmp_path / f"cpu{core}" / "cache" / f"index{level}"
+            folder.mkdir(parents=True)
+            for name, value in {"level": level, "shared_cpu_list": shared, "size": size}.items():
+                (folder / name).write_text(f"{value}\n")
+    monkeypatch.setattr(updates, "CACHES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    assert updates.cache_bytes() == 2 * (32 << 20)
+    monkeypatch.setattr(updates, "CACHES", tmp_path / "none")
+    assert updates.cache_bytes() == 0

@@ -110,8 +110,7 @@ def simulate(setup: Setup, request: PrepareRequest, *, steps: int = STEPS) -> Si
     Raises:
         ConfigError: the model cannot be simulated: its control flow depends on values; it says where, and what to do.
     """
-    # Threads of updates would have nothing to do.
-    request = replace(request, weights=None, options=replace(request.options, update_threads=1))
+    request = replace(request, weights=None)
     with torch.random.fork_rng(devices=[]):  # the batch and the model's first values may draw some
         if steps == STEPS and not setup.runs_operations:
             with contextlib.suppress(Exception):  # whatever it is, the whole model has it too, or does not need it
