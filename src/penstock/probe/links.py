@@ -91,7 +91,7 @@ class Link:
         if not up:
             target, source = source, target
         route = CopyRoute(Tier.DEVICE if up else Tier.CPU, crosses=True, bounce=self._bounce if bounces else None)
-        return self._routes.copy(route, target, source, DONE, NO_LABEL)
+        return self._routes.copy(route, (target,), (source,), DONE, NO_LABEL)
 
 
 def measure_jobs(device: torch.device, deadline: Deadline) -> Figures:

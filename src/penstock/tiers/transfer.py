@@ -1,6 +1,6 @@
 """Copies between tiers: the route of each, and the streams that it runs on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.config import OPTIMIZER, Tier
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.streams import (
+    CASTS,
     DOWNLOAD,
     FETCH,
     READ,
@@ -87,28 +88,44 @@ class CopyRoutes:
         self._landing = landing
         self._reader = reader
 
-    def copy(self, route: CopyRoute, target: Tensor, source: Tensor, after: Event, label: Label) -> Event:
-        """Submit a copy. Values that cross between the device and the host are cast on the host."""
-        up = route.to is Tier.DEVICE
-        put = partial(_put, target)
-        if route.bounce is not None:
-            ring = route.bounce[self._reader]
-            # Two streams: the device fills or empties one buffer while a thread of the host is at another.
-            fill, drain = (self._reader, UPLOAD) if up else (DOWNLOAD, WRITE)
-            dtype = (target if up else source).dtype
-            return self.through(ring, source, put, after, label, fill=fill, drain=drain, dtype=dtype, over=target)
-        crosses = route.crosses and not self._streams.aliases_host
-        # Cast where it lands: a device would need memory for the cast, and may send more bytes.
-        if crosses and not up and target.dtype != source.dtype:
-            return self.land(source, put, after, label, over=target)
-        return self._streams.submit(
-            UPLOAD if up else DOWNLOAD,
-            across(target, source) if crosses else partial(copy, target, source),
-            after=(after,),  # site copy.source_ready: the source is complete, and reads of the target are over
-            writes=(target,),
-            nbytes=source.numel() * source.element_size(),
-            label=label,
-        )
+    def copy(
+        self, route: CopyRoute, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
+    ) -> Event:
+        """Submit copies of one route: one piece of work, since each costs the host as much as a kernel's launch.
+
+        Values that are cast, or pass bounce buffers, take a way of their own. Values that cross between the device and
+        the host are cast on the host.
+        """
+        up, crosses = route.to is Tier.DEVICE, route.crosses and not self._streams.aliases_host
+        together: list[tuple[Tensor, Tensor]] = []
+        copied: list[Event] = []
+        for target, source in zip(targets, sources, strict=True):
+            put = partial(_put, target)
+            if route.bounce is not None:
+                ring = route.bounce[self._reader]
+                # Two streams: the device fills or empties one buffer while a thread of the host is at another.
+                fill, drain = (self._reader, UPLOAD) if up else (DOWNLOAD, WRITE)
+                dtype = (target if up else source).dtype
+                copied.append(
+                    self.through(ring, source, put, after, label, fill=fill, drain=drain, dtype=dtype, over=target)
+                )
+            elif crosses and not up and target.dtype != source.dtype:
+                # Cast where it lands: a device would need memory for the cast, and may send more bytes.
+                copied.append(self.land(source, put, after, label, over=target))
+            else:
+                assert not crosses or target.dtype == source.dtype, CASTS
+                together.append((target, source))
+        if together:
+            event = self._streams.submit(
+                UPLOAD if up else DOWNLOAD,
+                partial(_copy_each, together),
+                after=(after,),  # site copy.source_ready: the sources are complete, and reads of the targets are over
+                writes=[target for target, _ in together],
+                nbytes=sum(source.nbytes for _, source in together),
+                label=label,
+            )
+            copied.append(event)
+        return all_of(copied)
 
     def land(self, source: Tensor, use: Use, after: Event, label: Label, over: Tensor | None = None) -> Event:
         """Copy values from the device in their own dtype, and use them on the host, in order."""
@@ -180,6 +197,12 @@ class CopyRoutes:
         return all_of(drained)  # site staged_copy.over: all, because each of them may fail
 
 
+def _copy_each(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy each source to its target."""
+    for target, source in copies:
+        copy(target, source)
+
+
 def _put(target: Tensor, start: int, values: Tensor) -> None:
     """Copy the values of a buffer to their range of the target."""
     copy(target[start : start + values.numel()], values)
@@ -241,7 +264,7 @@ class Transfers:
                 crosses = here.tier is not there.tier
                 bounce = (here.bounce or there.bounce) if crosses else None
                 route = CopyRoute(there.tier, crosses, None if bounce is None else bounce())
-                copied += self._copy_all(route, _at(there, start, stop), _at(here, start, stop), after, label)
+                copied.append(self._copies.copy(route, _at(there, start, stop), _at(here, start, stop), after, label))
         # The copies follow `after`. An event of both would keep the events of all earlier copies, where only copies
         # write the target.
         event = all_of(copied) if copied else after  # site transfer.over
@@ -281,7 +304,7 @@ class Transfers:
                 slot.keep(here, number, buffer, ready)
             values, target = here.views_of(number, buffer), _at(there, first, last)
             # site load.arrived, load.copy_target_free, load.copy_read
-            arrived = all_of(self._copy_all(route, target, values, all_of([after, ready]), label))
+            arrived = self._copies.copy(route, target, values, all_of([after, ready]), label)
             slot.add_use(arrived)  # filled before that, the buffer would give these copies another tile
             copied.append(arrived)
         return copied
@@ -298,7 +321,7 @@ class Transfers:
             # The store of the tile that the slot held before may still read it (ordering rule 3).
             # site store.source_ready, store.slot_free
             values, free = there.views_of(number, buffer), all_of([after, slot.free])
-            landed = all_of(self._copy_all(route, values, _at(here, first, last), free, label))  # site store.landed
+            landed = self._copies.copy(route, values, _at(here, first, last), free, label)  # site store.landed
             # Stores of one record follow each other: a disk may finish the later one first (ordering rule 3).
             slot.free = there.last_stores[number] = self._streams.submit(
                 WRITE,
@@ -311,12 +334,6 @@ class Transfers:
             slot.keep(there, number, buffer, landed)
             taken.append(landed)  # the source is free then: the store reads the buffer alone
         return taken
-
-    def _copy_all(
-        self, route: CopyRoute, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
-    ) -> list[Event]:
-        """Copy the values of each kind."""
-        return [self._copies.copy(route, t, s, after, label) for t, s in zip(targets, sources, strict=True)]
 
 
 @dataclass
@@ -360,6 +377,21 @@ class StagedTile:
             # site tile.slot_copied_from, tile.slot_stored_from
             self.slot.free = all_of([home_again, *(back(used) for back in self.to_records)])
         return home_again
+
+
+class _InMemory(NamedTuple):
+    """Values of a tile in memory out of reach: their segment, where they rest and where they are used."""
+
+    segment: Segment
+    home: Views
+    near: Views
+    back: bool
+
+
+def _pairs(places: Iterable[_InMemory]) -> tuple[list[Tensor], list[Tensor]]:
+    """List the values where they are used, and where they rest."""
+    found = list(places)
+    return [view for each in found for view in each.near], [view for each in found for view in each.home]
 
 
 class TileRange(NamedTuple):
@@ -435,6 +467,7 @@ class TileStreamer:
         """
         places = {name: storage.tile(number) for name, storage in storages.items()}
         tile = StagedTile(after, None, label)
+        in_memory: list[_InMemory] = []
         for name, (segment, local) in places.items():
             if self._reaches(segment):
                 tile.views[name] = segment.views(*segment.tile_range(local, count))
@@ -444,7 +477,10 @@ class TileStreamer:
                 assert count == 1, "a record is one tile"
                 self._bring_record(tile, name, segment, local, back=name in written, sums=sums)
             else:
-                self._bring_memory(tile, name, segment, segment.tile_range(local, count), back=name in written)
+                values = segment.views(*segment.tile_range(local, count))
+                tile.views[name] = _views_like(values, tile.slot.near[name])
+                in_memory.append(_InMemory(segment, values, tile.views[name], name in written))
+        self._bring_memory(tile, in_memory)
         return tile
 
     def _slot_for(self, places: Mapping[str, tuple[Segment, int]]) -> RingSlot:
@@ -459,21 +495,23 @@ class TileStreamer:
     def _reaches(self, segment: Segment) -> bool:
         return segment.tier in self._reached or not segment.plan.cells
 
-    def _bring_memory(
-        self, tile: StagedTile, name: str, segment: Segment, extent: tuple[int, int], *, back: bool
-    ) -> None:
+    def _bring_memory(self, tile: StagedTile, places: Sequence[_InMemory]) -> None:
         """Copy values between host and device memory, and back after the use if asked for."""
-        assert tile.slot is not None
-        bounce = None if segment.bounce is None else segment.bounce()
-        there, back_again = CopyRoute(self._beside, True, bounce), CopyRoute(segment.tier, True, bounce)
-        sources = segment.views(*extent)
-        tile.views[name] = _views_like(sources, tile.slot.near[name])
-        # site tile.copy_complete, tile.copy_slot_free
-        free = all_of([tile.after, tile.slot.free])  # the slot's last tile may still be copied back
-        for source, target in zip(sources, tile.views[name], strict=True):
-            tile.arrivals.append(self._copies.copy(there, target, source, free, tile.label))
-            if back:
-                tile.to_memory.append(partial(self._copies.copy, back_again, source, target, label=tile.label))
+        for bounces in (False, True):
+            some = [each for each in places if (each.segment.bounce is not None) is bounces]
+            if not some:
+                continue
+            assert tile.slot is not None
+            segment = some[0].segment  # all of them lie on one tier, and share the bounce buffers
+            bounce = None if segment.bounce is None else segment.bounce()
+            # site tile.copy_complete, tile.copy_slot_free
+            free = all_of([tile.after, tile.slot.free])  # the slot's last tile may still be copied back
+            near, home = _pairs(some)
+            tile.arrivals.append(self._copies.copy(CopyRoute(self._beside, True, bounce), near, home, free, tile.label))
+            near, home = _pairs(each for each in some if each.back)
+            if home:
+                route = CopyRoute(segment.tier, True, bounce)
+                tile.to_memory.append(partial(self._copies.copy, route, home, near, label=tile.label))
 
     def _bring_record(
         self, tile: StagedTile, name: str, segment: Records, number: int, *, back: bool, sums: bool
@@ -497,12 +535,12 @@ class TileStreamer:
         else:
             event = self._fetch(segment, number, host, tile, load)
             if passes:
-                event = self._copies.copy(up, near, host, event, tile.label)
+                event = self._copies.copy(up, (near,), (host,), event, tile.label)
         tile.arrivals.append(event)
         tile.views[name] = segment.views_of(number, near)
 
         def store(used: Event) -> Event:
-            landed = self._copies.copy(down, host, near, used, tile.label) if passes else used
+            landed = self._copies.copy(down, (host,), (near,), used, tile.label) if passes else used
             slot.keep(segment, number, host, landed)  # who wants the record next need not wait for the file
             # site tile.store_landed
             written = self._streams.submit(WRITE, put, after=(landed,), nbytes=nbytes, label=tile.label)

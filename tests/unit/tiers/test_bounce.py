@@ -33,11 +33,11 @@ class Bounce:
 
     def upload(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
         way = CopyRoute(Tier.DEVICE, True, self.rings)
-        return CopyRoutes(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
+        return CopyRoutes(streams, Ring(), reader).copy(way, (target,), (source,), after, NO_LABEL)
 
     def download(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
         way = CopyRoute(Tier.CPU, True, self.rings)
-        return CopyRoutes(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
+        return CopyRoutes(streams, Ring(), reader).copy(way, (target,), (source,), after, NO_LABEL)
 
 
 def numbers(numel: int, dtype: torch.dtype) -> Tensor:
