@@ -164,14 +164,16 @@ def check_name(name: object, *, known: Iterable[str] = RATES) -> str:
     raise ConfigError(f"There is no figure {shown(name)}.{hint} All figures: {', '.join(names)}.")
 
 
-def check_count(name: str, value: float) -> None:
-    """Check that a figure that counts something is a whole number.
+def check_value(name: str, value: Any) -> float:
+    """Check the value of a figure: a number as of `number`, and a whole one if it counts something.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not. The text ends without a full stop.
     """
-    if RATES[name].unit == "count" and value != int(value):
-        raise ConfigError(f"{name} is {value:g}, and counts {RATES[name].meaning}: it is a whole number")
+    found = number(value, name)
+    if RATES[name].unit == "count" and found != int(found):
+        raise ConfigError(f"{name} is {found:g}, and counts {RATES[name].meaning}: it is a whole number")
+    return found
 
 
 def parse_rate(text: str) -> tuple[str, float]:
@@ -205,8 +207,7 @@ def parse_rate(text: str) -> tuple[str, float]:
         if match[2] not in factors:
             raise ConfigError(f"{one_line(match[2], _MOST_CHARS)} is no unit of {name}, which is in {unit}")
         # In decimals, so that 80us is 8e-05.
-        value = number(float(Decimal(match[1]) * Decimal(repr(factors[match[2]]))), name)
-        check_count(name, value)
+        value = check_value(name, float(Decimal(match[1]) * Decimal(repr(factors[match[2]]))))
     except ConfigError as error:
         units = f" with {', '.join(UNITS[unit])} or nothing behind it; bits are not read" if UNITS[unit] else ""
         raise ConfigError(f"{name}={one_line(written, _MOST_CHARS)}: {error}. Write a number{units}.") from error

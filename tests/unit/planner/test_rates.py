@@ -9,7 +9,7 @@ from penstock.planner.rates import (
     RATES,
     UNITS,
     Rate,
-    check_count,
+    check_value,
     check_name,
     number,
     parse_rate,
@@ -185,10 +185,10 @@ def test_a_figure_is_of_floats() -> None:
 
 
 def test_a_count_is_whole() -> None:
-    check_count("folders", 3.0)
-    check_count("disk_read", 3.5)
+    assert check_value("folders", 3) == 3.0
+    assert check_value("disk_read", 3.5) == 3.5
     with pytest.raises(ConfigError, match=r"devices is 0\.5"):
-        check_count("devices", 0.5)
+        check_value("devices", 0.5)
 
 
 def test_number_says_what_it_was_about() -> None:
