@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ from penstock.cli import values
 from penstock.errors import ConfigError, one_line
 
 _MOST_SECONDS = 3600
-_LOOKED_AT, _MOST_CHARS = 1 << 16, 500
+_LOOKED_AT = 1 << 16
 
 
 def probe(
@@ -56,7 +56,8 @@ def probe(
     if as_json:
         print(json.dumps(machine.to_dict()))
     else:
-        _show(machine, written)
+        print(machine)
+        print(f"written to {written}" if written else "not kept: the cache cannot be written; name --out")
 
 
 def check_target(target: Path) -> None:
@@ -95,28 +96,3 @@ def _status() -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("measuring", refresh_per_second=2) as status:
         yield lambda what: status.update(f"measuring {what}")
-
-
-def _show(machine: Any, written: Path | None) -> None:
-    """Print a machine as a table, and where it is kept."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from penstock.planner.rates import write_value
-
-    console = Console(highlight=False)
-    computes = "the cpu is the device" if machine.device == "cpu" else f"the device is {machine.device}"
-    console.print(Text(f"{machine.name}: {computes}"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title, side in (("figure", "left"), ("value", "right"), ("quartiles", "right"), ("how", "left")):
-        table.add_column(title, justify=side, overflow="fold")  # type: ignore[arg-type]
-    for name, figure in machine.figures.items():
-        spread = (
-            "" if figure.low == figure.high else " - ".join(write_value(name, n) for n in (figure.low, figure.high))
-        )
-        # As text: what it says of the machine may look like markup.
-        cells = (name, write_value(name, figure.value), spread, one_line(figure.how, _MOST_CHARS))
-        table.add_row(*map(Text, cells))
-    console.print(table)
-    console.print(Text(f"written to {written}" if written else "not kept: the cache cannot be written; name --out"))

@@ -380,16 +380,14 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def from_probe(
-    name: str, device: str, measured: Mapping[str, Sequence[Any]], fingerprint: Mapping[str, Any]
-) -> Machine:
+def from_probe(name: str, device: str, measured: Mapping[str, Rate], fingerprint: Mapping[str, Any]) -> Machine:
     """Make a machine of measurements, each held against what machines like it have.
 
     Arguments:
         name: what it is called.
         device: the kind of its devices.
-        measured: by name, value, lower quartile, upper quartile, and how it was measured. One that is implausible is
-            replaced by the figure of the same accelerator's data sheet, where that is known, and `how` says so.
+        measured: its figures by name. One that is implausible is replaced by the figure of the same accelerator's data
+            sheet, where that is known, and `how` says so.
         fingerprint: what the machine is made of.
 
     Raises:
@@ -399,34 +397,29 @@ def from_probe(
     accelerator = str(fingerprint.get("device_name"))
     same = [each for each in machines if str(each.fingerprint.get("accelerator")).endswith(f" x {accelerator}")]
     like = [each for each in machines if each.device == device != "cpu" and not each.unified_memory]
-    figures = {each: _plausible(each, values, same, like, machines) for each, values in measured.items()}
+    figures = {each: _plausible(each, rate, same, like, machines) for each, rate in measured.items()}
     return Machine(name, device, figures, fingerprint, probed=True)
 
 
-def _plausible(name: str, values: Sequence[Any], *circles: Sequence[Machine]) -> Rate:
+def _plausible(name: str, rate: Rate, *circles: Sequence[Machine]) -> Rate:
     """Return a measured figure, or that of a data sheet where it is outside of what machines like this one have.
 
     Arguments:
         name: the figure's.
-        values: as they were measured.
+        rate: as it was measured.
         circles: machines with the same accelerator, of the same kind of device, and any.
     """
-    value, least, _, _ = values
     unit = RATES[name].unit
     same, like, every = ([each.figures[name] for each in circle if each.has(name)] for circle in circles)
-    narrow = name in _NARROW
-    known, factor = (
-        (same, _OF_THE_SAME) if narrow and same else (like, _OF_ITS_KIND) if narrow and like else (every, _OF_ANY)
-    )
-    if unit not in ("bytes/s", "FLOP/s", "s") or not known:  # of what no machine that comes along has
-        return Rate(*values)
+    known, factor = every, _OF_ANY
+    if name in _NARROW and (same or like):
+        known, factor = (same, _OF_THE_SAME) if same else (like, _OF_ITS_KIND)
+    if unit in ("bytes", "count") or not known:  # of what no machine that comes along has
+        return rate
     low, high = min(each.low for each in known) / factor, max(each.high for each in known) * factor
-    if low <= value <= high and least > 0:
-        return Rate(*values)
-    found = (
-        f"{name} was measured as {value:.3g} {unit}, its lower quartile as {least:.3g}; "
-        f"machines like this one have {low:.3g} to {high:.3g}"
-    )
+    if low <= rate.value <= high:
+        return rate
+    found = f"{name} was measured as {rate.value:.3g} {unit}; machines like this one have {low:.3g} to {high:.3g}"
     sheets = [*same, *(each for each in like if each.how.startswith("assumed"))]
     if sheets:
         return replace(sheets[0], how=f"not measured: {sheets[0].how}. {found}")

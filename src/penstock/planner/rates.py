@@ -5,10 +5,11 @@ All are in SI units: bytes, bytes/s, FLOP/s, seconds. `RATES` is what errors, th
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from math import isfinite
+from statistics import quantiles
 from typing import Any, Literal, NamedTuple
 
 from penstock.errors import ConfigError, one_line, shown
@@ -129,6 +130,16 @@ class Rate:
     def stated(cls, value: float, how: str = STATED) -> "Rate":
         """Make a figure of a number that somebody gives, without a spread."""
         return cls(value, value, value, how)
+
+    @classmethod
+    def of(cls, samples: Sequence[float], how: str) -> "Rate":
+        """Make the figure of one sample or more: their median and quartiles."""
+        low, value, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [*samples] * 3
+        return cls(value, low, high, how)
+
+    def scaled(self, factor: float, told: str = "") -> "Rate":
+        """Return the figure times a factor, with some words more."""
+        return Rate(self.value * factor, self.low * factor, self.high * factor, self.how + told)
 
 
 def number(value: Any, what: str) -> float:

@@ -107,9 +107,9 @@ def _tiny_cases(device: torch.device, long: Callable[[], object]) -> dict[str, C
     def on_device() -> float:
         if device.type == "cpu":
             return seconds_of(many) / TINY_OPS
-        # Behind a long operation, so that the host is ahead of the device and its own time does not count. A difference
-        # below 0 stays as it is: the check of figures against machines of its kind finds it.
-        return (seconds_of(behind, device) - seconds_of(long, device)) / TINY_OPS
+        # Behind a long operation, so that the host is ahead of the device and its own time does not count. Where the
+        # difference is below 0, the check of figures against machines of its kind finds what stands in its place.
+        return max(seconds_of(behind, device) - seconds_of(long, device), 1e-9) / TINY_OPS
 
     where = "" if device.type == "cpu" else ", behind a long operation that the device is busy with"
     return {"op_seconds": (on_device, f"{TINY_OPS} sums of 16 numbers in a row{where}")}

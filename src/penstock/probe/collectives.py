@@ -3,12 +3,14 @@
 import contextlib
 import secrets
 from collections.abc import Mapping
+from dataclasses import astuple, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_of, take_turns
+from penstock.planner.rates import Rate
+from penstock.probe.sampling import Case, Deadline, Figures, seconds_of, take_turns
 from penstock.runtime.control_group import ControlGroup, all_gather_flat, give_back, own_group
 from penstock.runtime.system import hosts_of, ranks_of_host
 
@@ -40,13 +42,13 @@ def measure_collectives(
     with contextlib.ExitStack() as closing:
         groups |= _within_hosts(groups, control_group, closing)
         found = [
-            (name, _spread(group, control_group.size), _measure_group(device, group, deadline))
+            (name, _spread(group, control_group.size), [*map(astuple, _measure_group(device, group, deadline))])
             for name, group in groups.items()
         ]
     # What every rank has seen is one figure on all of them: the first rank's.
     figures: Figures = {}
     shared = [
-        (name, "net" if hosts > 1 else "link", Measurement(*bandwidth).scaled(rings), Measurement(*latency))
+        (name, "net" if hosts > 1 else "link", Rate(*bandwidth).scaled(rings), Rate(*latency))
         for name, (hosts, rings), (bandwidth, latency) in control_group.share(found)
     ]
     for name, kind, bandwidth, latency in sorted(shared, key=lambda each: -each[2].value):  # the slowest comes last
@@ -80,9 +82,7 @@ def _spread(group: dist.ProcessGroup, ranks: int) -> tuple[int, int]:
     return spread, max(1, here // hosts.count(dist.get_rank() // here)) if spread > 1 else 1
 
 
-def _measure_group(
-    device: torch.device, group: dist.ProcessGroup, deadline: Deadline
-) -> tuple[Measurement, Measurement]:
+def _measure_group(device: torch.device, group: dist.ProcessGroup, deadline: Deadline) -> tuple[Rate, Rate]:
     """Measure one group: its bandwidth, and its latency."""
     count = dist.get_world_size(group)
     trial = partial(_gather, device, group, TRIAL_BYTES)
@@ -94,10 +94,10 @@ def _measure_group(
     found = take_turns(cases, deadline)
     latency, *_, largest = found.values()
     moved = sizes[-1] * (count - 1) / count
-    value, high, low = (moved / max(each - latency.value, each / 10) for each in largest[:3])
+    value, high, low = (moved / max(each - latency.value, each / 10) for each in astuple(largest)[:3])
     told = ", ".join(f"{name} {1e6 * each.value:.0f} us" for name, each in found.items())
     how = f"all-gathers between {count} ranks ({told}){latency.how}"
-    return Measurement(value, low, high, how), latency._replace(how=how)
+    return Rate(value, low, high, how), replace(latency, how=how)
 
 
 def _gather(device: torch.device, group: dist.ProcessGroup, nbytes: int) -> float:

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from penstock.config import Tier
-from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_of, take_turns
+from penstock.planner.rates import Rate
+from penstock.probe.sampling import Case, Deadline, Figures, seconds_of, take_turns
 from penstock.runtime.accelerator import streams_for
 from penstock.runtime.hardware import free_device_memory, shares_host_memory, visible_devices
 from penstock.runtime.host_memory import (
@@ -147,7 +148,7 @@ def measure_room(device: torch.device, deadline: Deadline) -> Figures:
     """
     figures, visible = free_memory(device), visible_devices()
     if visible is not None and device.type != "cpu":
-        figures["devices"] = Measurement.known(visible.count, "that this process sees")
+        figures["devices"] = Rate.stated(visible.count, "that this process sees")
     if "host_memory" in figures:
         figures["pinnable_memory"] = _pinnable(device, int(figures["host_memory"].value), deadline)
     return figures
@@ -158,20 +159,20 @@ def free_memory(device: torch.device) -> Figures:
     figures = {}
     free, on_device = available_host_memory(), free_device_memory(device)
     if free is not None:
-        figures["host_memory"] = Measurement.known(free.nbytes, f"{free.whose} so much available now")
+        figures["host_memory"] = Rate.stated(free.nbytes, f"{free.whose} so much available now")
     if on_device is not None:
-        figures["device_memory"] = Measurement.known(on_device, "free on the device now")
+        figures["device_memory"] = Rate.stated(on_device, "free on the device now")
     elif free is not None and shares_host_memory(device):
-        figures["device_memory"] = figures["host_memory"]._replace(how="the device's memory is the host's")
+        figures["device_memory"] = Rate.stated(free.nbytes, "the device's memory is the host's")
     return figures
 
 
-def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Measurement:
+def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Rate:
     """Find out how much memory can be page-locked, by doing so in steps that double. All of it is given back."""
     if not needs_pinning(device):
-        return Measurement.known(free, "a cpu needs no page-locked memory: all that the host has")
+        return Rate.stated(free, "a cpu needs no page-locked memory: all that the host has")
     if not can_register(device):
-        return Measurement.known(PAGE_BYTES, f"torch page-locks no memory in place for {device.type}")
+        return Rate.stated(PAGE_BYTES, f"torch page-locks no memory in place for {device.type}")
     nbytes, locked, seconds = PIN_STEP_BYTES, PAGE_BYTES, 0.0
     # A step takes twice the time of the one before it, and the host has to keep room for everybody else.
     while nbytes <= min(MOST_PIN_BYTES, free // 4) and deadline.left() > 2 * seconds:
@@ -180,7 +181,7 @@ def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Measuremen
             seconds, pinned = time.perf_counter() - start, arena.pinned
         if not pinned:
             how = f"page-locked {locked:,} bytes at once; {nbytes:,} were refused"
-            return Measurement(float(locked), float(locked), float(nbytes), how)
+            return Rate(locked, locked, nbytes, how)
         nbytes, locked = 2 * nbytes, nbytes
     how = f"page-locked {locked:,} bytes at once, and was refused none: taken for all that the host has"
-    return Measurement(float(free), float(locked), float(free), how)
+    return Rate(free, locked, free, how)

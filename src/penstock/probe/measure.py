@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import astuple
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, EngineError
+from penstock.planner.rates import Rate
 from penstock.probe.arithmetic import measure_arithmetic
 from penstock.probe.collectives import measure_collectives
 from penstock.probe.disks import Folder, check_folders, measure_disks
 from penstock.probe.fingerprint import fingerprint, machine_name
 from penstock.probe.links import measure_jobs, measure_links, measure_room
-from penstock.probe.sampling import Deadline, Figures, Measurement
+from penstock.probe.sampling import Deadline, Figures
 from penstock.probe.updates import measure_device, measure_host
 from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, ControlGroup, control_group_of_all
 from penstock.runtime.hardware import Hardware, device_for
@@ -95,9 +97,9 @@ def measure(
                 check_folders(folders)
                 alone = deadline.share(0.85 if control_group.size > 1 else 1.0)
                 figures = _measure_alone(device, folders, alone, say)
-                found = [fingerprint(device, folders), figures]
+                found = [fingerprint(device, folders), {name: astuple(rate) for name, rate in figures.items()}]
         known, shared = control_group.share(found)
-        figures = {name: Measurement(*figure) for name, figure in shared.items()}
+        figures = {name: Rate(*rate) for name, rate in shared.items()}
         if control_group.size > 1 and dist.group.WORLD is not None:
             say("collectives")
             every = {"all ranks": dist.group.WORLD}

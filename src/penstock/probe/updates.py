@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.config import Options
+from penstock.planner.rates import Rate
 from penstock.probe.arithmetic import normal
-from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_each, seconds_of, take_turns
+from penstock.probe.sampling import Case, Deadline, Figures, seconds_each, seconds_of, take_turns
 from penstock.rules import Pool, Rule, UpdateSlice
 from penstock.rules.device import has_compiler
 from penstock.rules.standard import AdamRule, LionUpdateRule, SgdRule
@@ -114,7 +116,7 @@ def measure_device(device: torch.device, deadline: Deadline) -> Figures:
     compiles = has_compiler(device)
     if compiles and deadline.left() < COMPILING_SECONDS:
         how = "no time to compile an update, which reads and writes once: as " + figures["device_bandwidth"].how
-        return figures | {"device_update": figures["device_bandwidth"]._replace(how=how)}
+        return figures | {"device_update": replace(figures["device_bandwidth"], how=how)}
     memory = torch.empty(deadline.nbytes(LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES), dtype=torch.uint8, device=device)
     fill(memory)
     update = Update("adamw", BF16, memory, None)  # a device takes what is in its reach in one call
@@ -162,10 +164,10 @@ def measure_host(device: torch.device, deadline: Deadline) -> Figures:
     figures["update"] = found["update_adamw"]
     if device.type == "cpu":
         figures["device_update"] = figures["update"]
-    figures["host_bandwidth"] = fastest._replace(how=f"the fastest pass: {fastest.how}; of {others} (GB/s)")
+    figures["host_bandwidth"] = replace(fastest, how=f"the fastest pass: {fastest.how}; of {others} (GB/s)")
     # Figures of a machine that others use are those of what they leave: who reads them is to know.
     how = f"the cores that updates on this host get, within the container's quota; the load was {load:.1f} before"
-    return figures | {"host_threads": Measurement.known(cores.count, how)}
+    return figures | {"host_threads": Rate.stated(cores.count, how)}
 
 
 def cores_of_updates(device: torch.device) -> UpdateCores:

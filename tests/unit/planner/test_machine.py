@@ -164,7 +164,7 @@ def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, t
 
     def measure(**arguments: Any) -> tuple[Any, ...]:
         asked.update(arguments)
-        return "here", "cpu", {"disk_read": (7e9, 6e9, 8e9, "three times")}, {"cores": 2}
+        return "here", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, {"cores": 2}
 
     probed_by(monkeypatch, measure)
     made = Machine.probe(folders=(tmp_path, "/tmp"), seconds=5)
@@ -178,7 +178,7 @@ COLD = "a sum; 1 run, then the time was up"
 
 @pytest.mark.parametrize(("name", "value"), [("device_bandwidth", 9e9), ("device_update", 9e9), ("op_seconds", 5e-10)])
 def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: float) -> None:
-    figure = from_probe("here", "cuda", {name: (value, value, value, COLD)}, H100).figures[name]
+    figure = from_probe("here", "cuda", {name: Rate.stated(value, COLD)}, H100).figures[name]
     sheet = Machine.read("h100-node").figures[name]
     assert (figure.value, figure.low, figure.high) == (sheet.value, sheet.low, sheet.high)
     assert figure.how.startswith(f"not measured: {sheet.how}. {name} was measured as")
@@ -186,24 +186,22 @@ def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: 
 
 def test_a_desktop_is_held_against_the_data_sheet_of_its_accelerator() -> None:
     """Machines of one accelerator named it without a number, so that none was found."""
-    measured = {"device_bandwidth": (60e9, 60e9, 60e9, COLD)}  # which another kind of device might have
+    measured = {"device_bandwidth": Rate.stated(60e9, COLD)}  # which another kind of device might have
     made = from_probe("here", "cuda", measured, {"device_name": "NVIDIA GeForce RTX 4090"})
     assert made.figures["device_bandwidth"].how.startswith("not measured: 0.9 (from 0.8 to 0.94, assumed) of 1.01 TB/s")
 
 
 def test_a_figure_without_a_data_sheet_is_an_error_that_names_it() -> None:
-    figures = {"device_bandwidth": (9.3e9, 9.3e9, 9.3e9, COLD)}
-    text = (
-        "device_bandwidth was measured as 9.3e+09 bytes/s, its lower quartile as 9.3e+09; machines like this one have "
-    )
+    figures = {"device_bandwidth": Rate.stated(9.3e9, COLD)}
+    text = "device_bandwidth was measured as 9.3e+09 bytes/s; machines like this one have "
     with pytest.raises(ConfigError, match=re.escape(text)):
         from_probe("here", "cuda", figures, {"device_name": "Other"})
 
 
 def test_what_was_measured_stays_where_it_can_be() -> None:
-    measured = {"device_bandwidth": (2.9e12, 2.8e12, 3e12, "a sum"), "disk_read": (1e8, 1e8, 1e8, "a slow one")}
+    measured = {"device_bandwidth": Rate(2.9e12, 2.8e12, 3e12, "a sum"), "disk_read": Rate.stated(1e8, "a slow one")}
     for device, fingerprint in (("cuda", H100), ("cuda", {}), ("cpu", {})):
-        assert from_probe("here", device, measured, fingerprint).figures["disk_read"] == Rate(*measured["disk_read"])
+        assert from_probe("here", device, measured, fingerprint).figures["disk_read"] == measured["disk_read"]
     assert from_probe("here", "cuda", measured, H100).figures["device_bandwidth"].how == "a sum"
 
 

@@ -17,7 +17,6 @@ from penstock.planner.rates import Rate
 from penstock.planner.this_machine import machine_for, path_of, remember
 from penstock.probe.fingerprint import fingerprint
 from penstock.probe.measure import Measured
-from penstock.probe.sampling import Measurement
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def measure(*, folders: Any, seconds: float, groups: Any, control_group: Any, device: torch.device) -> Measured:
         assert control_group.size == 1, "ranks of a host would wait for each other"
         asked.append((list(folders), seconds))
-        figures = {name: Measurement(3e9, 2e9, 4e9, "as a test says") for name in ("host_memory", "update")}
+        figures = {name: Rate(3e9, 2e9, 4e9, "as a test says") for name in ("host_memory", "update")}
         return Measured("a machine", "cpu", figures, fingerprint(torch.device("cpu"), folders))
 
     monkeypatch.setattr(this_machine, "measure", measure)
