@@ -6,8 +6,9 @@ memory, cores and disks. Two directions of one link, or of one disk, may both be
 
 from collections.abc import Mapping
 from itertools import chain
+from math import ceil
+from typing import NamedTuple
 
-from penstock.planner.collective_cost import ring
 from penstock.planner.simulation.fair_share import Demand, Figures, demand
 from penstock.planner.simulation.program import OF_MODEL, Collective, Op, Program, ProgramJob
 from penstock.planner.simulation.program_run import Costs
@@ -15,6 +16,7 @@ from penstock.planner.simulation.program_run import Costs
 __all__ = ["Costs", "Demand", "MachineCosts", "machine_costs"]
 
 HOST_MEMORY, CORES, DEVICE_MEMORY = "host memory", "cores", "device memory"
+LINKS, NETWORK = "links between ranks", "network"
 
 #: Bytes of the host's memory that are read or written for each byte that arithmetic on the host is said to move: adding
 #: reads two numbers and writes one. A cast reads one and writes one of another size, and the caches hold back a read
@@ -30,6 +32,12 @@ _OF_THREADS_BYTES = 1 << 18
 _ARITHMETIC = frozenset(("float32", "bfloat16", "float16"))
 #: Compute's own update, as a simulation calls it (`streams.compute`).
 _UPDATE_IN_PLACE = "penstock.update"
+#: How often the other ranks' part of the buffer goes through each link, where that is not once. Of a ring an all-gather
+#: and a reduce-scatter send (n-1)/n of the buffer, an all-reduce is one after the other (R. Thakur, R. Rabenseifner, W.
+#: Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, sections 3 and 4). In an all-to-all each
+#: rank keeps its own part, and sends the others. A broadcast in a pipeline sends all of it once. NCCL's "bus bandwidth"
+#: divides by the same numbers (nccl-tests, doc/PERFORMANCE.md), and so do our figures.
+_ROUNDS = {"all_reduce": 2}
 
 
 def machine_costs(
@@ -253,3 +261,64 @@ def _both_ways(name: str, nbytes: float, first: bool, one: float, other: float, 
 
 def _within(value: float, most: float) -> float:
     return min(max(value, 0.0), most)
+
+
+class Spread(NamedTuple):
+    """Where the ranks of a collective are.
+
+    Attributes:
+        here: how many of them are on this host.
+        hosts: on how many hosts they are.
+        rings: how many collectives of the kind ranks of this host take part in at the same time, each with ranks of
+            its own: they share the host's network.
+    """
+
+    here: int
+    hosts: int
+    rings: int
+
+
+def spread_of(collective: Collective, by_host: int) -> Spread:
+    """Say where the ranks of a collective are, by how far they lie apart.
+
+    Arguments:
+        collective: of this rank.
+        by_host: how many ranks are on a host, one after the other.
+    """
+    here = max(1, min(collective.ranks, by_host // collective.stride))
+    return Spread(here, ceil(collective.ranks / here), max(1, by_host // here))
+
+
+def through(collective: Collective) -> float:
+    """Count the bytes that a rank sends, and receives."""
+    ranks = collective.ranks
+    part = 1.0 if collective.name in ("broadcast", "reduce") else (ranks - 1) / ranks
+    return collective.nbytes * _ROUNDS.get(collective.name, 1) * part
+
+
+def ring(collective: Collective, figures: Figures, by_host: int) -> Demand:
+    """Give what a collective takes.
+
+    Arguments:
+        collective: of this rank.
+        figures: of the machine.
+        by_host: how many ranks are on a host.
+
+    Raises:
+        ConfigError: the machine lacks the bandwidth or the latency of its links, or of its network.
+    """
+    if collective.ranks < 2:
+        return Demand(0.0)
+    nbytes = through(collective)
+    here, hosts, rings = spread_of(collective, by_host)
+    loads: dict[str, float] = {}
+    latency = 0.0
+    if here > 1:
+        loads[LINKS] = nbytes / figures.value("link_bandwidth")
+        latency += figures.value("link_seconds")
+    if hosts > 1:
+        loads[NETWORK] = nbytes * rings / figures.value("net_bandwidth")
+        latency += figures.value("net_seconds")
+    # The slowest link sets the pace of a ring, and what it waits for comes on top.
+    slowest = max(loads.values())
+    return demand(latency * _ROUNDS.get(collective.name, 1) + slowest, loads)

@@ -181,21 +181,11 @@ def _rounding(request: PlanRequest, trial: Trial) -> tuple[str, ...]:
 
 
 def _batch(request: PlanRequest) -> str:
-    """Put names and shapes of a micro-batch into words, alike ones together: "input_ids, labels 4x8 int64"."""
-    named: dict[str, list[str]] = {}
+    """Put names, dtypes and shapes of a micro-batch into words: "input_ids int64[4, 8]"."""
+    leaves = []
     for path, leaf in tree_flatten_with_path(request.setup.batch())[0]:
         if isinstance(leaf, Tensor):
-            shape = "x".join(map(str, leaf.shape)) or "1"
-            names = [str(part.key) for part in path if isinstance(part, MappingKey)]
-            named.setdefault(f"{shape} {str(leaf.dtype).removeprefix('torch.')}", []).append(".".join(names))
-    shapes = "; ".join(" ".join(filter(None, (_listed(names), shape))) for shape, names in named.items())
+            name = ".".join(str(part.key) for part in path if isinstance(part, MappingKey))
+            leaves.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}".strip())
     count = request.setup.micro_batches
-    return f"{count} of {shapes}" if count > 1 else shapes
-
-
-def _listed(names: Sequence[str]) -> str:
-    """List names, or count what has none."""
-    given = [name for name in names if name]
-    if not given:
-        return f"{len(names)} x" if len(names) > 1 else ""
-    return ", ".join(given)
+    return f"{count} of {', '.join(leaves)}" if count > 1 else ", ".join(leaves)

@@ -6,14 +6,13 @@ if its bytes are no more than the room of all tiers together, beside what is the
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from penstock.config import TierName
 from penstock.planner.formatting import size
 from penstock.planner.workload import TIERS, Limits, StepWorkload
 
-_WHERE: Mapping[TierName, str] = {"device": "on the device", "cpu": "in host memory", "nvme": "on disk"}
 MOST_TIMES_RANKS = 1024
 #: No batch is smaller than a sample: what needs less than this share of it is no way out.
 LEAST_BATCH = 1 / 256
@@ -44,12 +43,7 @@ class Infeasible:
     """
 
     missing: Mapping[TierName, int]
-    changes: tuple[Change, ...] = field(default=())
-
-    def __str__(self) -> str:
-        lacking = " and ".join(f"{size(nbytes)} {_WHERE[tier]}" for tier, nbytes in self.missing.items())
-        ways = f" It fits with {', or with '.join(change.words for change in self.changes)}." if self.changes else ""
-        return f"It does not fit: {lacking} too few.{ways}"
+    changes: tuple[Change, ...] = ()
 
 
 def lacks(workload: StepWorkload, limits: Limits) -> Infeasible:

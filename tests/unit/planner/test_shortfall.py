@@ -100,9 +100,6 @@ def test_a_shard_over_more_ranks_has_its_part_of_what_is_sharded() -> None:
 
 
 def test_words() -> None:
-    assert str(lacks(LOAD, Limits({"device": 24 * GIB, "cpu": 64 * GIB}))) == (
-        "It does not fit: 35.0 GiB in host memory too few. It fits with 35.0 GiB of an nvme tier, or with 1 more rank, "
-        "2 in all."
-    )
-    found = Infeasible({"device": 5, "nvme": 7})
-    assert str(found) == "It does not fit: 5 B on the device and 7 B on disk too few."
+    found = lacks(LOAD, Limits({"device": 24 * GIB, "cpu": 64 * GIB}))
+    assert found.missing == {"cpu": 35 * GIB}
+    assert [each.words for each in found.changes] == ["35.0 GiB of an nvme tier", "1 more rank, 2 in all"]
