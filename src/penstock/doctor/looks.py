@@ -20,6 +20,7 @@ import torch
 
 from penstock.doctor.drives import drives, read_wear
 from penstock.errors import ConfigError, one_line
+from penstock.planner.formatting import decimal, size
 from penstock.probe.disks import IN_MEMORY, check_folders, file_system
 from penstock.probe.fingerprint import DRIVER, accelerator, cpu_model, driver
 from penstock.rules.rule import instruction_set
@@ -101,7 +102,7 @@ def devices(drivers: Mapping[str, Path] = DRIVERS) -> Iterator[Finding]:
     loaded = [maker for maker, file in drivers.items() if file.exists()]
     if device.type != "cpu":
         name, nbytes, count = accelerator(device)
-        yield finding("device", f"{count} x {name}, {_gib(nbytes)}, {device.type} {driver(device)}".rstrip())
+        yield finding("device", f"{count} x {name}, {size(nbytes)}, {device.type} {driver(device)}".rstrip())
     elif not loaded:
         yield finding("device", "the cpu; no accelerator's driver is loaded")
     elif hiding:
@@ -145,7 +146,7 @@ def memory() -> Iterator[Finding]:
         yield finding("memory", "the kernel does not say what is free", "State it: plans and budgets take a size.")
     else:
         mend = "End other programs, or raise the container's limit (--memory)." if left.nbytes < LEAST_BYTES else ""
-        yield finding("memory", f"{left.whose} {_gib(left.nbytes)} free", mend, is_broken=True)
+        yield finding("memory", f"{left.whose} {size(left.nbytes)} free", mend, is_broken=True)
 
 
 def huge_pages(file: Path = HUGE_PAGES) -> Iterator[Finding]:
@@ -167,7 +168,7 @@ def locked_memory() -> Iterator[Finding]:
     # CUDA's driver locks past the limit, others' do not; in containers of some runtimes neither does.
     mend = "Raise it (ulimit -l unlimited, or --ulimit memlock=-1 for a container): else copies pass a buffer."
     needs_more = is_limited and default_device().type != "cpu"
-    yield finding("locked memory", f"at most {_gib(limit)}" if is_limited else "unlimited", mend if needs_more else "")
+    yield finding("locked memory", f"at most {size(limit)}" if is_limited else "unlimited", mend if needs_more else "")
 
 
 def shared_memory(folder: Path = SHM) -> Iterator[Finding]:
@@ -178,7 +179,7 @@ def shared_memory(folder: Path = SHM) -> Iterator[Finding]:
     """
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     mend = "Mount a tmpfs of some GiB there (--shm-size 8g for a container): data loaders' workers and NCCL need it."
-    yield finding("shared memory", f"{_gib(free)} free in {folder}", mend if free < LEAST_BYTES else "")
+    yield finding("shared memory", f"{size(free)} free in {folder}", mend if free < LEAST_BYTES else "")
 
 
 def open_files() -> Iterator[Finding]:
@@ -225,7 +226,7 @@ def disks(folders: Sequence[str | PathLike[str]]) -> Iterator[Finding]:
 def _disk(about: str, folder: Path) -> Finding:
     """Describe a folder in which files can be made."""
     kind, free = file_system(folder), shutil.disk_usage(folder).free
-    found = f"{kind or 'a file system without a name'}, {_gib(free)} free"
+    found = f"{kind or 'a file system without a name'}, {size(free)} free"
     indirect = "takes no direct I/O, so all goes through the page cache"
     if why := SLOW_KINDS.get(kind) or ("" if _takes_direct(folder) else indirect):
         return finding(about, f"{found}: {why}", _LOCAL)
@@ -245,16 +246,16 @@ def _drive(block: Path) -> Finding:
     """Describe a drive by the kernel's folder of it, and tell how much of its life is used."""
     about, is_nvme = f"drive {block.name}", block.name.startswith("nvme")
     model, nbytes = _read(block / "device" / "model"), _SECTOR_BYTES * int(_read(block / "size"))
-    found = f"{model}, {_tb(nbytes)}" if model else _tb(nbytes)
+    found = f"{model}, {decimal(nbytes)}" if model else decimal(nbytes)
     for sensor in (*block.glob("device/hwmon*/temp1_input"), *block.glob("device/hwmon/hwmon*/temp1_input")):
         if degrees := _read(sensor):  # a drive that sleeps has none
             found += f", {int(degrees) / 1000:.0f} °C"
     wear = read_wear(f"/dev/{block.name}") if is_nvme else None
     if wear is None:
-        found += f", {_tb(_SECTOR_BYTES * int(_read(block / 'stat').split()[6]))} written since the system started"
+        found += f", {decimal(_SECTOR_BYTES * int(_read(block / 'stat').split()[6]))} written since the system started"
         how = f"; its wear: sudo penstock doctor, or sudo nvme smart-log /dev/{block.name}"
         return finding(about, found + (how if is_nvme else ""))
-    found += f", {_tb(wear.written_bytes)} written, {wear.used} % of its life used"
+    found += f", {decimal(wear.written_bytes)} written, {wear.used} % of its life used"
     if wear.warnings or wear.used >= WORN_OUT:
         mend = "Save checkpoints on another drive, and replace this one."
         return finding(about, "; ".join([found, *wear.warnings]), mend, is_broken=True)
@@ -267,16 +268,6 @@ def _read(file: Path) -> str:
     with contextlib.suppress(OSError):
         return file.read_text(errors="replace").strip()
     return ""
-
-
-def _gib(nbytes: float) -> str:
-    """Write bytes of memory, or free bytes of a disk."""
-    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:,.1f} MiB"
-
-
-def _tb(nbytes: float) -> str:
-    """Write bytes of a drive, as its maker counts them."""
-    return f"{nbytes / 1e12:,.2f} TB" if nbytes >= 1e12 else f"{nbytes / 1e9:,.1f} GB"
 
 
 def examine(folders: Sequence[str | PathLike[str]] = ()) -> list[Finding]:

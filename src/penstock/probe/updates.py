@@ -32,21 +32,17 @@ GROUP: Mapping[str, Any] = {
     **{"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "nesterov": False},
     **{"decoupled_weight_decay": True, "momentum": 0.9, "dampening": 0.0},
 }
-#: Dtypes of a parameter and of its master: bf16 with the low half of the fp32 value, and plain fp32.
-BF16, FP32 = (torch.bfloat16, torch.int16), (torch.float32, None)
 TILE_NUMEL = Options().tile_bytes // 2
 LEAST_BYTES, MOST_BYTES = 64 << 20, 2 << 30  # of host memory: several times the caches, where there is time
 LEAST_PASS_BYTES, MOST_PASS_BYTES = 32 << 20, 128 << 20  # of a device's, of each tensor of an elementwise pass
 LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES = 4 << 20, 256 << 20
-COMPILING_SECONDS = 3.0  # a part of less time belongs to a probe that has no time to compile a kernel
 
 
 class Update:
-    """One rule's updates of tiles that fill some memory, one after the other, as the engine applies them.
+    """One rule's updates of bf16 tiles that fill some memory, one after the other, as the engine applies them.
 
     Arguments:
         name: the rule's name, a key of `RULES`.
-        precision: `BF16` or `FP32`.
         memory: uint8; it has room for a tile or more, and may be shared by updates that take turns.
         tile_numel: how many elements a tile has; `None` for one tile in all of the memory.
 
@@ -55,17 +51,11 @@ class Update:
         nbytes: the bytes that all of them read and write, as the engine counts them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        precision: tuple[torch.dtype, torch.dtype | None],
-        memory: Tensor,
-        tile_numel: int | None = TILE_NUMEL,
-    ) -> None:
+    def __init__(self, name: str, memory: Tensor, tile_numel: int | None = TILE_NUMEL) -> None:
         self._rule = RULES[name]()
         self._step_scalars = self._rule.step_scalars(GROUP, step=2)
-        (dtype, master), states = precision, [spec.dtype for spec in self._rule.states]
-        dtypes = [dtype, dtype, *([] if master is None else [master]), *states]
+        # Parameter, gradient, the low half of the fp32 master, states.
+        dtypes = [torch.bfloat16, torch.bfloat16, torch.int16, *(spec.dtype for spec in self._rule.states)]
         each_bytes = sum(each.itemsize for each in dtypes)
         if tile_numel is None:
             tile_numel = memory.numel() // each_bytes // 1024 * 1024
@@ -73,12 +63,11 @@ class Update:
         self._update_slices = []
         for tile in memory[: tiles * tile_numel * each_bytes].view(tiles, -1):
             parts = tile.split([tile_numel * each.itemsize for each in dtypes])
-            param, grad, *rest = (part.view(each) for part, each in zip(parts, dtypes, strict=True))
-            held = None if master is None else rest.pop(0)
-            self._update_slices.append(UpdateSlice(param=param, grad=grad, master=held, states=tuple(rest)))
+            param, grad, master, *states = (part.view(each) for part, each in zip(parts, dtypes, strict=True))
+            self._update_slices.append(UpdateSlice(param=param, grad=grad, master=master, states=tuple(states)))
         self.numel = tiles * tile_numel
         # All is read, and all but the gradient is written.
-        self.nbytes = self.numel * (2 * each_bytes - dtype.itemsize)
+        self.nbytes = self.numel * (2 * each_bytes - 2)
 
     def run(self, pool: Pool | None) -> None:
         """Apply the rule once to each tile."""
@@ -113,15 +102,11 @@ def measure_device(device: torch.device, deadline: Deadline) -> Figures:
     figures = take_turns({"device_bandwidth": (lambda: 3 * nbytes / seconds_each(add, device), how)}, own)
     if device.type == "cpu":
         return figures
-    compiles = has_compiler(device)
-    if compiles and deadline.left() < COMPILING_SECONDS:
-        how = "no time to compile an update, which reads and writes once: as " + figures["device_bandwidth"].how
-        return figures | {"device_update": replace(figures["device_bandwidth"], how=how)}
     memory = torch.empty(deadline.nbytes(LEAST_UPDATE_BYTES, MOST_UPDATE_BYTES), dtype=torch.uint8, device=device)
     fill(memory)
-    update = Update("adamw", BF16, memory, None)  # a device takes what is in its reach in one call
+    update = Update("adamw", memory, None)  # a device takes what is in its reach in one call
     run = partial(update.run, None)
-    runs = "compiled" if compiles else "in torch's operations, since no compiler knows the device"
+    runs = "compiled" if has_compiler(device) else "in torch's operations, since no compiler knows the device"
     how = f"AdamW of {update.numel:,} elements, bf16 with remainders, on the device, {runs}"
     return figures | take_turns({"device_update": (lambda: update.nbytes / seconds_each(run, device), how)}, deadline)
 
@@ -140,21 +125,12 @@ def measure_host(device: torch.device, deadline: Deadline) -> Figures:
     most = MOST_BYTES if free is None else min(MOST_BYTES, free.nbytes // 8)
     memory = page_aligned(deadline.nbytes(LEAST_BYTES, most))
     touch(memory, cores.count)
-    size = f"{memory.numel() >> 20} MiB in all"
-    cases: dict[str, Case] = {}
-    with contextlib.ExitStack() as closing:
-        for count in sorted({1, max(1, cores.count // 2), cores.count}):
-            pool = Pool(count, sorted(cores.with_threads(count).cores or ()))
-            closing.callback(pool.close)
-            words = f"{size}, on {count} thread{'s' if count > 1 else ''}"
-            cases[f"copy {count}"] = partial(_copy, pool, memory), f"a copy, read and written, {words}"
-        for name in RULES:  # on the last pool, of all threads
-            run = partial(_update, Update(name, BF16, memory), pool, memory)
+    words = f"{memory.numel() >> 20} MiB in all, on {cores.count} threads"
+    with contextlib.closing(Pool(cores.count, sorted(cores.with_threads(cores.count).cores or ()))) as pool:
+        cases: dict[str, Case] = {"copy": (partial(_copy, pool, memory), f"a copy, read and written, {words}")}
+        for name in RULES:
+            run = partial(_update, Update(name, memory), pool, memory)
             cases[f"update_{name}"] = run, f"{name} of bf16 with remainders in tiles, {words}"
-        cases["adamw of fp32"] = (
-            partial(_update, Update("adamw", FP32, memory), pool, memory),
-            f"adamw of fp32 in tiles, {words}",
-        )
         found = take_turns(cases, deadline)
     # What the memory can do is what any pass gets out of it: a copy reads what it is about to overwrite, and moves more
     # than it is counted for, an update in place does not.

@@ -267,7 +267,7 @@ def test_a_drive_that_refuses_the_command_has_no_counters(tmp_path: Path, monkey
     assert drives.read_wear(tmp_path / "nvme0n1") is None
 
 
-WORN = "Samsung SSD 990 PRO 2TB, 2.00 TB, 41 °C, 37.20 TB written, "
+WORN = "Samsung SSD 990 PRO 2TB, 2.00 TB, 41 °C, 37.2 TB written, "
 
 
 @pytest.mark.parametrize(
