@@ -21,7 +21,6 @@ from penstock.planner.simulation.engine_internals import (
     request_for,
 )
 from penstock.planner.simulation.fake_collectives import check_parts
-from penstock.planner.simulation.program import BackEnd
 from penstock.planner.simulation.simulate import Setup
 from penstock.planner.workload import Limits
 
@@ -103,57 +102,51 @@ def plan_request(
         ConfigError: an argument is of the wrong kind or out of range; nothing was simulated.
     """
     sharded = arguments.get("stage", 3) != 0
-    if mesh is None:
-        grid = None
-    else:
-        grid = grid_of(mesh, sharded=sharded)
-        world_size = _size_of(grid, world_size)
-    for name, value in (("world_size", world_size), ("hosts", hosts), ("micro_batches", micro_batches)):
-        if not _is_count(value):
-            raise ConfigError(f"{name}={value!r} is no number of {name.replace('_', ' ')}. Use 1 or more.")
+    grid = None if mesh is None else grid_of(mesh, sharded=sharded)
+    if grid is not None:
+        if world_size not in (1, grid.world_size):
+            raise ConfigError(
+                f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave world_size out."
+            )
+        world_size = grid.world_size
+    _check_counts(world_size=world_size, hosts=hosts, micro_batches=micro_batches)
+    _check_counts("bytes", device_bytes=device_bytes, host_bytes=host_bytes)
     if world_size % hosts:
         raise ConfigError(f"world_size={world_size} ranks cannot be shared by hosts={hosts}. Use a multiple of it.")
     if not callable(batch):
         raise ConfigError(f"batch is a {type(batch).__name__}. Give a function that makes one micro-batch.")
-    for name, nbytes in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
-        if nbytes is not None and not _is_count(nbytes):
-            raise ConfigError(f"{name}={nbytes!r} is no number of bytes. Use 1 or more, or None.")
     for name in ("placement", "plan", "batch"):
         if name in arguments:
             raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
     check_elementwise(optimizer)
-    back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
-    grid = grid or Grid.first_of(world_size, sharded=sharded)
+    grid, ranks = grid or Grid.first_of(world_size, sharded=sharded), world_size // hosts
     nodes = getattr(arguments.get("options"), "nodes", None)
     setup = Setup(
         check_parts(made(model), grid),
         optimizer,
         batch,
         micro_batches=micro_batches,
-        grid=grid.in_nodes(node_size(range(grid.shards), nodes, world_size // hosts)),
+        grid=grid.in_nodes(node_size(range(grid.shards), nodes, ranks)),
         hosts=hosts,
-        back_end=back_end,
-        pinnable_bytes=_pinnable(machine, world_size // hosts),
+        back_end="inline" if machine.device == "cpu" else "accelerator",
+        pinnable_bytes=int(machine.value("pinnable_memory")) // ranks if machine.has("pinnable_memory") else None,
         share=expert_share,
     )
     named = [os.fspath(folder) for folder in folders]
     if not named and machine.has("folders") and machine.has("disk_free"):
         named = placeholders(int(machine.value("folders")))
-    limits = _limits(machine, device_bytes, host_bytes, len(named), world_size // hosts)
+    limits = _limits(machine, device_bytes, host_bytes, len(named), ranks)
     return PlanRequest(setup, machine, limits, placement, dict(arguments), named, hosts)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _size_of(grid: Grid, world_size: int) -> int:
-    """Count the ranks of a mesh; refuse another number of them."""
-    if world_size not in (1, grid.world_size):
-        raise ConfigError(
-            f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave world_size out."
-        )
-    return grid.world_size
+def _check_counts(what: str = "", **values: int | None) -> None:
+    """Refuse what is no number above 0, by its name; `None` only where it is a number of bytes."""
+    for name, value in values.items():
+        if value is None and what:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            rule = "Use 1 or more, or None." if what else "Use 1 or more."
+            raise ConfigError(f"{name}={value!r} is no number of {what or name.replace('_', ' ')}. {rule}")
 
 
 def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -183,17 +176,12 @@ def _limits(
     """Say what one rank may take of each memory."""
     there: dict[TierName, int] = {}
     shared = machine.device == "cpu" or machine.unified_memory
-    host = host_bytes if host_bytes is not None else int(machine.value("host_memory"))
+    host = host_bytes or int(machine.value("host_memory"))
     if shared:
         host = min(host, device_bytes or host)
     else:
-        there["device"] = device_bytes if device_bytes is not None else int(machine.value("device_memory"))
+        there["device"] = device_bytes or int(machine.value("device_memory"))
     there["cpu"] = host // ranks_of_host
     if folders and machine.has("disk_free"):
         there["nvme"] = int(machine.value("disk_free")) * folders // ranks_of_host
-    reserve = {tier: int(RESERVE[tier] * nbytes) for tier, nbytes in there.items()}
-    return Limits(there, reserve, shared=shared)
-
-
-def _pinnable(machine: Machine, ranks_of_host: int) -> int | None:
-    return int(machine.value("pinnable_memory")) // ranks_of_host if machine.has("pinnable_memory") else None
+    return Limits({tier: nbytes - int(RESERVE[tier] * nbytes) for tier, nbytes in there.items()}, shared=shared)

@@ -68,7 +68,7 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
         model_fingerprint=model_fingerprint(request.setup.model),
         batch=_batch(request),
         tokens_per_s=program.tokens * grid.data_size / step_s if step_s else 0.0,
-        limit_bytes={tier: request.limits.of(tier) for tier in TIERS if tier in request.limits.bytes},
+        limit_bytes=request.limits.bytes,
         kind_bytes=kind_bytes,
         waits_s=timing.waits_s,
         what_ifs=_what_ifs(request, trials, trial) if not lacks else (),

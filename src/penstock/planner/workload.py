@@ -157,18 +157,12 @@ class Limits:
     """How many bytes a rank may take of each tier. A tier without a limit is not there.
 
     Attributes:
-        bytes: what there is.
-        reserve: what is to be left free.
+        bytes: what may be taken.
         shared: device and host are one memory, whose limit is that of "cpu": as on a cpu.
     """
 
     bytes: Mapping[TierName, int]
-    reserve: Mapping[TierName, int] = field(default_factory=dict)
     shared: bool = False
-
-    def of(self, tier: TierName) -> int:
-        """Count what may be taken of a tier; 0 where it is not there."""
-        return max(0, self.bytes.get(tier, 0) - self.reserve.get(tier, 0))
 
     @property
     def tiers(self) -> tuple[TierName, ...]:
@@ -177,7 +171,7 @@ class Limits:
 
     def room(self, tier: TierName) -> int:
         """Count what may be taken of one of `tiers`: of a memory that is shared, all of it."""
-        return self.of("cpu") if self.shared and tier == "device" else self.of(tier)
+        return self.bytes.get("cpu" if self.shared and tier == "device" else tier, 0)
 
     def taken(self, tier: TierName, taken: Mapping[TierName, float]) -> float:
         """Sum up what is taken of the memory of one of `tiers`."""
@@ -191,7 +185,7 @@ class Limits:
     def with_room(self, tier: TierName, nbytes: int) -> "Limits":
         """Set how much may be taken of one of `tiers`."""
         tier = "cpu" if self.shared and tier == "device" else tier
-        return replace(self, bytes={**self.bytes, tier: nbytes + self.reserve.get(tier, 0)})
+        return replace(self, bytes={**self.bytes, tier: nbytes})
 
 
 def count_workload(
