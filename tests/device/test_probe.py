@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from penstock.probe import links
-from penstock.probe.arithmetic import measure_arithmetic
+from penstock.probe.arithmetic import measure_arithmetic, measure_device
 from penstock.probe.links import Link, measure_jobs, measure_links, measure_room
 from penstock.probe.measure import measure
 from penstock.probe.sampling import Deadline
-from penstock.probe.updates import measure_device
 
 DEVICE = "strict:0"  # no device outside of the strict process
 MIB = 1 << 20

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.planner.rates import Rate
-from penstock.probe import collectives
+from penstock.probe import links
 from penstock.probe import measure as probing
-from penstock.probe.collectives import measure_collectives
+from penstock.probe.links import measure_collectives
 from penstock.probe.measure import measure
 from penstock.runtime.control_group import ControlGroup
 from tests.support import run_ranks
@@ -76,7 +76,7 @@ def on_two_hosts(rank: int) -> dict[str, Any]:
     control_group, found = ControlGroup(range(4), rank), {}
     for name, groups in (("flat", {"shards": every}), ("hybrid", columns), ("apart", {"copies": columns["copies"]})):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "_measure_group", lambda device, group, *_: measured(group))
+            patch.setattr(links, "_measure_group", lambda device, group, *_: measured(group))
             found[name] = measure_collectives(CPU, groups, control_group, 1.0)
     control_group.close()
     return {name: {key: figure.value for key, figure in figures.items()} for name, figures in found.items()}

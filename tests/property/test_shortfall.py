@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.planner.search import Placements
-from penstock.planner.shortfall import fits, lacks, missing
-from penstock.planner.workload import TIERS, Limits, StepWorkload
+from penstock.planner.workload import TIERS, Limits, StepWorkload, fits, lacks, missing
 
 SIZES = st.integers(1000, 1 << 40)
 

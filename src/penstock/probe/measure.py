@@ -12,13 +12,11 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, EngineError
 from penstock.planner.rates import Rate
-from penstock.probe.arithmetic import measure_arithmetic
-from penstock.probe.collectives import measure_collectives
+from penstock.probe.arithmetic import measure_arithmetic, measure_device, measure_host
 from penstock.probe.disks import Folder, check_folders, measure_disks
 from penstock.probe.fingerprint import fingerprint, machine_name
-from penstock.probe.links import measure_jobs, measure_links, measure_room
+from penstock.probe.links import measure_collectives, measure_jobs, measure_links, measure_room
 from penstock.probe.sampling import Deadline, Figures
-from penstock.probe.updates import measure_device, measure_host
 from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, ControlGroup, control_group_of_all
 from penstock.runtime.hardware import Hardware, device_for
 from penstock.runtime.modes import engine_mode

@@ -7,7 +7,7 @@ import torch
 
 from penstock.config import Placement
 from penstock.planner.machine import Machine, Rate
-from penstock.planner.plan_result import LEAST_SAVING, _words, savings
+from penstock.planner.make_plan import LEAST_SAVING, _words, savings
 from penstock.planner.search import given
 from penstock.planner.trials import Trials
 from tests.planning import ON_HOST, asked, desktop, planned

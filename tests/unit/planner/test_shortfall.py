@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.planner.shortfall import Change, Infeasible, fits, lacks, missing
-from penstock.planner.workload import Limits, StepWorkload
+from penstock.planner.workload import Change, Infeasible, Limits, StepWorkload, fits, lacks, missing
 
 GIB = 1 << 30
 LOAD = StepWorkload(

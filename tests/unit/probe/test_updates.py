@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.optim import Lion
-from penstock.probe.updates import GROUP, RULES, Update, cores_of_updates, fill
+from penstock.probe.arithmetic import GROUP, RULES, Update, cores_of_updates, fill
 from penstock.rules import Pool, rule_for
 from penstock.runtime.host_memory import page_aligned
 
