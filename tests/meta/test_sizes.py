@@ -39,7 +39,7 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 PACKAGES = {
     "(top)": (3100, 20),
     "checkpoint": (2079, 10),
-    "cli": (1955, 20),
+    "cli": (1935, 20),
     "doctor": (221, 2),
     "engine": (6831, 29),
     "ext": (2879, 13),

@@ -1,10 +1,6 @@
 """`penstock probe`: what this machine can do, measured and kept for plans."""
 
 import json
-import stat
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -39,13 +35,17 @@ def probe(
     With several processes, which measure what is between them: torchrun --nproc-per-node 4 -m penstock probe
     """
     if out is not None:
-        check_target(out)
+        values.check_target("--out", out)
+        if out.is_file() and not _is_machine(out):
+            raise ConfigError(f"--out {one_line(str(out))} is there, and no machine's file. Name another file.")
     # Here, not at the top: it imports torch, which --help does not wait for.
     from penstock.cli.group import joined
     from penstock.planner import this_machine
 
-    with joined() as rank, _status() as say:
-        machine = this_machine.probe(folders=folders or (), seconds=seconds, progress=say)
+    with joined() as rank, values.status() as say:
+        machine = this_machine.probe(
+            folders=folders or (), seconds=seconds, progress=lambda what: say(f"measuring {what}")
+        )
     if rank:
         return
     if out is None:
@@ -60,39 +60,7 @@ def probe(
         print(f"written to {written}" if written else "not kept: the cache cannot be written; name --out")
 
 
-def check_target(target: Path) -> None:
-    """Refuse a file that no machine can be written to, before a minute is spent on one.
-
-    Raises:
-        ConfigError: it is something else than a machine's file, or cannot be made.
-    """
-    shown = one_line(str(target))
-    try:
-        try:
-            there = target.stat()
-        except FileNotFoundError:
-            there = None  # or a link that leads nowhere, which is replaced
-        if there is not None and not stat.S_ISREG(there.st_mode):
-            raise ConfigError(f"--out {shown} is there, and no file. Name another file.")
-        if there is not None and not _is_machine(target):
-            raise ConfigError(f"--out {shown} is there, and no machine's file. Name another file.")
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-    except OSError as error:
-        why = error.strerror or one_line(error)
-        raise ConfigError(f"--out {shown} cannot be written: {why}. Name another file.") from error
-
-
 def _is_machine(path: Path) -> bool:
     """Whether a file looks like a machine's, which may be replaced."""
     with path.open("rb") as file:
         return b'"penstock": "machine"' in file.read(_LOOKED_AT)
-
-
-@contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Show what is measured now on a terminal, beside standard output."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("measuring", refresh_per_second=2) as status:
-        yield lambda what: status.update(f"measuring {what}")

@@ -340,8 +340,8 @@ def test_a_terminal_is_shown_what_the_planner_does_and_json_stands_alone(
     monkeypatch.setattr(planning.sys, "stderr", Terminal() if is_terminal else io.StringIO())
     outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--json")
     assert json.loads(outcome.out)["penstock"] == "plan"
-    expected = "\r\x1b[Kpenstock: simulating placement 3\r\x1b[K" if is_terminal else ""
-    assert planning.sys.stderr.getvalue() == expected
+    shown = planning.sys.stderr.getvalue()
+    assert ("simulating placement 3" in shown) if is_terminal else not shown
 
 
 class Terminal(io.StringIO):
