@@ -43,9 +43,7 @@ def probe(
     from penstock.planner import this_machine
 
     with joined() as rank, values.status() as say:
-        machine = this_machine.probe(
-            folders=folders or (), seconds=seconds, progress=lambda what: say(f"measuring {what}")
-        )
+        machine = this_machine.probe(folders=folders or (), seconds=seconds, progress=say)
     if rank:
         return
     if out is None:

@@ -67,10 +67,7 @@ def _figures(field: Field) -> dict[str, Rate]:
     """Read figures by name, in the order of the table, so that files of two machines are read beside each other."""
     found = {check_name(name): _figure(item) for name, item in field.entries()}
     for name, rate in found.items():
-        try:
-            check_value(name, rate.value)
-        except ConfigError as error:
-            raise ConfigError(f"{error}. Write one.") from error
+        check_value(name, rate.value)
     return {name: found[name] for name in RATES if name in found}
 
 
@@ -80,7 +77,7 @@ def _figure(field: Field) -> Rate:
         return field.value
     given = field.value if isinstance(field.value, Mapping) else {"value": field.number()}
     if "value" in given:
-        given = {"low": given["value"], "high": given["value"], "how": STATED, **given}
+        given = {**dict.fromkeys(("value", "low", "high"), given["value"]), "how": STATED, **given}
     try:
         return reader(Rate)(Field(None, field.path, given))
     except ConfigError as error:
@@ -207,13 +204,7 @@ class Machine:
             >>> Machine.read("h100-node").replace(disk_read=14e9).figures["disk_read"].how
             'stated'
         """
-        stated = {}
-        for name, value in figures.items():
-            check_name(name)
-            try:
-                stated[name] = Rate.stated(check_value(name, value))
-            except ConfigError as error:
-                raise ConfigError(f"{error}. Give it in {RATES[name].unit}.") from error
+        stated = {name: Rate.stated(check_value(check_name(name), value)) for name, value in figures.items()}
         return replace(self, figures={**self.figures, **stated})
 
     def has(self, name: str) -> bool:

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import isfinite
 from statistics import quantiles
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from penstock.errors import ConfigError, one_line, shown
+from penstock.files import Field, check_fields
 from penstock.planner.formatting import decimal, seconds, size
 
 Unit = Literal["bytes", "bytes/s", "FLOP/s", "s", "count"]
@@ -94,6 +94,13 @@ _MOST_CHARS = 80
 _NUMBER = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?)\s*(.*?)\s*", re.DOTALL)
 
 
+def _above_0(field: Field) -> float:
+    value = field.number()
+    if value <= 0:
+        raise field.refuse("a number above 0")
+    return value
+
+
 @dataclass(frozen=True)
 class Rate:
     """A figure of a machine: its value, how far it spreads, and where it is from.
@@ -112,19 +119,15 @@ class Rate:
         7000000000.0
     """
 
-    value: float
-    low: float
-    high: float
+    value: Annotated[float, _above_0]
+    low: Annotated[float, _above_0]
+    high: Annotated[float, _above_0]
     how: str
 
     def __post_init__(self) -> None:
-        for name in ("value", "low", "high"):
-            object.__setattr__(self, name, number(getattr(self, name), name))
+        check_fields(self)
         if not self.low <= self.value <= self.high:
             raise ConfigError(f"low {self.low:g}, value {self.value:g}, high {self.high:g} are not in this order")
-        how: object = self.how  # of a file, where it may be anything
-        if not isinstance(how, str):
-            raise ConfigError(f"how is {shown(how)}, not a text")
 
     @classmethod
     def stated(cls, value: float, how: str = STATED) -> "Rate":
@@ -142,25 +145,6 @@ class Rate:
         return Rate(self.value * factor, self.low * factor, self.high * factor, self.how + told)
 
 
-def number(value: Any, what: str) -> float:
-    """Check that something is a finite number above 0.
-
-    Raises:
-        ConfigError: it is not. The text begins with `what` and ends without a full stop.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{what} is {shown(value)}, not a number")
-    try:
-        as_float = float(value)
-    except OverflowError:
-        as_float = float("inf")
-    if not isfinite(as_float):
-        raise ConfigError(f"{what} is {shown(as_float)}, not a finite number")
-    if as_float <= 0:
-        raise ConfigError(f"{what} is {as_float:g}, not above 0")
-    return as_float
-
-
 def check_name(name: object, *, known: Iterable[str] = RATES) -> str:
     """Check that something is the name of a figure.
 
@@ -175,15 +159,16 @@ def check_name(name: object, *, known: Iterable[str] = RATES) -> str:
     raise ConfigError(f"There is no figure {shown(name)}.{hint} All figures: {', '.join(names)}.")
 
 
-def check_value(name: str, value: Any) -> float:
-    """Check the value of a figure: a number as of `number`, and a whole one if it counts something.
+def check_value(name: str, value: object) -> float:
+    """Check the value of a figure: a finite number above 0, and a whole one if it counts something.
 
     Raises:
-        ConfigError: it is not. The text ends without a full stop.
+        ConfigError: it is not.
     """
-    found = number(value, name)
-    if RATES[name].unit == "count" and found != int(found):
-        raise ConfigError(f"{name} is {found:g}, and counts {RATES[name].meaning}: it is a whole number")
+    about, field = RATES[name], Field(None, name, value)
+    found = _above_0(field)
+    if about.unit == "count" and found != int(found):
+        raise field.refuse(f"a whole number: it counts {about.meaning}")
     return found
 
 
@@ -220,8 +205,9 @@ def parse_rate(text: str) -> tuple[str, float]:
         # In decimals, so that 80us is 8e-05.
         value = check_value(name, float(Decimal(match[1]) * Decimal(repr(factors[match[2]]))))
     except ConfigError as error:
+        why = str(error).rstrip(".")
         units = f" with {', '.join(UNITS[unit])} or nothing behind it; bits are not read" if UNITS[unit] else ""
-        raise ConfigError(f"{name}={one_line(written, _MOST_CHARS)}: {error}. Write a number{units}.") from error
+        raise ConfigError(f"{name}={one_line(written, _MOST_CHARS)}: {why}. Write a number{units}.") from error
     return name, value
 
 
