@@ -43,6 +43,8 @@ Window = Literal["forward", "backward", "any"]
 #: What state off the device adds to a step. "in place" is compute's own update, "update first" one that forward waits
 #: for as a whole.
 Flow = Literal["upload", "download", "read", "write", "update", "device update", "in place", "update first"]
+#: What a step moves or updates: by what, when, and how many bytes.
+Move = tuple[Flow, Window, float]
 #: All work, if one thing were done after the other.
 WORK = "work"
 #: Rates are read off a job of so many bytes, beside which latencies are nothing.
@@ -216,7 +218,7 @@ def count_workload(
     gathered = _own(plan for plan in blueprint.units if micro_batches == 1 or not plan.spec.persistent)
     # What is around all others stays from forward through backward. Where ranks have copies, each brings its own whole:
     # but for the first forward, which has from the others what they have updated.
-    again = _kind((plan for plan in blueprint.units if not _stays(plan)), "param")
+    gathered_again = [p for p in blueprint.units if not p.spec.persistent and p.spec.name.split(".")[0] != ROOT]
     held_back = blueprint.request.stage <= 1 and grid.world_size > 1
     forwards, backwards, updates = (simulation.phases[phase] for phase in (FORWARD, BACKWARD, STEP))
     first, *later = forwards[-micro_batches:]
@@ -224,6 +226,7 @@ def count_workload(
     busy["backward"] = _busy(program, costs, [*later, *backwards[-micro_batches:]])
     in_place = _busy(program, costs, updates[-1:])
     tile_bytes = blueprint.request.options.tile_bytes
+    record_bytes = ceil(tile_bytes * (own + grads + optimizer) / max(own, 1))
     return StepWorkload(
         params_bytes=_kind(trained, "param"),
         frozen_bytes=_kind((plan for plan in blueprint.units if not plan.spec.trainable), "param"),
@@ -235,8 +238,9 @@ def count_workload(
         reductions=1 if held_back else micro_batches,
         micro_batches=micro_batches,
         forward_gathered_bytes=gathered,
-        backward_gathered_bytes=again,
-        kept_bytes=_ring_bytes(tile_bytes, own, own + grads + optimizer),
+        backward_gathered_bytes=_kind(gathered_again, "param"),
+        # Two rings of files: one of updates, and one of gathers and gradients.
+        kept_bytes=2 * max(RING_BYTES, LEAST_FILE_SLOTS * record_bytes),
         activation_peak_bytes={"device": _more(simulation, Tier.DEVICE), "cpu": _more(simulation, Tier.CPU)},
         passing_bytes={"device": _passing(blueprint), "cpu": tile_bytes * _PASSING_TILES},
         busy=busy,
@@ -300,17 +304,6 @@ def _tile_ends(plans: Iterable[UnitPlan]) -> Sequence[float]:
     return [0.0, *(end / whole for end in accumulate(tiles))]
 
 
-def _ring_bytes(tile_bytes: int, params_bytes: int, state_bytes: int) -> int:
-    """Count what the two rings of files hold at most: one of updates, and one of gathers and gradients."""
-    record = ceil(tile_bytes * state_bytes / max(params_bytes, 1))
-    return 2 * max(RING_BYTES, LEAST_FILE_SLOTS * record)
-
-
-def _stays(plan: UnitPlan) -> bool:
-    """Whether a unit is still gathered when backward comes to it."""
-    return plan.spec.persistent or plan.spec.name.split(".")[0] == ROOT
-
-
 def _own(plans: Iterable[UnitPlan]) -> int:
     """Count the bytes of this rank's shard of parameters."""
     return sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in plans)
@@ -335,7 +328,7 @@ def _more(simulation: Simulation, tier: Tier) -> int:
 
 def moves(
     workload: StepWorkload, params: TierName, grads: TierName, optimizer: TierName, *, streamed: bool
-) -> Sequence[tuple[Flow, Window, float]]:
+) -> list[Move]:
     """Count what a step moves and updates if all tiles are placed alike.
 
     What forward waits for is in its window: what the update reads, and parameters on their way to where forward gathers
@@ -348,7 +341,7 @@ def moves(
         optimizer: of its state.
         streamed: the device updates it though its state rests elsewhere.
     """
-    found = [*_update_moves(workload, params, grads, optimizer, streamed=streamed)]
+    found = _update_moves(workload, params, grads, optimizer, streamed=streamed)
     again = workload.reductions - 1
     if grads == "nvme":  # what there is comes up, to be added to
         nbytes = workload.grads_bytes
@@ -365,27 +358,24 @@ def moves(
             frozen = workload.frozen_bytes / max(1, workload.frozen_bytes + workload.params_bytes)
             found += [("read", "forward", forward * frozen), ("read", "backward", later)]
     if workload.one_memory:
-        found = [move for move in found if move[0] not in ("upload", "download")]
+        return [move for move in found if move[0] not in ("upload", "download")]
     return found
 
 
 def _update_moves(
     workload: StepWorkload, params: TierName, grads: TierName, optimizer: TierName, *, streamed: bool
-) -> Sequence[tuple[Flow, Window, float]]:
+) -> list[Move]:
     """Count the update of tiles: what comes to it, and what of it goes back."""
     own, state, nbytes = workload.own_params_bytes, workload.optimizer_bytes, workload.update_bytes
     on_device, early = optimizer == "device", workload.overlap == "backward"
     # Those that begin in backward may be anywhere between it and the end of the next forward.
     window: Window = "any" if early and (streamed or not on_device) else "forward"
-    found: list[tuple[Flow, Window, float]] = []
+    found: list[Move] = []
     # A write may end long after forward has.
-    for tier, from_file, written in (
-        (optimizer, state, True),
-        (params, own, True),
-        (grads, 0 if early else workload.grads_bytes, False),  # else still in a buffer
-    ):
-        if tier == "nvme":
-            found += [("read", window, from_file), ("write", "any", from_file if written else 0)]
+    found += [("read", window, state), ("write", "any", state)] * (optimizer == "nvme")
+    found += [("read", window, own), ("write", "any", own)] * (params == "nvme")
+    if grads == "nvme" and not early:  # else still in a buffer
+        found.append(("read", window, workload.grads_bytes))
     if workload.one_memory:
         in_place = on_device and "nvme" not in (params, grads)  # else a record has to come first
         found.append(("in place" if in_place else "device update" if on_device else "update", window, nbytes))

@@ -225,14 +225,11 @@ def measure_collectives(
         ]
     # What every rank has seen is one figure on all of them: the first rank's.
     figures: Figures = {}
-    shared = [
-        (name, "net" if hosts > 1 else "link", Rate(*bandwidth).scaled(rings), Rate(*latency))
-        for name, (hosts, rings), (bandwidth, latency) in control_group.share(found)
-    ]
-    for name, kind, bandwidth, latency in sorted(shared, key=lambda each: -each[2].value):  # the slowest comes last
-        among = [f"{other} {each.value / 1e9:.2f} GB/s" for other, of, each, _ in shared if of == kind]
-        told = f"; {name}, the slowest of {', '.join(among)}" if len(among) > 1 else ""
-        figures |= {f"{kind}_bandwidth": bandwidth.scaled(1, told), f"{kind}_seconds": latency.scaled(1, told)}
+    for name, (hosts, rings), (bandwidth, latency) in control_group.share(found):
+        kind, rate = "net" if hosts > 1 else "link", Rate(*bandwidth).scaled(rings, f"; {name}")
+        slowest = figures.get(f"{kind}_bandwidth")
+        if slowest is None or rate.value < slowest.value:
+            figures |= {f"{kind}_bandwidth": rate, f"{kind}_seconds": Rate(*latency).scaled(1, f"; {name}")}
     return figures
 
 
