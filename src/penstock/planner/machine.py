@@ -27,7 +27,8 @@ from penstock.planner.rates import RATES, STATED, Rate, check_name, check_value,
 
 KIND, VERSION = "machine", 1
 FOLDER = Path(__file__).parent / "machines"
-#: Shares of peaks that are assumed to be reached, and seconds that no data sheet has: value, low and high of each.
+#: Shares of peaks that are assumed to be reached, and seconds that no data sheet has: value, low and high of each, and
+#: what the seconds are of.
 SHARES = Path(__file__).with_name("shares.json")
 _MOST_BYTES = 1 << 20
 _MOST_CHARS = 200
@@ -36,16 +37,6 @@ _NARROW = frozenset({"device_bandwidth", "device_update", "op_seconds", "h2d", "
 #: How many times less or more a narrow figure may be: than that of the same accelerator, than those of the same kind of
 #: device, and what any figure may be.
 _OF_THE_SAME, _OF_ITS_KIND, _OF_ANY = 5.0, 50.0, 1e4
-#: What seconds of `shares.json` are of.
-_SECONDS: Mapping[str, str] = {
-    "op_seconds": "what a kernel without work takes on a device of 2020 or later",
-    "op_host_seconds": "PyTorch's eager dispatch of an operation",
-    "job_seconds": "a submission from Python, an event and a copy that is enqueued",
-    "wake_seconds": "an event, a thread that wakes up, and its turn at the interpreter",
-    "disk_seconds": "what NAND flash takes for a read, with the system's part",
-    "link_seconds": "a small collective, with its launch",
-    "net_seconds": "a small collective between hosts, with its launch",
-}
 _GIB, _CONTEXT = 1 << 30, 1 << 29
 
 Triple = tuple[float, float, float]
@@ -280,11 +271,12 @@ def _part(folder: str, name: str) -> dict[str, Any]:
 def _assemble(parts: _Parts) -> Machine:
     """Make a machine of a GPU and a host."""
     gpu, host = _part("gpus", parts.gpu), _part("hosts", parts.host)
-    shares, peaks = _shares(gpu, host, parts.gpus), _peaks(gpu, host)
+    table = json.loads(SHARES.read_text())
+    shares, peaks = _shares(table, gpu, host, parts.gpus), _peaks(gpu, host)
     figures = {
         **_sizes(gpu, host, parts.gpus),
         **{name: _of(name, shares[name], *row) for name, row in peaks.items() if name in shares and row[0]},
-        **{name: Rate(*shares[name], f"assumed: {how}") for name, how in _SECONDS.items() if name in shares},
+        **{name: Rate(*shares[name], f"assumed: {how}") for name, how in table["seconds"].items() if name in shares},
     }
     read, write = figures["disk_read"].value, figures["disk_write"].value
     mixed = float(f"{2 / (1 / read + 1 / write):.4g}")
@@ -301,9 +293,8 @@ def _assemble(parts: _Parts) -> Machine:
     return Machine(parts.name, "cuda", {**figures, **parts.figures}, fingerprint, unified_memory=is_one)
 
 
-def _shares(gpu: Mapping[str, Any], host: Mapping[str, Any], gpus: int) -> dict[str, Triple]:
-    """Read the shares of peaks, and the seconds, that a GPU and a host of their kinds are assumed to reach."""
-    table = json.loads(SHARES.read_text())
+def _shares(table: Mapping[str, Any], gpu: Mapping[str, Any], host: Mapping[str, Any], gpus: int) -> dict[str, Triple]:
+    """Choose the shares of peaks, and the seconds, that a GPU and a host of their kinds are assumed to reach."""
     link = f"{host['kind'].split('-')[0]}, {gpu['link']}"
     found = {**table["any"], **table["gpus"][gpu["kind"]], **table["hosts"][host["kind"]]}
     found |= {**(table["links"].get(link) or table["links"][gpu["link"]]), "disk_write": host["disk"]["steady"]}
