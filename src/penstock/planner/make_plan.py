@@ -199,7 +199,11 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
     flat = Grid.first_of(grid.world_size, sharded=prepare_request.stage != 0)
     kind_bytes = _kind_bytes(trial)
     precision: Any = str(request.arguments.get("precision", "bf16"))  # `prepare` marks a default by its class
-    lacks = _lacks(best.lacking)
+    lacking, rounding = best.lacking or Infeasible({}), f"{trial.choice.streamed:.0%} of what rests elsewhere"
+    change = lacking.changes[0].words if lacking.changes else ""  # the smallest one
+    lacks = tuple(Shortfall(tier, nbytes, change) for tier, nbytes in lacking.missing.items())
+    # A device whose compiler does not know how may round otherwise than the host does.
+    is_mixed = request.on_accelerator and trial.choice.streamed
     on_files = any("nvme" in by_tier for by_tier in kind_bytes.values())
     return Plan(
         placement=trial.placement,
@@ -232,7 +236,7 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
         waits_s=timing.waits_s,
         what_ifs=_what_ifs(request, trials, trial) if not lacks else (),
         why=_why(best),
-        rounding_notes=_rounding(request, trial),
+        rounding_notes=(f"the device updates {rounding} (streamed_updates)",) if is_mixed else (),
         lacks=lacks,
     )
 
@@ -250,14 +254,6 @@ def _kind_bytes(trial: Trial) -> dict[str, dict[TierName, int]]:
     if away > 0:
         found["activations"][tier] = away
     return found
-
-
-def _lacks(lacking: Infeasible | None) -> tuple[Shortfall, ...]:
-    """Say what is missing, with the smallest change that makes it fit."""
-    if lacking is None:
-        return ()
-    change = lacking.changes[0].words if lacking.changes else ""
-    return tuple(Shortfall(tier, nbytes, change) for tier, nbytes in lacking.missing.items())
 
 
 def _written(trial: Trial) -> dict[TierName, int]:
@@ -330,13 +326,6 @@ def _words(shares: Mapping[Any, float]) -> str:
     """Say in percent what is where, fastest tier first: "12% device, 88% cpu"."""
     there = {tier: f"{shares[tier]:.0%}" for tier in TIERS if shares.get(tier, 0.0) > 0}
     return ", ".join(f"{share} {tier}" for tier, share in there.items() if share != "0%")
-
-
-def _rounding(request: PlanRequest, trial: Trial) -> tuple[str, ...]:
-    """Name choices that may round otherwise than the same run elsewhere: a device whose compiler does not know how."""
-    if request.on_accelerator and trial.choice.streamed:
-        return (f"the device updates {trial.choice.streamed:.0%} of what rests elsewhere (streamed_updates)",)
-    return ()
 
 
 def _batch(request: PlanRequest) -> str:
