@@ -78,7 +78,6 @@ def predicted(case: Case) -> float:
         torch.optim.AdamW,
         case.batch,
         machine=machine_of(case.link, case.kernel_s),
-        placement=case.placement,
         micro_batches=case.micro_batches,
         arguments={**case.arguments, "overlap": case.overlap},
     )

@@ -54,21 +54,8 @@ def batch() -> dict[str, Any]:
 
 def asked(model: nn.Module | Callable[[], nn.Module] = Net, **changes: Any) -> PlanRequest:
     """Ask as `plan` does."""
-    given: dict[str, Any] = {
-        "machine": desktop(),
-        "device_bytes": None,
-        "host_bytes": None,
-        "folders": (),
-        "world_size": 1,
-        "hosts": 1,
-        "mesh": None,
-        "placement": "auto",
-        "micro_batches": 1,
-        "expert_share": None,
-        "arguments": {},
-    }
-    optimizer = changes.pop("optimizer", torch.optim.AdamW)
-    return plan_request(model, optimizer, changes.pop("batch", batch), **{**given, **changes})
+    optimizer, made = changes.pop("optimizer", torch.optim.AdamW), changes.pop("batch", batch)
+    return plan_request(model, optimizer, made, **{"machine": desktop(), "arguments": {}, **changes})
 
 
 def planned(model: Any = lambda: Net(), **changes: Any) -> Plan:

@@ -56,10 +56,10 @@ def program(shape: str, placement: Mapping[str, str], machine: Machine) -> Progr
         torch.optim.AdamW,
         batch,
         machine=machine,
-        placement=Placement(**placement),  # type: ignore[arg-type] # of names of tiers
         arguments={"max_grad_norm": 1.0, "overlap": "forward"},
     )
-    return given(request, Trials(request), Placement(**placement)).trial.simulation.program  # type: ignore[arg-type]
+    placed = Placement(**placement)  # type: ignore[arg-type] # of names of tiers
+    return given(request, Trials(request), placed).trial.simulation.program
 
 
 def round_seconds(program: Program, costs: MachineCosts, steps: int) -> float:

@@ -113,9 +113,7 @@ def row(case: dict[str, Any], linear: dict[str, Any]) -> dict[str, Any]:
     told = dict(name=case["name"], fits=found.fits, step_s=found.step_s, cpu_s=time.process_time() - began)
     if linear["fits"]:
         placed = Placement(**linear["placement"])
-        request = plan_request(
-            model, torch.optim.AdamW, inputs, machine=machine, placement=placed, arguments={}, **case["limits"]
-        )
+        request = plan_request(model, torch.optim.AdamW, inputs, machine=machine, arguments={}, **case["limits"])
         trial = Trials(request).run(placed, Choice(placed.activations, linear["recompute"], linear["streamed"]))
         told |= dict(linear_step_s=trial.timing.step_s, linear_excess=request.limits.excess(trial.peak_bytes))
         told |= dict(ratio=found.step_s / trial.timing.step_s) if found.fits else {}

@@ -95,7 +95,6 @@ def _row(
         torch.optim.AdamW,
         batch,
         machine=machine,
-        placement=placement,
         micro_batches=count,
         arguments=arguments,
     )

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,19 +36,15 @@ class PlanRequest:
         setup: the model, its optimizer, its batch and its ranks.
         machine: what the figures are of.
         limits: what one rank may take of each memory.
-        placement: where state is to be; `"auto"`: wherever a step is shortest.
         arguments: those of `prepare` that are given, beside the placement.
         folders: the folders of the nvme tier.
-        hosts: how many hosts the ranks are on.
     """
 
     setup: Setup
     machine: Machine
     limits: Limits
-    placement: Placement | Literal["auto"]
     arguments: Mapping[str, Any]
     folders: Sequence[str]
-    hosts: int
 
     @property
     def options(self) -> Options:
@@ -85,7 +81,6 @@ def plan_request(
     batch: Callable[[], Any],
     *,
     machine: Machine,
-    placement: Placement | Literal["auto"],
     arguments: Mapping[str, Any],
     device_bytes: int | None = None,
     host_bytes: int | None = None,
@@ -136,7 +131,7 @@ def plan_request(
     if not named and machine.has("folders") and machine.has("disk_free"):
         named = placeholders(int(machine.value("folders")))
     limits = _limits(machine, device_bytes, host_bytes, len(named), ranks)
-    return PlanRequest(setup, machine, limits, placement, dict(arguments), named, hosts)
+    return PlanRequest(setup, machine, limits, dict(arguments), named)
 
 
 def _check_counts(what: str = "", **values: int | None) -> None:

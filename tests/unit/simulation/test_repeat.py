@@ -63,7 +63,6 @@ def looked_at(
         torch.optim.AdamW,
         batch,
         machine=machine,
-        placement=placement,
         arguments={"options": NOTHING_AHEAD, "precision": "bf16", **given},
         **asked,
     )
