@@ -5,11 +5,10 @@ memory, cores and disks. Two directions of one link, or of one disk, may both be
 """
 
 from collections.abc import Mapping
-from itertools import chain
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
-from penstock.planner.simulation.fair_share import Demand, Figures, demand
+from penstock.planner.simulation.fair_share import Demand, Figures, demand, total_loads
 from penstock.planner.simulation.program import OF_MODEL, Collective, Op, Program, ProgramJob
 from penstock.planner.simulation.program_run import Costs
 
@@ -119,7 +118,7 @@ class MachineCosts:
         if key not in known:
             taken = self._job(job, program)
             if program.back_end != "accelerator":  # there the host spends it, before the job
-                taken = demand(taken.seconds + self.figures.value("job_seconds"), _loads(taken))
+                taken = demand(taken.seconds + self.figures.value("job_seconds"), total_loads([taken]))
             known[key] = taken
         return known[key]
 
@@ -150,7 +149,10 @@ class MachineCosts:
         on_host = program.back_end != "accelerator"
         for number, count in segment:
             op = program.ops[number]
-            taken = self._update_in_place(op, program) if op.name == _UPDATE_IN_PLACE else self.op(op)
+            if op.name == _UPDATE_IN_PLACE:
+                taken = op.nbytes / self._update_rate(program, on_device=not on_host)
+            else:
+                taken = self.op(op)
             if op in self._measured and on_host:
                 # With a part of the cores: ranks that have as many each are in nobody's way until all are taken.
                 taken *= max(1 / self.by_host(program), self._measured_share)
@@ -166,10 +168,10 @@ class MachineCosts:
         memory = {name: min(seconds, load) for name, load in self._memory(nbytes, program).items()}
         return demand(seconds, {CORES: seconds} | memory)
 
-    def _update_in_place(self, op: Op, program: Program) -> float:
-        names = ("device_update",) if program.back_end == "accelerator" else (f"update_{program.rule}", "update")
-        found = [name for name in names if self.figures.has(name)]
-        return op.nbytes / self.figures.value(found[0] if found else "device_bandwidth")
+    def _update_rate(self, program: Program, *, on_device: bool) -> float:
+        """Look up the bytes/s of the rule's update, by an accelerator or by the host."""
+        own = f"update_{program.rule}"
+        return self.figures.value("device_update" if on_device else own if self.figures.has(own) else "update")
 
     # Jobs
 
@@ -179,7 +181,7 @@ class MachineCosts:
         if job.stream in ("collective", OF_MODEL):
             return self._collective(job, program)
         if job.stream == "device update" and program.back_end == "accelerator":
-            seconds = job.nbytes / self.figures.value("device_update")
+            seconds = job.nbytes / self._update_rate(program, on_device=True)
             return demand(seconds, {DEVICE_MEMORY: min(seconds, job.nbytes / self.figures.value("device_bandwidth"))})
         if job.stream in ("update", "device update"):
             return self._host_update(job, program)
@@ -190,9 +192,7 @@ class MachineCosts:
     def _host_update(self, job: ProgramJob, program: Program) -> Demand:
         if job.label.verb != "update":
             return self._host_pass(job.nbytes, _TOUCHED, program)
-        name = f"update_{program.rule}"
-        rate = self.figures.value(name if self.figures.has(name) else "update")
-        seconds = job.nbytes * self.by_host(program) / rate
+        seconds = job.nbytes * self.by_host(program) / self._update_rate(program, on_device=False)
         return demand(seconds, {CORES: seconds} | self._memory(job.nbytes, program))
 
     def _host_pass(self, nbytes: int, touched: int, program: Program) -> Demand:
@@ -206,10 +206,8 @@ class MachineCosts:
     def _link(self, job: ProgramJob, program: Program) -> Demand:
         pageable = "_pageable" if job.pageable else ""
         up, down = (self.figures.value(f"{way}{pageable}") for way in ("h2d", "d2h"))
-        if self.figures.has("duplex"):
-            loads = _both_ways("link", job.nbytes, job.stream == "upload", up, down, self.figures.value("duplex"))
-        else:
-            loads = {"link up": job.nbytes / up} if job.stream == "upload" else {"link down": job.nbytes / down}
+        together = self.figures.value("duplex") if self.figures.has("duplex") else inf
+        loads = _both_ways("link", job.nbytes, job.stream == "upload", up, down, together)
         return demand(0.0, loads | self._memory(job.nbytes * (_PAGEABLE if job.pageable else _PINNED), program))
 
     def _transfer(self, job: ProgramJob, program: Program) -> Demand:
@@ -227,10 +225,7 @@ class MachineCosts:
         parts.append(self._compute(program, job.segment))
         if not job.collectives and not job.segment:  # nothing is known but its bytes: a copy
             parts.append(self._host_pass(job.nbytes, _COPIED, program) if program.back_end != "accelerator" else NONE)
-        loads: dict[str, float] = {}
-        for name, load in chain.from_iterable(_loads(part).items() for part in parts):
-            loads[name] = loads.get(name, 0.0) + load
-        return demand(sum(part.seconds for part in parts), loads)
+        return demand(sum(part.seconds for part in parts), total_loads(parts))
 
     def _memory(self, nbytes: float, program: Program) -> dict[str, float]:
         """Say for how many seconds bytes would need all of the host's memory."""
@@ -239,10 +234,6 @@ class MachineCosts:
 
 
 NONE = Demand(0.0)
-
-
-def _loads(taken: Demand) -> dict[str, float]:
-    return {name: share * taken.seconds for name, share in taken.uses.items()}
 
 
 def _both_ways(name: str, nbytes: float, first: bool, one: float, other: float, together: float) -> dict[str, float]:
@@ -254,13 +245,10 @@ def _both_ways(name: str, nbytes: float, first: bool, one: float, other: float, 
     the three figures.
     """
     half = 2 / together if together else 1 / one + 1 / other
-    if first:
-        return {f"{name}, one way": nbytes / one, f"{name}, other way": nbytes * _within(half - 1 / other, 1 / one)}
-    return {f"{name}, one way": nbytes * _within(half - 1 / one, 1 / other), f"{name}, other way": nbytes / other}
-
-
-def _within(value: float, most: float) -> float:
-    return min(max(value, 0.0), most)
+    own, opposite = (one, other) if first else (other, one)
+    beside = nbytes * min(max(half - 1 / opposite, 0.0), 1 / own)
+    ways = (f"{name}, one way", f"{name}, other way")
+    return dict(zip(ways, (nbytes / own, beside) if first else (beside, nbytes / own), strict=True))
 
 
 class Spread(NamedTuple):
