@@ -40,7 +40,7 @@ PACKAGES = {
     "(top)": (3100, 20),
     "checkpoint": (2079, 10),
     "cli": (1933, 20),
-    "doctor": (221, 2),
+    "doctor": (214, 1),
     "engine": (6831, 29),
     "ext": (2879, 13),
     "integrations": (3737, 38),
