@@ -27,8 +27,8 @@ from penstock.planner.rates import RATES, STATED, Rate, check_name, check_value,
 
 KIND, VERSION = "machine", 1
 FOLDER = Path(__file__).parent / "machines"
-#: Shares of peaks that are assumed to be reached, and seconds that no data sheet has: value, low and high of each, and
-#: what the seconds are of.
+#: Peaks by figure, as keys of the files of GPUs, hosts and disks; what share of them is assumed to be reached, and the
+#: seconds that no data sheet has: value, low and high of each, and what the seconds are of.
 SHARES = Path(__file__).with_name("shares.json")
 _MOST_BYTES = 1 << 20
 _MOST_CHARS = 200
@@ -271,11 +271,12 @@ def _part(folder: str, name: str) -> dict[str, Any]:
 def _assemble(parts: _Parts) -> Machine:
     """Make a machine of a GPU and a host."""
     gpu, host = _part("gpus", parts.gpu), _part("hosts", parts.host)
+    gpu = {"peers": "PCI Express", "peers_bandwidth": gpu["link_bandwidth"], "unified_memory": False, **gpu}
     table = json.loads(SHARES.read_text())
-    shares, peaks = _shares(table, gpu, host, parts.gpus), _peaks(gpu, host)
+    shares = _shares(table, gpu, host, parts.gpus)
     figures = {
         **_sizes(gpu, host, parts.gpus),
-        **{name: _of(name, shares[name], *row) for name, row in peaks.items() if name in shares and row[0]},
+        **_peaks(table, shares, {"gpu": gpu, "host": host, "disk": host["disk"]}),
         **{name: Rate(*shares[name], f"assumed: {how}") for name, how in table["seconds"].items() if name in shares},
     }
     read, write = figures["disk_read"].value, figures["disk_write"].value
@@ -289,8 +290,8 @@ def _assemble(parts: _Parts) -> Machine:
         "memory": host["memory"],
         "disks": f"{host['disks']} x {host['disk']['name']}",
     }
-    is_one = gpu.get("unified_memory", False)
-    return Machine(parts.name, "cuda", {**figures, **parts.figures}, fingerprint, unified_memory=is_one)
+    figures |= parts.figures
+    return Machine(parts.name, "cuda", figures, fingerprint, unified_memory=gpu["unified_memory"])
 
 
 def _shares(table: Mapping[str, Any], gpu: Mapping[str, Any], host: Mapping[str, Any], gpus: int) -> dict[str, Triple]:
@@ -299,7 +300,7 @@ def _shares(table: Mapping[str, Any], gpu: Mapping[str, Any], host: Mapping[str,
     found = {**table["any"], **table["gpus"][gpu["kind"]], **table["hosts"][host["kind"]]}
     found |= {**(table["links"].get(link) or table["links"][gpu["link"]]), "disk_write": host["disk"]["steady"]}
     if gpus > 1:
-        found |= table["peers"][gpu.get("peers", "PCI Express")] | (table["net"] if "net" in host else {})
+        found |= table["peers"][gpu["peers"]] | (table["net"] if "net" in host else {})
     return found
 
 
@@ -312,7 +313,7 @@ def _sizes(gpu: Mapping[str, Any], host: Mapping[str, Any], gpus: int) -> dict[s
     device_memory = ((gpu["memory_mib"] << 20) - _CONTEXT, f"{shown_mib}, {context}; {gpu['source']}")
     rows = {
         "devices": (gpus, f"{gpus} x {gpu['name']}"),
-        "device_memory": host_memory if gpu.get("unified_memory") else device_memory,
+        "device_memory": host_memory if gpu["unified_memory"] else device_memory,
         "host_memory": host_memory,
         "pinnable_memory": (int(0.8 * host["memory_gib"] * _GIB), f"0.8 (assumed) of {memory}"),
         "host_threads": (host["cores"], f"{host['cores']} cores: {host['processor']}, {host['cores_source']}"),
@@ -323,38 +324,19 @@ def _sizes(gpu: Mapping[str, Any], host: Mapping[str, Any], gpus: int) -> dict[s
     return {name: Rate.stated(*row) for name, row in rows.items()}
 
 
-def _peaks(gpu: Mapping[str, Any], host: Mapping[str, Any]) -> dict[str, tuple[float, str, str]]:
-    """List the peaks of which figures are a share: the peak, what it is of, and its source."""
-    disk, link, speed, source = host["disk"], gpu["link"], gpu["link_bandwidth"], gpu["source"]
-    to_host = ("h2d", "d2h", "h2d_pageable", "d2h_pageable")
-    in_memory = (host["bandwidth"], f"the peak of {host['memory']}", host["bandwidth_source"])
-    peers = f"the peak of {gpu.get('peers', 'PCI Express')} one way"
-    return {
-        "flops_float32": (gpu["float32"], "the peak of fp32 without TF32, torch's default", source),
-        "flops_bfloat16": (gpu["bfloat16"], "the dense bf16 peak with sums in fp32", source),
-        "flops_float16": (gpu["float16"], "the dense fp16 peak with sums in fp32", source),
-        **dict.fromkeys(("device_bandwidth", "device_update"), (gpu["bandwidth"], "the memory's peak", source)),
-        **dict.fromkeys(to_host, (speed, f"the peak of {link} one way", source)),
-        "duplex": (2 * speed, f"the peak of {link} both ways", source),
-        **dict.fromkeys(("host_bandwidth", "update"), in_memory),
-        "disk_read": (disk["read"], "the sequential peak", disk["source"]),
-        "disk_write": (disk["write"], "the sequential peak, of what is written for hours", disk["source"]),
-        "link_bandwidth": (gpu.get("peers_bandwidth", speed), peers, source),
-        "net_bandwidth": (
-            host.get("net_bandwidth", 0),
-            f"the peak of {host.get('net')} one way",
-            host.get("net_source"),
-        ),
-    }
-
-
-def _of(name: str, share: Triple, peak: float, what: str, source: str) -> Rate:
-    """Make the figure of a peak: to four digits, as sure as the share of it is."""
-    value, low, high = (float(f"{peak * part:.4g}") for part in share)
-    of = write_value(name, peak)
-    return Rate(
-        value, low, high, f"{share[0]:g} (from {share[1]:g} to {share[2]:g}, assumed) of {of}, {what}; {source}"
-    )
+def _peaks(table: Mapping[str, Any], shares: Mapping[str, Triple], parts: Mapping[str, Any]) -> dict[str, Rate]:
+    """Make the figures that are a share of a peak: to four digits, as sure as the share of it is."""
+    found = {}
+    for name, (of, key, what, times) in table["peaks"].items():
+        part = parts[of]
+        if name not in shares or not part[key]:
+            continue
+        value, low, high = (float(f"{times * part[key] * share:.4g}") for share in shares[name])
+        share = "{:g} (from {:g} to {:g}, assumed)".format(*shares[name])
+        source = part.get(f"{key}_source") or part["source"]
+        peak = f"{write_value(name, times * part[key])}, {what.format(**part)}"
+        found[name] = Rate(value, low, high, f"{share} of {peak}; {source}")
+    return found
 
 
 def shipped() -> list[str]:
