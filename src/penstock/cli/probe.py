@@ -59,6 +59,6 @@ def probe(
 
 
 def _is_machine(path: Path) -> bool:
-    """Whether a file looks like a machine's, which may be replaced."""
+    """Return True if a file looks like a machine's, which may be replaced."""
     with path.open("rb") as file:
         return b'"penstock": "machine"' in file.read(_LOOKED_AT)

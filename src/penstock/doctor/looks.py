@@ -87,7 +87,7 @@ def finding(about: str, found: object, mend: str = "", *, is_broken: bool = Fals
 
 
 def versions() -> Iterator[Finding]:
-    """Tell the versions of libraries, of Python and of the system."""
+    """Report the versions of libraries, of Python and of the system."""
     installed = []
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
@@ -97,7 +97,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices(drivers: Mapping[str, Path] = DRIVERS) -> Iterator[Finding]:
-    """Tell which device computes, and whether there is one that torch does not see.
+    """Report which device computes, and whether there is one that torch does not see.
 
     Arguments:
         drivers: the files of loaded drivers, by their makers.
@@ -120,7 +120,7 @@ def devices(drivers: Mapping[str, Path] = DRIVERS) -> Iterator[Finding]:
 
 
 def processor() -> Iterator[Finding]:
-    """Tell the processor that updates state on the host, and the instruction set of its kernels."""
+    """Report the processor that updates state on the host, and the instruction set of its kernels."""
     chosen = instruction_set()
     lacks_avx2 = chosen == "generic" and platform.machine() == "x86_64"
     mend = "Without AVX2, updates on the host take several times as long: keep the optimizer on the device."
@@ -128,7 +128,7 @@ def processor() -> Iterator[Finding]:
 
 
 def cores(nodes: Path = NODES) -> Iterator[Finding]:
-    """Tell the cores that this process may use, their NUMA nodes, and how much of their time a control group leaves.
+    """Report the cores that this process may use, their NUMA nodes, and how much of their time a control group leaves.
 
     Arguments:
         nodes: the kernel's folder of NUMA nodes.
@@ -145,7 +145,7 @@ def cores(nodes: Path = NODES) -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """Tell how much memory this process can still have, and who limits it: the host, or a control group."""
+    """Report how much memory this process can still have, and who limits it: the host, or a control group."""
     left = available_host_memory()
     if left is None:
         yield finding("memory", "the kernel does not say what is free", "State it: plans and budgets take a size.")
@@ -155,7 +155,7 @@ def memory() -> Iterator[Finding]:
 
 
 def huge_pages(file: Path = HUGE_PAGES) -> Iterator[Finding]:
-    """Tell whether the kernel gives huge pages to memory that asks for them, as that of the cpu tier does.
+    """Report whether the kernel gives huge pages to memory that asks for them, as that of the cpu tier does.
 
     Arguments:
         file: the kernel's setting, the one in use in brackets.
@@ -167,7 +167,7 @@ def huge_pages(file: Path = HUGE_PAGES) -> Iterator[Finding]:
 
 
 def locked_memory() -> Iterator[Finding]:
-    """Tell how much memory may be page-locked, as copies to an accelerator need."""
+    """Report how much memory may be page-locked, as copies to an accelerator need."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_limited = limit != resource.RLIM_INFINITY
     # CUDA's driver locks past the limit, others' do not; in containers of some runtimes neither does.
@@ -177,7 +177,7 @@ def locked_memory() -> Iterator[Finding]:
 
 
 def shared_memory(folder: Path = SHM) -> Iterator[Finding]:
-    """Tell how much room shared memory has, of which containers get little.
+    """Report how much room shared memory has, of which containers get little.
 
     Arguments:
         folder: its mount point.
@@ -188,7 +188,7 @@ def shared_memory(folder: Path = SHM) -> Iterator[Finding]:
 
 
 def open_files() -> Iterator[Finding]:
-    """Tell how many files may be open."""
+    """Report how many files may be open."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_limited = limit != resource.RLIM_INFINITY
     mend = f"Raise it: ulimit -n {min(4096, most) if most > 0 else 4096}" if is_limited and limit < LEAST_FILES else ""
@@ -196,7 +196,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def allocator(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Tell how the C library's allocator treats large blocks, which matters where the cpu is the device.
+    """Report how the C library's allocator treats large blocks, which matters where the cpu is the device.
 
     Arguments:
         environment: the variables that set it.

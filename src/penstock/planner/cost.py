@@ -42,7 +42,7 @@ _ROUNDS = {"all_reduce": 2}
 def machine_costs(
     machine: Figures, *, measured: Mapping[Op, float] | None = None, measured_share: float = 1.0
 ) -> "MachineCosts":
-    """Say what a machine takes for the parts of a program.
+    """Make the costs of a program's parts on a machine.
 
     Arguments:
         machine: its figures (`penstock.planner.Machine`).
@@ -75,21 +75,21 @@ class MachineCosts:
         self._program: Program | None = None
 
     def submit_seconds(self, program: Program) -> float:
-        """Give the host's time to submit a job: where work is run by others it only hands it over."""
+        """Return the host's seconds to submit a job: 0 where it runs the job itself."""
         return self.figures.value("job_seconds") if program.back_end == "accelerator" else 0.0
 
     def wake_seconds(self, program: Program) -> float:
-        """Give the time from the end of what a thread of the host sleeps for until the thread goes on."""
+        """Return the seconds from the end of the work that a host thread sleeps for until the thread continues."""
         return self._value("wake_seconds") if program.back_end == "accelerator" else 0.0
 
     def host_seconds(self, program: Program, number: int) -> float:
-        """Give the host's time to enqueue a segment on a device."""
+        """Return the host's seconds to enqueue a segment on a device."""
         if program.back_end != "accelerator":
             return 0.0
         return sum(count for _, count in program.segments[number]) * self.figures.value("op_host_seconds")
 
     def op(self, op: Op) -> float:
-        """Give the seconds of an operation of compute: measured, or those of its arithmetic or of its memory."""
+        """Return the seconds of an operation: measured, or the longer of its arithmetic and its memory traffic."""
         if op in self._measured:
             return self._measured[op]
         if not op.flops and not op.nbytes:
@@ -101,18 +101,18 @@ class MachineCosts:
         return seconds + (self._value("op_threads_seconds") if op.nbytes >= _OF_THREADS_BYTES else 0.0)
 
     def segment(self, program: Program, number: int) -> Demand:
-        """Give what compute takes for a segment."""
+        """Return the demand of a segment of compute."""
         known = self._of(program)
         if number not in known:
             known[number] = self._compute(program, program.segments[number])
         return known[number]
 
     def meeting(self, meeting: Collective, program: Program) -> Demand:
-        """Give what a collective takes that the host issues and waits for."""
+        """Return the demand of a collective that the host issues and waits for."""
         return ring(meeting, self.figures, self.by_host(program))
 
     def job(self, job: ProgramJob, program: Program) -> Demand:
-        """Give what a job takes."""
+        """Return the demand of a job."""
         known = self._of(program)
         key = (job.stream, job.label.verb, job.nbytes, job.collectives, job.segment, job.pageable, job.folder)
         if key not in known:
@@ -123,7 +123,7 @@ class MachineCosts:
         return known[key]
 
     def by_host(self, program: Program) -> int:
-        """Say how many ranks are on a host: as was asked, else as many as the machine has devices."""
+        """Return the number of ranks on a host: as requested, else as many as the machine has devices."""
         if program.hosts:
             return max(1, program.world_size // program.hosts)
         if program.world_size == 1:
@@ -133,7 +133,7 @@ class MachineCosts:
         return max(1, min(program.world_size, int(self.figures.value("devices"))))
 
     def _of(self, program: Program) -> dict[object, Demand]:
-        """Give what is known of a program: of one at a time."""
+        """Return the known demands of a program; those of one program at a time are kept."""
         if self._program is not program:
             self._known, self._program = {}, program
         return self._known
@@ -196,7 +196,7 @@ class MachineCosts:
         return demand(seconds, {CORES: seconds} | self._memory(job.nbytes, program))
 
     def _host_pass(self, nbytes: int, touched: int, program: Program) -> Demand:
-        """Give what one thread of the host takes to go over some memory.
+        """Return the demand of one host thread's pass over some memory.
 
         Where the host computes, the thread of an operation whose core it takes holds up the others.
         """
@@ -228,7 +228,7 @@ class MachineCosts:
         return demand(sum(part.seconds for part in parts), total_loads(parts))
 
     def _memory(self, nbytes: float, program: Program) -> dict[str, float]:
-        """Say for how many seconds bytes would need all of the host's memory."""
+        """Return the seconds for which bytes would need all of the host's memory bandwidth."""
         rate = self._value("host_bandwidth")
         return {HOST_MEMORY: nbytes * self.by_host(program) / rate} if rate else {}
 
@@ -237,7 +237,7 @@ NONE = Demand(0.0)
 
 
 def _both_ways(name: str, nbytes: float, first: bool, one: float, other: float, together: float) -> dict[str, float]:
-    """Say what bytes take of something that goes both ways.
+    """Return the loads of bytes on a link or a disk that works both ways.
 
     What it can do at once, `a` bytes/s one way and `b` the other, is all that lies below the lines from (`one`, 0) to
     (`together`/2, `together`/2) and on to (0, `other`): each line is a capacity. Where the point in the middle lies
@@ -267,7 +267,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(collective: Collective, by_host: int) -> Spread:
-    """Say where the ranks of a collective are, by how far they lie apart.
+    """Return where the ranks of a collective are, by their stride.
 
     Arguments:
         collective: of this rank.
@@ -285,7 +285,7 @@ def through(collective: Collective) -> float:
 
 
 def ring(collective: Collective, figures: Figures, by_host: int) -> Demand:
-    """Give what a collective takes.
+    """Return the demand of a collective.
 
     Arguments:
         collective: of this rank.

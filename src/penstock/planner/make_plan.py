@@ -310,7 +310,7 @@ def savings(
 
 
 def _why(best: Best) -> tuple[Reason, ...]:
-    """Say for each choice what the next best would have cost."""
+    """List for each choice what the next best one would have cost."""
     chosen, step_s = best.trial.choice, best.trial.timing.step_s
     fit = sorted((tried for tried in best.tried if tried.fits), key=lambda tried: tried.step_s)
     reasons = []
@@ -328,7 +328,7 @@ def _why(best: Best) -> tuple[Reason, ...]:
 
 
 def _words(shares: Mapping[Any, float]) -> str:
-    """Say in percent what is where, fastest tier first: "12% device, 88% cpu"."""
+    """Write the percent on each tier, fastest tier first: "12% device, 88% cpu"."""
     there = {tier: f"{shares[tier]:.0%}" for tier in TIERS if shares.get(tier, 0.0) > 0}
     return ", ".join(f"{share} {tier}" for tier, share in there.items() if share != "0%")
 

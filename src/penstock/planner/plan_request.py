@@ -54,7 +54,7 @@ class PlanRequest:
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether the device has memory of its own."""
+        """True if the device has memory of its own."""
         return self.setup.back_end == "accelerator"
 
     def request(self, placement: Placement, *, streamed: float) -> PrepareRequest:
@@ -145,7 +145,7 @@ def _check_counts(what: str = "", **values: int | None) -> None:
 
 
 def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """Give the model, or have the function make it on the meta device.
+    """Return the model, or have the function make it on the meta device.
 
     Raises:
         ConfigError: it does not make one.
@@ -168,7 +168,7 @@ def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 def _limits(
     machine: Machine, device_bytes: int | None, host_bytes: int | None, folders: int, ranks_of_host: int
 ) -> Limits:
-    """Say what one rank may take of each memory."""
+    """Return the bytes that one rank may take of each memory."""
     there: dict[TierName, int] = {}
     shared = machine.device == "cpu" or machine.unified_memory
     host = host_bytes or int(machine.value("host_memory"))

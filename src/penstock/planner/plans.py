@@ -322,7 +322,7 @@ class Plan(_Checked):
         return _table(self)
 
     def prepare_arguments(self, options: Options | None = None, *, overlap: Overlap = "auto") -> dict[str, Any]:
-        """Give the arguments of `prepare` that the plan decides, beside what the user wrote by hand.
+        """Return the arguments of `prepare` that the plan decides, beside what the user wrote by hand.
 
         Options that change neither the length of a step nor what it takes are the user's where these say something,
         else the plan's. All others are the plan's; the user may say the same, or nothing. "auto" says nothing, and a
@@ -416,7 +416,7 @@ def placeholders(folders: int) -> list[str]:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Tell a model apart by its parameters: their names, shapes and dtypes, and which are trained and which are tied.
+    """Describe a model by its parameters: their names, shapes and dtypes, and which are trained and which are tied.
 
     Their values and their device do not count, nor do wrappers that recompute or compile.
 
@@ -561,7 +561,7 @@ def mesh_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def shortfalls_in_words(plan: Plan) -> str:
-    """Say what is missing for a plan, on which tier, and what to do: a sentence or two for each tier."""
+    """Write what is missing for a plan, on which tier, and what to do: a sentence or two for each tier."""
     said = []
     for lack in plan.lacks:
         where = next(name for name, tiers in _columns(plan).items() if lack.tier in tiers)
@@ -657,7 +657,7 @@ def _wide_rows(plan: Plan) -> dict[str, str]:
 
 
 def _written(plan: Plan) -> str:
-    """Say what a step writes to each disk, what that comes to in a day, and how long a drive lasts."""
+    """Write what a step writes to each disk, what that comes to in a day, and how long a drive lasts."""
     ranks = plan.world_size // plan.hosts  # which share the disks of their host
     nbytes = plan.written_bytes.get("nvme", 0) * ranks / max(1, len(plan.placement.nvme_folders()))
     if not nbytes:
@@ -682,13 +682,13 @@ def _home(plan: Plan, kind: str) -> dict[str, float]:
 
 
 def _home_in_words(plan: Plan, kind: str) -> str:
-    """Say where a kind of state lives: "0.31 device + 0.69 host"."""
+    """Write where a kind of state lives: "0.31 device + 0.69 host"."""
     home = _home(plan, kind)
     return " + ".join(name if part == 1 else f"{fraction(part)} {name}" for name, part in home.items())
 
 
 def _activations_in_words(plan: Plan) -> str:
-    """Say where activations go, and what is done to them: "device (recomputed)"."""
+    """Write where activations go, and what is done to them: "device (recomputed)"."""
     tier = plan.placement.activations or "device"
     where = next(name for name, tiers in _columns(plan).items() if tier in tiers)
     return f"{where} (recomputed)" if plan.recompute else where
@@ -706,7 +706,7 @@ def _activations(plan: Plan) -> list[str]:
 
 
 def _updates_in_words(plan: Plan) -> str:
-    """Say when updates run, and what part of the host's is done on the device."""
+    """Write when updates run, and what part of the host's is done on the device."""
     streamed = plan.options.streamed_updates
     if streamed == 0:
         return f"overlap {plan.overlap}"

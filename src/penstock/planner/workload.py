@@ -187,7 +187,7 @@ class Limits:
         return taken.get(tier, 0) + (taken.get("cpu", 0) if self.shared and tier == "device" else 0)
 
     def excess(self, peak_bytes: Mapping[TierName, float]) -> dict[TierName, int]:
-        """Say by how many bytes peaks exceed what may be taken, by tier; empty where they do not."""
+        """Return by how many bytes peaks exceed the limits, by tier; empty where they do not."""
         over = {tier: round(self.taken(tier, peak_bytes)) - self.room(tier) for tier in self.tiers}
         return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
 
@@ -256,7 +256,7 @@ def count_workload(
 
 
 def _busy(program: Program, costs: MachineCosts, phases: Iterable[range]) -> Busy:
-    """Sum up for how long each row and each capacity is needed in some phases."""
+    """Sum the seconds for which each row and each capacity is needed in some phases."""
     found: defaultdict[str, float] = defaultdict(float)
     for item in (program.items[number] for number in chain.from_iterable(phases)):
         row = "compute"
@@ -277,7 +277,7 @@ def _busy(program: Program, costs: MachineCosts, phases: Iterable[range]) -> Bus
 
 
 def _rates(program: Program, costs: MachineCosts, folders: int) -> dict[Flow, Busy]:
-    """Ask what a byte of each flow takes, by row and capacity. Bytes of files are spread over all folders."""
+    """Return the seconds of a byte of each flow, by row and capacity. Bytes of files are spread over all folders."""
     found: dict[Flow, Busy] = {}
     host: tuple[Flow, ...] = ("update", *(() if program.back_end != "accelerator" else ("upload", "download")))
     files: tuple[Flow, ...] = ("device update", *(("read", "write") if folders else ()))
@@ -294,7 +294,7 @@ def _rates(program: Program, costs: MachineCosts, folders: int) -> dict[Flow, Bu
 
 
 def _tile_ends(plans: Iterable[UnitPlan]) -> Sequence[float]:
-    """Say where tiles end: cuts go to the nearest one."""
+    """Return where tiles end: cuts go to the nearest end."""
     tiles = [
         min(plan.tile_numel, plan.shard_numel - start) * plan.spec.dtype.itemsize
         for plan in plans
@@ -434,13 +434,13 @@ class Infeasible:
 
 
 def lacks(workload: StepWorkload, limits: Limits) -> Infeasible:
-    """Say what is missing for a workload that fits nowhere, and what would make it fit."""
+    """Return what is missing for a workload that fits nowhere, and the changes that make it fit."""
     ways = (_files(workload, limits), _batch(workload, limits), _ranks(workload, limits))
     return Infeasible(missing(workload, limits), tuple(way for way in ways if way is not None))
 
 
 def fits(workload: StepWorkload, limits: Limits) -> bool:
-    """Whether there is a placement within the limits, as fine as bytes."""
+    """Return True if there is a placement within the limits, as fine as bytes."""
     return not missing(workload, limits)
 
 

@@ -204,7 +204,7 @@ class _Disk:
 
 
 def _where(folder: Path, *, direct: bool) -> str:
-    """Say what is no ordinary disk about a folder; nothing of one that is."""
+    """Describe in what a folder differs from one on an ordinary disk; empty where it does not."""
     kind = file_system(folder)
     if kind in IN_MEMORY:
         return f"; a {kind}: the host's memory, no disk"

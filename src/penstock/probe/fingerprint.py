@@ -98,6 +98,6 @@ def driver(device: torch.device, file: Path = DRIVER) -> str:
 
 
 def _disk(folder: Folder) -> str:
-    """Tell a folder's file system from others of this machine."""
+    """Name a folder's file system among those of this machine."""
     number = os.stat(folder).st_dev
     return f"{file_system(folder) or 'unknown'} {os.major(number)}:{os.minor(number)}"
