@@ -30,8 +30,8 @@ def probed(rank: int, folder: str) -> dict[str, Any]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(probing, "_measure_alone", measure_alone)
-    found = measure(seconds=1, device=CPU)
-    by_itself = measure(seconds=1, device=CPU, control_group=ControlGroup())
+    found, _ = measure(seconds=1, device=CPU)
+    by_itself, _ = measure(seconds=1, device=CPU, control_group=ControlGroup())
     try:
         measure(folders=[folder] if rank == 0 else [], seconds=1, device=CPU)
     except ConfigError as error:
@@ -46,8 +46,8 @@ def probed(rank: int, folder: str) -> dict[str, Any]:
     return {
         "by dimension": by_dimension,
         "alone": alone,
-        "found": found.figures,
-        "by itself": by_itself.figures,
+        "found": found,
+        "by itself": by_itself,
         "refused": refused,
     }
 

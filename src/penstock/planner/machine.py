@@ -344,25 +344,31 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def from_probe(name: str, device: str, measured: Mapping[str, Rate], fingerprint: Mapping[str, Any]) -> Machine:
+def from_probe(measured: Mapping[str, Rate], fingerprint: Mapping[str, Any]) -> Machine:
     """Make a machine of measurements, each held against what machines like it have.
 
     Arguments:
-        name: what it is called.
-        device: the kind of its devices.
         measured: its figures by name. One that is implausible is replaced by the figure of the same accelerator's data
             sheet, where that is known, and `how` says so.
-        fingerprint: what the machine is made of.
+        fingerprint: what the machine is made of, as `penstock.probe.fingerprint` describes it.
 
     Raises:
         ConfigError: a figure is implausible, and no data sheet has it.
     """
-    machines = [Machine.read(each) for each in shipped()]
+    machines, device = [Machine.read(each) for each in shipped()], fingerprint["device"]
     accelerator = str(fingerprint.get("device_name"))
     same = [each for each in machines if str(each.fingerprint.get("accelerator")).endswith(f" x {accelerator}")]
     like = [each for each in machines if each.device == device != "cpu" and not each.unified_memory]
     figures = {each: _plausible(each, rate, same, like, machines) for each, rate in measured.items()}
-    return Machine(name, device, figures, fingerprint, probed=True)
+    return Machine(machine_name(fingerprint), device, figures, fingerprint, probed=True)
+
+
+def machine_name(found: Mapping[str, Any]) -> str:
+    """Name a machine by its fingerprint: "2 x NVIDIA H100, AMD EPYC 9554"."""
+    cpu = f"{found['cpu'][:80]}, {found['cores']} cores"
+    if found["device"] == "cpu":
+        return cpu
+    return f"{found['devices']} x {found['device_name'][:80]}, {cpu}"
 
 
 def _plausible(name: str, rate: Rate, *circles: Sequence[Machine]) -> Rate:

@@ -156,6 +156,10 @@ def test_what_is_no_machine_is_refused(arguments: tuple[Any, ...], says: str) ->
 # Probing
 
 
+HERE = {"cpu": "x", "cores": 2, "device": "cpu"}
+ON_CUDA = HERE | {"device": "cuda", "devices": 1, "device_name": "Other"}
+
+
 def probed_by(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
     module = types.ModuleType("penstock.probe.measure")
     module.measure = measure  # type: ignore[attr-defined]
@@ -167,21 +171,21 @@ def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, t
 
     def measure(**arguments: Any) -> tuple[Any, ...]:
         asked.update(arguments)
-        return "here", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, {"cores": 2}
+        return {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE
 
     probed_by(monkeypatch, measure)
     made = Machine.probe(folders=(tmp_path, "/tmp"), seconds=5)
-    assert made == Machine("here", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, {"cores": 2}, True)
+    assert made == Machine("x, 2 cores", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE, True)
     assert asked == {"folders": [tmp_path, "/tmp"], "seconds": 5}
 
 
-H100 = {"device_name": "NVIDIA H100 80GB HBM3"}
+H100 = ON_CUDA | {"device_name": "NVIDIA H100 80GB HBM3"}
 COLD = "a sum; 1 run, then the time was up"
 
 
 @pytest.mark.parametrize(("name", "value"), [("device_bandwidth", 9e9), ("device_update", 9e9), ("op_seconds", 5e-10)])
 def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: float) -> None:
-    figure = from_probe("here", "cuda", {name: Rate.stated(value, COLD)}, H100).figures[name]
+    figure = from_probe({name: Rate.stated(value, COLD)}, H100).figures[name]
     sheet = Machine.read("h100-node").figures[name]
     assert (figure.value, figure.low, figure.high) == (sheet.value, sheet.low, sheet.high)
     assert figure.how.startswith(f"not measured: {sheet.how}. {name} was measured as")
@@ -190,7 +194,7 @@ def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: 
 def test_a_desktop_is_held_against_the_data_sheet_of_its_accelerator() -> None:
     """Machines of one accelerator named it without a number, so that none was found."""
     measured = {"device_bandwidth": Rate.stated(60e9, COLD)}  # which another kind of device might have
-    made = from_probe("here", "cuda", measured, {"device_name": "NVIDIA GeForce RTX 4090"})
+    made = from_probe(measured, ON_CUDA | {"device_name": "NVIDIA GeForce RTX 4090"})
     assert made.figures["device_bandwidth"].how.startswith("not measured: 0.9 (from 0.8 to 0.94, assumed) of 1.01 TB/s")
 
 
@@ -198,14 +202,14 @@ def test_a_figure_without_a_data_sheet_is_an_error_that_names_it() -> None:
     figures = {"device_bandwidth": Rate.stated(9.3e9, COLD)}
     text = "device_bandwidth was measured as 9.3e+09 bytes/s; machines like this one have "
     with pytest.raises(ConfigError, match=re.escape(text)):
-        from_probe("here", "cuda", figures, {"device_name": "Other"})
+        from_probe(figures, ON_CUDA)
 
 
 def test_what_was_measured_stays_where_it_can_be() -> None:
     measured = {"device_bandwidth": Rate(2.9e12, 2.8e12, 3e12, "a sum"), "disk_read": Rate.stated(1e8, "a slow one")}
-    for device, fingerprint in (("cuda", H100), ("cuda", {}), ("cpu", {})):
-        assert from_probe("here", device, measured, fingerprint).figures["disk_read"] == measured["disk_read"]
-    assert from_probe("here", "cuda", measured, H100).figures["device_bandwidth"].how == "a sum"
+    for fingerprint in (H100, ON_CUDA, HERE):
+        assert from_probe(measured, fingerprint).figures["disk_read"] == measured["disk_read"]
+    assert from_probe(measured, H100).figures["device_bandwidth"].how == "a sum"
 
 
 # Files
