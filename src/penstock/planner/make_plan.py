@@ -248,12 +248,10 @@ def answer(request: PlanRequest, trials: Trials, best: Best) -> Plan:
 
 def _kind_bytes(trial: Trial) -> dict[str, dict[TierName, int]]:
     """Count the bytes of each kind at rest, and of activations at their peak."""
-    budget = trial.simulation.budget
-    found: dict[str, dict[TierName, int]] = {}
-    for kind in KINDS:
-        by_tier: dict[TierName, int] = {tier: budget.on(Tier(tier)).parts[kind] for tier in TIERS}
-        found[kind] = {tier: nbytes for tier, nbytes in by_tier.items() if nbytes}
-    tier: TierName = trial.placement.activations or "device"
+    budget, tier = trial.simulation.budget, trial.placement.activations or "device"
+    found: dict[str, dict[TierName, int]] = {
+        kind: {each: nbytes for each in TIERS if (nbytes := budget.on(Tier(each)).parts[kind])} for kind in KINDS
+    }
     away = trial.peak_bytes.get(tier, 0) - budget.on(Tier(tier)).at_rest if tier != "device" else 0
     found["activations"] = {"device": trial.simulation.activation_bytes}
     if away > 0:

@@ -96,16 +96,13 @@ def plan_request(
     Raises:
         ConfigError: an argument is of the wrong kind or out of range; nothing was simulated.
     """
-    sharded = arguments.get("stage", 3) != 0
-    grid = None if mesh is None else grid_of(mesh, sharded=sharded)
-    if grid is not None:
-        if world_size not in (1, grid.world_size):
-            raise ConfigError(
-                f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave world_size out."
-            )
-        world_size = grid.world_size
     _check_counts(world_size=world_size, hosts=hosts, micro_batches=micro_batches)
     _check_counts("bytes", device_bytes=device_bytes, host_bytes=host_bytes)
+    sharded = arguments.get("stage", 3) != 0
+    grid = Grid.first_of(world_size, sharded=sharded) if mesh is None else grid_of(mesh, sharded=sharded)
+    if world_size not in (1, grid.world_size):
+        raise ConfigError(f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave it out.")
+    world_size, ranks = grid.world_size, grid.world_size // hosts
     if world_size % hosts:
         raise ConfigError(f"world_size={world_size} ranks cannot be shared by hosts={hosts}. Use a multiple of it.")
     if not callable(batch):
@@ -114,7 +111,6 @@ def plan_request(
         if name in arguments:
             raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
     check_elementwise(optimizer)
-    grid, ranks = grid or Grid.first_of(world_size, sharded=sharded), world_size // hosts
     nodes = getattr(arguments.get("options"), "nodes", None)
     setup = Setup(
         check_parts(made(model), grid),
