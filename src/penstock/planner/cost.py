@@ -10,9 +10,6 @@ from typing import NamedTuple
 
 from penstock.planner.simulation.fair_share import Demand, Figures, demand, total_loads
 from penstock.planner.simulation.program import OF_MODEL, Collective, Op, Program, ProgramJob
-from penstock.planner.simulation.program_run import Costs
-
-__all__ = ["Costs", "Demand", "MachineCosts", "machine_costs"]
 
 HOST_MEMORY, CORES, DEVICE_MEMORY = "host memory", "cores", "device memory"
 LINKS, NETWORK = "links between ranks", "network"

@@ -20,7 +20,7 @@ from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from penstock.config import Options, Placement, Tier, TierName
 from penstock.planner.machine import Machine
-from penstock.planner.plan_request import PlanRequest, plan_request
+from penstock.planner.plan_request import PlanRequest, made, plan_request
 from penstock.planner.plans import Plan, Reason, Shortfall, WhatIf, model_fingerprint
 from penstock.planner.search import Best, find_best, given
 from penstock.planner.simulation.engine_internals import (
@@ -34,6 +34,7 @@ from penstock.planner.simulation.engine_internals import (
     user_mode,
 )
 from penstock.planner.simulation.program import WorkKind
+from penstock.planner.simulation.simulate import Setup
 from penstock.planner.this_machine import machine_for
 from penstock.planner.trials import Trial, Trials, quick_collection
 from penstock.planner.workload import KINDS, TIERS, Infeasible
@@ -101,21 +102,15 @@ def plan(
 
     Source: docs/planner.md; the idea of a simulator that is the engine, and its accuracy, are there.
     """
-    there = machine_for(machine, folders)
     request = plan_request(
-        model,
-        optimizer,
-        batch,
-        machine=there,
+        Setup(made(model), optimizer, batch, micro_batches=micro_batches, hosts=hosts, share=expert_share),
+        machine=machine_for(machine, folders),
+        arguments=prepare_arguments,
+        world_size=world_size,
+        mesh=mesh,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         folders=folders,
-        world_size=world_size,
-        hosts=hosts,
-        mesh=mesh,
-        micro_batches=micro_batches,
-        expert_share=expert_share,
-        arguments=prepare_arguments,
     )
     trials = Trials(request, measures=measure)
     with quick_collection():

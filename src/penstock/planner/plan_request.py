@@ -76,27 +76,33 @@ class PlanRequest:
 
 
 def plan_request(
-    model: nn.Module | Callable[[], nn.Module],
-    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
-    batch: Callable[[], Any],
+    setup: Setup,
     *,
     machine: Machine,
     arguments: Mapping[str, Any],
+    world_size: int = 1,
+    mesh: Mapping[str, int] | None = None,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
     folders: Sequence[str | os.PathLike[str]] = (),
-    world_size: int = 1,
-    hosts: int = 1,
-    mesh: Mapping[str, int] | None = None,
-    micro_batches: int = 1,
-    expert_share: float | None = None,
 ) -> PlanRequest:
-    """Check what is asked. `penstock.planner.plan` says what the arguments are.
+    """Check what is asked, and add to the setup what follows from the ranks and the machine.
+
+    Arguments:
+        setup: the model, its optimizer, its batch, micro-batches and hosts; its ranks are those of the mesh.
+        machine: what the figures are of.
+        arguments: those of `prepare`, beside the placement.
+        world_size: how many ranks there are.
+        mesh: how many of them there are along each dimension; `None` for one copy of the state.
+        device_bytes: bytes of the device of a rank; `None` for the machine's.
+        host_bytes: bytes of the memory of a host; `None` for the machine's.
+        folders: folders of the nvme tier; none for those of the machine.
 
     Raises:
         ConfigError: an argument is of the wrong kind or out of range; nothing was simulated.
     """
-    _check_counts(world_size=world_size, hosts=hosts, micro_batches=micro_batches)
+    hosts = setup.hosts
+    _check_counts(world_size=world_size, hosts=hosts, micro_batches=setup.micro_batches)
     _check_counts("bytes", device_bytes=device_bytes, host_bytes=host_bytes)
     sharded = arguments.get("stage", 3) != 0
     grid = Grid.first_of(world_size, sharded=sharded) if mesh is None else grid_of(mesh, sharded=sharded)
@@ -105,23 +111,19 @@ def plan_request(
     world_size, ranks = grid.world_size, grid.world_size // hosts
     if world_size % hosts:
         raise ConfigError(f"world_size={world_size} ranks cannot be shared by hosts={hosts}. Use a multiple of it.")
-    if not callable(batch):
-        raise ConfigError(f"batch is a {type(batch).__name__}. Give a function that makes one micro-batch.")
+    if not callable(setup.batch):
+        raise ConfigError(f"batch is a {type(setup.batch).__name__}. Give a function that makes one micro-batch.")
     for name in ("placement", "plan", "batch"):
         if name in arguments:
             raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
-    check_elementwise(optimizer)
+    check_elementwise(setup.optimizer)
     nodes = getattr(arguments.get("options"), "nodes", None)
-    setup = Setup(
-        check_parts(made(model), grid),
-        optimizer,
-        batch,
-        micro_batches=micro_batches,
+    setup = replace(
+        setup,
+        model=check_parts(setup.model, grid),
         grid=grid.in_nodes(node_size(range(grid.shards), nodes, ranks)),
-        hosts=hosts,
         back_end="inline" if machine.device == "cpu" else "accelerator",
         pinnable_bytes=int(machine.value("pinnable_memory")) // ranks if machine.has("pinnable_memory") else None,
-        share=expert_share,
     )
     named = [os.fspath(folder) for folder in folders]
     if not named and machine.has("folders") and machine.has("disk_free"):
