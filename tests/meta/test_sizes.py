@@ -46,7 +46,7 @@ PACKAGES = {
     "integrations": (3737, 38),
     "runtime": (2369, 14),
     "optim": (457, 6),
-    "planner": (4919, 29),
+    "planner": (4914, 29),
     "probe": (717, 6),
     "rules": (1555, 9),
     "tiers": (1517, 7),

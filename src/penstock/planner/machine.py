@@ -11,7 +11,6 @@ A file may name a GPU and a host of `machines/gpus` and `machines/hosts` instead
      "host": "ryzen-7950x", "figures": {"disk_read": 6e9}}
 """
 
-import difflib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Annotated, Any
 from penstock.errors import ConfigError, one_line, shown
 from penstock.files import Field, check_fields, plain, read_file, read_record, reader, write_whole
 from penstock.planner.formatting import aligned
-from penstock.planner.rates import RATES, STATED, Rate, check_name, check_value, write_value
+from penstock.planner.rates import RATES, STATED, Rate, check_name, check_value, unknown, write_value
 
 KIND, VERSION = "machine", 1
 FOLDER = Path(__file__).parent / "machines"
@@ -150,7 +149,7 @@ class Machine:
             return read_file(FOLDER / f"{given}.json", _MOST_BYTES, _parse)
         is_path = "/" in given or given.endswith(".json") or "\0" in given or not given
         if given is path_or_name and not is_path and not os.path.lexists(given):
-            raise _unknown("machine", given, shipped())
+            raise unknown("machine or file", given, shipped())
         return read_file(given, _MOST_BYTES, _parse)
 
     def write(self, path: str | PathLike[str]) -> None:
@@ -263,7 +262,7 @@ def _part(folder: str, name: str) -> dict[str, Any]:
     """Read the file of a GPU or of a host."""
     names = sorted(path.stem for path in (FOLDER / folder).glob("*.json"))
     if name not in names:
-        raise _unknown(folder.removesuffix("s"), name, names)
+        raise unknown(folder.removesuffix("s"), name, names)
     part: dict[str, Any] = json.loads((FOLDER / folder / f"{name}.json").read_text())
     return part
 
@@ -403,12 +402,3 @@ def _parse(raw: bytes) -> Machine:
     """Make a machine of the content of its file."""
     content = Field(None, "", read_record(raw, KIND, VERSION))
     return _assemble(reader(_Parts)(content)) if "gpu" in content else reader(Machine)(content)
-
-
-def _unknown(what: str, given: str, names: Sequence[str]) -> ConfigError:
-    """Make the error of a name that nothing has; the caller raises it."""
-    near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.4) if len(given) <= 99 else []
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return ConfigError(
-        f"There is no {what} {shown(given)}, and no such file.{hint} Those that come along: {', '.join(names)}."
-    )

@@ -5,7 +5,7 @@ All are in SI units: bytes, bytes/s, FLOP/s, seconds. `RATES` is what errors, th
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from statistics import quantiles
@@ -145,18 +145,23 @@ class Rate:
         return Rate(self.value * factor, self.low * factor, self.high * factor, self.how + told)
 
 
-def check_name(name: object, *, known: Iterable[str] = RATES) -> str:
+def check_name(name: object) -> str:
     """Check that something is the name of a figure.
 
     Raises:
         ConfigError: there is none of that name. The message has the nearest one, and all.
     """
-    names = list(known)
-    if isinstance(name, str) and name in names:
-        return name
-    near = difflib.get_close_matches(name.lower(), names, n=1) if isinstance(name, str) and len(name) < 99 else []
+    if not isinstance(name, str) or name not in RATES:
+        raise unknown("figure", name, [*RATES])
+    return name
+
+
+def unknown(what: str, given: object, names: Sequence[str]) -> ConfigError:
+    """Make the error of a name that nothing has, with the nearest one and all; the caller raises it."""
+    is_short = isinstance(given, str) and len(given) <= 99
+    near = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=0.4) if is_short else []
     hint = f" Did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"There is no figure {shown(name)}.{hint} All figures: {', '.join(names)}.")
+    return ConfigError(f"There is no {what} {shown(given)}.{hint} There are: {', '.join(names)}.")
 
 
 def check_value(name: str, value: object) -> float:

@@ -62,7 +62,7 @@ def test_a_figure_that_is_missed_is_named_with_what_to_do(name: str, says: str) 
 
 def test_a_figure_that_nothing_has_is_refused_with_the_nearest() -> None:
     assert refusal(machine().value, "disk_wirte").startswith(
-        "There is no figure 'disk_wirte'. Did you mean disk_write? All"
+        "There is no figure 'disk_wirte'. Did you mean disk_write? There are"
     )
 
 
@@ -91,7 +91,7 @@ def test_replace_changes_what_it_names_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("figures", "says"),
     [
-        ({"disk_raed": 1.0}, "There is no figure 'disk_raed'. Did you mean disk_read? All figures: devices, "),
+        ({"disk_raed": 1.0}, "There is no figure 'disk_raed'. Did you mean disk_read? There are: devices, "),
         ({"disk_read": 0}, "'disk_read' is 0: use a number above 0."),
         ({"disk_read": -7e9}, "'disk_read' is -7000000000.0: use a number above 0."),
         ({"disk_read": float("nan")}, "'disk_read' is nan: use a finite number."),
@@ -380,7 +380,7 @@ def with_figures(figures: object) -> str:
         ),
         (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": 'fingerprint' is []: use an object."),
         (with_figures([]), ": 'figures' is []: use an object. Mend it, or name another file."),
-        (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? All figures: "),
+        (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? There are: "),
         (with_figures({"x" * 5000: 7}), ": There is no figure 'xxxx"),
         (with_figures({"disk_read": "7GB/s"}), ": 'figures.disk_read' is '7GB/s': use a finite number."),
         (with_figures({"disk_read": True}), ": 'figures.disk_read' is True: use a finite number."),
@@ -481,15 +481,15 @@ def test_a_name_is_of_a_machine_that_comes_along_wherever_one_is(
 )
 def test_a_name_that_is_none_is_told_the_nearest_and_all(name: str, near: str) -> None:
     message = refusal(Machine.read, name)
-    assert message.startswith(f"There is no machine '{name}', and no such file. Did you mean {near}")
-    assert message.endswith(f"Those that come along: {', '.join(shipped())}.")
+    assert message.startswith(f"There is no machine or file '{name}'. Did you mean {near}")
+    assert message.endswith(f"There are: {', '.join(shipped())}.")
 
 
 @pytest.mark.parametrize("name", ["zzzzzz", "x" * 500])
 def test_a_name_like_nothing_is_told_all(name: str) -> None:
     message = refusal(Machine.read, name)
     assert "Did you mean" not in message
-    assert message.endswith(f"Those that come along: {', '.join(shipped())}.")
+    assert message.endswith(f"There are: {', '.join(shipped())}.")
 
 
 def test_no_name_leads_out_of_the_folder_of_those_that_come_along() -> None:

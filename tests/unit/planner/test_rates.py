@@ -55,7 +55,7 @@ def test_a_figure_is_read_as_people_write_it(text: str, name: str, value: float)
         ("disk_read", "'disk_read' is no figure with its value. Write it as in disk_read=7GB/s."),
         ("", "'' is no figure with its value"),
         ("=7", "There is no figure ''."),
-        ("disk_raed=7GB/s", "There is no figure 'disk_raed'. Did you mean disk_read? All figures: devices, "),
+        ("disk_raed=7GB/s", "There is no figure 'disk_raed'. Did you mean disk_read? There are: devices, "),
         ("DISK_READ=7GB/s", "Did you mean disk_read?"),
         ("disk_read=", "disk_read=: no number is there. Write a number with B/s, kB/s, "),
         ("disk_read=fast", "disk_read=fast: no number is there."),
@@ -101,7 +101,7 @@ def test_what_is_no_figure_is_refused_in_a_line(text: str, says: str) -> None:
 def test_an_unknown_figure_is_told_all_there_are() -> None:
     with pytest.raises(ConfigError) as raised:
         check_name("speed")
-    assert str(raised.value).endswith(f"All figures: {', '.join(RATES)}.")
+    assert str(raised.value).endswith(f"There are: {', '.join(RATES)}.")
 
 
 @pytest.mark.parametrize("name", RATES)
