@@ -274,24 +274,6 @@ def test_a_file_can_be_written_by_hand(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_was_there_is_replaced_as_a_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "machine.json"
-    machine().write(file)
-    before = file.read_bytes()
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    assert refusal(machine().replace(disk_read=1.0).write, file) == (
-        f"{file} cannot be written: No space left on device. Name another file."
-    )
-    assert file.read_bytes() == before
-    assert os.listdir(tmp_path) == ["machine.json"]
-
-
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
@@ -316,22 +298,6 @@ def test_a_fingerprint_that_is_no_json_is_refused(value: object) -> None:
     assert refusal(Machine, "box", "cuda", {}, {"it": value}).startswith(
         "'fingerprint' is nothing that JSON can hold ("
     )
-
-
-def test_a_fingerprint_that_holds_itself_is_refused() -> None:
-    around: dict[str, Any] = {}
-    around["it"] = around
-    assert "JSON can hold (Circular reference" in refusal(Machine, "box", "cuda", {}, around)
-
-
-def test_a_fingerprint_that_is_nested_too_deep_is_refused() -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(90):
-        deep = {"it": deep}
-    assert Machine("box", "cuda", {}, deep).fingerprint == deep
-    for _ in range(10):
-        deep = {"it": deep}
-    assert "it is nested too deep" in refusal(Machine, "box", "cuda", {}, {"it": deep})
 
 
 def test_a_fingerprint_is_what_a_file_gives_back(tmp_path: Path) -> None:

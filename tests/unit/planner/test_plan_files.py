@@ -162,13 +162,6 @@ def test_a_long_message_is_cut(tmp_path):
     said_of(edited(tmp_path, busy_s={"x" * 100_000: "1"}))
 
 
-def test_a_file_that_only_grows_is_read_no_further_than_the_limit(tmp_path):
-    file = tmp_path / "plan.json"
-    with file.open("wb") as opened:
-        opened.truncate(1 << 40)
-    assert "it has more than 4,194,304 bytes" in said_of(file)
-
-
 def test_what_is_no_file_is_refused(tmp_path):
     assert "is not read: No such file or directory. Mend it, or name another file." in said_of(tmp_path / "plan.json")
     assert "it is no file" in said_of(tmp_path)
