@@ -14,12 +14,13 @@ from torch import nn
 
 import penstock
 from penstock.planner.machine import Machine
-from penstock.planner.plan_request import plan_request
+from penstock.planner.plan_request import made, plan_request
 from penstock.planner.rates import Rate
 from penstock.planner.search import given
 from penstock.planner.simulation import operation_times as measured_ops
 from penstock.planner.simulation.operation_cost import Recipe
 from penstock.planner.simulation.program import Op
+from penstock.planner.simulation.simulate import Setup
 from penstock.planner.trials import Trials
 from tests.support import prepare_on
 
@@ -74,12 +75,8 @@ def machine_of(link: float, kernel_s: float, **figures: float) -> Machine:
 def predicted(case: Case) -> float:
     """Seconds of a step, as the planner says; an operation takes as many kernels as the device makes of it."""
     request = plan_request(
-        case.model,
-        torch.optim.AdamW,
-        case.batch,
+        Setup(made(case.model), torch.optim.AdamW, case.batch, micro_batches=case.micro_batches, hosts=1),
         machine=machine_of(case.link, case.kernel_s),
-        placement=case.placement,
-        micro_batches=case.micro_batches,
         arguments={**case.arguments, "overlap": case.overlap},
     )
     known: dict[Op, float] = {}

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config import Placement
 from penstock.planner import plan
 from penstock.planner.machine import Machine
-from penstock.planner.plan_request import PlanRequest, plan_request
+from penstock.planner.plan_request import PlanRequest, made, plan_request
 from penstock.planner.plans import Plan
+from penstock.planner.simulation.simulate import Setup
 
 WIDTH, ROWS = 64, 8
 _RATES = ("h2d", "d2h", "host_bandwidth", "update", "disk_read", "disk_write", "flops_bfloat16", "device_bandwidth")
@@ -54,21 +55,10 @@ def batch() -> dict[str, Any]:
 
 def asked(model: nn.Module | Callable[[], nn.Module] = Net, **changes: Any) -> PlanRequest:
     """Ask as `plan` does."""
-    given: dict[str, Any] = {
-        "machine": desktop(),
-        "device_bytes": None,
-        "host_bytes": None,
-        "folders": (),
-        "world_size": 1,
-        "hosts": 1,
-        "mesh": None,
-        "placement": "auto",
-        "micro_batches": 1,
-        "expert_share": None,
-        "arguments": {},
-    }
-    optimizer = changes.pop("optimizer", torch.optim.AdamW)
-    return plan_request(model, optimizer, changes.pop("batch", batch), **{**given, **changes})
+    optimizer, inputs = changes.pop("optimizer", torch.optim.AdamW), changes.pop("batch", batch)
+    of_setup = {name: changes.pop(name) for name in ("micro_batches", "hosts") if name in changes}
+    setup = Setup(made(model), optimizer, inputs, **{"hosts": 1, **of_setup})
+    return plan_request(setup, **{"machine": desktop(), "arguments": {}, **changes})
 
 
 def planned(model: Any = lambda: Net(), **changes: Any) -> Plan:

@@ -22,12 +22,13 @@ from predict import work_of
 from penstock import Placement
 from penstock.planner import Machine
 from penstock.planner.cost import MachineCosts, machine_costs
-from penstock.planner.plan_request import plan_request
+from penstock.planner.plan_request import made, plan_request
 from penstock.planner.rates import Rate
 from penstock.planner.search import given
 from penstock.planner.simulation.fair_share import Demand, total_loads
 from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.retime import retime
+from penstock.planner.simulation.simulate import Setup
 from penstock.planner.trials import Trials
 from penstock.tiers import staging, transfer
 
@@ -52,14 +53,12 @@ def program(shape: str, placement: Mapping[str, str], machine: Machine) -> Progr
     # With a vocabulary of 128,256 words the logits would not fit.
     model, batch = work_of(shape, (4, 4096), recompute=True, chunked_loss=shape.startswith("llama"))
     request = plan_request(
-        model,
-        torch.optim.AdamW,
-        batch,
+        Setup(made(model), torch.optim.AdamW, batch, hosts=1),
         machine=machine,
-        placement=Placement(**placement),  # type: ignore[arg-type] # of names of tiers
         arguments={"max_grad_norm": 1.0, "overlap": "forward"},
     )
-    return given(request, Trials(request), Placement(**placement)).trial.simulation.program  # type: ignore[arg-type]
+    placed = Placement(**placement)  # type: ignore[arg-type] # of names of tiers
+    return given(request, Trials(request), placed).trial.simulation.program
 
 
 def round_seconds(program: Program, costs: MachineCosts, steps: int) -> float:

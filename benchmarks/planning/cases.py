@@ -15,8 +15,9 @@ import torch
 
 from penstock import Placement
 from penstock.planner import Machine, plan
-from penstock.planner.plan_request import plan_request
+from penstock.planner.plan_request import made, plan_request
 from penstock.planner.search import Choice
+from penstock.planner.simulation.simulate import Setup
 from penstock.planner.trials import Trials
 from planning.models import batch, gpt2, large, llama
 
@@ -114,7 +115,7 @@ def row(case: dict[str, Any], linear: dict[str, Any]) -> dict[str, Any]:
     if linear["fits"]:
         placed = Placement(**linear["placement"])
         request = plan_request(
-            model, torch.optim.AdamW, inputs, machine=machine, placement=placed, arguments={}, **case["limits"]
+            Setup(made(model), torch.optim.AdamW, inputs, hosts=1), machine=machine, arguments={}, **case["limits"]
         )
         trial = Trials(request).run(placed, Choice(placed.activations, linear["recompute"], linear["streamed"]))
         told |= dict(linear_step_s=trial.timing.step_s, linear_excess=request.limits.excess(trial.peak_bytes))

@@ -21,8 +21,7 @@ import penstock
 from penstock.blueprint import request_for
 from penstock.integrations.tensor_parallel import divide
 from penstock.planner import Machine, simulated_mesh
-from penstock.planner.collective_cost import spread_of, through
-from penstock.planner.cost import machine_costs
+from penstock.planner.cost import machine_costs, spread_of, through
 from penstock.planner.plan_request import made
 from penstock.planner.simulation.program import Collective, Program, WorkKind
 from penstock.planner.simulation.retime import retime

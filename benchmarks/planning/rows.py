@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.planner import residuals
+from penstock.planner.make_plan import RESIDUALS
 
 KEPT = 3
 
@@ -30,7 +30,7 @@ def remember(rows: Iterable[dict[str, Any]], device: str) -> None:
         rows: of a probed machine, of a run by the clock.
         device: "cpu", "accelerator" or "simulated".
     """
-    known = json.loads(residuals.FILE.read_text())["rows"]
+    known = json.loads(RESIDUALS.read_text())["rows"]
     for each in rows:
         seconds = {key: round(each[key], 5) for key in ("predicted_s", "measured_s")}
         kind = {"device": device, "on_files": "files" in each["case"], "probed": device != "simulated"}
@@ -39,4 +39,4 @@ def remember(rows: Iterable[dict[str, Any]], device: str) -> None:
             del known[number]
         known.append({"case": each["case"], **kind, **seconds})
     lines = ",\n".join(json.dumps(each) for each in known)
-    residuals.FILE.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    RESIDUALS.write_text(f'{{"rows": [\n{lines}\n]}}\n')

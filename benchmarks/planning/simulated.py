@@ -17,11 +17,12 @@ import torch
 import penstock
 from penstock.planner import Machine, plan
 from penstock.planner.cost import machine_costs
-from penstock.planner.plan_request import plan_request
+from penstock.planner.plan_request import made, plan_request
 from penstock.planner.search import given
 from penstock.planner.simulation.fair_share import Demand
 from penstock.planner.simulation.operation_times import time_ops
 from penstock.planner.simulation.retime import retime
+from penstock.planner.simulation.simulate import Setup
 from penstock.planner.trials import Trials
 from penstock.runtime.simulated import SimulatedStreams
 from planning.models import batch, gpt2, llama
@@ -91,12 +92,8 @@ def _row(
 
     machine = machine_of(LINK, 1e-9, update=UPDATE, device_update=UPDATE, job_seconds=_beside())
     request = plan_request(
-        make,
-        torch.optim.AdamW,
-        batch,
+        Setup(made(make), torch.optim.AdamW, batch, micro_batches=count, hosts=1),
         machine=machine,
-        placement=placement,
-        micro_batches=count,
         arguments=arguments,
     )
     request = replace(request, setup=replace(request.setup, back_end="threads"))

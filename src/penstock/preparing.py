@@ -200,8 +200,8 @@ def _choose(
             assert plan is not None
             make = partial(taken, plan) if waiting.is_first else None
         else:
+            from penstock.planner.make_plan import plan_here
             from penstock.planner.this_machine import machine_here  # with the planner, which others do without
-            from penstock.planner.this_run import plan_here
 
             machine = machine_here(device, waiting, ranks.groups)
             if machine is not None:

@@ -21,6 +21,7 @@ LAYERS = (
     ),  # values and arithmetic
     ("runtime", "rules"),
     ("tiers",),
+    ("figures",),  # names, units and words of what a machine does in a second
     ("probe",),
     ("doctor",),
     ("checkpoint",),
@@ -40,8 +41,9 @@ LAYERS = (
     ("train",),  # takes the page of a run from there
     ("__main__",),
 )
-#: Modules of the planner that are values; all others are above the engine.
-PLANS = {"planner.plans", "planner.formatting"}
+#: Modules of the planner that are values; all others are above the engine, and the probe is below it.
+PLANS = {"planner.plans"}
+FIGURES = {"planner.rates", "planner.formatting"}
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 OUTSIDE = ("integrations", "cli", "train", "__main__")
 
@@ -59,6 +61,8 @@ def part_of(module: str) -> str:
     """The part of the package that a module is in, or the module itself where it has a layer of its own."""
     if module in PLANS:
         return "plans"
+    if module in FIGURES:
+        return "figures"
     return module if module in LEVEL else module.split(".")[0]
 
 
@@ -79,7 +83,7 @@ def test_imports_point_down(module: str) -> None:
 # import besides (files are as public as names), that module.
 OPEN = {"config", "errors", "files", "layout", "trace"}
 LISTS = {
-    "planner.simulation.engine_internals": (("planner", "plans"), {*OPEN, "probe", "ext.observe.timeline"}),
+    "planner.simulation.engine_internals": (("planner", "plans", "figures"), {*OPEN, "probe", "ext.observe.timeline"}),
     "integrations.engine_internals": (
         OUTSIDE,
         {

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.planner.search import Placements
-from penstock.planner.shortfall import fits, lacks, missing
-from penstock.planner.workload import TIERS, Limits, StepWorkload
+from penstock.planner.workload import TIERS, Limits, StepWorkload, fits, lacks, missing
 
 SIZES = st.integers(1000, 1 << 40)
 
@@ -73,7 +72,7 @@ def test_each_change_is_enough(drawn: tuple[StepWorkload, Limits]) -> None:
         return
     for change in lacks(workload, limits).changes:
         if change.what == "nvme":
-            assert fits(workload, limits.with_room("nvme", limits.of("nvme") + int(change.amount)))
+            assert fits(workload, limits.with_room("nvme", limits.bytes.get("nvme", 0) + int(change.amount)))
         elif change.what == "batch":
             peak = {tier: nbytes * change.amount for tier, nbytes in workload.activation_peak_bytes.items()}
             assert sum(missing(replace(workload, activation_peak_bytes=peak), limits).values()) <= 4

@@ -18,11 +18,11 @@ from penstock.blueprint import PrepareRequest
 from penstock.config import Options, Placement
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.footprint import footprint
-from penstock.planner import this_run
+from penstock.planner import make_plan
 from penstock.planner.machine import Machine
+from penstock.planner.make_plan import plan_here
 from penstock.planner.plans import Plan, Shortfall, model_fingerprint
 from penstock.planner.this_machine import remember
-from penstock.planner.this_run import plan_here
 from penstock.probe.fingerprint import fingerprint
 from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.host_memory import HostMemory
@@ -127,7 +127,7 @@ class TestWithAPlan:
         by_hand.close()
 
     def test_a_plan_is_done_without_the_planner(self, monkeypatch):
-        for name in ("penstock.planner.make_plan", "penstock.planner.search", "penstock.planner.this_run"):
+        for name in ("penstock.planner.make_plan", "penstock.planner.search"):
             monkeypatch.setitem(sys.modules, name, None)  # to import it fails
         prepare(plan=plan()).close()
 
@@ -255,7 +255,7 @@ class TestWithABatch:
         assert all(sides)  # on the user's side
         found = optimizer.plan
         assert found.model_fingerprint == model_fingerprint(net())
-        assert (found.world_size, found.stage, found.precision, found.batch) == (1, 3, "fp32", "4x32 float32")
+        assert (found.world_size, found.stage, found.precision, found.batch) == (1, 3, "fp32", "float32[4, 32]")
         assert requests[-1].placement == found.placement
         assert requests[-1].options == found.options
         optimizer.backward(model(torch.randn(4, 32)).square().mean())
@@ -280,11 +280,11 @@ class TestWithABatch:
         ],
     )
     def test_what_is_planned_for_is_the_memory_that_is_free(self, monkeypatch, shares, options, limits):
-        monkeypatch.setattr(this_run, "shares_host_memory", lambda device: shares)
-        monkeypatch.setattr(this_run, "free_device_memory", lambda device: 1000)
-        monkeypatch.setattr(this_run, "host_memory", lambda options: HostMemory(5000, "the host has"))
+        monkeypatch.setattr(make_plan, "shares_host_memory", lambda device: shares)
+        monkeypatch.setattr(make_plan, "free_device_memory", lambda device: 1000)
+        monkeypatch.setattr(make_plan, "host_memory", lambda options: HostMemory(5000, "the host has"))
         asked: list[dict[str, Any]] = []
-        monkeypatch.setattr(this_run, "plan", lambda *_, **arguments: asked.append(arguments))
+        monkeypatch.setattr(make_plan, "plan", lambda *_, **arguments: asked.append(arguments))
         model, machine = nn.Linear(10, 10), Machine.read("cpu-laptop")
         plan_here(model, adamw(model), net, {"options": options}, machine=machine, device=CPU, grid=Grid())
         assert (asked[0]["device_bytes"], asked[0]["host_bytes"]) == limits

@@ -1,7 +1,6 @@
 """What `penstock plan` does: builds the model of its configuration, asks the planner, and tells what it found."""
 
 import json
-import os
 import shlex
 import sys
 import textwrap
@@ -89,7 +88,7 @@ class Question:
         with simulated_mesh(asked.mesh or {}) if _is_divided(asked) else nullcontext() as mesh:
             model, cp = self._model(mesh), _ranks(mesh, "cp")
             sharing = sequence_parallel(model, mesh.get_group("cp")) if mesh is not None and cp > 1 else nullcontext()
-            with sharing, _progress() as progress:
+            with sharing, values.status() as say:
                 found = plan(
                     model,
                     _optimizer(asked, model),
@@ -110,7 +109,7 @@ class Question:
                     max_grad_norm=asked.max_grad_norm or None,
                     overlap=asked.overlap,
                     options=_options(asked),
-                    **progress,
+                    progress=say,
                 )
         # The planner says what it adds, and the model may have been told already.
         return replace(found, recompute=found.recompute or asked.recompute == "on")
@@ -149,7 +148,7 @@ def ask(request: Request) -> Question:
     logging.disable_progress_bar()
     for name, file in (("--out", request.out), ("--trace", request.trace)):
         if file:
-            _check_target(name, file)
+            values.check_target(name, file)
     _options(request)
     _optimizer(request, nn.Linear(1, 1))
     _placement(request, ("nvme0",))
@@ -270,21 +269,6 @@ def _placement(request: Request, folders: tuple[str, ...]) -> Placement:
     return Placement(**{"optimizer": "cpu"} | named, nvme_path=folders or None)
 
 
-def _check_target(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is computed for it.
-
-    Raises:
-        ConfigError: it is something else than a file, or its folder is none or cannot be written.
-    """
-    folder = path.absolute().parent
-    if os.path.lexists(path) and not path.is_file():
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: it is no file. Name another file.")
-    if not (folder.is_dir() and os.access(path if path.is_file() else folder, os.W_OK)):
-        raise ConfigError(
-            f"{option} {str(path)!r} cannot be written: its folder is none, or not writable. Name another file."
-        )
-
-
 # The machine
 
 
@@ -403,19 +387,6 @@ def _batches(size: tuple[int, int], *, packed: bool, ranks: int) -> Callable[[],
         return {**made, "use_cache": False}
 
     return batch
-
-
-@contextmanager
-def _progress() -> Iterator[dict[str, Any]]:
-    """Show what the planner does on one line of standard error, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield {}
-        return
-    start = "\r\x1b[K"  # of the line, which is cleared
-    try:
-        yield {"progress": lambda words: print(f"{start}penstock: {words}", end="", file=sys.stderr, flush=True)}
-    finally:
-        print(start, end="", file=sys.stderr, flush=True)
 
 
 # The answer

@@ -1,12 +1,8 @@
 """`penstock probe`: what this machine can do, measured and kept for plans."""
 
 import json
-import stat
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,7 +10,7 @@ from penstock.cli import values
 from penstock.errors import ConfigError, one_line
 
 _MOST_SECONDS = 3600
-_LOOKED_AT, _MOST_CHARS = 1 << 16, 500
+_LOOKED_AT = 1 << 16
 
 
 def probe(
@@ -39,12 +35,14 @@ def probe(
     With several processes, which measure what is between them: torchrun --nproc-per-node 4 -m penstock probe
     """
     if out is not None:
-        check_target(out)
+        values.check_target("--out", out)
+        if out.is_file() and not _is_machine(out):
+            raise ConfigError(f"--out {one_line(str(out))} is there, and no machine's file. Name another file.")
     # Here, not at the top: it imports torch, which --help does not wait for.
     from penstock.cli.group import joined
     from penstock.planner import this_machine
 
-    with joined() as rank, _status() as say:
+    with joined() as rank, values.status() as say:
         machine = this_machine.probe(folders=folders or (), seconds=seconds, progress=say)
     if rank:
         return
@@ -56,67 +54,11 @@ def probe(
     if as_json:
         print(json.dumps(machine.to_dict()))
     else:
-        _show(machine, written)
-
-
-def check_target(target: Path) -> None:
-    """Refuse a file that no machine can be written to, before a minute is spent on one.
-
-    Raises:
-        ConfigError: it is something else than a machine's file, or cannot be made.
-    """
-    shown = one_line(str(target))
-    try:
-        try:
-            there = target.stat()
-        except FileNotFoundError:
-            there = None  # or a link that leads nowhere, which is replaced
-        if there is not None and not stat.S_ISREG(there.st_mode):
-            raise ConfigError(f"--out {shown} is there, and no file. Name another file.")
-        if there is not None and not _is_machine(target):
-            raise ConfigError(f"--out {shown} is there, and no machine's file. Name another file.")
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-    except OSError as error:
-        why = error.strerror or one_line(error)
-        raise ConfigError(f"--out {shown} cannot be written: {why}. Name another file.") from error
+        print(machine)
+        print(f"written to {written}" if written else "not kept: the cache cannot be written; name --out")
 
 
 def _is_machine(path: Path) -> bool:
-    """Whether a file looks like a machine's, which may be replaced."""
+    """Return True if a file looks like a machine's, which may be replaced."""
     with path.open("rb") as file:
         return b'"penstock": "machine"' in file.read(_LOOKED_AT)
-
-
-@contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Show what is measured now on a terminal, beside standard output."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("measuring", refresh_per_second=2) as status:
-        yield lambda what: status.update(f"measuring {what}")
-
-
-def _show(machine: Any, written: Path | None) -> None:
-    """Print a machine as a table, and where it is kept."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from penstock.planner.rates import write_value
-
-    console = Console(highlight=False)
-    computes = "the cpu is the device" if machine.device == "cpu" else f"the device is {machine.device}"
-    console.print(Text(f"{machine.name}: {computes}"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title, side in (("figure", "left"), ("value", "right"), ("quartiles", "right"), ("how", "left")):
-        table.add_column(title, justify=side, overflow="fold")  # type: ignore[arg-type]
-    for name, figure in machine.figures.items():
-        spread = (
-            "" if figure.low == figure.high else " - ".join(write_value(name, n) for n in (figure.low, figure.high))
-        )
-        # As text: what it says of the machine may look like markup.
-        cells = (name, write_value(name, figure.value), spread, one_line(figure.how, _MOST_CHARS))
-        table.add_row(*map(Text, cells))
-    console.print(table)
-    console.print(Text(f"written to {written}" if written else "not kept: the cache cannot be written; name --out"))

@@ -194,7 +194,8 @@ class Request:
     ] = None
     json: Annotated[bool, _option(_ANSWER, "Print the plan's file, and no table.", "--json")] = False
     compare: Annotated[
-        tuple[Path, Path] | None, _option(_ANSWER, "Two plans' files, shown side by side; nothing is planned.")
+        tuple[Path, Path] | None,
+        _option(_ANSWER, "Two plans' files: what differs, and what is the same; nothing is planned."),
     ] = None
 
     def __post_init__(self) -> None:

@@ -1,12 +1,19 @@
-"""Values of options that typer has no type for: each function is the `parser=` of an option or an argument."""
+"""Values of options that typer has no type for: each function is the `parser=` of an option or an argument.
+
+Beside them what commands share: the check of a file to write, and a line of what is done now.
+"""
 
 import math
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from penstock.errors import ConfigError
 
 _UNIT_BYTES = (
     {"": 1, "b": 1}
@@ -125,3 +132,31 @@ def _above_0(text: str, refused: str) -> float:
     if found <= 0:
         raise typer.BadParameter(f"{text[:80]!r} {refused}")
     return found
+
+
+def check_target(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is computed for it.
+
+    Raises:
+        ConfigError: it is something else than a file, or its folder is none or cannot be written.
+    """
+    folder, why = path.absolute().parent, ""
+    try:
+        is_file = path.is_file()
+        if os.path.lexists(path) and not is_file:
+            why = "it is no file"
+        elif not (folder.is_dir() and os.access(path if is_file else folder, os.W_OK)):
+            why = "its folder is none, or not writable"
+    except OSError as error:  # a name that is too long
+        why = error.strerror or "it is no path"
+    if why:
+        raise ConfigError(f"{option} {str(path)!r} cannot be written: {why}. Name another file.")
+
+
+@contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """Show what is done now on one line of standard error, if that is a terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("", refresh_per_second=2) as shown:
+        yield shown.update

@@ -1,11 +1,17 @@
-"""The looks of `penstock doctor`: versions, the device, the processor, memory, limits, and folders of the nvme tier."""
+"""The looks of `penstock doctor`: versions, the device, the processor, memory, limits, and folders of the nvme tier.
+
+A drive counts what was written in all its life, and how much of its rated endurance that is: its SMART log (NVM Express
+Base Specification, Get Log Page, log page 02h), which root alone may read.
+"""
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import platform
 import resource
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.doctor.drives import drives, read_wear
 from penstock.errors import ConfigError, one_line
+from penstock.planner.formatting import decimal, size
 from penstock.probe.disks import IN_MEMORY, check_folders, file_system
 from penstock.probe.fingerprint import DRIVER, accelerator, cpu_model, driver
 from penstock.rules.rule import instruction_set
@@ -81,7 +87,7 @@ def finding(about: str, found: object, mend: str = "", *, is_broken: bool = Fals
 
 
 def versions() -> Iterator[Finding]:
-    """Tell the versions of libraries, of Python and of the system."""
+    """Report the versions of libraries, of Python and of the system."""
     installed = []
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
@@ -91,7 +97,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices(drivers: Mapping[str, Path] = DRIVERS) -> Iterator[Finding]:
-    """Tell which device computes, and whether there is one that torch does not see.
+    """Report which device computes, and whether there is one that torch does not see.
 
     Arguments:
         drivers: the files of loaded drivers, by their makers.
@@ -101,7 +107,7 @@ def devices(drivers: Mapping[str, Path] = DRIVERS) -> Iterator[Finding]:
     loaded = [maker for maker, file in drivers.items() if file.exists()]
     if device.type != "cpu":
         name, nbytes, count = accelerator(device)
-        yield finding("device", f"{count} x {name}, {_gib(nbytes)}, {device.type} {driver(device)}".rstrip())
+        yield finding("device", f"{count} x {name}, {size(nbytes)}, {device.type} {driver(device)}".rstrip())
     elif not loaded:
         yield finding("device", "the cpu; no accelerator's driver is loaded")
     elif hiding:
@@ -114,7 +120,7 @@ def devices(drivers: Mapping[str, Path] = DRIVERS) -> Iterator[Finding]:
 
 
 def processor() -> Iterator[Finding]:
-    """Tell the processor that updates state on the host, and the instruction set of its kernels."""
+    """Report the processor that updates state on the host, and the instruction set of its kernels."""
     chosen = instruction_set()
     lacks_avx2 = chosen == "generic" and platform.machine() == "x86_64"
     mend = "Without AVX2, updates on the host take several times as long: keep the optimizer on the device."
@@ -122,7 +128,7 @@ def processor() -> Iterator[Finding]:
 
 
 def cores(nodes: Path = NODES) -> Iterator[Finding]:
-    """Tell the cores that this process may use, their NUMA nodes, and how much of their time a control group leaves.
+    """Report the cores that this process may use, their NUMA nodes, and how much of their time a control group leaves.
 
     Arguments:
         nodes: the kernel's folder of NUMA nodes.
@@ -139,17 +145,17 @@ def cores(nodes: Path = NODES) -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """Tell how much memory this process can still have, and who limits it: the host, or a control group."""
+    """Report how much memory this process can still have, and who limits it: the host, or a control group."""
     left = available_host_memory()
     if left is None:
         yield finding("memory", "the kernel does not say what is free", "State it: plans and budgets take a size.")
     else:
         mend = "End other programs, or raise the container's limit (--memory)." if left.nbytes < LEAST_BYTES else ""
-        yield finding("memory", f"{left.whose} {_gib(left.nbytes)} free", mend, is_broken=True)
+        yield finding("memory", f"{left.whose} {size(left.nbytes)} free", mend, is_broken=True)
 
 
 def huge_pages(file: Path = HUGE_PAGES) -> Iterator[Finding]:
-    """Tell whether the kernel gives huge pages to memory that asks for them, as that of the cpu tier does.
+    """Report whether the kernel gives huge pages to memory that asks for them, as that of the cpu tier does.
 
     Arguments:
         file: the kernel's setting, the one in use in brackets.
@@ -161,28 +167,28 @@ def huge_pages(file: Path = HUGE_PAGES) -> Iterator[Finding]:
 
 
 def locked_memory() -> Iterator[Finding]:
-    """Tell how much memory may be page-locked, as copies to an accelerator need."""
+    """Report how much memory may be page-locked, as copies to an accelerator need."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_limited = limit != resource.RLIM_INFINITY
     # CUDA's driver locks past the limit, others' do not; in containers of some runtimes neither does.
     mend = "Raise it (ulimit -l unlimited, or --ulimit memlock=-1 for a container): else copies pass a buffer."
     needs_more = is_limited and default_device().type != "cpu"
-    yield finding("locked memory", f"at most {_gib(limit)}" if is_limited else "unlimited", mend if needs_more else "")
+    yield finding("locked memory", f"at most {size(limit)}" if is_limited else "unlimited", mend if needs_more else "")
 
 
 def shared_memory(folder: Path = SHM) -> Iterator[Finding]:
-    """Tell how much room shared memory has, of which containers get little.
+    """Report how much room shared memory has, of which containers get little.
 
     Arguments:
         folder: its mount point.
     """
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     mend = "Mount a tmpfs of some GiB there (--shm-size 8g for a container): data loaders' workers and NCCL need it."
-    yield finding("shared memory", f"{_gib(free)} free in {folder}", mend if free < LEAST_BYTES else "")
+    yield finding("shared memory", f"{size(free)} free in {folder}", mend if free < LEAST_BYTES else "")
 
 
 def open_files() -> Iterator[Finding]:
-    """Tell how many files may be open."""
+    """Report how many files may be open."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_limited = limit != resource.RLIM_INFINITY
     mend = f"Raise it: ulimit -n {min(4096, most) if most > 0 else 4096}" if is_limited and limit < LEAST_FILES else ""
@@ -190,7 +196,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def allocator(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Tell how the C library's allocator treats large blocks, which matters where the cpu is the device.
+    """Report how the C library's allocator treats large blocks, which matters where the cpu is the device.
 
     Arguments:
         environment: the variables that set it.
@@ -225,7 +231,7 @@ def disks(folders: Sequence[str | PathLike[str]]) -> Iterator[Finding]:
 def _disk(about: str, folder: Path) -> Finding:
     """Describe a folder in which files can be made."""
     kind, free = file_system(folder), shutil.disk_usage(folder).free
-    found = f"{kind or 'a file system without a name'}, {_gib(free)} free"
+    found = f"{kind or 'a file system without a name'}, {size(free)} free"
     indirect = "takes no direct I/O, so all goes through the page cache"
     if why := SLOW_KINDS.get(kind) or ("" if _takes_direct(folder) else indirect):
         return finding(about, f"{found}: {why}", _LOCAL)
@@ -245,16 +251,16 @@ def _drive(block: Path) -> Finding:
     """Describe a drive by the kernel's folder of it, and tell how much of its life is used."""
     about, is_nvme = f"drive {block.name}", block.name.startswith("nvme")
     model, nbytes = _read(block / "device" / "model"), _SECTOR_BYTES * int(_read(block / "size"))
-    found = f"{model}, {_tb(nbytes)}" if model else _tb(nbytes)
+    found = f"{model}, {decimal(nbytes)}" if model else decimal(nbytes)
     for sensor in (*block.glob("device/hwmon*/temp1_input"), *block.glob("device/hwmon/hwmon*/temp1_input")):
         if degrees := _read(sensor):  # a drive that sleeps has none
             found += f", {int(degrees) / 1000:.0f} °C"
     wear = read_wear(f"/dev/{block.name}") if is_nvme else None
     if wear is None:
-        found += f", {_tb(_SECTOR_BYTES * int(_read(block / 'stat').split()[6]))} written since the system started"
+        found += f", {decimal(_SECTOR_BYTES * int(_read(block / 'stat').split()[6]))} written since the system started"
         how = f"; its wear: sudo penstock doctor, or sudo nvme smart-log /dev/{block.name}"
         return finding(about, found + (how if is_nvme else ""))
-    found += f", {_tb(wear.written_bytes)} written, {wear.used} % of its life used"
+    found += f", {decimal(wear.written_bytes)} written, {wear.used} % of its life used"
     if wear.warnings or wear.used >= WORN_OUT:
         mend = "Save checkpoints on another drive, and replace this one."
         return finding(about, "; ".join([found, *wear.warnings]), mend, is_broken=True)
@@ -267,16 +273,6 @@ def _read(file: Path) -> str:
     with contextlib.suppress(OSError):
         return file.read_text(errors="replace").strip()
     return ""
-
-
-def _gib(nbytes: float) -> str:
-    """Write bytes of memory, or free bytes of a disk."""
-    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:,.1f} MiB"
-
-
-def _tb(nbytes: float) -> str:
-    """Write bytes of a drive, as its maker counts them."""
-    return f"{nbytes / 1e12:,.2f} TB" if nbytes >= 1e12 else f"{nbytes / 1e9:,.1f} GB"
 
 
 def examine(folders: Sequence[str | PathLike[str]] = ()) -> list[Finding]:
@@ -301,3 +297,78 @@ def examine(folders: Sequence[str | PathLike[str]] = ()) -> list[Finding]:
             name = getattr(look, "__name__", "disks").replace("_", " ")
             found.append(finding(name, f"could not be looked at: {one_line(error)}", "Tell us, with this output."))
     return found
+
+
+#: The kernel's folder of each block device, by its numbers.
+BLOCK_DEVICES = Path("/sys/dev/block")
+#: The bits of a critical warning, the lowest first.
+WARNINGS = ("spare blocks run out", "it is too hot", "it is unreliable", "it is read-only", "its power backup failed")
+
+_DATA_UNIT_BYTES, _LOG_BYTES = 512_000, 512
+_NVME_IOCTL_ADMIN_CMD, _GET_LOG_PAGE, _ALL_NAMESPACES, _SMART_LOG = 0xC0484E41, 0x02, 0xFFFFFFFF, 0x02
+#: struct nvme_passthru_cmd: opcode, namespace, address and bytes of the data, and the first of six words.
+_COMMAND = struct.Struct("=B3xI16xQ4xII28x")
+#: From the log's begin: warnings, spare blocks and their threshold, life used, data units written; all others left out.
+_LOG = struct.Struct("<B2xBBB42xQ")
+
+
+class Wear(NamedTuple):
+    """Counters of an NVMe drive.
+
+    Attributes:
+        warnings: its critical warnings, in words.
+        used: percent of its rated endurance that is used; it may be above 100.
+        written_bytes: bytes that were written to it in its life.
+    """
+
+    warnings: tuple[str, ...]
+    used: int
+    written_bytes: int
+
+
+def drives(folder: str | PathLike[str], block_devices: Path = BLOCK_DEVICES) -> Iterator[Path]:
+    """Find the drives below a folder, through partitions, the device mapper and software RAID.
+
+    Arguments:
+        folder: the folder.
+        block_devices: the kernel's folder of each block device, by its numbers.
+
+    Yields:
+        The kernel's folder of each drive. None for a file system that is not on one block device: of a network, of
+        memory, overlays, btrfs, ZFS.
+    """
+    number = os.stat(folder).st_dev
+    yield from _below(block_devices / f"{os.major(number)}:{os.minor(number)}")
+
+
+def _below(block: Path) -> Iterator[Path]:
+    block = block.resolve()
+    whole = block.parent if (block / "partition").exists() else block
+    parts = sorted((whole / "slaves").glob("*"))
+    for part in parts:
+        yield from _below(part)
+    if not parts and whole.exists():
+        yield whole
+
+
+def read_wear(device: str | PathLike[str]) -> Wear | None:
+    """Read the counters of an NVMe drive.
+
+    Arguments:
+        device: its file, such as "/dev/nvme0n1".
+
+    Returns:
+        The counters; `None` where there are none, or this process may not read them.
+    """
+    page = ctypes.create_string_buffer(_LOG_BYTES)
+    what = _SMART_LOG | (_LOG_BYTES // 4 - 1) << 16  # the page, and how many words of it less one
+    command = _COMMAND.pack(_GET_LOG_PAGE, _ALL_NAMESPACES, ctypes.addressof(page), _LOG_BYTES, what)
+    try:
+        with open(device, "rb", buffering=0) as file:
+            status = fcntl.ioctl(file, _NVME_IOCTL_ADMIN_CMD, bytearray(command))
+    except OSError:
+        return None
+    warnings, spare, threshold, used, units = _LOG.unpack_from(page)
+    warnings |= spare < threshold
+    named = tuple(words for bit, words in enumerate(WARNINGS) if warnings >> bit & 1)
+    return None if status else Wear(named, used, units * _DATA_UNIT_BYTES)

@@ -44,20 +44,17 @@ __all__ = [
 
 #: Modules are imported by the first use of a name: a plan's file is read without the simulation.
 _MODULES = {
-    "Machine": "machine",
-    "Plan": "plans",
-    "block": "plans",
-    "compare": "plans",
-    "explain": "plans",
-    "machine_for": "this_machine",
-    "model_fingerprint": "plans",
-    "parse_rate": "rates",
-    "plan": "make_plan",
-    "simulated_mesh": "simulation.fake_collectives",
+    "machine": ("Machine",),
+    "make_plan": ("plan",),
+    "plans": ("Plan", "block", "compare", "explain", "model_fingerprint"),
+    "rates": ("parse_rate",),
+    "simulation.fake_collectives": ("simulated_mesh",),
+    "this_machine": ("machine_for",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'penstock.planner' has no attribute {name!r}")
-    return getattr(import_module(f"penstock.planner.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"penstock.planner.{module}"), name)
+    raise AttributeError(f"module 'penstock.planner' has no attribute {name!r}")

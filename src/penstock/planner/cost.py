@@ -5,16 +5,14 @@ memory, cores and disks. Two directions of one link, or of one disk, may both be
 """
 
 from collections.abc import Mapping
-from itertools import chain
+from math import ceil, inf
+from typing import NamedTuple
 
-from penstock.planner.collective_cost import ring
-from penstock.planner.simulation.fair_share import Demand, Figures, demand
+from penstock.planner.simulation.fair_share import Demand, Figures, demand, total_loads
 from penstock.planner.simulation.program import OF_MODEL, Collective, Op, Program, ProgramJob
-from penstock.planner.simulation.program_run import Costs
-
-__all__ = ["Costs", "Demand", "MachineCosts", "machine_costs"]
 
 HOST_MEMORY, CORES, DEVICE_MEMORY = "host memory", "cores", "device memory"
+LINKS, NETWORK = "links between ranks", "network"
 
 #: Bytes of the host's memory that are read or written for each byte that arithmetic on the host is said to move: adding
 #: reads two numbers and writes one. A cast reads one and writes one of another size, and the caches hold back a read
@@ -30,12 +28,18 @@ _OF_THREADS_BYTES = 1 << 18
 _ARITHMETIC = frozenset(("float32", "bfloat16", "float16"))
 #: Compute's own update, as a simulation calls it (`streams.compute`).
 _UPDATE_IN_PLACE = "penstock.update"
+#: How often the other ranks' part of the buffer goes through each link, where that is not once. Of a ring an all-gather
+#: and a reduce-scatter send (n-1)/n of the buffer, an all-reduce is one after the other (R. Thakur, R. Rabenseifner, W.
+#: Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, sections 3 and 4). In an all-to-all each
+#: rank keeps its own part, and sends the others. A broadcast in a pipeline sends all of it once. NCCL's "bus bandwidth"
+#: divides by the same numbers (nccl-tests, doc/PERFORMANCE.md), and so do our figures.
+_ROUNDS = {"all_reduce": 2}
 
 
 def machine_costs(
     machine: Figures, *, measured: Mapping[Op, float] | None = None, measured_share: float = 1.0
 ) -> "MachineCosts":
-    """Say what a machine takes for the parts of a program.
+    """Make the costs of a program's parts on a machine.
 
     Arguments:
         machine: its figures (`penstock.planner.Machine`).
@@ -68,21 +72,21 @@ class MachineCosts:
         self._program: Program | None = None
 
     def submit_seconds(self, program: Program) -> float:
-        """Give the host's time to submit a job: where work is run by others it only hands it over."""
+        """Return the host's seconds to submit a job: 0 where it runs the job itself."""
         return self.figures.value("job_seconds") if program.back_end == "accelerator" else 0.0
 
     def wake_seconds(self, program: Program) -> float:
-        """Give the time from the end of what a thread of the host sleeps for until the thread goes on."""
+        """Return the seconds from the end of the work that a host thread sleeps for until the thread continues."""
         return self._value("wake_seconds") if program.back_end == "accelerator" else 0.0
 
     def host_seconds(self, program: Program, number: int) -> float:
-        """Give the host's time to enqueue a segment on a device."""
+        """Return the host's seconds to enqueue a segment on a device."""
         if program.back_end != "accelerator":
             return 0.0
         return sum(count for _, count in program.segments[number]) * self.figures.value("op_host_seconds")
 
     def op(self, op: Op) -> float:
-        """Give the seconds of an operation of compute: measured, or those of its arithmetic or of its memory."""
+        """Return the seconds of an operation: measured, or the longer of its arithmetic and its memory traffic."""
         if op in self._measured:
             return self._measured[op]
         if not op.flops and not op.nbytes:
@@ -94,29 +98,29 @@ class MachineCosts:
         return seconds + (self._value("op_threads_seconds") if op.nbytes >= _OF_THREADS_BYTES else 0.0)
 
     def segment(self, program: Program, number: int) -> Demand:
-        """Give what compute takes for a segment."""
+        """Return the demand of a segment of compute."""
         known = self._of(program)
         if number not in known:
             known[number] = self._compute(program, program.segments[number])
         return known[number]
 
     def meeting(self, meeting: Collective, program: Program) -> Demand:
-        """Give what a collective takes that the host issues and waits for."""
+        """Return the demand of a collective that the host issues and waits for."""
         return ring(meeting, self.figures, self.by_host(program))
 
     def job(self, job: ProgramJob, program: Program) -> Demand:
-        """Give what a job takes."""
+        """Return the demand of a job."""
         known = self._of(program)
         key = (job.stream, job.label.verb, job.nbytes, job.collectives, job.segment, job.pageable, job.folder)
         if key not in known:
             taken = self._job(job, program)
             if program.back_end != "accelerator":  # there the host spends it, before the job
-                taken = demand(taken.seconds + self.figures.value("job_seconds"), _loads(taken))
+                taken = demand(taken.seconds + self.figures.value("job_seconds"), total_loads([taken]))
             known[key] = taken
         return known[key]
 
     def by_host(self, program: Program) -> int:
-        """Say how many ranks are on a host: as was asked, else as many as the machine has devices."""
+        """Return the number of ranks on a host: as requested, else as many as the machine has devices."""
         if program.hosts:
             return max(1, program.world_size // program.hosts)
         if program.world_size == 1:
@@ -126,7 +130,7 @@ class MachineCosts:
         return max(1, min(program.world_size, int(self.figures.value("devices"))))
 
     def _of(self, program: Program) -> dict[object, Demand]:
-        """Give what is known of a program: of one at a time."""
+        """Return the known demands of a program; those of one program at a time are kept."""
         if self._program is not program:
             self._known, self._program = {}, program
         return self._known
@@ -142,7 +146,10 @@ class MachineCosts:
         on_host = program.back_end != "accelerator"
         for number, count in segment:
             op = program.ops[number]
-            taken = self._update_in_place(op, program) if op.name == _UPDATE_IN_PLACE else self.op(op)
+            if op.name == _UPDATE_IN_PLACE:
+                taken = op.nbytes / self._update_rate(program, on_device=not on_host)
+            else:
+                taken = self.op(op)
             if op in self._measured and on_host:
                 # With a part of the cores: ranks that have as many each are in nobody's way until all are taken.
                 taken *= max(1 / self.by_host(program), self._measured_share)
@@ -158,10 +165,10 @@ class MachineCosts:
         memory = {name: min(seconds, load) for name, load in self._memory(nbytes, program).items()}
         return demand(seconds, {CORES: seconds} | memory)
 
-    def _update_in_place(self, op: Op, program: Program) -> float:
-        names = ("device_update",) if program.back_end == "accelerator" else (f"update_{program.rule}", "update")
-        found = [name for name in names if self.figures.has(name)]
-        return op.nbytes / self.figures.value(found[0] if found else "device_bandwidth")
+    def _update_rate(self, program: Program, *, on_device: bool) -> float:
+        """Look up the bytes/s of the rule's update, by an accelerator or by the host."""
+        own = f"update_{program.rule}"
+        return self.figures.value("device_update" if on_device else own if self.figures.has(own) else "update")
 
     # Jobs
 
@@ -171,7 +178,7 @@ class MachineCosts:
         if job.stream in ("collective", OF_MODEL):
             return self._collective(job, program)
         if job.stream == "device update" and program.back_end == "accelerator":
-            seconds = job.nbytes / self.figures.value("device_update")
+            seconds = job.nbytes / self._update_rate(program, on_device=True)
             return demand(seconds, {DEVICE_MEMORY: min(seconds, job.nbytes / self.figures.value("device_bandwidth"))})
         if job.stream in ("update", "device update"):
             return self._host_update(job, program)
@@ -182,13 +189,11 @@ class MachineCosts:
     def _host_update(self, job: ProgramJob, program: Program) -> Demand:
         if job.label.verb != "update":
             return self._host_pass(job.nbytes, _TOUCHED, program)
-        name = f"update_{program.rule}"
-        rate = self.figures.value(name if self.figures.has(name) else "update")
-        seconds = job.nbytes * self.by_host(program) / rate
+        seconds = job.nbytes * self.by_host(program) / self._update_rate(program, on_device=False)
         return demand(seconds, {CORES: seconds} | self._memory(job.nbytes, program))
 
     def _host_pass(self, nbytes: int, touched: int, program: Program) -> Demand:
-        """Give what one thread of the host takes to go over some memory.
+        """Return the demand of one host thread's pass over some memory.
 
         Where the host computes, the thread of an operation whose core it takes holds up the others.
         """
@@ -198,10 +203,8 @@ class MachineCosts:
     def _link(self, job: ProgramJob, program: Program) -> Demand:
         pageable = "_pageable" if job.pageable else ""
         up, down = (self.figures.value(f"{way}{pageable}") for way in ("h2d", "d2h"))
-        if self.figures.has("duplex"):
-            loads = _both_ways("link", job.nbytes, job.stream == "upload", up, down, self.figures.value("duplex"))
-        else:
-            loads = {"link up": job.nbytes / up} if job.stream == "upload" else {"link down": job.nbytes / down}
+        together = self.figures.value("duplex") if self.figures.has("duplex") else inf
+        loads = _both_ways("link", job.nbytes, job.stream == "upload", up, down, together)
         return demand(0.0, loads | self._memory(job.nbytes * (_PAGEABLE if job.pageable else _PINNED), program))
 
     def _transfer(self, job: ProgramJob, program: Program) -> Demand:
@@ -219,13 +222,10 @@ class MachineCosts:
         parts.append(self._compute(program, job.segment))
         if not job.collectives and not job.segment:  # nothing is known but its bytes: a copy
             parts.append(self._host_pass(job.nbytes, _COPIED, program) if program.back_end != "accelerator" else NONE)
-        loads: dict[str, float] = {}
-        for name, load in chain.from_iterable(_loads(part).items() for part in parts):
-            loads[name] = loads.get(name, 0.0) + load
-        return demand(sum(part.seconds for part in parts), loads)
+        return demand(sum(part.seconds for part in parts), total_loads(parts))
 
     def _memory(self, nbytes: float, program: Program) -> dict[str, float]:
-        """Say for how many seconds bytes would need all of the host's memory."""
+        """Return the seconds for which bytes would need all of the host's memory bandwidth."""
         rate = self._value("host_bandwidth")
         return {HOST_MEMORY: nbytes * self.by_host(program) / rate} if rate else {}
 
@@ -233,12 +233,8 @@ class MachineCosts:
 NONE = Demand(0.0)
 
 
-def _loads(taken: Demand) -> dict[str, float]:
-    return {name: share * taken.seconds for name, share in taken.uses.items()}
-
-
 def _both_ways(name: str, nbytes: float, first: bool, one: float, other: float, together: float) -> dict[str, float]:
-    """Say what bytes take of something that goes both ways.
+    """Return the loads of bytes on a link or a disk that works both ways.
 
     What it can do at once, `a` bytes/s one way and `b` the other, is all that lies below the lines from (`one`, 0) to
     (`together`/2, `together`/2) and on to (0, `other`): each line is a capacity. Where the point in the middle lies
@@ -246,10 +242,68 @@ def _both_ways(name: str, nbytes: float, first: bool, one: float, other: float, 
     the three figures.
     """
     half = 2 / together if together else 1 / one + 1 / other
-    if first:
-        return {f"{name}, one way": nbytes / one, f"{name}, other way": nbytes * _within(half - 1 / other, 1 / one)}
-    return {f"{name}, one way": nbytes * _within(half - 1 / one, 1 / other), f"{name}, other way": nbytes / other}
+    own, opposite = (one, other) if first else (other, one)
+    beside = nbytes * min(max(half - 1 / opposite, 0.0), 1 / own)
+    ways = (f"{name}, one way", f"{name}, other way")
+    return dict(zip(ways, (nbytes / own, beside) if first else (beside, nbytes / own), strict=True))
 
 
-def _within(value: float, most: float) -> float:
-    return min(max(value, 0.0), most)
+class Spread(NamedTuple):
+    """Where the ranks of a collective are.
+
+    Attributes:
+        here: how many of them are on this host.
+        hosts: on how many hosts they are.
+        rings: how many collectives of the kind ranks of this host take part in at the same time, each with ranks of
+            its own: they share the host's network.
+    """
+
+    here: int
+    hosts: int
+    rings: int
+
+
+def spread_of(collective: Collective, by_host: int) -> Spread:
+    """Return where the ranks of a collective are, by their stride.
+
+    Arguments:
+        collective: of this rank.
+        by_host: how many ranks are on a host, one after the other.
+    """
+    here = max(1, min(collective.ranks, by_host // collective.stride))
+    return Spread(here, ceil(collective.ranks / here), max(1, by_host // here))
+
+
+def through(collective: Collective) -> float:
+    """Count the bytes that a rank sends, and receives."""
+    ranks = collective.ranks
+    part = 1.0 if collective.name in ("broadcast", "reduce") else (ranks - 1) / ranks
+    return collective.nbytes * _ROUNDS.get(collective.name, 1) * part
+
+
+def ring(collective: Collective, figures: Figures, by_host: int) -> Demand:
+    """Return the demand of a collective.
+
+    Arguments:
+        collective: of this rank.
+        figures: of the machine.
+        by_host: how many ranks are on a host.
+
+    Raises:
+        ConfigError: the machine lacks the bandwidth or the latency of its links, or of its network.
+    """
+    if collective.ranks < 2:
+        return Demand(0.0)
+    nbytes = through(collective)
+    here, hosts, rings = spread_of(collective, by_host)
+    loads: dict[str, float] = {}
+    latency = 0.0
+    if here > 1:
+        loads[LINKS] = nbytes / figures.value("link_bandwidth")
+        latency += figures.value("link_seconds")
+    if hosts > 1:
+        loads[NETWORK] = nbytes * rings / figures.value("net_bandwidth")
+        latency += figures.value("net_seconds")
+    # The slowest link sets the pace of a ring, and what it waits for comes on top.
+    slowest = max(loads.values())
+    return demand(latency * _ROUNDS.get(collective.name, 1) + slowest, loads)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from penstock.planner.simulation.engine_internals import (
     request_for,
 )
 from penstock.planner.simulation.fake_collectives import check_parts
-from penstock.planner.simulation.program import BackEnd
 from penstock.planner.simulation.simulate import Setup
 from penstock.planner.workload import Limits
 
@@ -37,19 +36,15 @@ class PlanRequest:
         setup: the model, its optimizer, its batch and its ranks.
         machine: what the figures are of.
         limits: what one rank may take of each memory.
-        placement: where state is to be; `"auto"`: wherever a step is shortest.
         arguments: those of `prepare` that are given, beside the placement.
         folders: the folders of the nvme tier.
-        hosts: how many hosts the ranks are on.
     """
 
     setup: Setup
     machine: Machine
     limits: Limits
-    placement: Placement | Literal["auto"]
     arguments: Mapping[str, Any]
     folders: Sequence[str]
-    hosts: int
 
     @property
     def options(self) -> Options:
@@ -59,7 +54,7 @@ class PlanRequest:
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether the device has memory of its own."""
+        """True if the device has memory of its own."""
         return self.setup.back_end == "accelerator"
 
     def request(self, placement: Placement, *, streamed: float) -> PrepareRequest:
@@ -81,83 +76,74 @@ class PlanRequest:
 
 
 def plan_request(
-    model: nn.Module | Callable[[], nn.Module],
-    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
-    batch: Callable[[], Any],
+    setup: Setup,
     *,
     machine: Machine,
-    placement: Placement | Literal["auto"],
     arguments: Mapping[str, Any],
+    world_size: int = 1,
+    mesh: Mapping[str, int] | None = None,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
     folders: Sequence[str | os.PathLike[str]] = (),
-    world_size: int = 1,
-    hosts: int = 1,
-    mesh: Mapping[str, int] | None = None,
-    micro_batches: int = 1,
-    expert_share: float | None = None,
 ) -> PlanRequest:
-    """Check what is asked. `penstock.planner.plan` says what the arguments are.
+    """Check what is asked, and add to the setup what follows from the ranks and the machine.
+
+    Arguments:
+        setup: the model, its optimizer, its batch, micro-batches and hosts; its ranks are those of the mesh.
+        machine: what the figures are of.
+        arguments: those of `prepare`, beside the placement.
+        world_size: how many ranks there are.
+        mesh: how many of them there are along each dimension; `None` for one copy of the state.
+        device_bytes: bytes of the device of a rank; `None` for the machine's.
+        host_bytes: bytes of the memory of a host; `None` for the machine's.
+        folders: folders of the nvme tier; none for those of the machine.
 
     Raises:
         ConfigError: an argument is of the wrong kind or out of range; nothing was simulated.
     """
+    hosts = setup.hosts
+    _check_counts(world_size=world_size, hosts=hosts, micro_batches=setup.micro_batches)
+    _check_counts("bytes", device_bytes=device_bytes, host_bytes=host_bytes)
     sharded = arguments.get("stage", 3) != 0
-    if mesh is None:
-        grid = None
-    else:
-        grid = grid_of(mesh, sharded=sharded)
-        world_size = _size_of(grid, world_size)
-    for name, value in (("world_size", world_size), ("hosts", hosts), ("micro_batches", micro_batches)):
-        if not _is_count(value):
-            raise ConfigError(f"{name}={value!r} is no number of {name.replace('_', ' ')}. Use 1 or more.")
+    grid = Grid.first_of(world_size, sharded=sharded) if mesh is None else grid_of(mesh, sharded=sharded)
+    if world_size not in (1, grid.world_size):
+        raise ConfigError(f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave it out.")
+    world_size, ranks = grid.world_size, grid.world_size // hosts
     if world_size % hosts:
         raise ConfigError(f"world_size={world_size} ranks cannot be shared by hosts={hosts}. Use a multiple of it.")
-    if not callable(batch):
-        raise ConfigError(f"batch is a {type(batch).__name__}. Give a function that makes one micro-batch.")
-    for name, nbytes in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
-        if nbytes is not None and not _is_count(nbytes):
-            raise ConfigError(f"{name}={nbytes!r} is no number of bytes. Use 1 or more, or None.")
+    if not callable(setup.batch):
+        raise ConfigError(f"batch is a {type(setup.batch).__name__}. Give a function that makes one micro-batch.")
     for name in ("placement", "plan", "batch"):
         if name in arguments:
             raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
-    check_elementwise(optimizer)
-    back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
-    grid = grid or Grid.first_of(world_size, sharded=sharded)
+    check_elementwise(setup.optimizer)
     nodes = getattr(arguments.get("options"), "nodes", None)
-    setup = Setup(
-        check_parts(made(model), grid),
-        optimizer,
-        batch,
-        micro_batches=micro_batches,
-        grid=grid.in_nodes(node_size(range(grid.shards), nodes, world_size // hosts)),
-        hosts=hosts,
-        back_end=back_end,
-        pinnable_bytes=_pinnable(machine, world_size // hosts),
-        share=expert_share,
+    setup = replace(
+        setup,
+        model=check_parts(setup.model, grid),
+        grid=grid.in_nodes(node_size(range(grid.shards), nodes, ranks)),
+        back_end="inline" if machine.device == "cpu" else "accelerator",
+        pinnable_bytes=int(machine.value("pinnable_memory")) // ranks if machine.has("pinnable_memory") else None,
     )
     named = [os.fspath(folder) for folder in folders]
     if not named and machine.has("folders") and machine.has("disk_free"):
         named = placeholders(int(machine.value("folders")))
-    limits = _limits(machine, device_bytes, host_bytes, len(named), world_size // hosts)
-    return PlanRequest(setup, machine, limits, placement, dict(arguments), named, hosts)
+    limits = _limits(machine, device_bytes, host_bytes, len(named), ranks)
+    return PlanRequest(setup, machine, limits, dict(arguments), named)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _size_of(grid: Grid, world_size: int) -> int:
-    """Count the ranks of a mesh; refuse another number of them."""
-    if world_size not in (1, grid.world_size):
-        raise ConfigError(
-            f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave world_size out."
-        )
-    return grid.world_size
+def _check_counts(what: str = "", **values: int | None) -> None:
+    """Refuse what is no number above 0, by its name; `None` only where it is a number of bytes."""
+    for name, value in values.items():
+        if value is None and what:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            rule = "Use 1 or more, or None." if what else "Use 1 or more."
+            raise ConfigError(f"{name}={value!r} is no number of {what or name.replace('_', ' ')}. {rule}")
 
 
 def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """Give the model, or have the function make it on the meta device.
+    """Return the model, or have the function make it on the meta device.
 
     Raises:
         ConfigError: it does not make one.
@@ -180,20 +166,15 @@ def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 def _limits(
     machine: Machine, device_bytes: int | None, host_bytes: int | None, folders: int, ranks_of_host: int
 ) -> Limits:
-    """Say what one rank may take of each memory."""
+    """Return the bytes that one rank may take of each memory."""
     there: dict[TierName, int] = {}
     shared = machine.device == "cpu" or machine.unified_memory
-    host = host_bytes if host_bytes is not None else int(machine.value("host_memory"))
+    host = host_bytes or int(machine.value("host_memory"))
     if shared:
         host = min(host, device_bytes or host)
     else:
-        there["device"] = device_bytes if device_bytes is not None else int(machine.value("device_memory"))
+        there["device"] = device_bytes or int(machine.value("device_memory"))
     there["cpu"] = host // ranks_of_host
     if folders and machine.has("disk_free"):
         there["nvme"] = int(machine.value("disk_free")) * folders // ranks_of_host
-    reserve = {tier: int(RESERVE[tier] * nbytes) for tier, nbytes in there.items()}
-    return Limits(there, reserve, shared=shared)
-
-
-def _pinnable(machine: Machine, ranks_of_host: int) -> int | None:
-    return int(machine.value("pinnable_memory")) // ranks_of_host if machine.has("pinnable_memory") else None
+    return Limits({tier: nbytes - int(RESERVE[tier] * nbytes) for tier, nbytes in there.items()}, shared=shared)

@@ -322,7 +322,7 @@ class Plan(_Checked):
         return _table(self)
 
     def prepare_arguments(self, options: Options | None = None, *, overlap: Overlap = "auto") -> dict[str, Any]:
-        """Give the arguments of `prepare` that the plan decides, beside what the user wrote by hand.
+        """Return the arguments of `prepare` that the plan decides, beside what the user wrote by hand.
 
         Options that change neither the length of a step nor what it takes are the user's where these say something,
         else the plan's. All others are the plan's; the user may say the same, or nothing. "auto" says nothing, and a
@@ -416,7 +416,7 @@ def placeholders(folders: int) -> list[str]:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Tell a model apart by its parameters: their names, shapes and dtypes, and which are trained and which are tied.
+    """Describe a model by its parameters: their names, shapes and dtypes, and which are trained and which are tied.
 
     Their values and their device do not count, nor do wrappers that recompute or compile.
 
@@ -480,7 +480,6 @@ STEP = "step"
 #: The kinds of state as a placement calls them, and as people do.
 STATE: Mapping[str, str] = {"params": "params", "grads": "gradients", "optimizer": "optimizer"}
 _WAITS_SHOWN = 3
-_MOST_BESIDE = 22  # characters of a cell, for two of them to stand beside each other
 _DAY_S = 86400
 _LIVES = (("years", 8760), ("days", 24), ("hours", 1))
 
@@ -530,28 +529,25 @@ def block(plan: Plan, measured: Mapping[str, float] | None = None) -> str:
 
 
 def compare(first: Plan, second: Plan, *, names: tuple[str, str] = ("first", "second")) -> str:
-    """Write two plans side by side: what differs, and below it what is the same.
+    """Write the rows of two plans' tables: those that differ, both of each, and below them those that are the same.
 
     Figures that are equal in three digits are the same.
 
     Arguments:
         first: one plan.
-        second: the other one; changes are those from the first to it.
+        second: the other one.
         names: what to call them, such as their files.
     """
-    step_s = max(first.step_s, second.step_s)
-    one, two = _summary(first, step_s), _summary(second, step_s)
-    different, long, same = [["differs", *names, ""]], list[str](), [["the same", ""]]
+    one, two = _compared(first), _compared(second)
+    differ, same = [*wrapped(f"differs: {names[0]} -> {names[1]}", 4)], list[list[str]]()
     for name in dict.fromkeys([*one, *two]):
-        (text, before), (other, after) = one.get(name, ("-", 0.0)), two.get(name, ("-", 0.0))
-        if text == other:
-            same.append([f"  {name}", text])
-        elif max(len(text), len(other)) > _MOST_BESIDE:
-            long += [f"  {name}", *wrapped(f"    {text}", 6), *wrapped(f"    {other}", 6)]
+        before, after = one.get(name, "-"), two.get(name, "-")
+        if before == after:
+            same.append([f"  {name}", before])
         else:
-            different.append([f"  {name}", text, other, share(after / before - 1) if before else ""])
-    lines = [*aligned(different), *long] if different[1:] or long else ["nothing differs"]
-    return "\n".join([*lines, *(line for row in (aligned(same) if same[1:] else []) for line in wrapped(row, 4))])
+            differ += wrapped(f"  {name}: {before} -> {after}", 6)
+    below = [line for row in aligned(same) for line in wrapped(row, 4)]
+    return "\n".join([*(differ if len(same) < len({*one, *two}) else ["nothing differs"]), "the same", *below])
 
 
 def mesh_in_words(sizes: Mapping[str, int]) -> str:
@@ -565,7 +561,7 @@ def mesh_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def shortfalls_in_words(plan: Plan) -> str:
-    """Say what is missing for a plan, on which tier, and what to do: a sentence or two for each tier."""
+    """Write what is missing for a plan, on which tier, and what to do: a sentence or two for each tier."""
     said = []
     for lack in plan.lacks:
         where = next(name for name, tiers in _columns(plan).items() if lack.tier in tiers)
@@ -578,8 +574,18 @@ def shortfalls_in_words(plan: Plan) -> str:
 
 def _table(plan: Plan) -> str:
     """Write a plan as a table of 80 columns."""
-    columns = _columns(plan)
-    rows = [["", *columns]]
+    lines = aligned([["", *_columns(plan)], *_rows(plan)])
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    said = [" | ".join(_what_if(change, plan.step_s).replace(" ", "\xa0") for change in plan.what_ifs)]
+    said += [f"may round otherwise: {note}" for note in plan.rounding_notes]
+    parts = [wrapped(line, 14) for line in _head(plan)]
+    parts += [wrapped(line, indent) for line in lines] + [wrapped(line, 2) for line in said]
+    return "\n".join(line for part in parts for line in part).replace("\xa0", " ")
+
+
+def _rows(plan: Plan) -> list[list[str]]:
+    """Write the rows of the table: what lies where by columns of memory, then those of one text."""
+    columns, rows = _columns(plan), []
     for kind, name in STATE.items():
         home, row = _home(plan, kind), [name]
         for column, tiers in columns.items():
@@ -589,14 +595,21 @@ def _table(plan: Plan) -> str:
         rows.append(row)
     rows.append(["activations", *_activations(plan)])
     rows.append(["peak / limit", *(_peak(plan, tiers) for tiers in columns.values())])
-    rows += [[name, text] for name, text in _wide_rows(plan).items() if text]
-    lines = aligned(rows)
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    said = [" | ".join(_what_if(change, plan.step_s).replace(" ", "\xa0") for change in plan.what_ifs)]
-    said += [f"may round otherwise: {note}" for note in plan.rounding_notes]
-    parts = [wrapped(line, 14) for line in _head(plan)]
-    parts += [wrapped(line, indent) for line in lines] + [wrapped(line, 2) for line in said]
-    return "\n".join(line for part in parts for line in part).replace("\xa0", " ")
+    return rows + [[name, text] for name, text in _wide_rows(plan).items() if text]
+
+
+def _compared(plan: Plan) -> dict[str, str]:
+    """Write in words what comes out of a plan, what to do, what that takes and what it is for."""
+    options = {member.name: getattr(plan.options, member.name) for member in fields(Options)}
+    return {
+        "fits": "yes" if plan.fits else f"no: {shortfalls_in_words(plan)}",
+        "step": _step(plan),
+        "tiers": " | ".join(_columns(plan)),
+        **{name: " | ".join(cells) for name, *cells in _rows(plan)},
+        **{f"busy: {name}": seconds(value) for name, value in _largest(plan.busy_s)},
+        **{f"Options({name})": str(value) for name, value in options.items() if value != getattr(Options(), name)},
+        "model": plan.model_fingerprint or "-",
+    }
 
 
 def _columns(plan: Plan) -> Mapping[str, tuple[TierName, ...]]:
@@ -607,16 +620,24 @@ def _columns(plan: Plan) -> Mapping[str, tuple[TierName, ...]]:
 
 
 def _head(plan: Plan) -> list[str]:
-    low, high = (digits(value / time_unit(plan.step_s)[1]) for value in plan.step_range_s)
-    step = f"step {seconds(plan.step_s)} ({low}-{high}){_tokens(plan)}" if plan.step_s else ""
+    step = f"step {_step(plan)}" if plan.step_s else ""
     if plan.fits:
         return [f"fits: yes     {step}"]
     return [f"fits: no      {shortfalls_in_words(plan)}", *([f"if it did: {step}"] if step else [])]
 
 
+def _step(plan: Plan) -> str:
+    """Write the seconds of a step, their range, and tokens a second."""
+    low, high = (digits(value / time_unit(plan.step_s)[1]) for value in plan.step_range_s)
+    return f"{seconds(plan.step_s)} ({low}-{high}){_tokens(plan)}"
+
+
 def _wide_rows(plan: Plan) -> dict[str, str]:
     """Write the rows that are one text over all columns, by their names; an empty text is no row."""
-    waits = _waits_by_verb(plan)
+    by_verb: defaultdict[str, float] = defaultdict(float)
+    for cause, waited in plan.waits_s.items():
+        by_verb[cause.split()[0] if cause.strip() else "other"] += waited
+    waits = _largest(by_verb)
     rest = ("others", sum(waited for _, waited in waits[_WAITS_SHOWN:]))
     shown = [(verb, waited) for verb, waited in (*waits[:_WAITS_SHOWN], rest) if waited]
     said = ", ".join(f"{verb} {seconds(waited, beside=plan.step_s)}" for verb, waited in shown)
@@ -636,7 +657,7 @@ def _wide_rows(plan: Plan) -> dict[str, str]:
 
 
 def _written(plan: Plan) -> str:
-    """Say what a step writes to each disk, what that comes to in a day, and how long a drive lasts."""
+    """Write what a step writes to each disk, what that comes to in a day, and how long a drive lasts."""
     ranks = plan.world_size // plan.hosts  # which share the disks of their host
     nbytes = plan.written_bytes.get("nvme", 0) * ranks / max(1, len(plan.placement.nvme_folders()))
     if not nbytes:
@@ -661,13 +682,13 @@ def _home(plan: Plan, kind: str) -> dict[str, float]:
 
 
 def _home_in_words(plan: Plan, kind: str) -> str:
-    """Say where a kind of state lives: "0.31 device + 0.69 host"."""
+    """Write where a kind of state lives: "0.31 device + 0.69 host"."""
     home = _home(plan, kind)
     return " + ".join(name if part == 1 else f"{fraction(part)} {name}" for name, part in home.items())
 
 
 def _activations_in_words(plan: Plan) -> str:
-    """Say where activations go, and what is done to them: "device (recomputed)"."""
+    """Write where activations go, and what is done to them: "device (recomputed)"."""
     tier = plan.placement.activations or "device"
     where = next(name for name, tiers in _columns(plan).items() if tier in tiers)
     return f"{where} (recomputed)" if plan.recompute else where
@@ -685,20 +706,12 @@ def _activations(plan: Plan) -> list[str]:
 
 
 def _updates_in_words(plan: Plan) -> str:
-    """Say when updates run, and what part of the host's is done on the device."""
+    """Write when updates run, and what part of the host's is done on the device."""
     streamed = plan.options.streamed_updates
     if streamed == 0:
         return f"overlap {plan.overlap}"
     part = "a measured share" if streamed == "auto" else fraction(float(streamed))
     return f"overlap {plan.overlap}, {part} of the host's on the device"
-
-
-def _waits_by_verb(plan: Plan) -> list[tuple[str, float]]:
-    """Add up exposed waits by the first word of their cause: the longest first."""
-    waits: defaultdict[str, float] = defaultdict(float)
-    for cause, waited in plan.waits_s.items():
-        waits[cause.split()[0] if cause.strip() else "other"] += waited
-    return _largest(waits)
 
 
 def _what_if(change: WhatIf, step_s: float) -> str:
@@ -726,36 +739,6 @@ def _peak(plan: Plan, tiers: Iterable[TierName]) -> str:
     unit, scale = byte_unit(max(limits))
     said = digits(peak / scale) if byte_unit(peak)[0] == unit else size(peak)
     return f"{said} / {size(max(limits))}"
-
-
-def _summary(plan: Plan, step_s: float) -> dict[str, tuple[str, float]]:
-    """Say in words what comes out of a plan, what to do, what that takes and what it is for; and amounts to divide."""
-    columns, unsaid = _columns(plan), Options()
-    amounts = {
-        **{f"busy: {name}": value for name, value in _largest(plan.busy_s)},
-        **{f"waits: {verb}": waited for verb, waited in _waits_by_verb(plan)},
-    }
-    options = {member.name: getattr(plan.options, member.name) for member in fields(Options)}
-    said = {
-        "bound by": plan.bound_by,
-        **{name: _home_in_words(plan, kind) for kind, name in STATE.items()},
-        "activations": _activations_in_words(plan),
-        "updates": _updates_in_words(plan),
-        **{f"Options({name})": str(value) for name, value in options.items() if value != getattr(unsaid, name)},
-        **{f"at rest: {name}": size(_sum(plan.bytes, tiers)) for name, tiers in columns.items()},
-        **{f"peak / limit: {name}": _peak(plan, tiers) for name, tiers in columns.items()},
-        "written: nvme": decimal(plan.written_bytes.get("nvme", 0)),
-        "mesh": mesh_in_words(plan.sizes),
-        **{name: str(getattr(plan, name)) or "-" for name in ("precision", "stage", "hosts", "machine", "batch")},
-        "model": plan.model_fingerprint or "-",
-    }
-    return {
-        "fits": ("yes" if plan.fits else f"no: {shortfalls_in_words(plan)}", 0.0),
-        "step": (seconds(plan.step_s, beside=step_s), plan.step_s),
-        "tokens/s": (f"{plan.tokens_per_s:,.0f}", plan.tokens_per_s),
-        **{name: (text, 0.0) for name, text in said.items()},
-        **{name: (seconds(value, beside=step_s), value) for name, value in amounts.items()},
-    }
 
 
 def _sum(by_tier: Mapping[TierName, int], tiers: Iterable[TierName]) -> int:

@@ -5,13 +5,14 @@ All are in SI units: bytes, bytes/s, FLOP/s, seconds. `RATES` is what errors, th
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import isfinite
-from typing import Any, Literal, NamedTuple
+from statistics import quantiles
+from typing import Annotated, Literal, NamedTuple
 
 from penstock.errors import ConfigError, one_line, shown
+from penstock.files import Field, check_fields
 from penstock.planner.formatting import decimal, seconds, size
 
 Unit = Literal["bytes", "bytes/s", "FLOP/s", "s", "count"]
@@ -93,6 +94,13 @@ _MOST_CHARS = 80
 _NUMBER = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?)\s*(.*?)\s*", re.DOTALL)
 
 
+def _above_0(field: Field) -> float:
+    value = field.number()
+    if value <= 0:
+        raise field.refuse("a number above 0")
+    return value
+
+
 @dataclass(frozen=True)
 class Rate:
     """A figure of a machine: its value, how far it spreads, and where it is from.
@@ -111,67 +119,62 @@ class Rate:
         7000000000.0
     """
 
-    value: float
-    low: float
-    high: float
+    value: Annotated[float, _above_0]
+    low: Annotated[float, _above_0]
+    high: Annotated[float, _above_0]
     how: str
 
     def __post_init__(self) -> None:
-        for name in ("value", "low", "high"):
-            object.__setattr__(self, name, number(getattr(self, name), name))
+        check_fields(self)
         if not self.low <= self.value <= self.high:
             raise ConfigError(f"low {self.low:g}, value {self.value:g}, high {self.high:g} are not in this order")
-        how: object = self.how  # of a file, where it may be anything
-        if not isinstance(how, str):
-            raise ConfigError(f"how is {shown(how)}, not a text")
 
     @classmethod
     def stated(cls, value: float, how: str = STATED) -> "Rate":
         """Make a figure of a number that somebody gives, without a spread."""
         return cls(value, value, value, how)
 
+    @classmethod
+    def of(cls, samples: Sequence[float], how: str) -> "Rate":
+        """Make the figure of one sample or more: their median and quartiles."""
+        low, value, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [*samples] * 3
+        return cls(value, low, high, how)
 
-def number(value: Any, what: str) -> float:
-    """Check that something is a finite number above 0.
-
-    Raises:
-        ConfigError: it is not. The text begins with `what` and ends without a full stop.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{what} is {shown(value)}, not a number")
-    try:
-        as_float = float(value)
-    except OverflowError:
-        as_float = float("inf")
-    if not isfinite(as_float):
-        raise ConfigError(f"{what} is {shown(as_float)}, not a finite number")
-    if as_float <= 0:
-        raise ConfigError(f"{what} is {as_float:g}, not above 0")
-    return as_float
+    def scaled(self, factor: float, told: str = "") -> "Rate":
+        """Return the figure times a factor, with some words more."""
+        return Rate(self.value * factor, self.low * factor, self.high * factor, self.how + told)
 
 
-def check_name(name: object, *, known: Iterable[str] = RATES) -> str:
+def check_name(name: object) -> str:
     """Check that something is the name of a figure.
 
     Raises:
         ConfigError: there is none of that name. The message has the nearest one, and all.
     """
-    names = list(known)
-    if isinstance(name, str) and name in names:
-        return name
-    near = difflib.get_close_matches(name.lower(), names, n=1) if isinstance(name, str) and len(name) < 99 else []
+    if not isinstance(name, str) or name not in RATES:
+        raise unknown("figure", name, [*RATES])
+    return name
+
+
+def unknown(what: str, given: object, names: Sequence[str]) -> ConfigError:
+    """Make the error of a name that nothing has, with the nearest one and all; the caller raises it."""
+    is_short = isinstance(given, str) and len(given) <= 99
+    near = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=0.4) if is_short else []
     hint = f" Did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"There is no figure {shown(name)}.{hint} All figures: {', '.join(names)}.")
+    return ConfigError(f"There is no {what} {shown(given)}.{hint} There are: {', '.join(names)}.")
 
 
-def check_count(name: str, value: float) -> None:
-    """Check that a figure that counts something is a whole number.
+def check_value(name: str, value: object) -> float:
+    """Check the value of a figure: a finite number above 0, and a whole one if it counts something.
 
     Raises:
         ConfigError: it is not.
     """
-    if RATES[name].unit == "count" and value != int(value):
-        raise ConfigError(f"{name} is {value:g}, and counts {RATES[name].meaning}: it is a whole number")
+    about, field = RATES[name], Field(None, name, value)
+    found = _above_0(field)
+    if about.unit == "count" and found != int(found):
+        raise field.refuse(f"a whole number: it counts {about.meaning}")
+    return found
 
 
 def parse_rate(text: str) -> tuple[str, float]:
@@ -205,11 +208,11 @@ def parse_rate(text: str) -> tuple[str, float]:
         if match[2] not in factors:
             raise ConfigError(f"{one_line(match[2], _MOST_CHARS)} is no unit of {name}, which is in {unit}")
         # In decimals, so that 80us is 8e-05.
-        value = number(float(Decimal(match[1]) * Decimal(repr(factors[match[2]]))), name)
-        check_count(name, value)
+        value = check_value(name, float(Decimal(match[1]) * Decimal(repr(factors[match[2]]))))
     except ConfigError as error:
+        why = str(error).rstrip(".")
         units = f" with {', '.join(UNITS[unit])} or nothing behind it; bits are not read" if UNITS[unit] else ""
-        raise ConfigError(f"{name}={one_line(written, _MOST_CHARS)}: {error}. Write a number{units}.") from error
+        raise ConfigError(f"{name}={one_line(written, _MOST_CHARS)}: {why}. Write a number{units}.") from error
     return name, value
 
 

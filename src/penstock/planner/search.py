@@ -22,19 +22,22 @@ from torch import Tensor
 from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, EngineError
 from penstock.planner.plan_request import PlanRequest
-from penstock.planner.shortfall import Change, Infeasible, fits, lacks
 from penstock.planner.simulation.engine_internals import can_be_told, recomputes
 from penstock.planner.trials import Trial, Trials, placement_of
 from penstock.planner.workload import (
     KINDS,
     TIERS,
     WORK,
+    Change,
     Choice,
     Fractions,
+    Infeasible,
     Limits,
     StepWorkload,
     Window,
     count_workload,
+    fits,
+    lacks,
     moves,
 )
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.planner.machine import Machine, from_probe
-from penstock.planner.rates import Rate
 from penstock.planner.simulation.engine_internals import ControlGroup, control_group_of_all, device_for
 from penstock.probe.disks import Folder, check_folders, free_space
 from penstock.probe.fingerprint import fingerprint
@@ -60,8 +59,7 @@ def machine_for(
         # Alone: one rank may ask for all, and ranks of one host wait here for the first of them.
         found = machine_here(device, ControlGroup(), None, folders=folders, seconds=seconds)
     assert found is not None
-    free = {name: Rate(*figure) for name, figure in (free_memory(device) | free_space(folders)).items()}
-    return replace(found, figures={**found.figures, **free})
+    return replace(found, figures={**found.figures, **free_memory(device), **free_space(folders)})
 
 
 def machine_of_ranks(folders: Sequence[Folder] = ()) -> Machine | None:

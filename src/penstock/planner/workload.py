@@ -1,14 +1,21 @@
-"""What one step of one rank consists of, in bytes and seconds, before anything is placed; and what memory there is."""
+"""What one step of one rank consists of, in bytes and seconds, before anything is placed; what memory there is.
 
+Where nothing fits: what is missing, and the changes after which something does. Nothing takes less than cuts that all
+kinds share: then no tile has its parameters apart from its update. So state fits if its bytes are no more than the room
+of all tiers together, beside what is there anyway.
+"""
+
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
-from math import ceil
+from math import ceil, floor
 from typing import Literal, NamedTuple
 
 from penstock.config import GRAD, MASTER, OPTIMIZER, Overlap, Tier, TierName
 from penstock.planner.cost import MachineCosts
+from penstock.planner.formatting import size
 from penstock.planner.simulation.engine_internals import (
     LEAST_FILE_SLOTS,
     RING_BYTES,
@@ -36,6 +43,8 @@ Window = Literal["forward", "backward", "any"]
 #: What state off the device adds to a step. "in place" is compute's own update, "update first" one that forward waits
 #: for as a whole.
 Flow = Literal["upload", "download", "read", "write", "update", "device update", "in place", "update first"]
+#: What a step moves or updates: by what, when, and how many bytes.
+Move = tuple[Flow, Window, float]
 #: All work, if one thing were done after the other.
 WORK = "work"
 #: Rates are read off a job of so many bytes, beside which latencies are nothing.
@@ -157,18 +166,12 @@ class Limits:
     """How many bytes a rank may take of each tier. A tier without a limit is not there.
 
     Attributes:
-        bytes: what there is.
-        reserve: what is to be left free.
+        bytes: what may be taken.
         shared: device and host are one memory, whose limit is that of "cpu": as on a cpu.
     """
 
     bytes: Mapping[TierName, int]
-    reserve: Mapping[TierName, int] = field(default_factory=dict)
     shared: bool = False
-
-    def of(self, tier: TierName) -> int:
-        """Count what may be taken of a tier; 0 where it is not there."""
-        return max(0, self.bytes.get(tier, 0) - self.reserve.get(tier, 0))
 
     @property
     def tiers(self) -> tuple[TierName, ...]:
@@ -177,21 +180,21 @@ class Limits:
 
     def room(self, tier: TierName) -> int:
         """Count what may be taken of one of `tiers`: of a memory that is shared, all of it."""
-        return self.of("cpu") if self.shared and tier == "device" else self.of(tier)
+        return self.bytes.get("cpu" if self.shared and tier == "device" else tier, 0)
 
     def taken(self, tier: TierName, taken: Mapping[TierName, float]) -> float:
         """Sum up what is taken of the memory of one of `tiers`."""
         return taken.get(tier, 0) + (taken.get("cpu", 0) if self.shared and tier == "device" else 0)
 
     def excess(self, peak_bytes: Mapping[TierName, float]) -> dict[TierName, int]:
-        """Say by how many bytes peaks exceed what may be taken, by tier; empty where they do not."""
+        """Return by how many bytes peaks exceed the limits, by tier; empty where they do not."""
         over = {tier: round(self.taken(tier, peak_bytes)) - self.room(tier) for tier in self.tiers}
         return {tier: nbytes for tier, nbytes in over.items() if nbytes > 0}
 
     def with_room(self, tier: TierName, nbytes: int) -> "Limits":
         """Set how much may be taken of one of `tiers`."""
         tier = "cpu" if self.shared and tier == "device" else tier
-        return replace(self, bytes={**self.bytes, tier: nbytes + self.reserve.get(tier, 0)})
+        return replace(self, bytes={**self.bytes, tier: nbytes})
 
 
 def count_workload(
@@ -215,7 +218,7 @@ def count_workload(
     gathered = _own(plan for plan in blueprint.units if micro_batches == 1 or not plan.spec.persistent)
     # What is around all others stays from forward through backward. Where ranks have copies, each brings its own whole:
     # but for the first forward, which has from the others what they have updated.
-    again = _kind((plan for plan in blueprint.units if not _stays(plan)), "param")
+    gathered_again = [p for p in blueprint.units if not p.spec.persistent and p.spec.name.split(".")[0] != ROOT]
     held_back = blueprint.request.stage <= 1 and grid.world_size > 1
     forwards, backwards, updates = (simulation.phases[phase] for phase in (FORWARD, BACKWARD, STEP))
     first, *later = forwards[-micro_batches:]
@@ -223,6 +226,7 @@ def count_workload(
     busy["backward"] = _busy(program, costs, [*later, *backwards[-micro_batches:]])
     in_place = _busy(program, costs, updates[-1:])
     tile_bytes = blueprint.request.options.tile_bytes
+    record_bytes = ceil(tile_bytes * (own + grads + optimizer) / max(own, 1))
     return StepWorkload(
         params_bytes=_kind(trained, "param"),
         frozen_bytes=_kind((plan for plan in blueprint.units if not plan.spec.trainable), "param"),
@@ -234,8 +238,9 @@ def count_workload(
         reductions=1 if held_back else micro_batches,
         micro_batches=micro_batches,
         forward_gathered_bytes=gathered,
-        backward_gathered_bytes=again,
-        kept_bytes=_ring_bytes(tile_bytes, own, own + grads + optimizer),
+        backward_gathered_bytes=_kind(gathered_again, "param"),
+        # Two rings of files: one of updates, and one of gathers and gradients.
+        kept_bytes=2 * max(RING_BYTES, LEAST_FILE_SLOTS * record_bytes),
         activation_peak_bytes={"device": _more(simulation, Tier.DEVICE), "cpu": _more(simulation, Tier.CPU)},
         passing_bytes={"device": _passing(blueprint), "cpu": tile_bytes * _PASSING_TILES},
         busy=busy,
@@ -251,7 +256,7 @@ def count_workload(
 
 
 def _busy(program: Program, costs: MachineCosts, phases: Iterable[range]) -> Busy:
-    """Sum up for how long each row and each capacity is needed in some phases."""
+    """Sum the seconds for which each row and each capacity is needed in some phases."""
     found: defaultdict[str, float] = defaultdict(float)
     for item in (program.items[number] for number in chain.from_iterable(phases)):
         row = "compute"
@@ -272,7 +277,7 @@ def _busy(program: Program, costs: MachineCosts, phases: Iterable[range]) -> Bus
 
 
 def _rates(program: Program, costs: MachineCosts, folders: int) -> dict[Flow, Busy]:
-    """Ask what a byte of each flow takes, by row and capacity. Bytes of files are spread over all folders."""
+    """Return the seconds of a byte of each flow, by row and capacity. Bytes of files are spread over all folders."""
     found: dict[Flow, Busy] = {}
     host: tuple[Flow, ...] = ("update", *(() if program.back_end != "accelerator" else ("upload", "download")))
     files: tuple[Flow, ...] = ("device update", *(("read", "write") if folders else ()))
@@ -289,7 +294,7 @@ def _rates(program: Program, costs: MachineCosts, folders: int) -> dict[Flow, Bu
 
 
 def _tile_ends(plans: Iterable[UnitPlan]) -> Sequence[float]:
-    """Say where tiles end: cuts go to the nearest one."""
+    """Return where tiles end: cuts go to the nearest end."""
     tiles = [
         min(plan.tile_numel, plan.shard_numel - start) * plan.spec.dtype.itemsize
         for plan in plans
@@ -297,17 +302,6 @@ def _tile_ends(plans: Iterable[UnitPlan]) -> Sequence[float]:
     ]
     whole = max(1, sum(tiles))
     return [0.0, *(end / whole for end in accumulate(tiles))]
-
-
-def _ring_bytes(tile_bytes: int, params_bytes: int, state_bytes: int) -> int:
-    """Count what the two rings of files hold at most: one of updates, and one of gathers and gradients."""
-    record = ceil(tile_bytes * state_bytes / max(params_bytes, 1))
-    return 2 * max(RING_BYTES, LEAST_FILE_SLOTS * record)
-
-
-def _stays(plan: UnitPlan) -> bool:
-    """Whether a unit is still gathered when backward comes to it."""
-    return plan.spec.persistent or plan.spec.name.split(".")[0] == ROOT
 
 
 def _own(plans: Iterable[UnitPlan]) -> int:
@@ -334,7 +328,7 @@ def _more(simulation: Simulation, tier: Tier) -> int:
 
 def moves(
     workload: StepWorkload, params: TierName, grads: TierName, optimizer: TierName, *, streamed: bool
-) -> Sequence[tuple[Flow, Window, float]]:
+) -> list[Move]:
     """Count what a step moves and updates if all tiles are placed alike.
 
     What forward waits for is in its window: what the update reads, and parameters on their way to where forward gathers
@@ -347,7 +341,7 @@ def moves(
         optimizer: of its state.
         streamed: the device updates it though its state rests elsewhere.
     """
-    found = [*_update_moves(workload, params, grads, optimizer, streamed=streamed)]
+    found = _update_moves(workload, params, grads, optimizer, streamed=streamed)
     again = workload.reductions - 1
     if grads == "nvme":  # what there is comes up, to be added to
         nbytes = workload.grads_bytes
@@ -364,27 +358,24 @@ def moves(
             frozen = workload.frozen_bytes / max(1, workload.frozen_bytes + workload.params_bytes)
             found += [("read", "forward", forward * frozen), ("read", "backward", later)]
     if workload.one_memory:
-        found = [move for move in found if move[0] not in ("upload", "download")]
+        return [move for move in found if move[0] not in ("upload", "download")]
     return found
 
 
 def _update_moves(
     workload: StepWorkload, params: TierName, grads: TierName, optimizer: TierName, *, streamed: bool
-) -> Sequence[tuple[Flow, Window, float]]:
+) -> list[Move]:
     """Count the update of tiles: what comes to it, and what of it goes back."""
     own, state, nbytes = workload.own_params_bytes, workload.optimizer_bytes, workload.update_bytes
     on_device, early = optimizer == "device", workload.overlap == "backward"
     # Those that begin in backward may be anywhere between it and the end of the next forward.
     window: Window = "any" if early and (streamed or not on_device) else "forward"
-    found: list[tuple[Flow, Window, float]] = []
+    found: list[Move] = []
     # A write may end long after forward has.
-    for tier, from_file, written in (
-        (optimizer, state, True),
-        (params, own, True),
-        (grads, 0 if early else workload.grads_bytes, False),  # else still in a buffer
-    ):
-        if tier == "nvme":
-            found += [("read", window, from_file), ("write", "any", from_file if written else 0)]
+    found += [("read", window, state), ("write", "any", state)] * (optimizer == "nvme")
+    found += [("read", window, own), ("write", "any", own)] * (params == "nvme")
+    if grads == "nvme" and not early:  # else still in a buffer
+        found.append(("read", window, workload.grads_bytes))
     if workload.one_memory:
         in_place = on_device and "nvme" not in (params, grads)  # else a record has to come first
         found.append(("in place" if in_place else "device update" if on_device else "update", window, nbytes))
@@ -407,3 +398,105 @@ def _update_moves(
         if params == "device":  # a tile of files brings its parameters along, and has no shadow
             found += [("download", window, own if optimizer == "nvme" else 0), ("upload", window, own)]
     return found
+
+
+MOST_TIMES_RANKS = 1024
+#: No batch is smaller than a sample: what needs less than this share of it is no way out.
+LEAST_BATCH = 1 / 256
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change after which something fits.
+
+    Attributes:
+        what: "choice", "nvme", "batch" or "ranks".
+        amount: bytes more of the nvme tier; the share of the batch that fits; ranks in all; 0 for a choice.
+        words: the same for people.
+    """
+
+    what: str
+    amount: float
+    words: str
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """Nothing fits.
+
+    Attributes:
+        missing: bytes by tier: with so many more something fits, with fewer nothing does.
+        changes: what else makes it fit, the smallest first.
+    """
+
+    missing: Mapping[TierName, int]
+    changes: tuple[Change, ...] = ()
+
+
+def lacks(workload: StepWorkload, limits: Limits) -> Infeasible:
+    """Return what is missing for a workload that fits nowhere, and the changes that make it fit."""
+    ways = (_files(workload, limits), _batch(workload, limits), _ranks(workload, limits))
+    return Infeasible(missing(workload, limits), tuple(way for way in ways if way is not None))
+
+
+def fits(workload: StepWorkload, limits: Limits) -> bool:
+    """Return True if there is a placement within the limits, as fine as bytes."""
+    return not missing(workload, limits)
+
+
+def missing(workload: StepWorkload, limits: Limits) -> dict[TierName, int]:
+    """Count the bytes that are missing on each tier, as few in all as can be; empty where it fits.
+
+    Where it makes no difference in bytes, what is missing is missing on the slowest tier.
+    """
+    room = _room(workload, limits)
+    lacking = {tier: ceil(-nbytes) for tier, nbytes in room.items() if nbytes < 0}
+    if (rest := _at_rest(workload, limits) - sum(max(0.0, nbytes) for nbytes in room.values())) > 0:
+        lacking[limits.tiers[-1]] = ceil(rest + max(0.0, -room[limits.tiers[-1]]))
+    return lacking
+
+
+def _room(workload: StepWorkload, limits: Limits) -> dict[TierName, float]:
+    """Count what each tier has room for, beside what is there wherever the state is; below 0 where that is too much."""
+    there = {tier: workload.there(tier) for tier in TIERS}
+    return {tier: limits.room(tier) - limits.taken(tier, there) for tier in limits.tiers}
+
+
+def _at_rest(workload: StepWorkload, limits: Limits) -> int:
+    """Count the state. Where a part of the parameters can be in files, each rank has its shard alone."""
+    return sum((workload.in_shards if "nvme" in limits.tiers else workload).kind_bytes.values())
+
+
+def _files(workload: StepWorkload, limits: Limits) -> Change | None:
+    """Find how many bytes more in files would do."""
+    room = _room(workload, limits)
+    if any(nbytes < 0 for tier, nbytes in room.items() if tier != "nvme"):
+        return None
+    unlimited = limits.with_room("nvme", 0)
+    more = ceil(_at_rest(workload, unlimited) - sum(room.values()))
+    words = "more of the nvme tier" if "nvme" in limits.bytes else "of an nvme tier"
+    return Change("nvme", more, f"{size(more)} {words}")
+
+
+def _batch(workload: StepWorkload, limits: Limits) -> Change | None:
+    """Find what share of the batch would do."""
+    room = _room(replace(workload, activation_peak_bytes={}), limits)
+    peak = {tier: limits.taken(tier, workload.activation_peak_bytes) for tier in limits.tiers}
+    whole = sum(peak.values())
+    if not whole or any(nbytes < 0 for nbytes in room.values()):
+        return None
+    shares = [nbytes / peak[tier] for tier, nbytes in room.items() if peak[tier]]
+    share = min(*shares, (sum(room.values()) - _at_rest(workload, limits)) / whole)
+    if share < LEAST_BATCH:
+        return None
+    return Change("batch", share, f"a micro-batch of {floor(share * 100) or '<1'} % of this one")
+
+
+def _ranks(workload: StepWorkload, limits: Limits) -> Change | None:
+    """Find how many ranks would do, each with memory of its own."""
+    ranks = range(workload.ranks, MOST_TIMES_RANKS * workload.ranks)
+    found = bisect_left(ranks, True, key=lambda count: fits(workload.over(count), limits))
+    if not workload.sharded or found == len(ranks):
+        return None
+    every, more = ranks[found] * workload.copies, found * workload.copies
+    return Change("ranks", every, f"{more} more rank{'s' if more > 1 else ''}, {every} in all")

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from penstock.config import Options
 from penstock.errors import ConfigError, one_line
-from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_of, take_turns
+from penstock.planner.rates import Rate
+from penstock.probe.sampling import Case, Deadline, Figures, seconds_of, take_turns
 from penstock.runtime.aio import File, Queue, Transfer, check_space, existing_folder, free_disk_bytes
 from penstock.runtime.host_memory import PAGE_BYTES, page_aligned
 from penstock.runtime.system import core_quota
@@ -87,7 +88,7 @@ def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> Figures:
             slower = max if name == "disk_seconds" else min
             slowest[name] = slower(figure.scaled(1, of), slowest.get(name, figure), key=lambda each: each.value)
     if folders:
-        slowest["folders"] = Measurement.known(len(folders), "as stated")
+        slowest["folders"] = Rate.stated(len(folders), "as stated")
     return slowest | free_space(folders)
 
 
@@ -96,7 +97,7 @@ def free_space(folders: Sequence[Folder]) -> Figures:
     if not folders:
         return {}
     free = min(free_disk_bytes(folder) / _sharing(folders, folder) for folder in folders)
-    return {"disk_free": Measurement.known(max(1.0, free), "free now" + (", the least" if len(folders) > 1 else ""))}
+    return {"disk_free": Rate.stated(max(1.0, free), "free now" + (", the least" if len(folders) > 1 else ""))}
 
 
 def _sharing(folders: Sequence[Folder], folder: Folder) -> int:
@@ -122,7 +123,7 @@ def _measure_folder(folder: Folder, deadline: Deadline) -> Figures:
             figures = take_turns(cases, deadline)
     cores = min(float(len(os.sched_getaffinity(0))), core_quota() or float("inf"))
     how = f"what {cores:g} cores could move, by the time of a core that {len(disk.core_rates)} runs took"
-    return figures | {"disk_cores": Measurement.of(disk.core_rates, how).scaled(cores)}
+    return figures | {"disk_cores": Rate.of(disk.core_rates, how).scaled(cores)}
 
 
 def _sizes(queue: Queue, path: Path, deadline: Deadline) -> tuple[int, int]:
@@ -203,7 +204,7 @@ class _Disk:
 
 
 def _where(folder: Path, *, direct: bool) -> str:
-    """Say what is no ordinary disk about a folder; nothing of one that is."""
+    """Describe in what a folder differs from one on an ordinary disk; empty where it does not."""
     kind = file_system(folder)
     if kind in IN_MEMORY:
         return f"; a {kind}: the host's memory, no disk"

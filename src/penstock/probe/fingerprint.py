@@ -63,14 +63,6 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
     return one_line(named or platform.machine() or "unknown")
 
 
-def machine_name(found: dict[str, Any]) -> str:
-    """Name a machine by its fingerprint: "2 x NVIDIA H100, AMD EPYC 9554"."""
-    cpu = f"{found['cpu'][:80]}, {found['cores']} cores"
-    if found["device"] == "cpu":
-        return cpu
-    return f"{found['devices']} x {found['device_name'][:80]}, {cpu}"
-
-
 def accelerator(device: torch.device) -> tuple[str, int, int]:
     """Return the name of an accelerator, its bytes of memory, and how many of them there are; of a cpu, itself."""
     if device.type == "cpu":
@@ -98,6 +90,6 @@ def driver(device: torch.device, file: Path = DRIVER) -> str:
 
 
 def _disk(folder: Folder) -> str:
-    """Tell a folder's file system from others of this machine."""
+    """Name a folder's file system among those of this machine."""
     number = os.stat(folder).st_dev
     return f"{file_system(folder) or 'unknown'} {os.major(number)}:{os.minor(number)}"

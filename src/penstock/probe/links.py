@@ -1,15 +1,20 @@
-"""What host and accelerator share and hand each other, by the engine's streams and buffers: memory, copies, jobs."""
+"""What host, accelerator and ranks share and hand each other: memory, copies, jobs on streams, collectives."""
 
 import contextlib
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from penstock.config import Tier
-from penstock.probe.sampling import Case, Deadline, Figures, Measurement, seconds_of, take_turns
+from penstock.planner.rates import Rate
+from penstock.probe.sampling import Case, Deadline, Figures, seconds_of, take_turns
 from penstock.runtime.accelerator import streams_for
+from penstock.runtime.control_group import ControlGroup, all_gather_flat, give_back, own_group
 from penstock.runtime.hardware import free_device_memory, shares_host_memory, visible_devices
 from penstock.runtime.host_memory import (
     PAGE_BYTES,
@@ -20,6 +25,7 @@ from penstock.runtime.host_memory import (
     page_aligned,
 )
 from penstock.runtime.streams import DONE, DOWNLOAD, FETCH, UPDATE, Event, Streams, all_of
+from penstock.runtime.system import hosts_of, ranks_of_host
 from penstock.tiers.host import HostTier
 from penstock.tiers.transfer import CopyRoute, CopyRoutes
 from penstock.trace import NO_LABEL
@@ -147,7 +153,7 @@ def measure_room(device: torch.device, deadline: Deadline) -> Figures:
     """
     figures, visible = free_memory(device), visible_devices()
     if visible is not None and device.type != "cpu":
-        figures["devices"] = Measurement.known(visible.count, "that this process sees")
+        figures["devices"] = Rate.stated(visible.count, "that this process sees")
     if "host_memory" in figures:
         figures["pinnable_memory"] = _pinnable(device, int(figures["host_memory"].value), deadline)
     return figures
@@ -158,20 +164,20 @@ def free_memory(device: torch.device) -> Figures:
     figures = {}
     free, on_device = available_host_memory(), free_device_memory(device)
     if free is not None:
-        figures["host_memory"] = Measurement.known(free.nbytes, f"{free.whose} so much available now")
+        figures["host_memory"] = Rate.stated(free.nbytes, f"{free.whose} so much available now")
     if on_device is not None:
-        figures["device_memory"] = Measurement.known(on_device, "free on the device now")
+        figures["device_memory"] = Rate.stated(on_device, "free on the device now")
     elif free is not None and shares_host_memory(device):
-        figures["device_memory"] = figures["host_memory"]._replace(how="the device's memory is the host's")
+        figures["device_memory"] = Rate.stated(free.nbytes, "the device's memory is the host's")
     return figures
 
 
-def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Measurement:
+def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Rate:
     """Find out how much memory can be page-locked, by doing so in steps that double. All of it is given back."""
     if not needs_pinning(device):
-        return Measurement.known(free, "a cpu needs no page-locked memory: all that the host has")
+        return Rate.stated(free, "a cpu needs no page-locked memory: all that the host has")
     if not can_register(device):
-        return Measurement.known(PAGE_BYTES, f"torch page-locks no memory in place for {device.type}")
+        return Rate.stated(PAGE_BYTES, f"torch page-locks no memory in place for {device.type}")
     nbytes, locked, seconds = PIN_STEP_BYTES, PAGE_BYTES, 0.0
     # A step takes twice the time of the one before it, and the host has to keep room for everybody else.
     while nbytes <= min(MOST_PIN_BYTES, free // 4) and deadline.left() > 2 * seconds:
@@ -180,7 +186,99 @@ def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Measuremen
             seconds, pinned = time.perf_counter() - start, arena.pinned
         if not pinned:
             how = f"page-locked {locked:,} bytes at once; {nbytes:,} were refused"
-            return Measurement(float(locked), float(locked), float(nbytes), how)
+            return Rate(locked, locked, nbytes, how)
         nbytes, locked = 2 * nbytes, nbytes
     how = f"page-locked {locked:,} bytes at once, and was refused none: taken for all that the host has"
-    return Measurement(float(free), float(locked), float(free), how)
+    return Rate(free, locked, free, how)
+
+
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 26  # of the whole buffer
+TRIAL_BYTES = 1 << 20
+
+
+def measure_collectives(
+    device: torch.device, groups: Mapping[str, dist.ProcessGroup], control_group: ControlGroup, seconds: float
+) -> Figures:
+    """Measure all-gathers. Collective.
+
+    The time of one is taken for `latency + bytes * (n - 1) / n / bandwidth`, with the bytes of the whole buffer.
+
+    Arguments:
+        device: where the buffers are; the groups have a backend for it.
+        groups: the dimensions of the mesh by name, or all ranks as one; those of one rank are passed over.
+        control_group: of all ranks.
+        seconds: when to be done, on the first rank.
+
+    Returns:
+        `link_bandwidth` and `link_seconds` of the slowest dimension whose ranks are on one host, `net_*` of the slowest
+        one whose ranks are on several: of each as far as there is one.
+    """
+    groups = {name: group for name, group in groups.items() if dist.get_world_size(group) > 1}
+    if not groups:
+        return {}
+    deadline = Deadline(seconds, control_group)
+    with contextlib.ExitStack() as closing:
+        groups |= _within_hosts(groups, control_group, closing)
+        found = [
+            (name, _spread(group, control_group.size), [*map(astuple, _measure_group(device, group, deadline))])
+            for name, group in groups.items()
+        ]
+    # What every rank has seen is one figure on all of them: the first rank's.
+    figures: Figures = {}
+    for name, (hosts, rings), (bandwidth, latency) in control_group.share(found):
+        kind, rate = "net" if hosts > 1 else "link", Rate(*bandwidth).scaled(rings, f"; {name}")
+        slowest = figures.get(f"{kind}_bandwidth")
+        if slowest is None or rate.value < slowest.value:
+            figures |= {f"{kind}_bandwidth": rate, f"{kind}_seconds": Rate(*latency).scaled(1, f"; {name}")}
+    return figures
+
+
+def _within_hosts(
+    groups: Mapping[str, dist.ProcessGroup], control_group: ControlGroup, closing: contextlib.ExitStack
+) -> dict[str, dist.ProcessGroup]:
+    """Make a group of the ranks of each host, where there are several hosts and no dimension lies within one."""
+    spreads = control_group.share([_spread(group, control_group.size)[0] for group in groups.values()])
+    here = ranks_of_host()
+    if min(spreads) == 1 or here == 1:
+        return {}
+    name = control_group.share(f"penstock probe {secrets.token_hex(8)}")
+    first = dist.get_rank() // here * here
+    members = [rank for rank in control_group.members if first <= rank < first + here]
+    group = own_group(members, next(iter(groups.values())), name, timeout_s=control_group.timeout_s)
+    closing.callback(give_back, [group])
+    return {"ranks of a host": group}
+
+
+def _spread(group: dist.ProcessGroup, ranks: int) -> tuple[int, int]:
+    """Return on how many hosts a group is, and how many such groups go through the network of this host."""
+    here = ranks // hosts_of(ranks)
+    hosts = [rank // here for rank in dist.get_process_group_ranks(group)]
+    spread = len(set(hosts))
+    return spread, max(1, here // hosts.count(dist.get_rank() // here)) if spread > 1 else 1
+
+
+def _measure_group(device: torch.device, group: dist.ProcessGroup, deadline: Deadline) -> tuple[Rate, Rate]:
+    """Measure one group: its bandwidth, and its latency."""
+    count = dist.get_world_size(group)
+    trial = partial(_gather, device, group, TRIAL_BYTES)
+    trial()  # makes the connections
+    sizes = [SMALL_BYTES, TRIAL_BYTES, LARGE_BYTES]
+    if not deadline.allows(5 * LARGE_BYTES / TRIAL_BYTES * trial()):
+        sizes.pop()  # too much for this link in this time
+    cases: dict[str, Case] = {f"{nbytes:,} bytes": (partial(_gather, device, group, nbytes), "") for nbytes in sizes}
+    found = take_turns(cases, deadline)
+    latency, *_, largest = found.values()
+    moved = sizes[-1] * (count - 1) / count
+    value, high, low = (moved / max(each - latency.value, each / 10) for each in astuple(largest)[:3])
+    told = ", ".join(f"{name} {1e6 * each.value:.0f} us" for name, each in found.items())
+    how = f"all-gathers between {count} ranks ({told}){latency.how}"
+    return Rate(value, low, high, how), replace(latency, how=how)
+
+
+def _gather(device: torch.device, group: dist.ProcessGroup, nbytes: int) -> float:
+    """Gather once, after all ranks have come; the seconds of it."""
+    count = dist.get_world_size(group)
+    own = torch.ones(nbytes // count // 4, dtype=torch.float32, device=device)
+    whole = torch.empty(own.numel() * count, dtype=torch.float32, device=device)
+    all_gather_flat(whole[:count], own[:1], group=group)
+    return seconds_of(lambda: all_gather_flat(whole, own, group=group), device)

@@ -2,21 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import astuple
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, EngineError
-from penstock.probe.arithmetic import measure_arithmetic
-from penstock.probe.collectives import measure_collectives
+from penstock.planner.rates import Rate
+from penstock.probe.arithmetic import measure_arithmetic, measure_device, measure_device_update, measure_host
 from penstock.probe.disks import Folder, check_folders, measure_disks
-from penstock.probe.fingerprint import fingerprint, machine_name
-from penstock.probe.links import measure_jobs, measure_links, measure_room
-from penstock.probe.sampling import Deadline, Figures, Measurement
-from penstock.probe.updates import measure_device, measure_device_update, measure_host
+from penstock.probe.fingerprint import fingerprint
+from penstock.probe.links import measure_collectives, measure_jobs, measure_links, measure_room
+from penstock.probe.sampling import Deadline, Figures
 from penstock.runtime.control_group import DEFAULT_TIMEOUT_S, ControlGroup, control_group_of_all
 from penstock.runtime.hardware import Hardware, device_for
 from penstock.runtime.modes import engine_mode
@@ -24,22 +24,6 @@ from penstock.runtime.modes import engine_mode
 LEAST_SECONDS = 1.0
 #: Of the stated time: what begins before it is over ends after it.
 RESERVED = 0.1
-
-
-class Measured(NamedTuple):
-    """A machine, as it was measured.
-
-    Attributes:
-        name: what it is called: its accelerators and its processor.
-        device: the type of the one that computes: "cpu", "cuda", ...
-        figures: by name, in SI units.
-        fingerprint: what tells it from other machines.
-    """
-
-    name: str
-    device: str
-    figures: Figures
-    fingerprint: dict[str, Any]
 
 
 def measure(
@@ -50,7 +34,7 @@ def measure(
     progress: Callable[[str], None] | None = None,
     groups: Mapping[str, dist.ProcessGroup] | None = None,
     control_group: ControlGroup | None = None,
-) -> Measured:
+) -> tuple[Figures, dict[str, Any]]:
     """Measure this machine. Nothing is left behind: no file, memory, thread, or change of random numbers.
 
     With a process group all ranks call it. The first one measures the machine while the others wait, then all of them
@@ -67,15 +51,15 @@ def measure(
             others do. `None` for all ranks of the default process group.
 
     Returns:
-        The machine.
+        The figures by name, in SI units, and what tells the machine from others.
 
     Raises:
         ConfigError: the time is too short or no number, or a folder cannot be written or is full; on all ranks. Nothing
             was measured.
 
     Example:
-        >>> measured = measure(folders=["/mnt/nvme"], seconds=20)
-        >>> measured.figures["disk_read"].value
+        >>> figures, fingerprint = measure(folders=["/mnt/nvme"], seconds=20)
+        >>> figures["disk_read"].value
     """
     given: Any = seconds
     if isinstance(given, bool) or not isinstance(given, int | float) or not LEAST_SECONDS <= given < inf:
@@ -95,14 +79,14 @@ def measure(
                 check_folders(folders)
                 alone = deadline.share(0.85 if control_group.size > 1 else 1.0)
                 figures = _measure_alone(device, folders, alone, say)
-                found = [fingerprint(device, folders), figures]
+                found = [fingerprint(device, folders), {name: astuple(rate) for name, rate in figures.items()}]
         known, shared = control_group.share(found)
-        figures = {name: Measurement(*figure) for name, figure in shared.items()}
+        figures = {name: Rate(*rate) for name, rate in shared.items()}
         if control_group.size > 1 and dist.group.WORLD is not None:
             say("collectives")
             every = {"all ranks": dist.group.WORLD}
             figures |= measure_collectives(device, groups or every, control_group, deadline.left())
-    return Measured(machine_name(known), device.type, dict(sorted(figures.items())), known)
+    return dict(sorted(figures.items())), known
 
 
 def _measure_alone(

@@ -1,12 +1,11 @@
 """Repeated runs within a stated time: cases take turns, and a figure is a median with its quartiles."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from statistics import quantiles
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 
+from penstock.planner.rates import Rate
 from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.hardware import CPU
 
@@ -20,38 +19,8 @@ BYTES_PER_SECOND = 64 << 20
 Case = tuple[Callable[[], float], str]
 
 
-class Measurement(NamedTuple):
-    """One figure of a machine, in SI units: bytes/s, FLOP/s, seconds, bytes, or a count.
-
-    Attributes:
-        value: the median of the runs.
-        low: their lower quartile.
-        high: their upper quartile.
-        how: how it was measured, as a sentence without its full stop.
-    """
-
-    value: float
-    low: float
-    high: float
-    how: str
-
-    @classmethod
-    def known(cls, value: float, how: str) -> "Measurement":
-        """Make a figure that has no spread."""
-        return cls(float(value), float(value), float(value), how)
-
-    @classmethod
-    def of(cls, samples: Sequence[float], how: str) -> "Measurement":
-        """Make the figure of one sample or more."""
-        low, value, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [*samples] * 3
-        return cls(value, low, high, how)
-
-    def scaled(self, factor: float, told: str = "") -> "Measurement":
-        """Return the figure times a factor, with some words more."""
-        return Measurement(self.value * factor, self.low * factor, self.high * factor, self.how + told)
-
-
-Figures = dict[str, Measurement]
+#: Figures of a machine by name.
+Figures = dict[str, Rate]
 
 
 class Deadline:
@@ -109,7 +78,7 @@ def take_turns(cases: Mapping[str, Case], deadline: Deadline) -> Figures:
         round_seconds = time.perf_counter() - start
         rounds += 1
     told = f"; median of {rounds} runs" + (", then the time was up" if rounds < MOST_ROUNDS else "")
-    return {name: Measurement.of(samples[name], how + told) for name, (_, how) in cases.items()}
+    return {name: Rate.of(samples[name], how + told) for name, (_, how) in cases.items()}
 
 
 def synchronize(device: torch.device) -> None:

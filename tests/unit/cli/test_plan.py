@@ -294,9 +294,10 @@ def test_a_plan_of_ranks_that_share_sequences_is_of_a_chunk(
     words = ["plan", "--model", config_folder, *FOREIGN, "--batch", "1x16", "--gpus", "4", "--params", "device"]
     outcome = penstock_command(*words, "--mesh", "dp_shard=2,cp=2")
     assert (outcome.exit_code, outcome.err) == (0, "")
-    assert "shift_labels, labels 1x8 int64; attention_mask 1x1x16x16 bool, one of 4 ranks" in " ".join(
-        outcome.out.split()
-    )
+    said = " ".join(outcome.out.split())
+    assert "shift_labels int64[1, 8]" in said
+    assert "attention_mask bool[1, 1, 16, 16]" in said
+    assert "one of 4 ranks" in said
     assert "run: a script of yours" in outcome.out
 
 
@@ -339,8 +340,8 @@ def test_a_terminal_is_shown_what_the_planner_does_and_json_stands_alone(
     monkeypatch.setattr(planning.sys, "stderr", Terminal() if is_terminal else io.StringIO())
     outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--json")
     assert json.loads(outcome.out)["penstock"] == "plan"
-    expected = "\r\x1b[Kpenstock: simulating placement 3\r\x1b[K" if is_terminal else ""
-    assert planning.sys.stderr.getvalue() == expected
+    shown = planning.sys.stderr.getvalue()
+    assert ("simulating placement 3" in shown) if is_terminal else not shown
 
 
 class Terminal(io.StringIO):
@@ -353,8 +354,8 @@ def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., 
     (tmp_path / "b.json").write_text(desktop(step_s=4.5, overlap="none").to_json())
     outcome = penstock_command("plan", "--compare", "a.json", "b.json")
     assert (outcome.exit_code, outcome.err) == (0, "")
-    assert outcome.out.split()[:3] == ["differs", "a.json", "b.json"]
-    assert "+9 %" in outcome.out
+    assert outcome.out.split()[:4] == ["differs:", "a.json", "->", "b.json"]
+    assert "overlap forward -> overlap none" in outcome.out
     assert penstock_command("plan", "--compare", "a.json", "c.json").err.startswith("penstock: error: c.json")
 
 

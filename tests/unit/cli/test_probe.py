@@ -9,8 +9,7 @@ import pytest
 
 from penstock.planner import this_machine
 from penstock.planner.machine import Machine
-from penstock.probe.measure import Measured
-from penstock.probe.sampling import Measurement
+from penstock.planner.rates import Rate
 
 
 @pytest.fixture
@@ -18,18 +17,17 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, 
     """What was asked of the probe, which measures nothing."""
     asked: list[dict[str, Any]] = []
 
-    def measure(*, progress: Callable[[str], None], **given: Any) -> Measured:
+    def measure(*, progress: Callable[[str], None], **given: Any) -> Any:
         progress("something")
         asked.append(given)
         figures = {
-            "disk_read": Measurement(7e9, 6.8e9, 7.1e9, "a folder [bold]like markup"),
-            "job_seconds": Measurement(8e-5, 8e-5, 8e-5, "jobs"),
+            "disk_read": Rate(7e9, 6.8e9, 7.1e9, "a folder [bold]like markup"),
+            "job_seconds": Rate(8e-5, 8e-5, 8e-5, "jobs"),
         }
-        return Measured("a machine", "cpu", figures, {"cpu": "x"})
+        return figures, {"cpu": "x", "cores": 2, "device": "cpu"}
 
     monkeypatch.setattr(this_machine, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "120")
     return asked
 
 
@@ -37,11 +35,11 @@ def test_a_table_with_units_spread_and_how(penstock_command: Callable[..., Any],
     outcome = penstock_command("probe")
     assert (outcome.exit_code, outcome.err) == (0, "")
     lines = [line.rstrip() for line in outcome.out.splitlines()]
-    assert lines[0] == "a machine: the cpu is the device"
-    assert lines[1].split() == ["figure", "value", "quartiles", "how"]
+    assert lines[0] == "x, 2 cores (cpu, probed)"
+    assert lines[1].split() == ["figure", "value", "from", "to", "how"]
     rows = {line.split()[0]: line for line in lines[2:4]}
     assert "7.00 GB/s" in rows["disk_read"]
-    assert "6.80 GB/s - 7.10 GB/s" in rows["disk_read"]
+    assert rows["disk_read"].split()[3:7] == ["6.80", "GB/s", "7.10", "GB/s"]
     assert rows["disk_read"].endswith("a folder [bold]like markup")
     assert rows["job_seconds"].split() == ["job_seconds", "80.0", "us", "jobs"]
 

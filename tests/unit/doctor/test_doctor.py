@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.doctor import Finding, Verdict, drives, examine, looks
+from penstock.doctor import Finding, Verdict, examine, looks
 from penstock.runtime.host_memory import HostMemory
 
 ACCELERATOR = torch.device("cuda", 0)
@@ -224,10 +224,10 @@ def test_drives_are_found_below_partitions_mappers_and_raid(tmp_path: Path) -> N
     mapper = block(tmp_path, "virtual/dm-0", "virtual/md0")
     number = os.stat(tmp_path).st_dev
     link = tmp_path / f"{os.major(number)}:{os.minor(number)}"
-    assert list(drives.drives(tmp_path, tmp_path)) == [], "a file system that is on no block device"
+    assert list(looks.drives(tmp_path, tmp_path)) == [], "a file system that is on no block device"
     for device, below in ((tmp_path / "devices/pci/nvme1n1/nvme1n1p1", [1]), (raid, [0, 1]), (mapper, [0, 1])):
         link.symlink_to(device)
-        assert [found.name for found in drives.drives(tmp_path, tmp_path)] == [f"nvme{n}n1" for n in below]
+        assert [found.name for found in looks.drives(tmp_path, tmp_path)] == [f"nvme{n}n1" for n in below]
         link.unlink()
 
 
@@ -257,17 +257,17 @@ class Admin:
 
 
 def test_a_drive_that_refuses_the_command_has_no_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drives.read_wear(tmp_path / "nvme0n1") is None, "not there, as in a container"
+    assert looks.read_wear(tmp_path / "nvme0n1") is None, "not there, as in a container"
     (tmp_path / "nvme0n1").touch()
-    assert drives.read_wear(tmp_path / "nvme0n1") is None, "no drive"
+    assert looks.read_wear(tmp_path / "nvme0n1") is None, "no drive"
     admin = Admin(log_page())
-    monkeypatch.setattr(drives.fcntl, "ioctl", admin.ioctl)
-    assert drives.read_wear(tmp_path / "nvme0n1") == drives.Wear((), 4, 72_650_000 * 512_000)
+    monkeypatch.setattr(looks.fcntl, "ioctl", admin.ioctl)
+    assert looks.read_wear(tmp_path / "nvme0n1") == looks.Wear((), 4, 72_650_000 * 512_000)
     admin.status = 0x4002  # invalid field in command
-    assert drives.read_wear(tmp_path / "nvme0n1") is None
+    assert looks.read_wear(tmp_path / "nvme0n1") is None
 
 
-WORN = "Samsung SSD 990 PRO 2TB, 2.00 TB, 41 °C, 37.20 TB written, "
+WORN = "Samsung SSD 990 PRO 2TB, 2.00 TB, 41 °C, 37.2 TB written, "
 
 
 @pytest.mark.parametrize(
@@ -292,9 +292,10 @@ def test_the_life_of_a_drive(
     (drive / "device" / "model").write_text("Samsung SSD 990 PRO 2TB                 \n")
     (drive / "device" / "hwmon1" / "temp1_input").write_text("40850\n")
     (tmp_path / "nvme0n1").touch()
-    monkeypatch.setattr(drives.fcntl, "ioctl", Admin(page).ioctl)
+    monkeypatch.setattr(looks.fcntl, "ioctl", Admin(page).ioctl)
     monkeypatch.setattr(looks, "drives", lambda folder: iter([drive]))
-    monkeypatch.setattr(looks, "read_wear", lambda device: drives.read_wear(tmp_path / Path(device).name))
+    read_wear = looks.read_wear
+    monkeypatch.setattr(looks, "read_wear", lambda device: read_wear(tmp_path / Path(device).name))
     monkeypatch.setattr(looks, "_disk", lambda about, folder: Finding(about, Verdict.FINE, ""))
     (tmp_path / "other").mkdir()
     *_, finding = two = list(looks.disks([tmp_path, tmp_path / "other"]))

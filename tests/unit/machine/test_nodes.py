@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.planner.collective_cost import ring
+from penstock.planner.cost import ring
 from penstock.planner.simulation.program import Collective
 from penstock.runtime.system import neighbours_of_host
 from penstock.runtime.topology import Grid, node_size, nodes_of

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.planner.collective_cost import LINKS, NETWORK, Spread, ring, spread_of
+from penstock.planner.cost import LINKS, NETWORK, Spread, ring, spread_of
 from penstock.planner.machine import Machine
 from penstock.planner.rates import Rate
 from penstock.planner.simulation.program import Collective

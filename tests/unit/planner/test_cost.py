@@ -122,7 +122,6 @@ class TestCompute:
         assert machine_costs(MACHINE).segment(computing((op, 1)), 0).seconds == 4
         program = computing((op, 1), program=replace(CPU, rule="sgd"))
         assert machine_costs(MACHINE).segment(program, 0).seconds == 10
-        assert machine_costs(without("device_update")).segment(computing((op, 1)), 0).seconds == 2
 
     def test_ranks_of_a_cpu_share_it(self) -> None:
         program = computing((Op("mm", 20, 1, "float32"), 1), program=replace(CPU, world_size=2))

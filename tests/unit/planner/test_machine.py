@@ -62,7 +62,7 @@ def test_a_figure_that_is_missed_is_named_with_what_to_do(name: str, says: str) 
 
 def test_a_figure_that_nothing_has_is_refused_with_the_nearest() -> None:
     assert refusal(machine().value, "disk_wirte").startswith(
-        "There is no figure 'disk_wirte'. Did you mean disk_write? All"
+        "There is no figure 'disk_wirte'. Did you mean disk_write? There are"
     )
 
 
@@ -91,13 +91,16 @@ def test_replace_changes_what_it_names_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("figures", "says"),
     [
-        ({"disk_raed": 1.0}, "There is no figure 'disk_raed'. Did you mean disk_read? All figures: devices, "),
-        ({"disk_read": 0}, "disk_read is 0, not above 0. Give it in bytes/s."),
-        ({"disk_read": -7e9}, "disk_read is -7e+09, not above 0. Give it in bytes/s."),
-        ({"disk_read": float("nan")}, "disk_read is nan, not a finite number. Give it in bytes/s."),
-        ({"disk_seconds": float("inf")}, "disk_seconds is inf, not a finite number. Give it in s."),
-        ({"disk_read": "7GB/s"}, "disk_read is '7GB/s', not a number. Give it in bytes/s."),
-        ({"folders": 1.5}, "folders is 1.5, and counts folders for files, each on a disk of its own: it is a whole"),
+        ({"disk_raed": 1.0}, "There is no figure 'disk_raed'. Did you mean disk_read? There are: devices, "),
+        ({"disk_read": 0}, "'disk_read' is 0: use a number above 0."),
+        ({"disk_read": -7e9}, "'disk_read' is -7000000000.0: use a number above 0."),
+        ({"disk_read": float("nan")}, "'disk_read' is nan: use a finite number."),
+        ({"disk_seconds": float("inf")}, "'disk_seconds' is inf: use a finite number."),
+        ({"disk_read": "7GB/s"}, "'disk_read' is '7GB/s': use a finite number."),
+        (
+            {"folders": 1.5},
+            "'folders' is 1.5: use a whole number: it counts folders for files, each on a",
+        ),
     ],
 )
 def test_replace_refuses(figures: dict[str, Any], says: str) -> None:
@@ -141,7 +144,7 @@ def test_a_machine_is_shown_as_a_table() -> None:
         (("box", "cuda:0", {}), "'device' is 'cuda:0': use a kind of device: cuda, or cpu."),
         (("box", None, {}), "'device' is None: use a text."),
         (("box", "cuda", {"speed": DISK}), "There is no figure 'speed'."),
-        (("box", "cuda", {"folders": Rate.stated(1.5)}), "folders is 1.5, and counts"),
+        (("box", "cuda", {"folders": Rate.stated(1.5)}), "'folders' is 1.5: use a whole number"),
         (("box", "cuda", {}, {}, "yes"), "'probed' is 'yes': use true or false."),
         (("box", "cuda", {}, {}, True, 1), "'unified_memory' is 1: use true or false."),
     ],
@@ -151,6 +154,10 @@ def test_what_is_no_machine_is_refused(arguments: tuple[Any, ...], says: str) ->
 
 
 # Probing
+
+
+HERE = {"cpu": "x", "cores": 2, "device": "cpu"}
+ON_CUDA = HERE | {"device": "cuda", "devices": 1, "device_name": "Other"}
 
 
 def probed_by(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
@@ -164,15 +171,15 @@ def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, t
 
     def measure(**arguments: Any) -> tuple[Any, ...]:
         asked.update(arguments)
-        return "here", "cpu", {"disk_read": (7e9, 6e9, 8e9, "three times")}, {"cores": 2}
+        return {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE
 
     probed_by(monkeypatch, measure)
     made = Machine.probe(folders=(tmp_path, "/tmp"), seconds=5)
-    assert made == Machine("here", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, {"cores": 2}, True)
+    assert made == Machine("x, 2 cores", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE, True)
     assert asked == {"folders": [tmp_path, "/tmp"], "seconds": 5}
 
 
-H100 = {"device_name": "NVIDIA H100 80GB HBM3"}
+H100 = ON_CUDA | {"device_name": "NVIDIA H100 80GB HBM3"}
 COLD = "a sum; 1 run, then the time was up"
 
 
@@ -181,7 +188,7 @@ COLD = "a sum; 1 run, then the time was up"
     [("device_bandwidth", 9e9), ("device_update", 9e9), ("op_seconds", 5e-10), ("flops_bfloat16", 1.6e11)],
 )
 def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: float) -> None:
-    figure = from_probe("here", "cuda", {name: (value, value, value, COLD)}, H100).figures[name]
+    figure = from_probe({name: Rate.stated(value, COLD)}, H100).figures[name]
     sheet = Machine.read("h100-node").figures[name]
     assert (figure.value, figure.low, figure.high) == (sheet.value, sheet.low, sheet.high)
     assert figure.how.startswith(f"not measured: {sheet.how}. {name} was measured as")
@@ -189,25 +196,23 @@ def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: 
 
 def test_a_desktop_is_held_against_the_data_sheet_of_its_accelerator() -> None:
     """Machines of one accelerator named it without a number, so that none was found."""
-    measured = {"device_bandwidth": (60e9, 60e9, 60e9, COLD)}  # which another kind of device might have
-    made = from_probe("here", "cuda", measured, {"device_name": "NVIDIA GeForce RTX 4090"})
+    measured = {"device_bandwidth": Rate.stated(60e9, COLD)}  # which another kind of device might have
+    made = from_probe(measured, ON_CUDA | {"device_name": "NVIDIA GeForce RTX 4090"})
     assert made.figures["device_bandwidth"].how.startswith("not measured: 0.9 (from 0.8 to 0.94, assumed) of 1.01 TB/s")
 
 
 def test_a_figure_without_a_data_sheet_is_an_error_that_names_it() -> None:
-    figures = {"device_bandwidth": (9.3e9, 9.3e9, 9.3e9, COLD)}
-    text = (
-        "device_bandwidth was measured as 9.3e+09 bytes/s, its lower quartile as 9.3e+09; machines like this one have "
-    )
+    figures = {"device_bandwidth": Rate.stated(9.3e9, COLD)}
+    text = "device_bandwidth was measured as 9.3e+09 bytes/s; machines like this one have "
     with pytest.raises(ConfigError, match=re.escape(text)):
-        from_probe("here", "cuda", figures, {"device_name": "Other"})
+        from_probe(figures, ON_CUDA)
 
 
 def test_what_was_measured_stays_where_it_can_be() -> None:
-    measured = {"device_bandwidth": (2.9e12, 2.8e12, 3e12, "a sum"), "disk_read": (1e8, 1e8, 1e8, "a slow one")}
-    for device, fingerprint in (("cuda", H100), ("cuda", {}), ("cpu", {})):
-        assert from_probe("here", device, measured, fingerprint).figures["disk_read"] == Rate(*measured["disk_read"])
-    assert from_probe("here", "cuda", measured, H100).figures["device_bandwidth"].how == "a sum"
+    measured = {"device_bandwidth": Rate(2.9e12, 2.8e12, 3e12, "a sum"), "disk_read": Rate.stated(1e8, "a slow one")}
+    for fingerprint in (H100, ON_CUDA, HERE):
+        assert from_probe(measured, fingerprint).figures["disk_read"] == measured["disk_read"]
+    assert from_probe(measured, H100).figures["device_bandwidth"].how == "a sum"
 
 
 # Files
@@ -272,24 +277,6 @@ def test_a_file_can_be_written_by_hand(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_was_there_is_replaced_as_a_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "machine.json"
-    machine().write(file)
-    before = file.read_bytes()
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    assert refusal(machine().replace(disk_read=1.0).write, file) == (
-        f"{file} cannot be written: No space left on device. Name another file."
-    )
-    assert file.read_bytes() == before
-    assert os.listdir(tmp_path) == ["machine.json"]
-
-
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
@@ -316,22 +303,6 @@ def test_a_fingerprint_that_is_no_json_is_refused(value: object) -> None:
     )
 
 
-def test_a_fingerprint_that_holds_itself_is_refused() -> None:
-    around: dict[str, Any] = {}
-    around["it"] = around
-    assert "JSON can hold (Circular reference" in refusal(Machine, "box", "cuda", {}, around)
-
-
-def test_a_fingerprint_that_is_nested_too_deep_is_refused() -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(90):
-        deep = {"it": deep}
-    assert Machine("box", "cuda", {}, deep).fingerprint == deep
-    for _ in range(10):
-        deep = {"it": deep}
-    assert "it is nested too deep" in refusal(Machine, "box", "cuda", {}, {"it": deep})
-
-
 def test_a_fingerprint_is_what_a_file_gives_back(tmp_path: Path) -> None:
     made = Machine("box", "cuda", {}, {"cards": ("one", "two"), "sizes": {1: 2}})
     assert made.fingerprint == {"cards": ["one", "two"], "sizes": {"1": 2}}
@@ -356,23 +327,12 @@ def with_figures(figures: object) -> str:
     ("content", "says"),
     [
         ("", ": it is no JSON: Expecting value"),
-        ("{", ": it is no JSON: Expecting property name"),
-        ("\x00\x01\x02", ": it is no JSON: "),
         (b"\x80\xff\xfe", ": it is no JSON: 'utf-8' codec can't decode"),
-        (b"PK\x03\x04", ": it is no JSON: "),
-        ("[" * 100_000, ": it is no JSON: it is nested too deep. Mend it, or name another file."),
-        ('{"figures": ' * 50_000, ": it is no JSON: it is nested too deep."),
         ("[1]", ": it is [1] in JSON, not an object. Mend it, or name another file."),
-        ("7", ": it is 7 in JSON, not an object."),
-        ("null", ": it is None in JSON, not an object."),
-        ('"machine"', ": it is 'machine' in JSON, not an object."),
         ("{}", ': it has no "penstock": "machine", so it is no machine. Mend it'),
         ('{"penstock": "plan", "version": 1}', ': it has no "penstock": "machine"'),
-        ('{"penstock": {"penstock": "machine"}}', ': it has no "penstock": "machine"'),
-        ('{"penstock": "machine"}', ": its version is None, and this Penstock reads 1."),
         ('{"penstock": "machine", "version": 2}', ": its version is 2, and this Penstock reads 1. Mend it"),
         ('{"penstock": "machine", "version": true}', ": its version is True"),
-        ('{"penstock": "machine", "version": "1"}', ": its version is '1'"),
         ('{"penstock": "machine", "version": 1.0}', ": its version is 1.0"),
         ('{"penstock": "machine", "version": 1}', ": 'name' is missing: add it. Mend it, or name another file."),
         (json.dumps(HEAD), ": 'figures' is missing: add it."),
@@ -381,7 +341,6 @@ def with_figures(figures: object) -> str:
             ": 'speed' is no key that is read. Correct it, or leave it out.",
         ),
         (json.dumps(HEAD | {"figures": {}, "name": 7}), ": 'name' is 7: use a text."),
-        (json.dumps(HEAD | {"figures": {}, "name": ["a"]}), ": 'name' is ['a']: use a text."),
         (json.dumps(HEAD | {"figures": {}, "device": "a b"}), ": 'device' is 'a b': use a kind of device"),
         (json.dumps(HEAD | {"figures": {}, "probed": 1}), ": 'probed' is 1: use true or false."),
         (
@@ -390,15 +349,12 @@ def with_figures(figures: object) -> str:
         ),
         (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": 'fingerprint' is []: use an object."),
         (with_figures([]), ": 'figures' is []: use an object. Mend it, or name another file."),
-        (with_figures(None), ": 'figures' is None: use an object."),
-        (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? All figures: "),
+        (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? There are: "),
         (with_figures({"x" * 5000: 7}), ": There is no figure 'xxxx"),
         (with_figures({"disk_read": "7GB/s"}), ": 'figures.disk_read' is '7GB/s': use a finite number."),
-        (with_figures({"disk_read": None}), ": 'figures.disk_read' is None: use a finite number."),
         (with_figures({"disk_read": True}), ": 'figures.disk_read' is True: use a finite number."),
-        (with_figures({"disk_read": [7]}), ": 'figures.disk_read' is [7]: use a finite number."),
-        (with_figures({"disk_read": 0}), ": 'figures.disk_read' is no figure: value is 0, not above 0."),
-        (with_figures({"disk_read": -1}), ": 'figures.disk_read' is no figure: value is -1, not above 0."),
+        (with_figures({"disk_read": 0}), ": 'figures.disk_read.value' is 0.0: use a number above 0."),
+        (with_figures({"disk_read": -1}), ": 'figures.disk_read.value' is -1.0: use a number above 0."),
         (with_figures({"disk_read": 10**400}), ": it has a number of 1329 bits."),
         (with_figures({"disk_read": {}}), ": 'figures.disk_read.value' is missing: add it. Mend it"),
         (
@@ -414,13 +370,7 @@ def with_figures(figures: object) -> str:
             ": 'figures.disk_read.high' is {}: use a finite number.",
         ),
         (with_figures({"disk_read": {"value": 1, "how": 3}}), ": 'figures.disk_read.how' is 3: use a text."),
-        (with_figures({"folders": 1.5}), ": folders is 1.5, and counts folders"),
-        ('{"figures": {"disk_read": NaN}}', ": it has NaN, which is no number of JSON: use a finite one. Mend it"),
-        ('{"figures": {"disk_read": Infinity}}', ": it has Infinity, which is no number of JSON: "),
-        ('{"figures": {"disk_read": -Infinity}}', ": it has -Infinity, which is no number of JSON: "),
-        ('{"figures": {"disk_read": 1e999}}', ': it has no "penstock"'),
-        ('{"figures": {"disk_read": ' + "9" * 5000 + "}}", ": it is no JSON: Exceeds the limit"),
-        ('{"version": 1, "version": 2}', ": it has the key 'version' twice: leave one out."),
+        (with_figures({"folders": 1.5}), ": 'folders' is 1.5: use a whole number: it counts folders"),
         ('{"figures": {"disk_read": 1, "disk_read": 2}}', ": it has the key 'disk_read' twice"),
         ('{"penstock": "machine", "version": 1, "\\u001b[31m\\n": 1}', ": '\\x1b[31m' is no key that is read"),
     ],
@@ -500,15 +450,15 @@ def test_a_name_is_of_a_machine_that_comes_along_wherever_one_is(
 )
 def test_a_name_that_is_none_is_told_the_nearest_and_all(name: str, near: str) -> None:
     message = refusal(Machine.read, name)
-    assert message.startswith(f"There is no machine '{name}', and no such file. Did you mean {near}")
-    assert message.endswith(f"Those that come along: {', '.join(shipped())}.")
+    assert message.startswith(f"There is no machine or file '{name}'. Did you mean {near}")
+    assert message.endswith(f"There are: {', '.join(shipped())}.")
 
 
 @pytest.mark.parametrize("name", ["zzzzzz", "x" * 500])
 def test_a_name_like_nothing_is_told_all(name: str) -> None:
     message = refusal(Machine.read, name)
     assert "Did you mean" not in message
-    assert message.endswith(f"Those that come along: {', '.join(shipped())}.")
+    assert message.endswith(f"There are: {', '.join(shipped())}.")
 
 
 def test_no_name_leads_out_of_the_folder_of_those_that_come_along() -> None:

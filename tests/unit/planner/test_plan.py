@@ -115,7 +115,7 @@ def test_several_micro_batches_take_longer_and_have_their_tokens(on_host: Plan) 
     one, two = on_host, planned(placement=ON_HOST, micro_batches=2)
     assert one.step_s < two.step_s < 2 * one.step_s
     assert two.tokens_per_s == pytest.approx(2 * 8 * 16 / two.step_s)
-    assert two.batch == "2 of ids 8x16 int64"
+    assert two.batch == "2 of ids int64[8, 16]"
 
 
 def test_a_trace_is_written(tmp_path: Path) -> None:

@@ -107,24 +107,17 @@ def test_a_mark_of_byte_order_does_not_matter(tmp_path):
         ({"penstock": ...}, "so it is no plan."),
         ({"version": 2}, "its version is 2, and this Penstock reads 1. Mend it"),
         ({"version": True}, "its version is True"),
-        ({"version": "1"}, "its version is '1'"),
-        ({"version": ...}, "its version is None"),
         ({"placment": {}}, "'placment' is no key that is read. Did you mean 'placement'? Correct it, or leave it out."),
         ({"unit_micro_batches": 2}, "unit_micro_batches=2 was removed: blocks run whole micro-batches. Leave it out."),
         ({"a\nb\x1b": 1}, "'a\\nb\\x1b' is no key that is read. Correct it"),
         ({"k" * 5000: 1}, "is no key that is read"),
         ({"busy_s": ...}, "'busy_s' is missing: add it."),
         ({"placement": ...}, "'placement' is missing: add it."),
-        ({"placement": "cpu"}, "'placement' is 'cpu': use an object"),
         ({"placement": {"param": "cpu"}}, "'placement.param' is no key that is read. Did you mean 'params'?"),
         ({"placement": {"params": "ram"}}, "params='ram' is not a tier. Use one of 'device', 'cpu', 'nvme'."),
         ({"placement": {"params": {"cpu": 0.5}}}, "The fractions of params={'cpu': 0.5} sum to 0.5."),
-        ({"placement": {"params": ["cpu"]}}, "params=['cpu'] is not a tier"),
         ({"placement": {"params": {"cpu": "1"}}}, "is not a fraction"),
-        ({"placement": {"activations": 1}}, "activations=1 is not a tier"),
         ({"placement": {"nvme_path": 3}}, "nvme_path=3: use a folder, a list of folders, or None."),
-        ({"placement": {"nvme_path": ["/a", 3]}}, "nvme_path=['/a', 3]: use a folder, a list of folders, or None."),
-        ({"options": []}, "'options' is []: use an object"),
         ({"options": {"tile_byte": 1}}, "'options.tile_byte' is no key that is read. Did you mean 'tile_bytes'?"),
         ({"options": {"tile_bytes": 1}}, "Options(tile_bytes=1): use a whole number of bytes, 4096 or more."),
         ({"options": {"streamed_updates": 2}}, "Options(streamed_updates=2): use a number from 0 to 1, or 'auto'."),
@@ -132,29 +125,16 @@ def test_a_mark_of_byte_order_does_not_matter(tmp_path):
             {"options": {"state_dtype": ["fp32"]}},
             "'options.state_dtype' is ['fp32']: use one of 'fp32', 'bf16', 'int8'",
         ),
-        ({"options": {"timeout_s": 10**400}}, "it has a number of 1329 bits"),
         ({"step_s": "4"}, "'step_s' is '4': use a finite number"),
         ({"step_s": 10**70}, "step_s=1e+70 contradict each other"),
-        ({"step_s": None}, "'step_s' is None: use a finite number"),
         ({"step_range_s": [1, 2, 3]}, "'step_range_s' has 3 items: use 2"),
-        ({"step_range_s": {"low": 1}}, "'step_range_s' is {'low': 1}: use a list"),
-        ({"step_range_s": [5, 6]}, "step_range_s=(5, 6) and step_s=4.12 contradict each other"),
         ({"bytes": [["cpu", 1]]}, "'bytes' is [['cpu', 1]]: use an object"),
-        ({"bytes": {"cpu": 1.5}}, "'bytes.cpu' is 1.5: use a whole number"),
-        ({"world_size": 0}, "'world_size' is 0: use a whole number, 1 or more"),
-        ({"fits": False}, "fits=False and 0 lacks contradict each other"),
-        ({"fits": 1}, "'fits' is 1: use true or false"),
-        ({"lacks": {}}, "'lacks' is {}: use a list"),
         ({"lacks": [7]}, "'lacks[0]' is 7: use an object"),
         ({"lacks": [{"tier": "cpu"}]}, "'lacks[0].bytes' is missing"),
-        ({"lacks": [{"tier": "ram", "bytes": 1}]}, "'lacks[0].tier' is 'ram': use one of"),
         (
             {"why": [{"choice": "a", "chosen": "b", "next_best": "c", "cost": 1}]},
             "'why[0].cost' is no key that is read.",
         ),
-        ({"what_ifs": [{"name": ["a"]}]}, "'what_ifs[0].name' is ['a']: use a text"),
-        ({"rounding_notes": "all"}, "'rounding_notes' is 'all': use a list"),
-        ({"machine_fingerprint": []}, "'machine_fingerprint' is []: use an object"),
         ({"kind_bytes": {"params": 3}}, "'kind_bytes.params' is 3: use an object"),
         ({"self": 1}, "'self' is no key that is read"),
     ],
@@ -167,22 +147,10 @@ def test_a_value_that_no_plan_has_is_refused_with_its_file_and_key(changes, word
     ("content", "words"),
     [
         (b"", "it is no JSON"),
-        (b"\x00\xff\xfe\x80", "it is no JSON: 'utf-8' codec can't decode"),
-        (TEXT.encode("utf-16"), "it is no JSON"),
         (TEXT[:-20], "it is no JSON"),
         ("[]", "it is [] in JSON, not an object. Mend it, or name another file."),
-        ("null", "it is None in JSON, not an object."),
-        ('"plan"', "it is 'plan' in JSON, not an object."),
-        ("[" * 100_000, "it is no JSON: it is nested too deep"),
-        ('{"a":' * 100_000, "it is no JSON: it is nested too deep"),
-        ('{"penstock": "plan", "version": 1, "version": 1}', "it has the key 'version' twice: leave one out."),
-        (TEXT.replace('"params": {', '"params": "cpu", "params": {'), "it has the key 'params' twice: "),
-        (TEXT.replace("4.12", "NaN"), "it has NaN, which is no number of JSON: use a finite one."),
-        (TEXT.replace("4.12", "-Infinity"), "it has -Infinity, which is no number of JSON: "),
         (TEXT.replace("4.12", "1e999"), "'step_s' is inf: use a finite number"),
-        (TEXT.replace("4.12", "9" * 5000), "it is no JSON: Exceeds the limit"),
         (TEXT + " " * MOST_BYTES, "it has more than 4,194,304 bytes. Mend it, or name another file."),
-        (TEXT + "{}", "it is no JSON: Extra data"),
     ],
 )
 def test_what_is_no_plan_is_refused(content, words, tmp_path):
@@ -192,13 +160,6 @@ def test_what_is_no_plan_is_refused(content, words, tmp_path):
 def test_a_long_message_is_cut(tmp_path):
     said_of(edited(tmp_path, placement={"params": {"x" * 100_000: 1}}))
     said_of(edited(tmp_path, busy_s={"x" * 100_000: "1"}))
-
-
-def test_a_file_that_only_grows_is_read_no_further_than_the_limit(tmp_path):
-    file = tmp_path / "plan.json"
-    with file.open("wb") as opened:
-        opened.truncate(1 << 40)
-    assert "it has more than 4,194,304 bytes" in said_of(file)
 
 
 def test_what_is_no_file_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from penstock.config import Placement
 from penstock.planner.machine import Machine, Rate
-from penstock.planner.plan_result import LEAST_SAVING, _words, savings
+from penstock.planner.make_plan import LEAST_SAVING, _words, savings
 from penstock.planner.search import given
 from penstock.planner.trials import Trials
 from tests.planning import ON_HOST, asked, desktop, planned
@@ -44,8 +44,8 @@ def test_a_batch_twice_as_large_says_whether_it_fits() -> None:
 
 def test_a_batch_is_said_by_names_shapes_and_dtypes() -> None:
     ids = torch.zeros(4, 8, dtype=torch.long)
-    assert planned(placement=Placement(), batch=lambda: {"ids": ids}).batch == "ids 4x8 int64"
-    assert planned(placement=Placement(), batch=lambda: ids).batch == "4x8 int64"
+    assert planned(placement=Placement(), batch=lambda: {"ids": ids}).batch == "ids int64[4, 8]"
+    assert planned(placement=Placement(), batch=lambda: ids).batch == "int64[4, 8]"
 
 
 def test_a_given_placement_that_does_not_fit_says_that_another_does() -> None:

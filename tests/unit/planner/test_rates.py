@@ -9,9 +9,8 @@ from penstock.planner.rates import (
     RATES,
     UNITS,
     Rate,
-    check_count,
     check_name,
-    number,
+    check_value,
     parse_rate,
     shown,
     write_value,
@@ -56,7 +55,7 @@ def test_a_figure_is_read_as_people_write_it(text: str, name: str, value: float)
         ("disk_read", "'disk_read' is no figure with its value. Write it as in disk_read=7GB/s."),
         ("", "'' is no figure with its value"),
         ("=7", "There is no figure ''."),
-        ("disk_raed=7GB/s", "There is no figure 'disk_raed'. Did you mean disk_read? All figures: devices, "),
+        ("disk_raed=7GB/s", "There is no figure 'disk_raed'. Did you mean disk_read? There are: devices, "),
         ("DISK_READ=7GB/s", "Did you mean disk_read?"),
         ("disk_read=", "disk_read=: no number is there. Write a number with B/s, kB/s, "),
         ("disk_read=fast", "disk_read=fast: no number is there."),
@@ -74,14 +73,14 @@ def test_a_figure_is_read_as_people_write_it(text: str, name: str, value: float)
         ("flops_bfloat16=165GB/s", "GB/s is no unit of flops_bfloat16"),
         ("disk_seconds=80GB/s", "GB/s is no unit of disk_seconds, which is in s. Write a number with s, ms, us,"),
         ("folders=2GB", "GB is no unit of folders, which is in count. Write a number."),
-        ("folders=1.5", "folders is 1.5, and counts folders for files"),
-        ("disk_read=0", "disk_read=0: disk_read is 0, not above 0."),
-        ("disk_read=-7GB/s", "disk_read is -7e+09, not above 0"),
+        ("folders=1.5", "'folders' is 1.5: use a whole number: it counts folders for files"),
+        ("disk_read=0", "disk_read=0: 'disk_read' is 0.0: use a number above 0. Write"),
+        ("disk_read=-7GB/s", "'disk_read' is -7000000000.0: use a number above 0"),
         ("disk_read=nan", "no number is there"),
         ("disk_read=inf", "no number is there"),
-        ("disk_read=1e999", "disk_read is inf, not a finite number"),
+        ("disk_read=1e999", "'disk_read' is inf: use a finite number"),
         ("disk_read=1e9999999999", "e9999999999 is no unit"),
-        ("disk_read=1e-999", "disk_read is 0, not above 0"),
+        ("disk_read=1e-999", "'disk_read' is 0.0: use a number above 0"),
         ("disk_read=7GB/s=8", "GB/s=8 is no unit"),
         ("disk_read=" + "7" * 200, "no number is there"),
         ("disk_read=7\n8", "is no unit of disk_read"),
@@ -102,7 +101,7 @@ def test_what_is_no_figure_is_refused_in_a_line(text: str, says: str) -> None:
 def test_an_unknown_figure_is_told_all_there_are() -> None:
     with pytest.raises(ConfigError) as raised:
         check_name("speed")
-    assert str(raised.value).endswith(f"All figures: {', '.join(RATES)}.")
+    assert str(raised.value).endswith(f"There are: {', '.join(RATES)}.")
 
 
 @pytest.mark.parametrize("name", RATES)
@@ -155,16 +154,16 @@ def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
     [
         ((2, 3, 4), "low 3, value 2, high 4 are not in this order"),
         ((2, 1, 1.5), "low 1, value 2, high 1.5 are not in this order"),
-        ((0, 0, 0), "value is 0, not above 0"),
-        ((-1, -2, 0), "value is -1, not above 0"),
-        ((1, 0, 2), "low is 0, not above 0"),
-        ((1, 1, math.inf), "high is inf, not a finite number"),
-        ((math.nan, 1, 1), "value is nan, not a finite number"),
-        ((10**400, 1, 1), "value is inf, not a finite number"),
-        (("7", 1, 1), "value is '7', not a number"),
-        ((True, 1, 1), "value is True, not a number"),
-        ((1, None, 1), "low is None, not a number"),
-        ((1, 1, [1]), r"high is \[1\], not a number"),
+        ((0, 0, 0), "'value' is 0: use a number above 0."),
+        ((-1, -2, 0), "'value' is -1: use a number above 0."),
+        ((1, 0, 2), "'low' is 0: use a number above 0."),
+        ((1, 1, math.inf), "'high' is inf: use a finite number."),
+        ((math.nan, 1, 1), "'value' is nan: use a finite number."),
+        ((10**400, 1, 1), "'value' is a number of 1329 bits: use a finite number."),
+        (("7", 1, 1), "'value' is '7': use a finite number."),
+        ((True, 1, 1), "'value' is True: use a finite number."),
+        ((1, None, 1), "'low' is None: use a finite number."),
+        ((1, 1, [1]), r"'high' is \[1\]: use a finite number."),
     ],
 )
 def test_a_figure_is_made_of_numbers_above_0_in_order(values: tuple[float, float, float], says: str) -> None:
@@ -173,7 +172,7 @@ def test_a_figure_is_made_of_numbers_above_0_in_order(values: tuple[float, float
 
 
 def test_a_figure_says_how_in_text() -> None:
-    with pytest.raises(ConfigError, match="how is 7, not a text"):
+    with pytest.raises(ConfigError, match="'how' is 7: use a text"):
         Rate(1, 1, 1, 7)  # type: ignore[arg-type]
 
 
@@ -185,16 +184,10 @@ def test_a_figure_is_of_floats() -> None:
 
 
 def test_a_count_is_whole() -> None:
-    check_count("folders", 3.0)
-    check_count("disk_read", 3.5)
-    with pytest.raises(ConfigError, match=r"devices is 0\.5"):
-        check_count("devices", 0.5)
-
-
-def test_number_says_what_it_was_about() -> None:
-    assert number(3, "seconds") == 3.0
-    with pytest.raises(ConfigError, match=r"seconds is \{\}, not a number"):
-        number({}, "seconds")
+    assert check_value("folders", 3) == 3.0
+    assert check_value("disk_read", 3.5) == 3.5
+    with pytest.raises(ConfigError, match=r"'devices' is 0\.5: use a whole number: it counts accelerators"):
+        check_value("devices", 0.5)
 
 
 def test_what_is_shown_of_a_file_is_short_and_harmless() -> None:

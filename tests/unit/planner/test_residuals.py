@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 
-from penstock.planner.residuals import Residual, step_range, stored
+from penstock.planner.make_plan import Residual, step_range, stored
 
 
 def rows(*ratios: float, device: str = "cpu", on_files: bool = False, probed: bool = True) -> list[Residual]:

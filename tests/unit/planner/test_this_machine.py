@@ -16,8 +16,6 @@ from penstock.planner.machine import Machine
 from penstock.planner.rates import Rate
 from penstock.planner.this_machine import machine_for, path_of, remember
 from penstock.probe.fingerprint import fingerprint
-from penstock.probe.measure import Measured
-from penstock.probe.sampling import Measurement
 
 
 @pytest.fixture
@@ -25,11 +23,11 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How often the machine was measured: nothing is."""
     asked: list[Any] = []
 
-    def measure(*, folders: Any, seconds: float, groups: Any, control_group: Any, device: torch.device) -> Measured:
+    def measure(*, folders: Any, seconds: float, groups: Any, control_group: Any, device: torch.device) -> Any:
         assert control_group.size == 1, "ranks of a host would wait for each other"
         asked.append((list(folders), seconds))
-        figures = {name: Measurement(3e9, 2e9, 4e9, "as a test says") for name in ("host_memory", "update")}
-        return Measured("a machine", "cpu", figures, fingerprint(torch.device("cpu"), folders))
+        figures = {name: Rate(3e9, 2e9, 4e9, "as a test says") for name in ("host_memory", "update")}
+        return figures, fingerprint(torch.device("cpu"), folders)
 
     monkeypatch.setattr(this_machine, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -106,7 +104,7 @@ def test_a_cache_that_cannot_be_written_is_none(
 def test_of_several_that_ask_at_once_one_probes(probes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     at_once, measure = threading.Barrier(4), this_machine.measure
 
-    def slow(**arguments: Any) -> Measured:
+    def slow(**arguments: Any) -> Any:
         time.sleep(0.05)
         return measure(**arguments)
 

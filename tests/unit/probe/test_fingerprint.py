@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.probe.fingerprint import cpu_model, fingerprint, machine_name
+from penstock.planner.machine import machine_name
+from penstock.probe.fingerprint import cpu_model, fingerprint
 
 CPU = torch.device("cpu")
 

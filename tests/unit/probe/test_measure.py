@@ -16,7 +16,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.planner.rates import RATES, Rate
 from penstock.probe import measure as probing
-from penstock.probe.measure import Measured, measure
+from penstock.probe.measure import measure
 from penstock.runtime.control_group import ControlGroup
 from tests.support import disks
 
@@ -34,7 +34,7 @@ OF_FOLDERS = {"disk_read", "disk_write", "disk_mixed", "disk_seconds", "disk_cor
 
 @dataclass
 class Run:
-    measured: Measured
+    figures: dict[str, Rate]
     said: list[str]
     before: Any
     after: Any
@@ -72,22 +72,21 @@ def measured_in(folder: Path) -> Run:
     torch.ones(64, 64) @ torch.ones(64, 64)  # torch's own threads are there for good
     before = surroundings(folder)
     said: list[str] = []
-    measured = measure(folders=[folder], seconds=2, device=CPU, progress=said.append)
-    return Run(measured, said, before, surroundings(folder))
+    figures, _ = measure(folders=[folder], seconds=2, device=CPU, progress=said.append)
+    return Run(figures, said, before, surroundings(folder))
 
 
 def test_every_figure_is_there_and_can_be_one_of_a_machine(run: Run) -> None:
-    figures = run.measured.figures
+    figures = run.figures
     assert figures.keys() == OF_A_CPU | OF_FOLDERS
     assert figures.keys() <= RATES.keys()
-    for name, measurement in figures.items():
-        figure = Rate(*measurement)  # refuses what is no number above 0, or out of order
+    for name, figure in figures.items():
         assert figure.how, name
         assert not figure.how.endswith("."), name
 
 
 def test_figures_agree_with_each_other(run: Run) -> None:
-    value = {name: figure.value for name, figure in run.measured.figures.items()}
+    value = {name: figure.value for name, figure in run.figures.items()}
     assert value["update"] == value["update_adamw"] == value["device_update"]
     # What is shared is no less than what each of those who share it gets alone.
     assert value["host_bandwidth"] >= max(value[f"update_{rule}"] for rule in ("adamw", "sgd", "lion"))
@@ -150,6 +149,6 @@ def test_what_the_user_is_in_does_not_matter_and_memory_is_given_back(run: Run) 
     """Under inference mode autograd would record nothing, and under autocast products would be of another dtype."""
     before = resident_bytes()  # what libraries keep for good is there since the run before
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
-        figures = measure(seconds=1, device=CPU).figures
+        figures, _ = measure(seconds=1, device=CPU)
     assert figures.keys() == OF_A_CPU
     assert resident_bytes() - before < 32 << 20

@@ -6,8 +6,9 @@ from statistics import median
 import pytest
 import torch
 
+from penstock.planner.rates import Rate
 from penstock.probe import sampling
-from penstock.probe.sampling import Case, Deadline, Measurement, seconds_each, take_turns
+from penstock.probe.sampling import Case, Deadline, seconds_each, take_turns
 
 
 def counted(calls: list[str], name: str) -> Case:
@@ -23,8 +24,8 @@ def test_cases_take_turns_and_the_warm_up_does_not_count(monkeypatch: pytest.Mon
     calls: list[str] = []
     figures = take_turns({name: counted(calls, name) for name in "ab"}, Deadline(5))
     assert calls == ["a", "b"] * 4
-    assert figures["a"] == (5.0, 4.0, 6.0, "a run of a; median of 3 runs")
-    assert figures["b"] == (6.0, 5.0, 7.0, "a run of b; median of 3 runs")
+    assert figures["a"] == Rate(5.0, 4.0, 6.0, "a run of a; median of 3 runs")
+    assert figures["b"] == Rate(6.0, 5.0, 7.0, "a run of b; median of 3 runs")
 
 
 def test_no_round_begins_that_would_be_over_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,19 +46,19 @@ def test_without_time_there_are_three_runs_after_the_warm_up() -> None:
     """The first run of a GPU loads its kernels: 9 GB/s of 3,000, written as measured."""
     runs = iter([9e9, 3e12, 2e12, 4e12])
     figures = take_turns({"a": (lambda: next(runs), "a thing")}, Deadline(0))
-    assert figures["a"] == (3e12, 2.5e12, 3.5e12, "a thing; median of 3 runs, then the time was up")
+    assert figures["a"] == Rate(3e12, 2.5e12, 3.5e12, "a thing; median of 3 runs, then the time was up")
 
 
 def test_a_figure_is_a_median_with_its_quartiles() -> None:
-    assert Measurement.of([5.0, 1.0, 2.0, 4.0, 3.0], "x") == (3.0, 2.0, 4.0, "x")
-    assert Measurement.of([2.0], "x").scaled(3, ", thrice") == (6.0, 6.0, 6.0, "x, thrice")
+    assert Rate.of([5.0, 1.0, 2.0, 4.0, 3.0], "x") == Rate(3.0, 2.0, 4.0, "x")
+    assert Rate.of([2.0], "x").scaled(3, ", thrice") == Rate(6.0, 6.0, 6.0, "x, thrice")
 
 
 @pytest.mark.parametrize("samples", [[2.0], [2.0, 1.0], [3.0, 1.0, 2.0, 9.0]])
 def test_quartiles_enclose_the_median(samples: list[float]) -> None:
-    middle, low, high, _ = Measurement.of(samples, "x")
-    assert min(samples) <= low <= middle <= high <= max(samples)
-    assert middle == median(samples)
+    found = Rate.of(samples, "x")
+    assert min(samples) <= found.low <= found.value <= found.high <= max(samples)
+    assert found.value == median(samples)
 
 
 def test_a_share_is_of_what_is_left() -> None:

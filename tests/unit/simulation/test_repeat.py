@@ -9,11 +9,11 @@ from torch import nn
 
 from penstock.config import Options, Placement, Tier
 from penstock.planner.machine import Machine
-from penstock.planner.plan_request import plan_request
+from penstock.planner.plan_request import made, plan_request
 from penstock.planner.simulation import simulate as module
 from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.repeat import Whole
-from penstock.planner.simulation.simulate import Simulation, simulate
+from penstock.planner.simulation.simulate import Setup, Simulation, simulate
 from tests.planning import Net, Tellable, batch
 
 BLOCKS = 16
@@ -57,15 +57,12 @@ def looked_at(
 ) -> tuple[Simulation, Simulation, bool]:
     """Simulate a shortened model, and the whole one; say whether the first one was enough."""
     machine, recompute = Machine.read(given.pop("machine", "rtx4090-desktop")), given.pop("recompute", False)
-    asked = {"micro_batches": given.pop("micro_batches", 1), "world_size": given.pop("world_size", 1)}
+    count, ranks = given.pop("micro_batches", 1), given.pop("world_size", 1)
     request = plan_request(
-        model,
-        torch.optim.AdamW,
-        batch,
+        Setup(made(model), torch.optim.AdamW, batch, micro_batches=count, hosts=1),
         machine=machine,
-        placement=placement,
         arguments={"options": NOTHING_AHEAD, "precision": "bf16", **given},
-        **asked,
+        world_size=ranks,
     )
     setup = module.replace(request.setup, recompute=recompute)
     prepared = request.request(placement, streamed=0.0)
