@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.probe import links
-from penstock.probe.arithmetic import measure_arithmetic, measure_device
+from penstock.probe.arithmetic import measure_arithmetic, measure_device, measure_device_update
 from penstock.probe.links import Link, measure_jobs, measure_links, measure_room
 from penstock.probe.measure import measure
 from penstock.probe.sampling import Deadline
@@ -77,6 +77,7 @@ def test_memory_of_the_device_is_page_locked_and_given_back(monkeypatch: pytest.
 
 def test_passes_and_an_update_on_the_device() -> None:
     figures = measure_device(torch.device(DEVICE), Deadline(0.1))
+    figures |= measure_device_update(torch.device(DEVICE), Deadline(0.1))
     assert figures.keys() == {"device_bandwidth", "device_update"}
     for figure in figures.values():
         assert figure.value > 0

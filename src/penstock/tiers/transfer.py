@@ -125,7 +125,7 @@ class CopyRoutes:
                 label=label,
             )
             copied.append(event)
-        return all_of(copied)
+        return all_of(copied)  # site copy.over: all, because each of them may fail
 
     def land(self, source: Tensor, use: Use, after: Event, label: Label, over: Tensor | None = None) -> Event:
         """Copy values from the device in their own dtype, and use them on the host, in order."""
@@ -303,7 +303,7 @@ class Transfers:
                 slot.free = ready
                 slot.keep(here, number, buffer, ready)
             values, target = here.views_of(number, buffer), _at(there, first, last)
-            # site load.arrived, load.copy_target_free, load.copy_read
+            # site load.copy_target_free, load.copy_read
             arrived = self._copies.copy(route, target, values, all_of([after, ready]), label)
             slot.add_use(arrived)  # filled before that, the buffer would give these copies another tile
             copied.append(arrived)
@@ -321,7 +321,7 @@ class Transfers:
             # The store of the tile that the slot held before may still read it (ordering rule 3).
             # site store.source_ready, store.slot_free
             values, free = there.views_of(number, buffer), all_of([after, slot.free])
-            landed = self._copies.copy(route, values, _at(here, first, last), free, label)  # site store.landed
+            landed = self._copies.copy(route, values, _at(here, first, last), free, label)
             # Stores of one record follow each other: a disk may finish the later one first (ordering rule 3).
             slot.free = there.last_stores[number] = self._streams.submit(
                 WRITE,

@@ -384,7 +384,7 @@ class Noting(SimulatedStreams):
     def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, **rest: Any) -> Event:
         if label.unit != "activation":
             return super().submit(stream, work, label=label, **rest)
-        target, source = work.args  # of a copy
+        (((target, source),),) = work.args  # of one copy
         storage = (target if stream == DOWNLOAD else source).data_ptr()
 
         def noted() -> Any:
