@@ -41,8 +41,6 @@ from penstock.planner.workload import (
 
 #: How many placements are simulated at most.
 SIMULATIONS = 12
-#: How much of the updates of what rests elsewhere an accelerator may do.
-STREAMED = 1.0
 COARSE, STEPS = 4, (1 / 8, 1 / 16, 1 / 32, 1 / 64)
 #: How many are looked around.
 KEPT = 12
@@ -317,8 +315,11 @@ class Search:
         """Look for the best placement of some choices: first of those with activations where they are made."""
         for elsewhere in (False, True):
             for choice in choices:
-                if (choice.activations is not None) == elsewhere and self._may_be_best(choice):
-                    self._add(choice)
+                if (choice.activations is not None) != elsewhere or not self._may_be_best(choice):
+                    continue
+                if (workload := self._count(choice)) is not None:
+                    alike = self.placements.get(choice._replace(activations=None))
+                    self.placements[choice] = Placements(workload, self._limits, self._streamed, alike)
             self._go_on()
 
     def _may_be_best(self, choice: Choice) -> bool:
@@ -335,11 +336,6 @@ class Search:
 
     def _is_worthwhile(self, step_s: float) -> bool:
         return all(step_s < trial.timing.step_s * (1 - WORTHWHILE) for trial in self.fitting)
-
-    def _add(self, choice: Choice) -> None:
-        workload, alike = self._count(choice), self.placements.get(choice._replace(activations=None))
-        if workload is not None:
-            self.placements[choice] = Placements(workload, self._limits, self._streamed, alike)
 
     def _go_on(self) -> None:
         """Simulate what is expected to be the best, until nothing is expected to be better."""
@@ -375,8 +371,8 @@ def find_best(request: PlanRequest, trials: Trials, progress: Callable[[str], No
     """Find the placement whose step is shortest, of those that fit.
 
     1. Everything on the device, if that fits: what need not move is not moved.
-    2. Activations where they are made, as the model is; computed again; or kept elsewhere: memory that they leave free
-       takes state in, so all of these are searched together.
+    2. Activations where they are made, as the model is or computed again: memory that those leave free takes state in.
+    3. Activations elsewhere, where that may be better.
     """
     choices = _choices(request)
     everything = trials.run(Placement(), choices[0])
@@ -420,9 +416,10 @@ def _lacking(request: PlanRequest, trials: Trials, workloads: Mapping[Choice, St
     choice = max(workloads, key=lambda each: each.order)
     trial = trials.run(placement_of(slowest, choice, request), choice)
     excess = request.limits.excess(trial.peak_bytes)
-    if not lacking.missing:  # by the formula it fits, and no simulation has shown how: what this one lacks, if anything
-        return Best(trial, lacking=Infeasible(excess) if excess else None)
-    return Best(trial, lacking=lacking)
+    if lacking.missing:
+        return Best(trial, lacking=lacking)
+    # By the formula it fits, and no simulation has shown how: what this one lacks, if anything.
+    return Best(trial, lacking=Infeasible(excess) if excess else None)
 
 
 def _choices(request: PlanRequest) -> list[Choice]:
@@ -439,11 +436,9 @@ def _choices(request: PlanRequest) -> list[Choice]:
 
 def _streamed(request: PlanRequest) -> tuple[float, float]:
     """Return the least and the most share of updates that the device does: the one that was asked for by name."""
-    asked = request.options.streamed_updates
-    if not request.on_accelerator:
-        return 0.0, 0.0
+    asked = request.options.streamed_updates if request.on_accelerator else 0.0
     if asked == "auto":
-        return 0.0, 0.0 if request.limits.shared else STREAMED
+        return 0.0, 0.0 if request.limits.shared else 1.0
     return float(asked), float(asked)
 
 
