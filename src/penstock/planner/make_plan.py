@@ -304,25 +304,23 @@ def savings(
 
 def _why(best: Best) -> tuple[Reason, ...]:
     """List for each choice what the next best one would have cost."""
-    chosen, step_s = best.trial.choice, best.trial.timing.step_s
-    fit = sorted((tried for tried in best.tried if tried.fits), key=lambda tried: tried.step_s)
-    reasons = []
-    other = next((tried for tried in fit if tried.choice[:2] != chosen[:2]), None)
-    if other is not None:
-        cost = other.step_s - step_s
-        reasons.append(Reason("activations, recomputing", str(chosen), str(other.choice), cost))
+    step_s, reasons = best.trial.timing.step_s, []
+    if best.others:
+        other = min(best.others, key=lambda choice: best.others[choice])
+        cost = max(0.0, best.others[other] - step_s)
+        reasons.append(Reason("activations, recomputing", str(best.trial.choice), str(other), cost, "estimated"))
     for kind in KINDS:
-        mine = _words({tier.value: share for tier, share in best.trial.placement.home(kind).items()})
+        mine, *others = (_words(trial.placement.home(kind)) for trial in (best.trial, *best.tried))
         # What reads the same is the same to people.
-        other = next((tried for tried in fit if _words(tried.fractions[kind]) != mine), None)
-        if other is not None:
-            reasons.append(Reason(kind, mine, _words(other.fractions[kind]), other.step_s - step_s))
+        found = next((pair for pair in zip(others, best.tried, strict=True) if pair[0] != mine), None)
+        if found is not None:
+            reasons.append(Reason(kind, mine, found[0], found[1].timing.step_s - step_s))
     return tuple(reasons)
 
 
-def _words(shares: Mapping[Any, float]) -> str:
+def _words(shares: Mapping[Tier, float]) -> str:
     """Write the percent on each tier, fastest tier first: "12% device, 88% cpu"."""
-    there = {tier: f"{shares[tier]:.0%}" for tier in TIERS if shares.get(tier, 0.0) > 0}
+    there = {tier: f"{shares[Tier(tier)]:.0%}" for tier in TIERS if shares.get(Tier(tier), 0.0) > 0}
     return ", ".join(f"{share} {tier}" for tier, share in there.items() if share != "0%")
 
 

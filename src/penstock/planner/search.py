@@ -2,17 +2,18 @@
 
 A placement is a cut between device and cpu and one between cpu and nvme of each kind. Its **busy time** is a closed
 formula: what each resource has to do, in the windows in which it may. No step is much shorter; it may be longer, as the
-formula knows nothing of who waits for whom.
+formula knows nothing of who waits for whom. A step is estimated as its busy time and a share of all its work.
 
 1. For each choice: cuts in quarters of a kind, and around the best of them in eighths, sixteenths, ... 64ths.
-2. Simulate those with the least busy time, of all choices together, until none that is left could be better. A peak
-   that the formula did not expect is expected from then on.
-3. Simulate neighbours of the best.
+2. Simulate the best of the choice that is expected to be the fastest. It shows how much longer than estimated its steps
+   are, and what they take of each tier beside the state; both are expected of the next one.
+3. Stop when nothing is expected to be faster than the best: after 2 or 3 simulations in most cases.
+4. Do the same with activations elsewhere, if that may be faster: to count what those move takes a simulation, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import pairwise, product
 from typing import Any
 
@@ -41,38 +42,18 @@ from penstock.planner.workload import (
     moves,
 )
 
-SIMULATIONS, NEIGHBOURS = 12, 8
-#: How much of the updates of what rests elsewhere an accelerator may do.
-STREAMED = 1.0
+#: How many placements are simulated at most.
+SIMULATIONS = 12
 COARSE, STEPS = 4, (1 / 8, 1 / 16, 1 / 32, 1 / 64)
-#: How many of each choice are looked around; by how much cuts of those differ that are simulated for themselves.
-KEPT, ALIKE, SAME = 12, 1 / 16, 1e-9
-#: How much work that is hidden counts beside the busy time.
-HASTE = 0.1
-#: What cannot be faster than the best by this share is not simulated, which takes seconds.
-WORTHWHILE = 0.002
-#: By how much cuts of the best are shifted, and how many are tried each time.
-SHIFTS, AT_ONCE = (1 / 16, 1 / 32, 1 / 64), 2
+#: How many are looked around.
+KEPT = 12
+#: How much of all work counts beside the busy time: what is hidden delays something now and then.
+HASTE = 0.3
+#: By how much a step is longer whose first updates wait for gradients that backward left on the device.
+LATE = 0.02
+#: What is not expected to be faster than the best by this share is not simulated, which takes seconds.
+WORTHWHILE = 0.005
 _WINDOWS: tuple[Window, ...] = ("forward", "backward", "any")
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A placement that was simulated.
-
-    Attributes:
-        choice: what is not a matter of degree.
-        fractions: by kind and tier.
-        step_s: seconds of a step.
-        busy_s: its busy time.
-        fits: whether its peaks are within the limits.
-    """
-
-    choice: Choice
-    fractions: Fractions
-    step_s: float
-    busy_s: float
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -81,12 +62,14 @@ class Best:
 
     Attributes:
         trial: its simulation.
-        tried: what was simulated.
+        tried: all simulated ones that fit, the fastest first.
+        others: what the best step of each other choice is expected to take.
         lacking: what is missing, where nothing fits.
     """
 
     trial: Trial
-    tried: tuple[Tried, ...] = ()
+    tried: Sequence[Trial] = ()
+    others: Mapping[Choice, float] = field(default_factory=dict)
     lacking: Infeasible | None = None
 
 
@@ -97,13 +80,56 @@ class Placements:
         workload: what a step consists of.
         limits: what there is of each tier.
         streamed: how much of the updates of what rests off the device the device does, at least and at most.
+        alike: those of another choice: what simulations have shown of them is expected of these.
     """
 
-    def __init__(self, workload: StepWorkload, limits: Limits, streamed: tuple[float, float] = (0.0, 0.0)) -> None:
+    def __init__(
+        self,
+        workload: StepWorkload,
+        limits: Limits,
+        streamed: tuple[float, float] = (0.0, 0.0),
+        alike: "Placements | None" = None,
+    ) -> None:
         self.workload, self._limits, self._streamed = workload, limits, streamed
         self._cells = [*product(TIERS, repeat=len(KINDS))]
         rows = dict.fromkeys(name for busy in (*workload.busy.values(), *workload.rates.values()) for name in busy)
-        self._rows = [row for row in rows if row != WORK] + [WORK]
+        self._rows = [row for row in rows if row not in ("compute", WORK)] + ["compute", WORK]
+        self._known: list[tuple[Tensor, Tensor]] = [] if alike is None else [*alike._known]
+        self._longer: float | None = None if alike is None else alike._longer
+
+    def best(self) -> tuple[float, Tensor] | None:
+        """Return the seconds that the best placement is expected to take, and its row; `None` where none fits.
+
+        As long as nothing was simulated it is expected to take its busy time: no less.
+        """
+        in_memory = replace(self._limits, bytes={t: n for t, n in self._limits.bytes.items() if t != "nvme"})
+        tiers = (in_memory if fits(self.workload.beside(self.beside), in_memory) else self._limits).tiers
+        known = torch.cat([self.filled(self.beside), *(point[None] for point, _ in self._known)])
+        best = self._sorted(torch.cat([self.grid(tiers), known]))[:KEPT]
+        for step in STEPS:
+            before = torch.empty(0)
+            while len(best) and not torch.equal(best[0], before):
+                before = best[0]
+                best = self._sorted(torch.cat([best, self.around(best, step, tiers)]))[:KEPT]
+        if not len(best):
+            return None
+        seconds = self.seconds(best[:1])[0] if self._longer is None else self.estimate(best[:1]) * self._longer
+        return float(seconds), best[0]
+
+    def learn(self, point: Tensor, step_s: float, peak_bytes: Mapping[TierName, int]) -> None:
+        """Note what a simulation has shown."""
+        beside = _by_tier(peak_bytes) - self.peak(point[None], torch.zeros(len(TIERS)))[0]
+        self._known.append((point, beside))
+        if self._longer is None or not self._limits.excess(peak_bytes):
+            self._longer = step_s / float(self.estimate(point[None]))
+
+    @property
+    def beside(self) -> dict[TierName, float]:
+        """What is on each tier beside what the formula knows of: as in the last simulation, or as far as is known."""
+        if self._known:
+            return dict(zip(TIERS, self._known[-1][1].tolist(), strict=True))
+        passing = self.workload.passing_bytes
+        return dict(passing) if fits(self.workload.beside(passing), self._limits) else {}
 
     def grid(self, tiers: Sequence[TierName]) -> Tensor:
         """Give the cuts of each kind that are multiples of a quarter, between some tiers."""
@@ -158,18 +184,35 @@ class Placements:
         moved, of_files = torch.einsum("snc,rscwo->rnwo", by_side, self._tables)
         done = self._always + moved + of_files * read[:, None, None]
         busy, work = done[..., :-1], done[..., -1].sum(1)
+        busy[..., -1] += (1 - points[:, :1]) * self._late
         windows = busy[:, 0].amax(1) + busy[:, 1].amax(1)
         return torch.maximum(busy.sum(1).amax(1), windows), work
 
+    def estimate(self, points: Tensor) -> Tensor:
+        """Estimate the steps of points: their busy time, and a share of all work."""
+        busy_s, work_s = self.seconds(points)
+        in_memory = (points[:, 1:-1:2] == 1).all(1)  # else gradients on the device leave files to others
+        waits = in_memory & (points[:, 2] > points[:, 4])
+        return (busy_s + HASTE * work_s) * (1 + LATE * waits)
+
     def peak(self, points: Tensor, beside: Tensor) -> Tensor:
         """Estimate peaks by tier: what is there anyway, state, shadows of it, and what was found beside them."""
-        return self._at_rest(points) + _tensor([self.workload.there(tier) for tier in TIERS]) + beside
+        return self._at_rest(points) + _by_tier({tier: self.workload.there(tier) for tier in TIERS}) + beside
 
-    def fit(self, points: Tensor, beside: Tensor) -> Tensor:
-        """Say which points fit."""
-        peak = self.peak(points, beside)
+    def _sorted(self, points: Tensor) -> Tensor:
+        """Sort those of some points that are expected to fit, the fastest first."""
+        points = self.cut(points)
+        points = points[self._fit(points)]
+        return points[self.estimate(points).argsort(stable=True)]
+
+    def _fit(self, points: Tensor) -> Tensor:
+        """Return True for points that are expected to fit, with as much beside their state as the nearest known one."""
+        beside = _by_tier(self.beside)
+        if self._known:
+            apart = torch.stack([(points - point).abs().sum(1) for point, _ in self._known])
+            beside = torch.stack([beside for _, beside in self._known])[apart.argmin(0)]
+        peak, limits = self.peak(points, beside), self._limits
         taken = {tier: peak[:, number] for number, tier in enumerate(TIERS)}
-        limits = self._limits
         over = [torch.as_tensor(limits.taken(tier, taken) > limits.room(tier)) for tier in limits.tiers]  # type: ignore[arg-type]
         return ~torch.stack(over).any(0)
 
@@ -199,6 +242,18 @@ class Placements:
         return _tensor([[each.get(row, 0.0) for row in self._rows] for each in busy])
 
     @cached_property
+    def _late(self) -> Tensor:
+        """Seconds by which all parameters come later than compute could use them, by window.
+
+        Units come shortly before their use: those off the device have only the compute of their own to hide behind.
+        """
+        workload = self.workload
+        rate = 0.0 if workload.one_memory else workload.rates.get("upload", {}).get("upload 0", 0.0)
+        first, batches = workload.forward_gathered_bytes, workload.micro_batches
+        gathered = [first, (batches - 1) * first + batches * workload.backward_gathered_bytes, 0]
+        return (_tensor(gathered) * rate - self._always[:, -2]).clamp(min=0)
+
+    @cached_property
     def _tables(self) -> Tensor:
         """Seconds but for reads, and of reads: updated where state rests and by the device, by cell, window and row."""
         found = torch.zeros(2, 2, len(self._cells), len(_WINDOWS), len(self._rows), dtype=torch.float64)
@@ -216,6 +271,10 @@ def _tensor(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def _by_tier(nbytes: Mapping[TierName, float]) -> Tensor:
+    return _tensor([nbytes.get(tier, 0) for tier in TIERS])
+
+
 def _resting(workload: StepWorkload, cell: tuple[TierName, ...], tier: TierName) -> int:
     """Count what tiles take of a tier if all are in a cell. An update that does not reach parameters has a shadow."""
     params, _, optimizer = cell
@@ -224,136 +283,81 @@ def _resting(workload: StepWorkload, cell: tuple[TierName, ...], tier: TierName)
     return nbytes + (workload.own_params_bytes if apart else 0)
 
 
-@dataclass
 class Search:
-    """A search that is under way.
+    """A search among placements. Deterministic, if its arguments are.
+
+    Arguments:
+        limits: what there is of each tier.
+        streamed: how much of the updates of what rests off the device the device does, at least and at most.
+        count: counts what a step of a choice consists of; `None` where the model does not take it.
+        simulate: simulates a placement.
 
     Attributes:
-        choices: the placements of each choice.
-        limits: what there is of each tier.
-        evaluate: simulates one: seconds of a step, and peaks by tier.
-        tried: what was simulated, with its row, and with what was on each tier beside what the formula knows of.
+        placements: those of each choice that was counted.
+        tried: what was simulated.
     """
 
-    choices: Mapping[Choice, Placements]
-    limits: Limits
-    evaluate: Callable[[Choice, Fractions], tuple[float, Mapping[TierName, int]]]
-    tried: list[tuple[Tried, Tensor, Tensor]] = field(default_factory=list)
-    _ranked: dict[Choice, list[tuple[float, float, Tensor]]] = field(default_factory=dict)
-
-    def run(self) -> Tried | None:
-        """Find the best; `None` where nothing fits. Deterministic, if `evaluate` is."""
-        for _ in range(SIMULATIONS):
-            best = self._best
-            longer = {choice: self._longer(choice) for choice in self.choices}
-            ranked = [
-                (score * longer[choice], choice.order, number, choice, point)
-                for choice in self.choices
-                for number, (score, busy_s, point) in enumerate(self._rank(choice))
-                if best is None or busy_s * longer[choice] < best[0].step_s * (1 - WORTHWHILE)
-            ]
-            if not ranked:
-                break
-            *_, choice, point = min(ranked, key=lambda each: each[:3])
-            self._try(choice, point)
-        left = NEIGHBOURS
-        for shift in SHIFTS:
-            while left > 0 and (best := self._best) is not None and (near := self._near(best, shift)):
-                left -= len(near)
-                for choice, point in near:
-                    self._try(choice, point)
-                assert self._best is not None
-                if self._best[0] is best[0]:
-                    break
-        return None if self._best is None else self._best[0]
-
-    def beside(self, choice: Choice) -> dict[TierName, float]:
-        """Say what is beside what the formula knows of, of a choice: in its last simulation, or as far as is known."""
-        if known := self._of(choice):
-            return dict(zip(TIERS, known[-1][2].tolist(), strict=True))
-        workload = self.choices[choice].workload
-        passing = workload.passing_bytes if fits(workload.beside(workload.passing_bytes), self.limits) else {}
-        return {tier: float(passing.get(tier, 0)) for tier in TIERS}
+    def __init__(
+        self,
+        limits: Limits,
+        streamed: tuple[float, float],
+        count: Callable[[Choice], StepWorkload | None],
+        simulate: Callable[[Choice, Fractions], Trial],
+    ) -> None:
+        self._limits, self._streamed, self._count, self._simulate = limits, streamed, count, simulate
+        self.placements: dict[Choice, Placements] = {}
+        self.tried: list[Trial] = []
 
     @property
-    def _best(self) -> tuple[Tried, Tensor] | None:
-        found = [(tried, point) for tried, point, _ in self.tried if tried.fits]
-        return min(found, key=lambda each: each[0].step_s, default=None)
+    def fitting(self) -> list[Trial]:
+        """What was simulated and fits, the fastest first."""
+        fitting = [trial for trial in self.tried if not self._limits.excess(trial.peak_bytes)]
+        return sorted(fitting, key=lambda trial: trial.timing.step_s)
 
-    def _of(self, choice: Choice) -> list[tuple[Tried, Tensor, Tensor]]:
-        return [each for each in self.tried if each[0].choice[:2] == choice[:2]]
+    def run(self, choices: Sequence[Choice]) -> None:
+        """Look for the best placement of some choices: first of those with activations where they are made."""
+        for elsewhere in (False, True):
+            for choice in choices:
+                if (choice.activations is not None) != elsewhere or not self._may_be_best(choice):
+                    continue
+                if (workload := self._count(choice)) is not None:
+                    alike = self.placements.get(choice._replace(activations=None))
+                    self.placements[choice] = Placements(workload, self._limits, self._streamed, alike)
+            self._go_on()
 
-    def _longer(self, choice: Choice) -> float:
-        """Say by what factor steps of a choice are longer than they are busy: half of what simulations have shown."""
-        shown = [tried.step_s / tried.busy_s for tried, *_ in self._of(choice) if tried.busy_s]
-        return 1 + max(0.0, min(shown, default=1.0) - 1) / 2
+    def _may_be_best(self, choice: Choice) -> bool:
+        """Return True if a choice may be better than the best: not if it is not even where activations take nothing."""
+        here, again = (self.placements.get(Choice(None, recompute, choice.streamed)) for recompute in (False, True))
+        alike = again if choice.recompute else here
+        if choice.activations is None or alike is None or not self.fitting:
+            return True
+        if not choice.recompute and again is not None and _is_slower(alike.workload, again.workload):
+            return False
+        freed = replace(alike.workload, activation_peak_bytes={})
+        found = Placements(freed, self._limits, self._streamed, alike).best()
+        return found is not None and self._is_worthwhile(found[0])
 
-    def _expected(self, choice: Choice, points: Tensor) -> Tensor:
-        """Say what is beside what the formula knows of: as it was in the nearest simulation of the choice."""
-        known = self._of(choice)
-        if not known:
-            return _tensor([*self.beside(choice).values()])
-        apart = torch.stack([(points - point).abs().amax(1) for _, point, _ in known])
-        return torch.stack([beside for *_, beside in known])[apart.argmin(0)]
+    def _is_worthwhile(self, step_s: float) -> bool:
+        return all(step_s < trial.timing.step_s * (1 - WORTHWHILE) for trial in self.fitting)
 
-    def _rank(self, choice: Choice) -> list[tuple[float, float, Tensor]]:
-        """List the best few that fit of a choice, as far as is known by now, unlike each other and those tried."""
-        if choice not in self._ranked:
-            self._ranked[choice] = self._look(choice)
-        return self._ranked[choice]
+    def _go_on(self) -> None:
+        """Simulate what is expected to be the best, until nothing is expected to be better."""
+        while len(self.tried) < SIMULATIONS:
+            found = [(*best, choice) for choice, each in self.placements.items() if (best := each.best())]
+            found = [each for each in found if self._is_worthwhile(each[0])]
+            if not found:
+                break
+            _, point, choice = min(found, key=lambda each: (each[0], each[2].order))
+            trial = self._simulate(choice._replace(streamed=round(float(point[-1]), 3)), fractions_of(point))
+            self.placements[choice].learn(point, trial.timing.step_s, trial.peak_bytes)
+            self.tried.append(trial)
 
-    def _look(self, choice: Choice) -> list[tuple[float, float, Tensor]]:
-        placements = self.choices[choice]
-        beside = self.beside(choice)
-        workload = placements.workload.beside(beside)
-        in_memory = replace(self.limits, bytes={t: n for t, n in self.limits.bytes.items() if t != "nvme"})
-        tiers = (in_memory if fits(workload, in_memory) else self.limits).tiers  # files are no faster
-        points = placements.grid(tiers)
-        filled = placements.filled(beside)
-        for step in STEPS:
-            *_, best = self._fitting(choice, torch.cat([points, filled]))
-            points = torch.cat([best[:KEPT], placements.around(best[:KEPT], step, tiers)]) if len(best) else filled
-        score, busy_s, points = self._fitting(choice, points)
-        unlike = torch.ones(len(points), dtype=torch.bool)
-        for tried, point, _ in self._of(choice):
-            unlike &= (points - point).abs().amax(1) >= (ALIKE if tried.fits else SAME)
-        found: list[tuple[float, float, Tensor]] = []
-        while len(found) < KEPT and unlike.any():
-            first = int(unlike.to(torch.int8).argmax())
-            found.append((float(score[first]), float(busy_s[first]), points[first]))
-            unlike &= (points - points[first]).abs().amax(1) >= ALIKE
-        return found
 
-    def _fitting(self, choice: Choice, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort those of some points that fit: by busy time, with some of the work that is hidden."""
-        placements = self.choices[choice]
-        points = placements.cut(points)
-        points = points[placements.fit(points, self._expected(choice, points))]
-        busy_s, work_s = placements.seconds(points)
-        score = busy_s + HASTE * work_s
-        order = score.argsort(stable=True)
-        return score[order], busy_s[order], points[order]
-
-    def _near(self, best: tuple[Tried, Tensor], shift: float) -> Sequence[tuple[Choice, Tensor]]:
-        """List neighbours of the best that may be better, the most promising first."""
-        choice = next(each for each in self.choices if each[:2] == best[0].choice[:2])
-        tiers = [tier for tier in self.limits.tiers if tier != "nvme" or (best[1][1:-1:2] < 1).any()]
-        _, busy_s, points = self._fitting(choice, self.choices[choice].around(best[1][None], shift, tiers))
-        better = busy_s < best[0].step_s * (1 - WORTHWHILE)
-        for _, point, _ in self._of(choice):
-            better &= (points - point).abs().amax(1) > SAME
-        return [(choice, point) for point in points[better][:AT_ONCE]]
-
-    def _try(self, choice: Choice, point: Tensor) -> None:
-        fractions, streamed = fractions_of(point), round(float(point[-1]), 3)
-        step_s, peak = self.evaluate(choice._replace(streamed=streamed), fractions)
-        placements = self.choices[choice]
-        known = placements.peak(point[None], torch.zeros(len(TIERS)))[0]
-        busy_s = float(placements.seconds(point[None])[0])
-        beside = _tensor([peak.get(tier, 0) for tier in TIERS]) - known
-        tried = Tried(choice._replace(streamed=streamed), fractions, step_s, busy_s, not self.limits.excess(peak))
-        self.tried.append((tried, point, beside))
-        self._ranked.pop(choice, None)
+def _is_slower(kept: StepWorkload, again: StepWorkload) -> bool:
+    """Return True if to bring the activations that recomputing spares takes longer than to compute them again."""
+    nbytes = kept.activation_peak_bytes["device"] - again.activation_peak_bytes["device"]
+    bring_s = kept.micro_batches * nbytes * kept.rates["upload"]["upload 0"]
+    return bring_s > again.busy["backward"]["compute"] - kept.busy["backward"]["compute"]
 
 
 def fractions_of(point: Tensor) -> Fractions:
@@ -370,38 +374,31 @@ def find_best(request: PlanRequest, trials: Trials, progress: Callable[[str], No
     """Find the placement whose step is shortest, of those that fit.
 
     1. Everything on the device, if that fits: what need not move is not moved.
-    2. Activations where they are made, as the model is; computed again; or kept elsewhere: memory that they leave free
-       takes state in, so all of these are searched together.
+    2. Activations where they are made, as the model is or computed again: memory that those leave free takes state in.
+    3. Activations elsewhere, where that may be better.
     """
     choices = _choices(request)
     everything = trials.run(Placement(), choices[0])
     if not request.limits.excess(everything.peak_bytes):
         return Best(everything)
-    counted = {choice: _workload(request, trials, choice) for choice in choices}
-    workloads = {choice: workload for choice, workload in counted.items() if workload is not None}
-    limits = request.limits
 
-    def evaluate(choice: Choice, fractions: Fractions) -> tuple[float, Mapping[TierName, int]]:
+    def simulate(choice: Choice, fractions: Fractions) -> Trial:
         if progress is not None:
             progress(f"simulating placement {len(trials) + 1}")
-        trial = trials.run(placement_of(fractions, choice, request), choice)
-        return trial.timing.step_s, trial.peak_bytes
+        return trials.run(placement_of(fractions, choice, request), choice)
 
-    share = (0.0, STREAMED) if _is_free(request) else (_stated(request),) * 2
-    placements = {c: Placements(w, limits, share) for c, w in workloads.items() if fits(w, limits)}
-    search = Search(placements, limits, evaluate)
-    found = search.run()
-    if found is not None:
-        trial = trials.run(placement_of(found.fractions, found.choice, request), found.choice)
-        return Best(trial, tuple(tried for tried, *_ in search.tried))
-    return _lacking(
-        request, trials, {c: w.beside(search.beside(c)) if c in placements else w for c, w in workloads.items()}
-    )
+    search = Search(request.limits, _streamed(request), partial(_workload, request, trials), simulate)
+    search.run(choices)
+    if not search.fitting:
+        return _lacking(request, trials, {c: p.workload.beside(p.beside) for c, p in search.placements.items()})
+    best, *_ = search.fitting
+    others = {choice: found[0] for choice, each in search.placements.items() if (found := each.best())}
+    return Best(best, search.fitting, {choice: s for choice, s in others.items() if choice[:2] != best.choice[:2]})
 
 
 def given(request: PlanRequest, trials: Trials, placement: Placement) -> Best:
     """Look at one placement."""
-    choice = Choice(placement.activations, streamed=_stated(request))
+    choice = Choice(placement.activations, streamed=_streamed(request)[0])
     trial = trials.run(placement, choice)
     excess = request.limits.excess(trial.peak_bytes)
     if not excess:
@@ -422,15 +419,16 @@ def _lacking(request: PlanRequest, trials: Trials, workloads: Mapping[Choice, St
     choice = max(workloads, key=lambda each: each.order)
     trial = trials.run(placement_of(slowest, choice, request), choice)
     excess = request.limits.excess(trial.peak_bytes)
-    if not lacking.missing:  # by the formula it fits, and no simulation has shown how: what this one lacks, if anything
-        return Best(trial, lacking=Infeasible(excess) if excess else None)
-    return Best(trial, lacking=lacking)
+    if lacking.missing:
+        return Best(trial, lacking=lacking)
+    # By the formula it fits, and no simulation has shown how: what this one lacks, if anything.
+    return Best(trial, lacking=Infeasible(excess) if excess else None)
 
 
 def _choices(request: PlanRequest) -> list[Choice]:
     """List the choices that are searched together, first those that cost least."""
     model, in_one = request.setup.model, request.limits.shared
-    streamed, again = _stated(request), can_be_told(model) and not recomputes(model)
+    streamed, again = _streamed(request)[0], can_be_told(model) and not recomputes(model)
     found = [Choice(streamed=streamed), *([Choice(None, True, streamed)] if again else [])]
     if not in_one:
         found += [choice._replace(activations="cpu") for choice in found]
@@ -439,15 +437,12 @@ def _choices(request: PlanRequest) -> list[Choice]:
     return found
 
 
-def _is_free(request: PlanRequest) -> bool:
-    """Whether the device's share of updates is the planner's to choose."""
-    return request.options.streamed_updates == "auto" and request.on_accelerator and not request.limits.shared
-
-
-def _stated(request: PlanRequest) -> float:
-    """Give the share of updates that was asked for by name."""
-    streamed = request.options.streamed_updates
-    return 0.0 if streamed == "auto" or not request.on_accelerator else float(streamed)
+def _streamed(request: PlanRequest) -> tuple[float, float]:
+    """Return the least and the most share of updates that the device does: the one that was asked for by name."""
+    asked = request.options.streamed_updates if request.on_accelerator else 0.0
+    if asked == "auto":
+        return 0.0, 0.0 if request.limits.shared else 1.0
+    return float(asked), float(asked)
 
 
 def _workload(request: PlanRequest, trials: Trials, choice: Choice) -> StepWorkload | None:
