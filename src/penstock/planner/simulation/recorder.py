@@ -202,7 +202,7 @@ class Recorder:
         self,
         items: Sequence[Item],
         jobs: Sequence[ProgramJob],
-        positions: Sequence[int],
+        positions: Mapping[int, int],
         changes: Iterable[Mapping[Tier, Change]],
         rests: Mapping[Tier, int],
     ) -> None:
@@ -211,7 +211,7 @@ class Recorder:
         Arguments:
             items: what it does.
             jobs: what it submits.
-            positions: the number that each item had, and their end, among these.
+            positions: where the items that begin phases are now, and the end.
             changes: of bytes, in order.
             rests: bytes that are there beside those that were noted before it began.
         """

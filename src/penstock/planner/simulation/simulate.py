@@ -112,12 +112,28 @@ def simulate(setup: Setup, request: PrepareRequest, *, steps: int = STEPS) -> Si
     """
     # Threads of updates would have nothing to do.
     request = replace(request, weights=None, options=replace(request.options, update_threads=1))
-    with torch.random.fork_rng(devices=[]):  # the batch and the model's first values may draw some
+    with torch.random.fork_rng(devices=[]), _one_collection():  # the batch and the model's first values may draw some
         if steps == STEPS and not setup.runs_operations:
             with contextlib.suppress(Exception):  # whatever it is, the whole model has it too, or does not need it
                 if (whole := _whole(setup, request)) is not None:
                     return _simulate(setup, request, steps, whole)
         return _simulate(setup, request, steps, None)
+
+
+@contextlib.contextmanager
+def _one_collection() -> Iterator[None]:
+    """Collect the garbage of a simulation once, at its end: graphs refer to the engine that they were made in.
+
+    All that was made since is in the youngest generation then, so that nothing older is looked at.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if enabled:
+            gc.enable()
 
 
 def _whole(setup: Setup, request: PrepareRequest) -> Whole | None:
@@ -177,7 +193,6 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         size = setup.grid.world_size
         program = recorder.program(rule=blueprint.rule.name, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
         phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
-    gc.collect()  # graphs refer to the engine that they were made in
     return Simulation(
         program,
         blueprint,
