@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.planner.simulation.fake_tensor import ByStorage, is_fake
-from penstock.planner.simulation.operation_cost import Shaped
+from penstock.planner.simulation.fake_tensor import ByStorage, Shaped, is_fake
 
 aten = torch.ops.aten
 

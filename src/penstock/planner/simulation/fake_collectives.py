@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation.engine_internals import Grid, divided_over, is_divided
-from penstock.planner.simulation.fake_tensor import contiguous_strides, is_fake, mark
-from penstock.planner.simulation.operation_cost import Shaped, tensors_in
+from penstock.planner.simulation.fake_tensor import Shaped, contiguous_strides, is_fake, mark
+from penstock.planner.simulation.operation_cost import tensors_in
 from penstock.planner.simulation.program import Collective
 
 #: The libraries of operators that collectives are in, and that of DTensor's own one.

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from penstock.errors import ConfigError, one_line
 from penstock.planner.simulation.expected_values import ExpectedValues
 from penstock.planner.simulation.fake_collectives import NAMESPACES, fake_collective
-from penstock.planner.simulation.fake_tensor import Memory, fake_tensor, is_fake, mark, rounded, space
+from penstock.planner.simulation.fake_tensor import Memory, Shaped, is_fake, mark, rounded, space
 from penstock.planner.simulation.operation_cost import (
     FREE,
     LIKE,
@@ -29,7 +28,6 @@ from penstock.planner.simulation.operation_cost import (
     Oracle,
     Outcome,
     Recipe,
-    Shaped,
     cost,
     name_of,
     tensors_in,
@@ -104,6 +102,7 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ConfigError: inside, where an operation needs values that there are none of, or torch knows no shapes for one.
 
     Example:
+        >>> from penstock.planner.simulation.fake_tensor import fake_tensor
         >>> from penstock.planner.simulation.model_copy import copy_model
         >>> model = copy_model(torch.nn.Linear(1 << 20, 1 << 20, device="meta"))
         >>> with FakeOperations() as simulated:
@@ -208,11 +207,8 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.memory.follow(made)
             return made
         nbytes = rounded(shaped.nbytes)
-        if not nbytes:
-            return fake_tensor(shaped.shape, shaped.dtype, shaped.strides)
-        tensor = fake_tensor(shaped.shape, shaped.dtype, shaped.strides, freed=partial(self.memory.remove, nbytes))
         self.memory.add(nbytes)
-        return tensor
+        return shaped.fake(partial(self.memory.remove, nbytes))
 
     def refusal(self, func: Any, why: str) -> ConfigError:
         """Return the error of an operation that cannot be simulated."""
@@ -266,17 +262,17 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written += tensors_in(kwargs.get(which) if isinstance(which, str) else args[which : which + 1])
         for tensor in written:
             mark(tensor)
-        if isinstance(outcome.results, Shaped):
-            out = self.make(outcome.results)
-        else:
-            given = list(tensors_in((args, kwargs)))
-            out = tree_map(lambda part: self._result(part, given), outcome.results)
+        given = [] if isinstance(outcome.results, Shaped) else list(tensors_in((args, kwargs)))
+        out = self._result(outcome.results, given)
         self._expected.follow(kind.name, args, out, written)
         return out
 
     def _result(self, part: Any, given: Sequence[Tensor]) -> Any:
+        """Make what is returned: a fake tensor, one of those that were given, or several."""
         if isinstance(part, Shaped):
             return self.make(part)
+        if isinstance(part, list | tuple):
+            return type(part)(self._result(each, given) for each in part)
         return given[part.number] if isinstance(part, Argument) else part
 
 

@@ -1,9 +1,8 @@
 """What a simulation notes while the engine runs: the program, and how many bytes are where."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from penstock.config import Tier
 from penstock.planner.simulation.fake_tensor import Memory
@@ -21,16 +20,6 @@ from penstock.planner.simulation.program import (
 from penstock.trace import NO_LABEL, Label
 
 
-class Change(NamedTuple):
-    """How bytes of a tier change from one item to the next: in the end, and at most on the way."""
-
-    net: int
-    most: int
-
-
-NO_CHANGE = Change(0, 0)
-
-
 class Recorder:
     """Writes a program down.
 
@@ -41,6 +30,11 @@ class Recorder:
         jobs: what was submitted so far.
         step: the number of the step that is under way.
         order: which jobs of the device must be over.
+        items: what the program does so far.
+        phases: each forward, backward and step, and the number of its first item.
+        memory: bytes that were taken, or given back, since the program began: the number of the item that comes next,
+            the tier, and how many.
+        rests: bytes of each tier that were there before.
     """
 
     def __init__(self, back_end: BackEnd) -> None:
@@ -57,10 +51,8 @@ class Recorder:
         self._issued: list[Collective] = []  # inside of a job
         self._label = NO_LABEL
         self.phases: list[tuple[str, int]] = []
-        self.changes: dict[int, dict[Tier, Change]] = {}  # by the number of the item that comes next
-        self._there: Counter[Tier] = Counter()
-        self._peak: Counter[Tier] = Counter()
-        self._rests: Counter[Tier] = Counter()
+        self.memory: list[tuple[int, Tier, int]] = []
+        self.rests: Counter[Tier] = Counter()
 
     # Compute
 
@@ -146,21 +138,16 @@ class Recorder:
 
     def add(self, tier: Tier, nbytes: int) -> None:
         """Note that bytes of a tier are taken, or with a negative number given back."""
-        changes = self.changes.setdefault(len(self.items), {})
-        net, most = changes.get(tier, NO_CHANGE)
-        changes[tier] = Change(net + nbytes, max(most, net + nbytes))
-        self._there[tier] += nbytes
-        self._peak[tier] = max(self._peak[tier], self._there[tier])
+        self.memory.append((len(self.items), tier, nbytes))
 
-    def bytes_on(self, tier: Tier) -> int:
-        """Say how many bytes are taken now."""
-        return self._there[tier]
-
-    def forget_peak(self) -> None:
-        """Measure the most bytes from here on."""
-        self.changes.clear()
-        self._peak = Counter(self._there)
-        self._rests = Counter(self._there)
+    def _peak_bytes(self) -> dict[str, int]:
+        """Return the most bytes of each tier that were there at once."""
+        there = Counter(self.rests)
+        peak = Counter(there)
+        for _, tier, nbytes in self.memory:
+            there[tier] += nbytes
+            peak[tier] = max(peak[tier], there[tier])
+        return {str(tier): nbytes for tier, nbytes in peak.items()}
 
     # The end
 
@@ -182,8 +169,11 @@ class Recorder:
         self.step += 1
 
     def begin(self) -> None:
-        """Begin the program here: what was noted of the start is no part of it."""
+        """Begin the program here: of the start only the bytes that are there count."""
         self._end_segment()
+        for _, tier, nbytes in self.memory:
+            self.rests[tier] += nbytes
+        self.memory.clear()
         self.items.clear()
         self.phases.clear()
         self._steps = [0]
@@ -203,7 +193,7 @@ class Recorder:
         items: Sequence[Item],
         jobs: Sequence[ProgramJob],
         positions: Mapping[int, int],
-        changes: Iterable[Mapping[Tier, Change]],
+        memory: Sequence[tuple[int, Tier, int]],
         rests: Mapping[Tier, int],
     ) -> None:
         """Take another program in place of the one that was noted.
@@ -212,19 +202,13 @@ class Recorder:
             items: what it does.
             jobs: what it submits.
             positions: where the items that begin phases are now, and the end.
-            changes: of bytes, in order.
+            memory: bytes that are taken and given back.
             rests: bytes that are there beside those that were noted before it began.
         """
-        self.items, self.jobs = list(items), list(jobs)
+        self.items, self.jobs, self.memory = list(items), list(jobs), list(memory)
+        self.rests.update(rests)
         self.phases = [(name, positions[first]) for name, first in self.phases]
         self._steps = [positions[first] for first in self._steps]
-        self._there = self._rests + Counter(rests)
-        self._peak = Counter(self._there)
-        for by_tier in changes:
-            for tier, (net, most) in by_tier.items():
-                if net or most:
-                    self._peak[tier] = max(self._peak[tier], self._there[tier] + most)
-                    self._there[tier] += net
 
     def program(self, *, rule: str, world_size: int, tokens: int, hosts: int = 0) -> Program:
         """Give all that was noted."""
@@ -236,7 +220,7 @@ class Recorder:
             meetings=tuple(self._meetings),
             items=tuple(self.items),
             steps=tuple(self._steps),
-            peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()},
+            peak_bytes=self._peak_bytes(),
             rule=rule,
             world_size=world_size,
             hosts=hosts,
@@ -287,7 +271,3 @@ class RecordedMemory(Memory):
     def add(self, nbytes: int) -> None:
         """Count memory that somebody takes."""
         self._recorder.add(Tier.DEVICE, nbytes)
-
-    def remove(self, nbytes: int) -> None:
-        """Count memory that somebody gives back."""
-        self._recorder.add(Tier.DEVICE, -nbytes)

@@ -10,7 +10,7 @@ computes of the outputs of all its blocks at once is counted for those that are 
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, zip_longest
@@ -32,7 +32,7 @@ from penstock.planner.simulation.engine_internals import (
 )
 from penstock.planner.simulation.fake_tensor import rounded
 from penstock.planner.simulation.program import Item, ProgramJob, WorkKind
-from penstock.planner.simulation.recorder import Change, Recorder
+from penstock.planner.simulation.recorder import Recorder
 from penstock.trace import NO_LABEL, Label
 
 _T = TypeVar("_T")
@@ -333,7 +333,10 @@ class Repetition:
     def __init__(self, recorder: Recorder, whole: Whole) -> None:
         self._recorder, self._whole = recorder, whole
         self._runs = whole.runs
-        self._items, self._jobs, self._memory = recorder.items, recorder.jobs, recorder.changes
+        self._items, self._jobs = recorder.items, recorder.jobs
+        self._memory: defaultdict[int, list[tuple[Tier, int]]] = defaultdict(list)  # by the item that comes next
+        for index, tier, nbytes in recorder.memory:
+            self._memory[index].append((tier, nbytes))
         self._places: dict[str, tuple[int, int, str] | None] = {}
         self._tracks: list[tuple[int, Sequence[Sequence[_Turn]]]] = []  # with the number of the first item
         self._sweeps: list[_Sweep] = []
@@ -345,7 +348,7 @@ class Repetition:
         self.new_items: list[Item] = []
         self.new_jobs: list[ProgramJob] = []
         self.positions: dict[int, int] = {}  # of items that begin a track, and of the end, among the new ones
-        self.changes: list[Mapping[Tier, Change]] = []
+        self.memory: list[tuple[int, Tier, int]] = []
         self._outside: dict[int, int] = {}
         self._inside: dict[tuple[int, int, int], int] = {}  # by sweep, number of the block among all, and number there
 
@@ -505,7 +508,7 @@ class Repetition:
                 payload = job._replace(label=self._relative(job.label, chunk), after=()), after  # type: ignore[arg-type]
             elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
                 payload = self._seen(item.index, chunk)
-            found.append((item.kind, self._relative(item.label, chunk), payload, self._memory.get(index)))
+            found.append((item.kind, self._relative(item.label, chunk), payload, self._memory[index]))
         return found
 
     def _relative(self, label: Label, chunk: _Chunk) -> object:
@@ -535,7 +538,7 @@ class Repetition:
                 for index in turn:
                     self._write(index, shift)
         self.positions[len(self._items)] = len(self.new_items)
-        self.changes.append(self._memory.get(len(self._items), {}))
+        self._take(len(self._items))
 
     def _with_copies(self, lane: Iterable[_Turn]) -> Iterator[tuple[_Turn, int]]:
         """Yield the turns of a lane with those of the blocks left out, as how far behind the one that is repeated."""
@@ -549,10 +552,14 @@ class Repetition:
                     shifts = range(1, left_out + 1) if sweep.ascends else range(-1, -left_out - 1, -1)
                     yield from ((again, shift) for shift in shifts for again in turns)
 
+    def _take(self, index: int) -> None:
+        """Take and give back the bytes that an item of the shortened model's program did."""
+        self.memory += ((len(self.new_items), tier, nbytes) for tier, nbytes in self._memory[index])
+
     def _write(self, index: int, shift: int) -> None:
         """Write an item once more, for the block so many behind its own."""
         item, chunk = self._items[index], self._chunks[index]
-        self.changes.append(self._memory.get(index, {}))
+        self._take(index)
         label = self._labelled(item.label, chunk, shift)
         place = item.index
         if item.kind is WorkKind.SUBMIT:
@@ -630,4 +637,4 @@ def repeated(recorder: Recorder, whole: Whole, rests: Mapping[Tier, int]) -> Non
     """
     found = Repetition(recorder, whole)
     found.repeat()
-    recorder.become(found.new_items, found.new_jobs, found.positions, found.changes, rests)
+    recorder.become(found.new_items, found.new_jobs, found.positions, found.memory, rests)

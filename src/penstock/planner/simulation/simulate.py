@@ -174,13 +174,11 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         if whole is not None:
             whole.check(blueprint)
             blueprint, budget = whole.blueprint, budget_of(whole.blueprint, setup.model, streams.device)
-        recorder.begin()
         for buffer in model.buffers():  # they go to the device as they are
             memory.follow(buffer)
         small = _SMALL_OF_A_UNIT * BLOCK_BYTES if setup.back_end == "accelerator" else 0
         recorder.add(Tier.DEVICE, small * units)
-        recorder.forget_peak()
-        rests = recorder.bytes_on(Tier.DEVICE)
+        recorder.begin()
         with _naming(type(setup.model).__name__, recorder):
             for _ in range(steps):
                 _step(prepared, model, batch, recorder, seen)
@@ -189,7 +187,6 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
             more = rest_bytes(whole.removed_units())
             more[Tier.DEVICE] += small * (len(whole.blueprint.units) - units)
             repeated(recorder, whole, more)
-            rests += more[Tier.DEVICE]
         size = setup.grid.world_size
         program = recorder.program(rule=blueprint.rule.name, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
         phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
@@ -197,7 +194,7 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         program,
         blueprint,
         budget,
-        max(0, program.peak_bytes.get("device", 0) - rests),
+        max(0, program.peak_bytes.get("device", 0) - recorder.rests[Tier.DEVICE]),
         phases,
         dict(seen.recipes),
     )
