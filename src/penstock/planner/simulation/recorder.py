@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from penstock.config import Tier
+from penstock.planner.simulation.engine_internals import ON_DEVICE, Event, Work
 from penstock.planner.simulation.fake_tensor import Memory
 from penstock.planner.simulation.program import (
     OF_MODEL,
@@ -21,7 +23,7 @@ from penstock.trace import NO_LABEL, Label
 
 
 class Recorder:
-    """Writes a program down.
+    """Writes a program down. As the observer of streams it notes what compute turns to.
 
     Arguments:
         back_end: who would run what is submitted.
@@ -36,6 +38,8 @@ class Recorder:
             the tier, and how many.
         rests: bytes of each tier that were there before.
     """
+
+    is_traced = True
 
     def __init__(self, back_end: BackEnd) -> None:
         self.back_end = back_end
@@ -64,6 +68,13 @@ class Recorder:
     def touch(self, name: str, nbytes: int) -> None:
         """Note a pass over memory that is no operation of torch's."""
         self.op(Op(name, 0, nbytes, "float32"))
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> NoReturn:
+        """Refuse; `RecordedStreams.submit` notes jobs."""
+        raise AssertionError("jobs are noted where they are submitted")
+
+    def step_made(self, *told: Any) -> None:
+        """Note nothing: `end_step` counts steps."""
 
     def where(self) -> str:
         """Name the unit whose forward or backward is under way; empty where it is none."""
@@ -109,6 +120,9 @@ class Recorder:
         """Note that compute, or the host, goes on after a job."""
         self._end_segment()
         self.items.append(Item(WorkKind.HOST_WAIT if by_host else WorkKind.WAIT, job, self._label))
+        stream = self.jobs[job].stream
+        if stream in ON_DEVICE:
+            (self.order.await_by_host if by_host else self.order.await_by_compute)(stream, job)
 
     def synchronize(self) -> None:
         """Note that the host waits for all that compute was given."""

@@ -158,13 +158,20 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
     streams = RecordedStreams(recorder, debug_release=request.debug_release, fill=fill)
     ranks = SimulatedRanks(setup.grid, recorder)
     resources = SimulatedResources(recorder, setup.pinnable_bytes, fill)
+    memory = RecordedMemory(recorder)
+    if setup.runs_operations:
+        torch.manual_seed(0)
+    seen = FakeOperations(
+        recorder.op,
+        module=recorder.where,
+        share=setup.share,
+        memory=memory,
+        collectives=recorder.communicate,
+        runs=setup.runs_operations,
+        oracle=setup.oracle,
+    )
     # People's code runs on their side, with gradients, wherever this is called.
-    sides = user_mode(), torch.inference_mode(False), torch.enable_grad()
-    with contextlib.ExitStack() as closing:
-        for side in sides:
-            closing.enter_context(side)
-        memory = RecordedMemory(recorder)
-        seen = _mode(setup, recorder, memory)
+    with user_mode(), torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as closing:
         if whole is not None:
             request = replace(request, placement=shortened(request.placement, whole))
         prepared = build(model, optimizer, request, ranks, streams, resources)
@@ -185,7 +192,7 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
                 recorder.end_step()
         if whole is not None:
             more = rest_bytes(whole.removed_units())
-            more[Tier.DEVICE] += small * (len(whole.blueprint.units) - units)
+            more[Tier.DEVICE] += small * (len(blueprint.units) - units)
             repeated(recorder, whole, more)
         size = setup.grid.world_size
         program = recorder.program(rule=blueprint.rule.name, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
@@ -197,21 +204,6 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         max(0, program.peak_bytes.get("device", 0) - recorder.rests[Tier.DEVICE]),
         phases,
         dict(seen.recipes),
-    )
-
-
-def _mode(setup: Setup, recorder: Recorder, memory: RecordedMemory) -> FakeOperations:
-    """Make what sees every operation."""
-    if setup.runs_operations:
-        torch.manual_seed(0)
-    return FakeOperations(
-        recorder.op,
-        module=recorder.where,
-        share=setup.share,
-        memory=memory,
-        collectives=recorder.communicate,
-        runs=setup.runs_operations,
-        oracle=setup.oracle,
     )
 
 
