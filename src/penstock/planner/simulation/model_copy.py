@@ -10,8 +10,8 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError, one_line
@@ -38,8 +38,8 @@ def copy_model(model: nn.Module, without: Collection[str] = ()) -> nn.Module:
     for buffer in model.buffers():
         if buffer.layout is torch.strided:
             memo[id(buffer)] = _buffer(buffer)
-    for module in model.modules():  # ranks are not copied
-        memo |= {id(held): held for held in vars(module).values() if isinstance(held, (ProcessGroup, DeviceMesh))}
+    for module in model.modules() if dist.is_initialized() else ():  # ranks are not copied
+        memo |= {id(held): held for held in vars(module).values() if isinstance(held, (dist.ProcessGroup, DeviceMesh))}
     memo |= {id(module): None for name, module in model.named_modules() if name in without}
     try:
         other_model = copy.deepcopy(model, memo)

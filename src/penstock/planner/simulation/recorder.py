@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NoReturn
 
 from penstock.config import Tier
@@ -156,12 +157,9 @@ class Recorder:
 
     def _peak_bytes(self) -> dict[str, int]:
         """Return the most bytes of each tier that were there at once."""
-        there = Counter(self.rests)
-        peak = Counter(there)
-        for _, tier, nbytes in self.memory:
-            there[tier] += nbytes
-            peak[tier] = max(peak[tier], there[tier])
-        return {str(tier): nbytes for tier, nbytes in peak.items()}
+        changes = {tier: [nbytes for _, of, nbytes in self.memory if of is tier] for tier in Tier}
+        peak = {str(tier): max(accumulate(of_tier, initial=self.rests[tier])) for tier, of_tier in changes.items()}
+        return {tier: nbytes for tier, nbytes in peak.items() if nbytes}
 
     # The end
 

@@ -11,9 +11,9 @@ computes of the outputs of all its blocks at once is counted for those that are 
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, groupby, pairwise, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -202,20 +202,16 @@ def runs_of(blocks: Sequence[Sequence[str]], blueprint: Blueprint) -> list[Run]:
     ahead_bytes = blueprint.request.options.prefetch_bytes
     found: list[Run] = []
     for names in blocks:
-        units = [_units(name, plans) for name in names]
-        groups: list[list[int]] = []
-        for number, of_block in enumerate(units):
-            alike = bool(groups) and _tiers(of_block) == _tiers(units[groups[-1][-1]])
-            groups[-1].append(number) if alike and of_block else groups.append([number])
-        for group in groups:
-            nbytes = sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in units[group[0]].values())
-            if not nbytes:
-                continue
-            in_files = any(each.tier is Tier.NVME for plan in units[group[0]].values() for each in plan.all_segments())
-            last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files else 0) // nbytes)
+        units = {name: _units(name, plans) for name in names}
+        for _, alike in groupby(names, lambda name, units=units: _tiers(units[name])):  # type: ignore[misc]
+            group = list(alike)
+            of_block = units[group[0]].values()
+            nbytes = sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in of_block)
+            in_files = any(segment.tier is Tier.NVME for plan in of_block for segment in plan.all_segments())
+            last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files else 0) // max(nbytes, 1))
             kept = 2 * last + 2
-            if len(group) > kept:
-                found.append(Run([names[number] for number in group], kept, last))
+            if nbytes and len(group) > kept:
+                found.append(Run(group, kept, last))
     return [run for run in found if not any(_is_of(run.names[0], other.names) for other in found if other is not run)]
 
 
@@ -256,20 +252,12 @@ def shortened(placement: Placement, whole: Whole) -> Placement:
     """Return the placement of the shortened model in which each unit's state is where it is in the whole one."""
     removed = {plan.spec.name for plan in whole.removed_units()}
     kept = [plan for plan in whole.blueprint.units if plan.spec.name not in removed]
-    storages = whole.blueprint.storages
-    bytes_of: dict[str, Callable[[UnitPlan], float]] = {
-        PARAM: lambda plan: plan.spec.dtype.itemsize,
-        GRAD: lambda plan: storages.grad_dtype.itemsize,
-        MASTER: lambda plan: storages.optimizer_bytes(plan.spec),
-    }
     homes: dict[str, dict[TierName, float]] = {}
-    for storage, nbytes in bytes_of.items():
+    for storage in (PARAM, GRAD, MASTER):
         there: Counter[TierName] = Counter()
-        for plan in kept:
-            for segment in plan.segments.get(storage, ()):
-                there[segment.tier.value] += segment.numel * nbytes(plan)  # type: ignore[assignment]
-        total = sum(there.values())
-        homes[storage] = {tier: found / total for tier, found in there.items()}
+        for segment in (segment for plan in kept for segment in plan.segments.get(storage, ())):
+            there[segment.tier.value] += sum(cell.nbytes for cell in segment.cells)
+        homes[storage] = {tier: nbytes / there.total() for tier, nbytes in there.items() if nbytes}
     return replace(
         placement,
         params=homes[PARAM],
