@@ -5,7 +5,6 @@
 """
 
 import contextlib
-import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from penstock.planner.simulation.fake_operations import FakeOperations, random_v
 from penstock.planner.simulation.fake_tensor import BLOCK_BYTES, rounded
 from penstock.planner.simulation.model_copy import copy_model, copy_optimizer
 from penstock.planner.simulation.operation_cost import Oracle, Recipe
-from penstock.planner.simulation.program import BackEnd, Op, Program
+from penstock.planner.simulation.program import BackEnd, Op, Program, one_collection
 from penstock.planner.simulation.ranks import SimulatedRanks
 from penstock.planner.simulation.recorder import RecordedMemory, Recorder
 from penstock.planner.simulation.repeat import Whole, repeated, rest_bytes, shortened, whole_model
@@ -112,28 +111,12 @@ def simulate(setup: Setup, request: PrepareRequest, *, steps: int = STEPS) -> Si
     """
     # Threads of updates would have nothing to do.
     request = replace(request, weights=None, options=replace(request.options, update_threads=1))
-    with torch.random.fork_rng(devices=[]), _one_collection():  # the batch and the model's first values may draw some
+    with torch.random.fork_rng(devices=[]), one_collection():  # the batch and the model's first values may draw some
         if steps == STEPS and not setup.runs_operations:
             with contextlib.suppress(Exception):  # whatever it is, the whole model has it too, or does not need it
                 if (whole := _whole(setup, request)) is not None:
                     return _simulate(setup, request, steps, whole)
         return _simulate(setup, request, steps, None)
-
-
-@contextlib.contextmanager
-def _one_collection() -> Iterator[None]:
-    """Collect the garbage of a simulation once, at its end: graphs refer to the engine that they were made in.
-
-    All that was made since is in the youngest generation then, so that nothing older is looked at.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.collect(0)
-        if enabled:
-            gc.enable()
 
 
 def _whole(setup: Setup, request: PrepareRequest) -> Whole | None:
