@@ -96,7 +96,7 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         memory: bytes of tensors that were made inside and are still there.
-        recipes: for each kind of operation one example.
+        recipes: for each kind of operation that the oracle was asked for one example.
 
     Raises:
         ConfigError: inside, where an operation needs values that there are none of, or torch knows no shapes for one.
@@ -126,14 +126,13 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = Memory() if memory is None else memory
-        self.recipes: dict[Op, Recipe] = {}
         self._sink = sink
         self._module = module
         self._runs = runs
         self._expected = ExpectedValues(self.make, self.refusal, share)
         self._oracle = oracle or Oracle()
+        self.recipes = self._oracle.recipes
         self._kinds: dict[Any, _Kind] = {}
-        self._outcomes: dict[Any, Outcome] = {}
         self._collectives = collectives
         self._around = ExitStack()
 
@@ -184,9 +183,7 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if empty is None:
             return func(*args, **kwargs)  # of tensors on the meta device
         key = tuple(signature)
-        outcome = self._outcomes.get(key)
-        if outcome is None:
-            outcome = self._outcomes[key] = self._ask(key, func, args, kwargs, real=self._runs or not empty)
+        outcome = self._oracle.outcomes.get(key) or self._ask(key, func, args, kwargs, real=self._runs or not empty)
         if self._runs or (outcome.nbytes <= SMALL_BYTES and (not empty or kind.way is _Way.LIKE)):
             return self._run(kind, outcome, func, args, kwargs)
         if outcome.op is None:
@@ -225,16 +222,12 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _ask(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, real: bool) -> Outcome:
-        outcome = self._oracle.outcomes.get(key)
-        if outcome is None:
-            try:
-                outcome = self._oracle.outcomes[key] = self._oracle.ask(func, args, kwargs)
-            except NoShapesError as error:
-                if not real:
-                    raise self.refusal(func, f"has no rule for shapes in torch ({one_line(str(error))})") from error
-                return Outcome(None, 0, None, Recipe(func, (), {}))
-        if outcome.op is not None:
-            self.recipes.setdefault(outcome.op, outcome.recipe)
+        try:
+            outcome = self._oracle.outcomes[key] = self._oracle.ask(func, args, kwargs)
+        except NoShapesError as error:
+            if not real:
+                raise self.refusal(func, f"has no rule for shapes in torch ({one_line(str(error))})") from error
+            return Outcome(None, 0, None, Recipe(func, (), {}))
         return outcome
 
     def _note(self, kind: _Kind, op: Op) -> None:

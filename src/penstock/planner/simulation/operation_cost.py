@@ -100,12 +100,14 @@ class Oracle:
 
     Attributes:
         outcomes: what was told, by whatever they depend on.
+        recipes: for each kind of operation one example.
     """
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.outcomes: dict[Any, Outcome] = {}
+        self.recipes: dict[Op, Recipe] = {}
         self._mode = FakeTensorMode(allow_fallback_kernels=False)
 
     def ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
@@ -139,7 +141,9 @@ class Oracle:
         given = {id(tensor): Argument(number) for number, tensor in enumerate(tensors_in((fake_args, fake_kwargs)))}
         results = without_values(tree_map(lambda part: given.get(id(part), part), out))
         nbytes = sum(part.nbytes for part in tree_iter(results) if isinstance(part, Shaped))
-        return Outcome(results, nbytes, cost(func, fake_args, fake_kwargs, out), recipe)
+        op = cost(func, fake_args, fake_kwargs, out)
+        self.recipes.setdefault(op, recipe)
+        return Outcome(results, nbytes, op, recipe)
 
 
 def without_values(value: Any) -> Any:

@@ -35,6 +35,7 @@ class Recorder:
         order: which jobs of the device must be over.
         items: what the program does so far.
         phases: each forward, backward and step, and the number of its first item.
+        steps: the number of the first item of each step, and of the one that comes next.
         memory: bytes that were taken, or given back, since the program began: the number of the item that comes next,
             the tier, and how many.
         rests: bytes of each tier that were there before.
@@ -51,7 +52,7 @@ class Recorder:
         self._segments: dict[Segment, int] = {}
         self._meetings: list[Collective] = []
         self.items: list[Item] = []
-        self._steps = [0]
+        self.steps = [0]
         self._counted: dict[int, int] = {}  # operations since the last event, by their number
         self._issued: list[Collective] = []  # inside of a job
         self._label = NO_LABEL
@@ -177,7 +178,7 @@ class Recorder:
         """Note that a step is over."""
         self.turn_to(NO_LABEL)
         self._end_segment()
-        self._steps.append(len(self.items))
+        self.steps.append(len(self.items))
         self.step += 1
 
     def begin(self) -> None:
@@ -188,7 +189,7 @@ class Recorder:
         self.memory.clear()
         self.items.clear()
         self.phases.clear()
-        self._steps = [0]
+        self.steps = [0]
 
     def operations(self, segment: int) -> dict[Op, int]:
         """Return the operations of a segment, and how often each is there."""
@@ -200,28 +201,6 @@ class Recorder:
         counted = tuple((self._ops.setdefault(op, len(self._ops)), count) for op, count in operations.items())
         return self._segments.setdefault(counted, len(self._segments))
 
-    def become(
-        self,
-        items: Sequence[Item],
-        jobs: Sequence[ProgramJob],
-        positions: Mapping[int, int],
-        memory: Sequence[tuple[int, Tier, int]],
-        rests: Mapping[Tier, int],
-    ) -> None:
-        """Take another program in place of the one that was noted.
-
-        Arguments:
-            items: what it does.
-            jobs: what it submits.
-            positions: where the items that begin phases are now, and the end.
-            memory: bytes that are taken and given back.
-            rests: bytes that are there beside those that were noted before it began.
-        """
-        self.items, self.jobs, self.memory = list(items), list(jobs), list(memory)
-        self.rests.update(rests)
-        self.phases = [(name, positions[first]) for name, first in self.phases]
-        self._steps = [positions[first] for first in self._steps]
-
     def program(self, *, rule: str, world_size: int, tokens: int, hosts: int = 0) -> Program:
         """Give all that was noted."""
         return Program(
@@ -231,7 +210,7 @@ class Recorder:
             jobs=tuple(self.jobs),
             meetings=tuple(self._meetings),
             items=tuple(self.items),
-            steps=tuple(self._steps),
+            steps=tuple(self.steps),
             peak_bytes=self._peak_bytes(),
             rule=rule,
             world_size=world_size,

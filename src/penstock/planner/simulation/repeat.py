@@ -3,7 +3,7 @@
 1. Plan the units of the whole model. Blocks that follow each other are a `Run` where they are equal, and their state is
    on the same tiers; a run needs a few blocks, the others are left out (`shortened`).
 2. In each pass over a run, what happens for one block in its middle happens for the next one too, but for the names of
-   units and for the jobs that are referred to: `repeated` inserts it for each block that was left out.
+   units and for the jobs that are referred to: `Repetition` inserts it for each block that was left out.
 
 Where neighbours in the middle of a run differ, the whole model is simulated. One thing is not exact: what a model
 computes of the outputs of all its blocks at once is counted for those that are simulated.
@@ -331,14 +331,12 @@ class Repetition:
         self._chunks: list[_Chunk | None] = [None] * len(self._items)
         self._where: dict[int, tuple[_Chunk, int]] = {}  # of jobs: their chunk, and which one they are there
         self._find_sweeps()
-        self._number_jobs()
         self._repeated = [self._steady(number) for number in range(len(self._sweeps))]
-        self.new_items: list[Item] = []
-        self.new_jobs: list[ProgramJob] = []
-        self.positions: dict[int, int] = {}  # of items that begin a track, and of the end, among the new ones
-        self.memory: list[tuple[int, Tier, int]] = []
-        self._outside: dict[int, int] = {}
-        self._inside: dict[tuple[int, int, int], int] = {}  # by sweep, number of the block among all, and number there
+        self._new_items: list[Item] = []
+        self._new_jobs: list[ProgramJob] = []
+        self._new_memory: list[tuple[int, Tier, int]] = []
+        # New numbers of jobs: by sweep, number of the block among all, and number there; else by -1, 0 and the old one.
+        self._renamed: dict[tuple[int, int, int], int] = {}
 
     # Passes over runs
 
@@ -438,10 +436,15 @@ class Repetition:
         if list(sweep.turns) not in (order, order[::-1]):
             raise UnlikeError
         for block, turns in sweep.turns.items():
+            chunk = _Chunk(len(self._sweeps), sweep.run, block)
+            jobs = 0
             for index in chain.from_iterable(turns):
                 if self._chunks[index] is not None:
                     raise UnlikeError
-                self._chunks[index] = _Chunk(len(self._sweeps), sweep.run, block)
+                self._chunks[index] = chunk
+                if self._items[index].kind is WorkKind.SUBMIT:
+                    self._where[self._items[index].index] = chunk, jobs
+                    jobs += 1
         self._sweeps.append(sweep)
 
     def _check_outside(self) -> None:
@@ -457,14 +460,6 @@ class Repetition:
                 last = self._runs[place[0]].last
                 if min(blocks) <= last < max(blocks):
                     raise UnlikeError
-
-    def _number_jobs(self) -> None:
-        counts: Counter[_Chunk] = Counter()
-        for index, item in enumerate(self._items):
-            chunk = self._chunks[index]
-            if item.kind is WorkKind.SUBMIT and chunk is not None:
-                self._where[item.index] = chunk, counts[chunk]
-                counts[chunk] += 1
 
     def _steady(self, number: int) -> int:
         """Return the block of a pass that is repeated: like the one before it, and as near to the middle as can be."""
@@ -516,17 +511,30 @@ class Repetition:
 
     # The program of the whole model
 
-    def repeat(self) -> None:
-        """Write the items of the whole model."""
+    def repeat(self, rests: Mapping[Tier, int]) -> None:
+        """Have the recorder tell of the whole model in place of the shortened one.
+
+        Arguments:
+            rests: the bytes at rest of what is left out.
+
+        Raises:
+            UnlikeError: it is not known what is done for them.
+        """
         before = min((item.index for item in self._items if item.kind is WorkKind.SUBMIT), default=len(self._jobs))
-        self.new_jobs += self._jobs[:before]  # of the time before the program begins
+        self._new_jobs += self._jobs[:before]  # of the time before the program begins
+        positions: dict[int, int] = {}  # of items that begin a track, and of the end, among the new ones
         for start, lanes in self._tracks:
-            self.positions[start] = len(self.new_items)
+            positions[start] = len(self._new_items)
             for turn, shift in _alternating([[*self._with_copies(lane)] for lane in lanes]):
                 for index in turn:
                     self._write(index, shift)
-        self.positions[len(self._items)] = len(self.new_items)
+        positions[len(self._items)] = len(self._new_items)
         self._take(len(self._items))
+        recorder = self._recorder
+        recorder.items, recorder.jobs, recorder.memory = self._new_items, self._new_jobs, self._new_memory
+        recorder.phases = [(name, positions[first]) for name, first in recorder.phases]
+        recorder.steps = [positions[first] for first in recorder.steps]
+        recorder.rests.update(rests)
 
     def _with_copies(self, lane: Iterable[_Turn]) -> Iterator[tuple[_Turn, int]]:
         """Yield the turns of a lane with those of the blocks left out, as how far behind the one that is repeated."""
@@ -542,7 +550,7 @@ class Repetition:
 
     def _take(self, index: int) -> None:
         """Take and give back the bytes that an item of the shortened model's program did."""
-        self.memory += ((len(self.new_items), tier, nbytes) for tier, nbytes in self._memory[index])
+        self._new_memory += ((len(self._new_items), tier, nbytes) for tier, nbytes in self._memory[index])
 
     def _write(self, index: int, shift: int) -> None:
         """Write an item once more, for the block so many behind its own."""
@@ -553,18 +561,17 @@ class Repetition:
         if item.kind is WorkKind.SUBMIT:
             job = self._jobs[item.index]
             after = tuple(sorted({self._job(other, chunk, shift) for other in job.after}))
-            place = len(self.new_jobs)
-            self.new_jobs.append(job._replace(label=self._labelled(job.label, chunk, shift), after=after))
-            if chunk is None:
-                self._outside[item.index] = place
-            else:
-                number = self._number(chunk.sweep, chunk.block) + shift
-                self._inside[chunk.sweep, number, self._where[item.index][1]] = place
+            place = len(self._new_jobs)
+            self._new_jobs.append(job._replace(label=self._labelled(job.label, chunk, shift), after=after))
+            key = (-1, 0, item.index)
+            if chunk is not None:
+                key = chunk.sweep, self._number(chunk.sweep, chunk.block) + shift, self._where[item.index][1]
+            self._renamed[key] = place
         elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
             place = self._job(item.index, chunk, shift)
         elif item.kind is WorkKind.COMPUTE and not label.unit:
             place = self._with_all_norms(place)
-        self.new_items.append(Item(item.kind, place, label))
+        self._new_items.append(Item(item.kind, place, label))
 
     def _with_all_norms(self, segment: int) -> int:
         """Put the norms of all units in place of those that were taken, where a segment takes them at once."""
@@ -595,34 +602,18 @@ class Repetition:
         """Return the new number of a job that an item refers to."""
         found = self._where.get(job)
         if found is None:
-            return self._outside.get(job, job)
+            return self._renamed.get((-1, 0, job), job)
         at, place = found
         if chunk is not None and self._is_near(chunk, at.run, at.block):
             block = self._number(chunk.sweep, chunk.block) + shift + at.block - chunk.block
-            like = self._inside.get((at.sweep, block, place))
+            like = self._renamed.get((at.sweep, block, place))
             if like is not None or shift:  # blocks at the ends of a run refer to what others do not have
                 if like is None:
                     raise UnlikeError
                 return like
-        return self._inside[at.sweep, self._number(at.sweep, at.block), place]
+        return self._renamed[at.sweep, self._number(at.sweep, at.block), place]
 
 
 def _alternating(lanes: Iterable[Iterable[_T]]) -> Iterator[_T]:
     """Yield from lanes in turns, as a step does: updates of the host and of the device alternate."""
     return (each for of_all in zip_longest(*lanes) for each in of_all if each is not None)
-
-
-def repeated(recorder: Recorder, whole: Whole, rests: Mapping[Tier, int]) -> None:
-    """Have a recorder tell of the whole model in place of a shortened one.
-
-    Arguments:
-        recorder: what was recorded of the shortened model.
-        whole: the whole model.
-        rests: the bytes at rest of what is left out of it.
-
-    Raises:
-        UnlikeError: it is not known what is done for them.
-    """
-    found = Repetition(recorder, whole)
-    found.repeat()
-    recorder.become(found.new_items, found.new_jobs, found.positions, found.memory, rests)

@@ -1,9 +1,8 @@
 """Tiers without memory, and parameters without values: what an engine is built of that is only simulated."""
 
-import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from penstock.planner.simulation.engine_internals import (
     Allocation,
     Arena,
     Blueprint,
-    Collectives,
     FirstValues,
     FlatValues,
     HostMemory,
@@ -87,14 +85,7 @@ class SimulatedResources(Resources):
                 self._fill(tensor)
         return MemorySegment(plan, tensors), sum(rounded(tensor.nbytes) for tensor in tensors)
 
-    def source(
-        self,
-        model: nn.Module,
-        request: PrepareRequest,
-        ranks: Collectives,
-        device: torch.device,
-        undo: contextlib.ExitStack,
-    ) -> FirstValues:
+    def source(self, *given: Any) -> FirstValues:
         """Give parameters no values."""
         return _NoValues()
 

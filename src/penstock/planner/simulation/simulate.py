@@ -35,7 +35,7 @@ from penstock.planner.simulation.operation_cost import Oracle, Recipe
 from penstock.planner.simulation.program import BackEnd, Op, Program, one_collection
 from penstock.planner.simulation.ranks import SimulatedRanks
 from penstock.planner.simulation.recorder import RecordedMemory, Recorder
-from penstock.planner.simulation.repeat import Whole, repeated, rest_bytes, shortened, whole_model
+from penstock.planner.simulation.repeat import Repetition, Whole, rest_bytes, shortened, whole_model
 from penstock.planner.simulation.resources import SimulatedResources
 from penstock.planner.simulation.streams import RecordedStreams
 
@@ -176,7 +176,7 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         if whole is not None:
             more = rest_bytes(whole.removed_units())
             more[Tier.DEVICE] += small * (len(blueprint.units) - units)
-            repeated(recorder, whole, more)
+            Repetition(recorder, whole).repeat(more)
         size = setup.grid.world_size
         program = recorder.program(rule=blueprint.rule.name, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
         phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
@@ -186,7 +186,7 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         budget,
         max(0, program.peak_bytes.get("device", 0) - recorder.rests[Tier.DEVICE]),
         phases,
-        dict(seen.recipes),
+        {op: setup.oracle.recipes[op] for op in program.ops if op in setup.oracle.recipes},
     )
 
 
