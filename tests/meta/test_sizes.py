@@ -46,7 +46,7 @@ PACKAGES = {
     "integrations": (3737, 38),
     "runtime": (2369, 14),
     "optim": (457, 6),
-    "planner": (4978, 34),
+    "planner": (4964, 34),
     "probe": (778, 8),
     "rules": (1555, 9),
     "tiers": (1517, 7),

@@ -34,10 +34,11 @@ def copy_model(model: nn.Module, without: Collection[str] = ()) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_like(parameter, memo), requires_grad=parameter.requires_grad)
+        fake = _without_values(parameter, memo, keeps_small=False)
+        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         if buffer.layout is torch.strided:
-            memo[id(buffer)] = _buffer(buffer)
+            memo[id(buffer)] = _without_values(buffer, memo, keeps_small=True)
     for module in model.modules() if dist.is_initialized() else ():  # ranks are not copied
         memo |= {id(held): held for held in vars(module).values() if isinstance(held, (dist.ProcessGroup, DeviceMesh))}
     memo |= {id(module): None for name, module in model.named_modules() if name in without}
@@ -58,13 +59,17 @@ def copy_model(model: nn.Module, without: Collection[str] = ()) -> nn.Module:
     return other_model
 
 
-def _like(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Make a fake tensor like a parameter."""
-    if not is_divided(parameter):
-        return fake_tensor(parameter.shape, parameter.dtype)
-    spec = spec_of(parameter)
-    memo[id(spec.mesh)] = spec.mesh
-    return wrapped(fake_tensor(own_elements(parameter).shape, parameter.dtype), spec)
+def _without_values(tensor: Tensor, memo: dict[int, Any], *, keeps_small: bool) -> Tensor:
+    """Make a fake tensor like another one, or copy one to the cpu that is small."""
+    if is_divided(tensor):
+        spec = spec_of(tensor)
+        memo[id(spec.mesh)] = spec.mesh  # ranks are not copied
+        return wrapped(_without_values(own_elements(tensor), memo, keeps_small=keeps_small), spec)
+    if not keeps_small or tensor.nbytes > SMALL_BYTES:
+        return fake_tensor(tensor.shape, tensor.dtype)
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
@@ -118,13 +123,3 @@ def copy_optimizer(
     ]
     made.state = defaultdict(dict)
     return made
-
-
-def _buffer(buffer: Tensor) -> Tensor:
-    if is_divided(buffer):
-        return wrapped(_buffer(own_elements(buffer)), spec_of(buffer))
-    if buffer.nbytes > SMALL_BYTES:
-        return fake_tensor(buffer.shape, buffer.dtype)
-    if buffer.is_meta:
-        return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
-    return buffer.detach().to("cpu", copy=True)

@@ -1,8 +1,7 @@
 """What a simulation notes while the engine runs: the program, and how many bytes are where."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -99,17 +98,15 @@ class Recorder:
 
     # Streams
 
-    @contextmanager
-    def inside_a_job(self) -> Iterator[list[tuple[tuple[Collective, ...], Segment]]]:
-        """Collect what work does that is looked into: the block's list gets its collectives with its segment."""
-        outside, self._counted = self._counted, {}
-        issued, self._issued = self._issued, []
-        found: list[tuple[tuple[Collective, ...], Segment]] = []
+    def look_into(self, work: Work) -> tuple[tuple[Collective, ...], Segment]:
+        """Run the work of a job, and return the collectives that it issues and what it computes."""
+        outside = self._counted, self._issued
+        self._counted, self._issued = {}, []
         try:
-            yield found
-            found.append((tuple(self._issued), self._take_segment()))
+            work()
+            return tuple(self._issued), self._take_segment()
         finally:
-            self._counted, self._issued = outside, issued
+            self._counted, self._issued = outside
 
     def submit(self, job: ProgramJob) -> int:
         """Note a job; return its number."""

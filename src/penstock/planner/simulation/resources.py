@@ -119,15 +119,10 @@ class FakeArena(Arena):
         del ring
         self.capacity = capacity
         self.used = 0
-        self.pinned = pin and self.needs_pinning
+        self.pinned = pin and self.recorder.back_end == "accelerator"
         self._device = device
         self._allocation = fake_tensor(capacity, torch.uint8) if capacity else None
         self.recorder.add(Tier.CPU, capacity)
-
-    @property
-    def needs_pinning(self) -> bool:
-        """Whether the device that is meant copies from pinned memory alone by itself."""
-        return self.recorder.back_end == "accelerator"
 
     @staticmethod
     def available() -> HostMemory | None:
@@ -136,8 +131,8 @@ class FakeArena(Arena):
 
     @property
     def pageable(self) -> bool:
-        """Whether a device copies from it and it is not pinned."""
-        return self.needs_pinning and not self.pinned
+        """Whether the device that is meant copies from it and it is not pinned."""
+        return self.recorder.back_end == "accelerator" and not self.pinned
 
     def fault_in(self) -> None:
         """Touch nothing."""

@@ -65,9 +65,7 @@ class RecordedStreams(Streams):
             for event in parts:  # issued by the caller, who waits for what the host does first
                 if self.computes_on_host or self._recorder.jobs[event.number].stream not in ON_DEVICE:
                     self._recorder.wait(event.number, by_host=True)
-            with self._recorder.inside_a_job() as found:
-                work()
-            ((collectives, segment),) = found
+            collectives, segment = self._recorder.look_into(work)
             job = job._replace(collectives=collectives, segment=segment)
         return RecordedEvent(self._recorder.submit(job), self._recorder, (job.stream, job.folder))
 
