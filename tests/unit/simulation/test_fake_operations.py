@@ -253,3 +253,23 @@ def test_a_simulation_keeps_no_tensor_alive() -> None:
         assert told == ["gone"]
         assert mode.memory.live_bytes == 0
     assert mode.recipes
+
+
+def test_a_function_in_place_of_a_forward_calls_the_copy() -> None:
+    model = nn.Linear(4, 4)
+    method, seen = model.forward, []
+
+    def scaled(x: Tensor) -> Tensor:
+        return method(x) * 2
+
+    def around(x: Tensor) -> Tensor:
+        seen.append(model)
+        return scaled(x) if x.numel() else around(x)
+
+    model.forward = around
+    copied = copy_model(model)
+    with FakeOperations():
+        assert is_fake(copied(torch.ones(2, 4)))
+    assert seen == [copied]
+    assert model.forward is around
+    assert not is_fake(model(torch.ones(2, 4)))

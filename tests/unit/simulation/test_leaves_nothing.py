@@ -72,6 +72,7 @@ def of_the_process() -> dict[str, Any]:
         "device": str(torch.get_default_device()),
         "threads of torch": torch.get_num_threads(),
         "gradients": torch.is_grad_enabled(),
+        "collector": gc.isenabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "modes": torch._C._len_torch_dispatch_stack(),
         "modes of functions": torch._C._len_torch_function_stack(),

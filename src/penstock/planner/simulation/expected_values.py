@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.planner.simulation.fake_tensor import ByStorage, is_fake
-from penstock.planner.simulation.operation_cost import Shaped
+from penstock.planner.simulation.fake_tensor import ByStorage, Shaped, is_fake
 
 aten = torch.ops.aten
 
@@ -101,7 +100,7 @@ class ExpectedValues:
             return bool(round(known.value)) if args[0].dtype == torch.bool else round(known.value)
         if packet is aten.nonzero:
             (mask,) = args
-            count = self._count(func, mask)
+            count = self._ones(func, mask)
             if count == mask.numel():
                 return torch.nonzero(torch.ones(mask.shape, dtype=torch.bool))
             return self._make(Shaped((count, mask.dim()), (1, max(count, 1)), torch.int64))
@@ -118,20 +117,16 @@ class ExpectedValues:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
             else:
-                rows = Shaped((self._count(func, index),), (1,), torch.int64)
+                rows = Shaped((self._ones(func, index),), (1,), torch.int64)
                 found += (self._make(rows) for _ in range(index.dim()))
         return found
 
-    def _count(self, func: Any, mask: Tensor) -> int:
-        return round(self._ones(func, mask) * mask.numel())
-
-    def _ones(self, func: Any, mask: Tensor) -> float:
-        """Return the share of ones in a mask."""
+    def _ones(self, func: Any, mask: Tensor) -> int:
+        """Count the ones in a mask, on average."""
         if not is_fake(mask):
-            return int(torch.count_nonzero(mask)) / max(mask.numel(), 1)
+            return int(torch.count_nonzero(mask))
         known = self._known.get(mask)
-        if isinstance(known, Mean):
-            return known.value
-        if self._share is None:
+        share = known.value if isinstance(known, Mean) else self._share
+        if share is None:
             raise self._refusal(func, "counts what a mask chooses, and a simulation has no values")
-        return self._share
+        return round(share * mask.numel())

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
 from penstock.planner.simulation.engine_internals import Grid, divided_over, is_divided
-from penstock.planner.simulation.fake_tensor import contiguous_strides, is_fake, mark
-from penstock.planner.simulation.operation_cost import Shaped, tensors_in
+from penstock.planner.simulation.fake_tensor import Shaped, contiguous_strides, is_fake, mark
+from penstock.planner.simulation.operation_cost import tensors_in
 from penstock.planner.simulation.program import Collective
 
 #: The libraries of operators that collectives are in, and that of DTensor's own one.
@@ -85,8 +85,9 @@ def fake_collective(
     targets = [None for _ in parts] if into is None else list(tensors_in(into))
     made = []
     for part, target in zip(parts, targets, strict=True):
-        shape = _received(name, part, group.size(), named) if target is None else list(target.shape)
-        _tell(sink, _COLLECTIVES[name], max(part.nbytes, prod(shape) * part.itemsize), group)
+        received = _on_meta(func, part, named) if target is None else target
+        shape = list(received.shape)
+        _tell(sink, _COLLECTIVES[name], max(part.nbytes, received.nbytes), group)
         values = None if is_fake(part) else _as_if_alike(_COLLECTIVES[name], part, shape, group.size(), named)
         if target is None:
             empty = Shaped(tuple(shape), contiguous_strides(shape), part.dtype)
@@ -111,19 +112,13 @@ def _first(named: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((named[name] for name in names if name in named), None)
 
 
-def _received(name: str, sent: Tensor, ranks: int, named: Mapping[str, Any]) -> list[int]:
-    """Return the shape of what a rank gets."""
-    shape = list(sent.shape)
-    if name == "shard_dim_alltoall":  # what was divided along one dimension is then divided along another
-        shape[named["gather_dim"]] *= ranks
-        shape[named["shard_dim"]] //= ranks
-    elif _COLLECTIVES[name] == "all_to_all":
-        shape[0] = sum(named["output_split_sizes"] or shape[:1])
-    elif _COLLECTIVES[name] == "all_gather":
-        shape[0] *= ranks
-    elif _COLLECTIVES[name] == "reduce_scatter":
-        shape[0] //= ranks
-    return shape
+def _on_meta(func: Any, sent: Tensor, named: Mapping[str, Any]) -> Tensor:
+    """Ask torch for the shape of what a rank gets of one tensor."""
+    given = {key: value for key, value in named.items() if key not in _SENT}
+    name = next(key for key in named if key in _SENT)
+    empty = torch.empty_like(sent, device="meta")
+    (found,) = tensors_in(func(**given, **{name: [empty] if name == "inputs" else empty}))
+    return found
 
 
 def _as_if_alike(

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from penstock.errors import ConfigError, one_line
 from penstock.planner.simulation.expected_values import ExpectedValues
 from penstock.planner.simulation.fake_collectives import NAMESPACES, fake_collective
-from penstock.planner.simulation.fake_tensor import Memory, fake_tensor, is_fake, mark, rounded, space
+from penstock.planner.simulation.fake_tensor import Memory, Shaped, is_fake, mark, rounded, space
 from penstock.planner.simulation.operation_cost import (
     FREE,
     LIKE,
@@ -29,7 +28,6 @@ from penstock.planner.simulation.operation_cost import (
     Oracle,
     Outcome,
     Recipe,
-    Shaped,
     cost,
     name_of,
     tensors_in,
@@ -98,12 +96,13 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         memory: bytes of tensors that were made inside and are still there.
-        recipes: for each kind of operation one example.
+        recipes: for each kind of operation that the oracle was asked for one example.
 
     Raises:
         ConfigError: inside, where an operation needs values that there are none of, or torch knows no shapes for one.
 
     Example:
+        >>> from penstock.planner.simulation.fake_tensor import fake_tensor
         >>> from penstock.planner.simulation.model_copy import copy_model
         >>> model = copy_model(torch.nn.Linear(1 << 20, 1 << 20, device="meta"))
         >>> with FakeOperations() as simulated:
@@ -127,14 +126,13 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = Memory() if memory is None else memory
-        self.recipes: dict[Op, Recipe] = {}
         self._sink = sink
         self._module = module
         self._runs = runs
         self._expected = ExpectedValues(self.make, self.refusal, share)
         self._oracle = oracle or Oracle()
+        self.recipes = self._oracle.recipes
         self._kinds: dict[Any, _Kind] = {}
-        self._outcomes: dict[Any, Outcome] = {}
         self._collectives = collectives
         self._around = ExitStack()
 
@@ -185,9 +183,7 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if empty is None:
             return func(*args, **kwargs)  # of tensors on the meta device
         key = tuple(signature)
-        outcome = self._outcomes.get(key)
-        if outcome is None:
-            outcome = self._outcomes[key] = self._ask(key, func, args, kwargs, real=self._runs or not empty)
+        outcome = self._oracle.outcomes.get(key) or self._ask(key, func, args, kwargs, real=self._runs or not empty)
         if self._runs or (outcome.nbytes <= SMALL_BYTES and (not empty or kind.way is _Way.LIKE)):
             return self._run(kind, outcome, func, args, kwargs)
         if outcome.op is None:
@@ -208,11 +204,8 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.memory.follow(made)
             return made
         nbytes = rounded(shaped.nbytes)
-        if not nbytes:
-            return fake_tensor(shaped.shape, shaped.dtype, shaped.strides)
-        tensor = fake_tensor(shaped.shape, shaped.dtype, shaped.strides, freed=partial(self.memory.remove, nbytes))
         self.memory.add(nbytes)
-        return tensor
+        return shaped.fake(partial(self.memory.remove, nbytes))
 
     def refusal(self, func: Any, why: str) -> ConfigError:
         """Return the error of an operation that cannot be simulated."""
@@ -229,16 +222,12 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _ask(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, real: bool) -> Outcome:
-        outcome = self._oracle.outcomes.get(key)
-        if outcome is None:
-            try:
-                outcome = self._oracle.outcomes[key] = self._oracle.ask(func, args, kwargs)
-            except NoShapesError as error:
-                if not real:
-                    raise self.refusal(func, f"has no rule for shapes in torch ({one_line(str(error))})") from error
-                return Outcome(None, 0, None, Recipe(func, (), {}))
-        if outcome.op is not None:
-            self.recipes.setdefault(outcome.op, outcome.recipe)
+        try:
+            outcome = self._oracle.outcomes[key] = self._oracle.ask(func, args, kwargs)
+        except NoShapesError as error:
+            if not real:
+                raise self.refusal(func, f"has no rule for shapes in torch ({one_line(str(error))})") from error
+            return Outcome(None, 0, None, Recipe(func, (), {}))
         return outcome
 
     def _note(self, kind: _Kind, op: Op) -> None:
@@ -266,17 +255,17 @@ class FakeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written += tensors_in(kwargs.get(which) if isinstance(which, str) else args[which : which + 1])
         for tensor in written:
             mark(tensor)
-        if isinstance(outcome.results, Shaped):
-            out = self.make(outcome.results)
-        else:
-            given = list(tensors_in((args, kwargs)))
-            out = tree_map(lambda part: self._result(part, given), outcome.results)
+        given = [] if isinstance(outcome.results, Shaped) else list(tensors_in((args, kwargs)))
+        out = self._result(outcome.results, given)
         self._expected.follow(kind.name, args, out, written)
         return out
 
     def _result(self, part: Any, given: Sequence[Tensor]) -> Any:
+        """Make what is returned: a fake tensor, one of those that were given, or several."""
         if isinstance(part, Shaped):
             return self.make(part)
+        if isinstance(part, list | tuple):
+            return type(part)(self._result(each, given) for each in part)
         return given[part.number] if isinstance(part, Argument) else part
 
 

@@ -12,7 +12,8 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Generic, TypeVar
 
 import torch
@@ -155,7 +156,7 @@ class Memory:
 
     def remove(self, nbytes: int) -> None:
         """Count memory that somebody gives back."""
-        self.live_bytes -= nbytes
+        self.add(-nbytes)
 
     def follow(self, tensor: Tensor) -> None:
         """Count an ordinary tensor's storage for as long as it lives; one that is counted already only once.
@@ -182,11 +183,45 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements of a storage lie between a tensor's first and last one, both counted."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+@dataclass(frozen=True)
+class Shaped:
+    """A tensor without values: what results are made from, and examples of arguments.
+
+    Attributes:
+        shape: its shape.
+        strides: its strides, in elements.
+        dtype: its dtype.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def extent(self) -> int:
+        """Elements of a storage between its first and its last one, both counted."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes from its first element to its last one."""
+        return self.extent * self.dtype.itemsize
+
+    def fake(self, freed: Callable[[], None] | None = None) -> Tensor:
+        """Make a fake tensor; an ordinary one where it has no elements. `freed` is called when its memory goes back."""
+        shape, strides, dtype = self.shape, self.strides, self.dtype
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            if self.extent == 0:
+                return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+            flat = torch.frombuffer(space().take(self.nbytes, freed), dtype=dtype, count=self.extent)
+            if len(shape) == 1 and strides[0] == 1:
+                return flat
+            # Torch must not take it for a view of the flat one: operations in place on it would be recorded as of a
+            # view.
+            with torch._C._ExcludeDispatchKeyGuard(_NOTES_VIEWS):
+                return flat.as_strided(shape, strides)
 
 
 def fake_tensor(
@@ -215,17 +250,7 @@ def fake_tensor(
         True
     """
     shape = (numel_or_shape,) if isinstance(numel_or_shape, int) else tuple(numel_or_shape)
-    strides = contiguous_strides(shape) if strides is None else tuple(strides)
-    count = extent(shape, strides)
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        if count == 0:
-            return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-        flat = torch.frombuffer(space().take(count * dtype.itemsize, freed), dtype=dtype, count=count)
-        if len(shape) == 1 and strides[0] == 1:
-            return flat
-        # Torch must not take it for a view of the flat one: operations in place on it would be recorded as of a view.
-        with torch._C._ExcludeDispatchKeyGuard(_NOTES_VIEWS):
-            return flat.as_strided(shape, strides)
+    return Shaped(shape, contiguous_strides(shape) if strides is None else tuple(strides), dtype).fake(freed)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -10,16 +10,14 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError, one_line
 from penstock.planner.simulation.engine_internals import is_divided, own_elements, spec_of, wrapped
 from penstock.planner.simulation.fake_operations import SMALL_BYTES
 from penstock.planner.simulation.fake_tensor import fake_tensor
-
-_EMPTY = object()  # what is in a cell that has nothing yet
 
 
 def copy_model(model: nn.Module, without: Collection[str] = ()) -> nn.Module:
@@ -36,12 +34,13 @@ def copy_model(model: nn.Module, without: Collection[str] = ()) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_like(parameter, memo), requires_grad=parameter.requires_grad)
+        fake = _without_values(parameter, memo, keeps_small=False)
+        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         if buffer.layout is torch.strided:
-            memo[id(buffer)] = _buffer(buffer)
-    for module in model.modules():  # ranks are not copied
-        memo |= {id(held): held for held in vars(module).values() if isinstance(held, (ProcessGroup, DeviceMesh))}
+            memo[id(buffer)] = _without_values(buffer, memo, keeps_small=True)
+    for module in model.modules() if dist.is_initialized() else ():  # ranks are not copied
+        memo |= {id(held): held for held in vars(module).values() if isinstance(held, (dist.ProcessGroup, DeviceMesh))}
     memo |= {id(module): None for name, module in model.named_modules() if name in without}
     try:
         other_model = copy.deepcopy(model, memo)
@@ -60,50 +59,47 @@ def copy_model(model: nn.Module, without: Collection[str] = ()) -> nn.Module:
     return other_model
 
 
-def _like(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Make a fake tensor like a parameter."""
-    if not is_divided(parameter):
-        return fake_tensor(parameter.shape, parameter.dtype)
-    spec = spec_of(parameter)
-    memo[id(spec.mesh)] = spec.mesh
-    return wrapped(fake_tensor(own_elements(parameter).shape, parameter.dtype), spec)
+def _without_values(tensor: Tensor, memo: dict[int, Any], *, keeps_small: bool) -> Tensor:
+    """Make a fake tensor like another one, or copy one to the cpu that is small."""
+    if is_divided(tensor):
+        spec = spec_of(tensor)
+        memo[id(spec.mesh)] = spec.mesh  # ranks are not copied
+        return wrapped(_without_values(own_elements(tensor), memo, keeps_small=keeps_small), spec)
+    if not keeps_small or tensor.nbytes > SMALL_BYTES:
+        return fake_tensor(tensor.shape, tensor.dtype)
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return tensor.detach().to("cpu", copy=True)
 
 
-def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """Make a function once more that somebody has put in place of a module's forward: around the copy's own.
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """Put the copy's modules in place of the model's: for a module, its method, or a function that closes over them.
 
-    A function is not copied, and what it closes over would be the modules that were.
+    A function is not copied, and one in place of a module's forward would call the modules that were.
     """
-    if id(function) in memo:
-        known: FunctionType = memo[id(function)]
-        return known
-    memo[id(function)] = function  # one that closes over itself
-    contents = [_contents(cell) for cell in function.__closure__ or ()]
-    of_copy = [_of_copy(value, memo) for value in contents]
-    if all(old is new for old, new in zip(contents, of_copy, strict=True)):
-        return function
-    closure = tuple(CellType() if new is _EMPTY else CellType(new) for new in of_copy)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    memo[id(function)] = made
-    return made
+    if isinstance(value, MethodType):
+        owner = memo.get(id(value.__self__))
+        return value if owner is None else MethodType(value.__func__, owner)
+    if isinstance(value, nn.Module) or id(value) in memo or not isinstance(value, FunctionType):
+        return memo.get(id(value), value)
+    memo[id(value)] = value  # one that closes over itself
+    closure = tuple(_cell(cell, memo) for cell in value.__closure__ or ())
+    if any(new is not old for new, old in zip(closure, value.__closure__ or (), strict=True)):
+        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
+        made.__kwdefaults__ = value.__kwdefaults__
+        made.__dict__.update(value.__dict__)
+        memo[id(value)] = made
+    return memo[id(value)]
 
 
-def _of_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return the copy's module, method or function in place of one of the model that was copied."""
-    if isinstance(value, MethodType) and id(value.__self__) in memo:
-        return MethodType(value.__func__, memo[id(value.__self__)])
-    if isinstance(value, FunctionType):
-        return _rebound(value, memo)
-    return memo.get(id(value), value) if isinstance(value, nn.Module) else value
-
-
-def _contents(cell: CellType) -> Any:
+def _cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    """Return a cell of the copy's contents, or the same one if these do not differ."""
     try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
+        contents = cell.cell_contents
+    except ValueError:  # it has none yet
+        return cell
+    of_copy = _rebound(contents, memo)
+    return cell if of_copy is contents else CellType(of_copy)
 
 
 def copy_optimizer(
@@ -127,13 +123,3 @@ def copy_optimizer(
     ]
     made.state = defaultdict(dict)
     return made
-
-
-def _buffer(buffer: Tensor) -> Tensor:
-    if is_divided(buffer):
-        return wrapped(_buffer(own_elements(buffer)), spec_of(buffer))
-    if buffer.nbytes > SMALL_BYTES:
-        return fake_tensor(buffer.shape, buffer.dtype)
-    if buffer.is_meta:
-        return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
-    return buffer.detach().to("cpu", copy=True)

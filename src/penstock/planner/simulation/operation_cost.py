@@ -8,7 +8,6 @@ picked from a table counts as much as is picked.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from penstock.planner.simulation.fake_tensor import extent
+from penstock.planner.simulation.fake_tensor import Shaped
 from penstock.planner.simulation.program import Op
 
 aten = torch.ops.aten
@@ -53,37 +52,6 @@ def name_of(func: Any) -> str:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in an operation's arguments or results, in order."""
     return (part for part in tree_iter(value) if isinstance(part, Tensor))
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """A tensor without values: what results are made from, and examples of arguments.
-
-    Attributes:
-        shape: its shape.
-        strides: its strides, in elements.
-        dtype: its dtype.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Shaped":
-        """Return a tensor's.
-
-        Raises:
-            NoShapesError: it is not one of rows and columns in memory.
-        """
-        if tensor.layout is not torch.strided:
-            raise NoShapesError(f"a tensor of layout {tensor.layout} does not lie in memory by strides")
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes from its first element to its last one."""
-        return extent(self.shape, self.strides) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +100,14 @@ class Oracle:
 
     Attributes:
         outcomes: what was told, by whatever they depend on.
+        recipes: for each kind of operation one example.
     """
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.outcomes: dict[Any, Outcome] = {}
+        self.recipes: dict[Op, Recipe] = {}
         self._mode = FakeTensorMode(allow_fallback_kernels=False)
 
     def ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
@@ -171,12 +141,21 @@ class Oracle:
         given = {id(tensor): Argument(number) for number, tensor in enumerate(tensors_in((fake_args, fake_kwargs)))}
         results = without_values(tree_map(lambda part: given.get(id(part), part), out))
         nbytes = sum(part.nbytes for part in tree_iter(results) if isinstance(part, Shaped))
-        return Outcome(results, nbytes, cost(func, fake_args, fake_kwargs, out), recipe)
+        op = cost(func, fake_args, fake_kwargs, out)
+        self.recipes.setdefault(op, recipe)
+        return Outcome(results, nbytes, op, recipe)
 
 
 def without_values(value: Any) -> Any:
     """Put a `Shaped` in place of each tensor, in lists, tuples and mappings."""
-    return tree_map(lambda part: Shaped.of(part) if isinstance(part, Tensor) else part, value)
+    return tree_map(lambda part: _shaped(part) if isinstance(part, Tensor) else part, value)
+
+
+def _shaped(tensor: Tensor) -> Shaped:
+    """Take the values away from a tensor."""
+    if tensor.layout is not torch.strided:
+        raise NoShapesError(f"a tensor of layout {tensor.layout} does not lie in memory by strides")
+    return Shaped(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _as_fake(part: Any) -> Any:

@@ -13,7 +13,8 @@ from torch.testing import make_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.benchmark import Timer
 
-from penstock.planner.simulation.operation_cost import Recipe, Shaped, tensors_in
+from penstock.planner.simulation.fake_tensor import Shaped
+from penstock.planner.simulation.operation_cost import Recipe, tensors_in
 from penstock.planner.simulation.program import Op
 
 _LEAST_SECONDS = 3e-3  # of all timings of an operation: a clock and a queue are not to be what is timed

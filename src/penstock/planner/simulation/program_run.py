@@ -274,11 +274,7 @@ class Run:
         """Run a job on the thread of its stream, which has slept unless it comes from the job before."""
         slept = last.free.happened
         yield last.free
-        for other in after:
-            slept = slept or not other.over.happened
-            yield other.over
-        if slept:
-            yield self._wakes
+        yield from self._woken([other.over for other in after], slept=slept)
         if state.free is state.over:
             yield from self._work(job, state)
         else:
@@ -286,17 +282,20 @@ class Run:
             self._go_on(self._work(job, state))
             self._set(state.free)
 
+    def _woken(self, events: Iterable[Event], *, slept: bool) -> Process:
+        """Wait for events in turn, and wake up if the thread has slept meanwhile."""
+        for event in events:
+            slept = slept or not event.happened
+            yield event
+        if slept:
+            yield self._wakes
+
     def _by_device(
         self, job: ProgramJob, state: _State, after: Iterable[_State], last: _State, through: Event
     ) -> Process:
         """Enqueue a job, by a thread where it follows the host; then run it on its stream of the device."""
-        slept = False
         yield last.queued
-        for other in after:
-            slept = slept or not other.queued.happened
-            yield other.queued
-        if slept:
-            yield self._wakes
+        yield from self._woken([other.queued for other in after], slept=False)
         self._set(state.queued)
         for before in (last, *after):
             yield before.over

@@ -75,9 +75,7 @@ class SimulatedRanks(Collectives):
         """Note a meeting."""
         self._meet("all_reduce", tensor.nbytes)
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Note a meeting."""
-        self.all_reduce(tensor)
+    all_reduce_max = all_reduce
 
     def broadcast(self, tensor: Tensor) -> None:
         """Note a meeting."""
@@ -110,6 +108,5 @@ class SimulatedRanks(Collectives):
     def _along(self, dimension: str, name: str, nbytes: int) -> Collective:
         """Make a collective of the ranks along a dimension of the mesh."""
         grid = self.grid
-        counts = {"shard": grid.shards, "inside": grid.inside, "across": grid.across}
-        ranks = (counts | {"replicate": grid.replicas, "tp": grid.tp})[dimension]
-        return Collective(name, nbytes, ranks, dimension, self.grid.stride(dimension))
+        counts = {"shard": grid.shards, "inside": grid.inside, "across": grid.across, "replicate": grid.replicas}
+        return Collective(name, nbytes, counts.get(dimension, grid.tp), dimension, grid.stride(dimension))

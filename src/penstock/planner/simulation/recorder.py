@@ -1,11 +1,12 @@
 """What a simulation notes while the engine runs: the program, and how many bytes are where."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NoReturn
 
 from penstock.config import Tier
+from penstock.planner.simulation.engine_internals import ON_DEVICE, Event, Work
 from penstock.planner.simulation.fake_tensor import Memory
 from penstock.planner.simulation.program import (
     OF_MODEL,
@@ -21,18 +22,8 @@ from penstock.planner.simulation.program import (
 from penstock.trace import NO_LABEL, Label
 
 
-class Change(NamedTuple):
-    """How bytes of a tier change from one item to the next: in the end, and at most on the way."""
-
-    net: int
-    most: int
-
-
-NO_CHANGE = Change(0, 0)
-
-
 class Recorder:
-    """Writes a program down.
+    """Writes a program down. As the observer of streams it notes what compute turns to.
 
     Arguments:
         back_end: who would run what is submitted.
@@ -41,7 +32,15 @@ class Recorder:
         jobs: what was submitted so far.
         step: the number of the step that is under way.
         order: which jobs of the device must be over.
+        items: what the program does so far.
+        phases: each forward, backward and step, and the number of its first item.
+        steps: the number of the first item of each step, and of the one that comes next.
+        memory: bytes that were taken, or given back, since the program began: the number of the item that comes next,
+            the tier, and how many.
+        rests: bytes of each tier that were there before.
     """
+
+    is_traced = True
 
     def __init__(self, back_end: BackEnd) -> None:
         self.back_end = back_end
@@ -52,15 +51,13 @@ class Recorder:
         self._segments: dict[Segment, int] = {}
         self._meetings: list[Collective] = []
         self.items: list[Item] = []
-        self._steps = [0]
+        self.steps = [0]
         self._counted: dict[int, int] = {}  # operations since the last event, by their number
         self._issued: list[Collective] = []  # inside of a job
         self._label = NO_LABEL
         self.phases: list[tuple[str, int]] = []
-        self.changes: dict[int, dict[Tier, Change]] = {}  # by the number of the item that comes next
-        self._there: Counter[Tier] = Counter()
-        self._peak: Counter[Tier] = Counter()
-        self._rests: Counter[Tier] = Counter()
+        self.memory: list[tuple[int, Tier, int]] = []
+        self.rests: Counter[Tier] = Counter()
 
     # Compute
 
@@ -72,6 +69,13 @@ class Recorder:
     def touch(self, name: str, nbytes: int) -> None:
         """Note a pass over memory that is no operation of torch's."""
         self.op(Op(name, 0, nbytes, "float32"))
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> NoReturn:
+        """Refuse; `RecordedStreams.submit` notes jobs."""
+        raise AssertionError("jobs are noted where they are submitted")
+
+    def step_made(self, *told: Any) -> None:
+        """Note nothing: `end_step` counts steps."""
 
     def where(self) -> str:
         """Name the unit whose forward or backward is under way; empty where it is none."""
@@ -94,17 +98,15 @@ class Recorder:
 
     # Streams
 
-    @contextmanager
-    def inside_a_job(self) -> Iterator[list[tuple[tuple[Collective, ...], Segment]]]:
-        """Collect what work does that is looked into: the block's list gets its collectives with its segment."""
-        outside, self._counted = self._counted, {}
-        issued, self._issued = self._issued, []
-        found: list[tuple[tuple[Collective, ...], Segment]] = []
+    def look_into(self, work: Work) -> tuple[tuple[Collective, ...], Segment]:
+        """Run the work of a job, and return the collectives that it issues and what it computes."""
+        outside = self._counted, self._issued
+        self._counted, self._issued = {}, []
         try:
-            yield found
-            found.append((tuple(self._issued), self._take_segment()))
+            work()
+            return tuple(self._issued), self._take_segment()
         finally:
-            self._counted, self._issued = outside, issued
+            self._counted, self._issued = outside
 
     def submit(self, job: ProgramJob) -> int:
         """Note a job; return its number."""
@@ -117,6 +119,9 @@ class Recorder:
         """Note that compute, or the host, goes on after a job."""
         self._end_segment()
         self.items.append(Item(WorkKind.HOST_WAIT if by_host else WorkKind.WAIT, job, self._label))
+        stream = self.jobs[job].stream
+        if stream in ON_DEVICE:
+            (self.order.await_by_host if by_host else self.order.await_by_compute)(stream, job)
 
     def synchronize(self) -> None:
         """Note that the host waits for all that compute was given."""
@@ -146,21 +151,13 @@ class Recorder:
 
     def add(self, tier: Tier, nbytes: int) -> None:
         """Note that bytes of a tier are taken, or with a negative number given back."""
-        changes = self.changes.setdefault(len(self.items), {})
-        net, most = changes.get(tier, NO_CHANGE)
-        changes[tier] = Change(net + nbytes, max(most, net + nbytes))
-        self._there[tier] += nbytes
-        self._peak[tier] = max(self._peak[tier], self._there[tier])
+        self.memory.append((len(self.items), tier, nbytes))
 
-    def bytes_on(self, tier: Tier) -> int:
-        """Say how many bytes are taken now."""
-        return self._there[tier]
-
-    def forget_peak(self) -> None:
-        """Measure the most bytes from here on."""
-        self.changes.clear()
-        self._peak = Counter(self._there)
-        self._rests = Counter(self._there)
+    def _peak_bytes(self) -> dict[str, int]:
+        """Return the most bytes of each tier that were there at once."""
+        changes = {tier: [nbytes for _, of, nbytes in self.memory if of is tier] for tier in Tier}
+        peak = {str(tier): max(accumulate(of_tier, initial=self.rests[tier])) for tier, of_tier in changes.items()}
+        return {tier: nbytes for tier, nbytes in peak.items() if nbytes}
 
     # The end
 
@@ -178,15 +175,18 @@ class Recorder:
         """Note that a step is over."""
         self.turn_to(NO_LABEL)
         self._end_segment()
-        self._steps.append(len(self.items))
+        self.steps.append(len(self.items))
         self.step += 1
 
     def begin(self) -> None:
-        """Begin the program here: what was noted of the start is no part of it."""
+        """Begin the program here: of the start only the bytes that are there count."""
         self._end_segment()
+        for _, tier, nbytes in self.memory:
+            self.rests[tier] += nbytes
+        self.memory.clear()
         self.items.clear()
         self.phases.clear()
-        self._steps = [0]
+        self.steps = [0]
 
     def operations(self, segment: int) -> dict[Op, int]:
         """Return the operations of a segment, and how often each is there."""
@@ -198,34 +198,6 @@ class Recorder:
         counted = tuple((self._ops.setdefault(op, len(self._ops)), count) for op, count in operations.items())
         return self._segments.setdefault(counted, len(self._segments))
 
-    def become(
-        self,
-        items: Sequence[Item],
-        jobs: Sequence[ProgramJob],
-        positions: Sequence[int],
-        changes: Iterable[Mapping[Tier, Change]],
-        rests: Mapping[Tier, int],
-    ) -> None:
-        """Take another program in place of the one that was noted.
-
-        Arguments:
-            items: what it does.
-            jobs: what it submits.
-            positions: the number that each item had, and their end, among these.
-            changes: of bytes, in order.
-            rests: bytes that are there beside those that were noted before it began.
-        """
-        self.items, self.jobs = list(items), list(jobs)
-        self.phases = [(name, positions[first]) for name, first in self.phases]
-        self._steps = [positions[first] for first in self._steps]
-        self._there = self._rests + Counter(rests)
-        self._peak = Counter(self._there)
-        for by_tier in changes:
-            for tier, (net, most) in by_tier.items():
-                if net or most:
-                    self._peak[tier] = max(self._peak[tier], self._there[tier] + most)
-                    self._there[tier] += net
-
     def program(self, *, rule: str, world_size: int, tokens: int, hosts: int = 0) -> Program:
         """Give all that was noted."""
         return Program(
@@ -235,8 +207,8 @@ class Recorder:
             jobs=tuple(self.jobs),
             meetings=tuple(self._meetings),
             items=tuple(self.items),
-            steps=tuple(self._steps),
-            peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()},
+            steps=tuple(self.steps),
+            peak_bytes=self._peak_bytes(),
             rule=rule,
             world_size=world_size,
             hosts=hosts,
@@ -287,7 +259,3 @@ class RecordedMemory(Memory):
     def add(self, nbytes: int) -> None:
         """Count memory that somebody takes."""
         self._recorder.add(Tier.DEVICE, nbytes)
-
-    def remove(self, nbytes: int) -> None:
-        """Count memory that somebody gives back."""
-        self._recorder.add(Tier.DEVICE, -nbytes)

@@ -3,18 +3,18 @@
 1. Plan the units of the whole model. Blocks that follow each other are a `Run` where they are equal, and their state is
    on the same tiers; a run needs a few blocks, the others are left out (`shortened`).
 2. In each pass over a run, what happens for one block in its middle happens for the next one too, but for the names of
-   units and for the jobs that are referred to: `repeated` inserts it for each block that was left out.
+   units and for the jobs that are referred to: `Repetition` inserts it for each block that was left out.
 
 Where neighbours in the middle of a run differ, the whole model is simulated. One thing is not exact: what a model
 computes of the outputs of all its blocks at once is counted for those that are simulated.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from itertools import chain, groupby, pairwise, zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -32,8 +32,10 @@ from penstock.planner.simulation.engine_internals import (
 )
 from penstock.planner.simulation.fake_tensor import rounded
 from penstock.planner.simulation.program import Item, ProgramJob, WorkKind
-from penstock.planner.simulation.recorder import Change, Recorder
-from penstock.trace import Label
+from penstock.planner.simulation.recorder import Recorder
+from penstock.trace import NO_LABEL, Label
+
+_T = TypeVar("_T")
 
 #: The norm of a gradient, as native arithmetic is noted.
 NORM = "penstock.norm"
@@ -200,20 +202,16 @@ def runs_of(blocks: Sequence[Sequence[str]], blueprint: Blueprint) -> list[Run]:
     ahead_bytes = blueprint.request.options.prefetch_bytes
     found: list[Run] = []
     for names in blocks:
-        units = [_units(name, plans) for name in names]
-        groups: list[list[int]] = []
-        for number, of_block in enumerate(units):
-            alike = bool(groups) and _tiers(of_block) == _tiers(units[groups[-1][-1]])
-            groups[-1].append(number) if alike and of_block else groups.append([number])
-        for group in groups:
-            nbytes = sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in units[group[0]].values())
-            if not nbytes:
-                continue
-            in_files = any(each.tier is Tier.NVME for plan in units[group[0]].values() for each in plan.all_segments())
-            last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files else 0) // nbytes)
+        units = {name: _units(name, plans) for name in names}
+        for _, alike in groupby(names, lambda name, units=units: _tiers(units[name])):  # type: ignore[misc]
+            group = list(alike)
+            of_block = units[group[0]].values()
+            nbytes = sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in of_block)
+            in_files = any(segment.tier is Tier.NVME for plan in of_block for segment in plan.all_segments())
+            last = max(LEAST_EDGE, 1 + max(ahead_bytes, RING_BYTES if in_files else 0) // max(nbytes, 1))
             kept = 2 * last + 2
-            if len(group) > kept:
-                found.append(Run([names[number] for number in group], kept, last))
+            if nbytes and len(group) > kept:
+                found.append(Run(group, kept, last))
     return [run for run in found if not any(_is_of(run.names[0], other.names) for other in found if other is not run)]
 
 
@@ -254,20 +252,12 @@ def shortened(placement: Placement, whole: Whole) -> Placement:
     """Return the placement of the shortened model in which each unit's state is where it is in the whole one."""
     removed = {plan.spec.name for plan in whole.removed_units()}
     kept = [plan for plan in whole.blueprint.units if plan.spec.name not in removed]
-    storages = whole.blueprint.storages
-    bytes_of: dict[str, Callable[[UnitPlan], float]] = {
-        PARAM: lambda plan: plan.spec.dtype.itemsize,
-        GRAD: lambda plan: storages.grad_dtype.itemsize,
-        MASTER: lambda plan: storages.optimizer_bytes(plan.spec),
-    }
     homes: dict[str, dict[TierName, float]] = {}
-    for storage, nbytes in bytes_of.items():
+    for storage in (PARAM, GRAD, MASTER):
         there: Counter[TierName] = Counter()
-        for plan in kept:
-            for segment in plan.segments.get(storage, ()):
-                there[segment.tier.value] += segment.numel * nbytes(plan)  # type: ignore[assignment]
-        total = sum(there.values())
-        homes[storage] = {tier: found / total for tier, found in there.items()}
+        for segment in (segment for plan in kept for segment in plan.segments.get(storage, ())):
+            there[segment.tier.value] += sum(cell.nbytes for cell in segment.cells)
+        homes[storage] = {tier: nbytes / there.total() for tier, nbytes in there.items() if nbytes}
     return replace(
         placement,
         params=homes[PARAM],
@@ -302,24 +292,26 @@ class _Chunk(NamedTuple):
     block: int
 
 
+#: The numbers of items that stay together: one of them, or those of the update of a range of tiles.
+_Turn = Sequence[int]
+
+
 class _Sweep(NamedTuple):
-    """A pass over a run: the blocks in the order in which they are met, and the items of each."""
+    """A pass over a run: the turns of each block, in the order in which the blocks are met."""
 
     run: int
-    blocks: Sequence[int]
-    items: Mapping[int, Sequence[int]]
+    turns: Mapping[int, Sequence[_Turn]]
 
-
-class _Turn(NamedTuple):
-    """The update of a range of tiles: what it is of, whether a thread of the host computes it, and its items."""
-
-    label: Label
-    on_host: bool
-    items: Sequence[int]
+    @property
+    def ascends(self) -> bool:
+        """True if the first block is the first one that is met."""
+        return next(iter(self.turns)) == 0
 
 
 class Repetition:
     """Makes the program of a whole model from that of a shortened one.
+
+    Each phase is cut into tracks of one lane of turns, or of two that alternate; each lane is searched for passes.
 
     Arguments:
         recorder: what was recorded of the shortened model.
@@ -329,26 +321,22 @@ class Repetition:
     def __init__(self, recorder: Recorder, whole: Whole) -> None:
         self._recorder, self._whole = recorder, whole
         self._runs = whole.runs
-        self._items, self._jobs, self._phases, self._memory = (
-            recorder.items,
-            recorder.jobs,
-            recorder.phases,
-            recorder.changes,
-        )
+        self._items, self._jobs = recorder.items, recorder.jobs
+        self._memory: defaultdict[int, list[tuple[Tier, int]]] = defaultdict(list)  # by the item that comes next
+        for index, tier, nbytes in recorder.memory:
+            self._memory[index].append((tier, nbytes))
         self._places: dict[str, tuple[int, int, str] | None] = {}
+        self._tracks: list[tuple[int, Sequence[Sequence[_Turn]]]] = []  # with the number of the first item
         self._sweeps: list[_Sweep] = []
         self._chunks: list[_Chunk | None] = [None] * len(self._items)
-        self._turns: dict[int, list[_Turn]] = {}  # by the number of the phase
         self._where: dict[int, tuple[_Chunk, int]] = {}  # of jobs: their chunk, and which one they are there
         self._find_sweeps()
-        self._number_jobs()
         self._repeated = [self._steady(number) for number in range(len(self._sweeps))]
-        self.new_items: list[Item] = []
-        self.new_jobs: list[ProgramJob] = []
-        self.positions: list[int] = []  # of the items that there were, among the new ones
-        self.changes: list[Mapping[Tier, Change]] = []
-        self._outside: dict[int, int] = {}
-        self._inside: dict[tuple[int, int, int], int] = {}  # by sweep, number of the block among all, and number there
+        self._new_items: list[Item] = []
+        self._new_jobs: list[ProgramJob] = []
+        self._new_memory: list[tuple[int, Tier, int]] = []
+        # New numbers of jobs: by sweep, number of the block among all, and number there; else by -1, 0 and the old one.
+        self._renamed: dict[tuple[int, int, int], int] = {}
 
     # Passes over runs
 
@@ -369,34 +357,25 @@ class Repetition:
         return item.label.unit if item.kind is WorkKind.COMPUTE else ""
 
     def _find_sweeps(self) -> None:
-        ends = [first for _, first in self._phases[1:]] + [len(self._items)]
-        for number, ((phase, start), stop) in enumerate(zip(self._phases, ends, strict=True)):
-            if phase == "step":
-                self._turns[number] = self._find_turns(start, stop)
-            turns = self._turns.get(number, [])
-            first, last = (turns[0].items[0], turns[-1].items[-1] + 1) if turns else (stop, stop)
-            for part in (range(start, first), range(last, stop)):  # before turns are taken, and afterwards
-                for run, found in self._met(part, phase).items():
-                    for sweep in self._cut(run, found, part.stop, phase):
-                        self._add(sweep)
-            for on_host in (True, False):
-                self._add_turns([turn for turn in turns if turn.on_host is on_host])
+        phases = self._recorder.phases
+        ends = [first for _, first in phases[1:]] + [len(self._items)]
+        for (phase, start), stop in zip(phases, ends, strict=True):
+            turns = self._updates(start, stop) if phase == "step" else []
+            first, last = (turns[0][0], turns[-1][-1] + 1) if turns else (stop, stop)
+            lanes = [[turn for turn in turns if self._on_host(turn) is on_host] for on_host in (True, False)]
+            if turns != list(_alternating(lanes)):
+                raise UnlikeError
+            for begin, track in (
+                (start, [[(index,) for index in range(start, first)]]),
+                (first, lanes),
+                (last, [[(index,) for index in range(last, stop)]]),
+            ):
+                self._tracks.append((begin, track))
+                for lane in track:
+                    self._cut(lane, phase)
         self._check_outside()
 
-    def _met(self, indices: range, phase: str) -> dict[int, list[tuple[int, int]]]:
-        """List items that are of a block, by run: their number and the block.
-
-        Forward and backward are told apart by what is computed: what comes ahead belongs to where it is met.
-        """
-        met: dict[int, list[tuple[int, int]]] = {}
-        for index in indices:
-            item = self._items[index]
-            place = self._place(self._unit(item))
-            if place is not None and (phase == "step" or item.kind is WorkKind.COMPUTE):
-                met.setdefault(place[0], []).append((index, place[1]))
-        return met
-
-    def _find_turns(self, start: int, stop: int) -> list[_Turn]:
+    def _updates(self, start: int, stop: int) -> list[list[int]]:
         """Cut the updates of a step into turns: a thread of the host and the device take turns with ranges of tiles.
 
         A wait belongs to the turn of what comes next.
@@ -407,83 +386,66 @@ class Repetition:
             label = self._jobs[item.index].label if item.kind is WorkKind.SUBMIT else item.label
             if item.kind in (WorkKind.SUBMIT, WorkKind.COMPUTE) and label.verb == UPDATE and label.tile is not None:
                 labels[index] = label
-        if not labels:
-            return []
-        found: list[_Turn] = []
+        turns: list[list[int]] = []
         waiting: list[int] = []
-        for index in range(min(labels), max(labels) + 1):
+        for index in range(min(labels, default=stop), max(labels, default=start) + 1):
             waiting.append(index)
             if index not in labels:
                 continue
-            label = labels[index]
-            if found and (found[-1].label.unit, found[-1].label.tile) == (label.unit, label.tile):
-                turn = found.pop()
-                found.append(turn._replace(items=[*turn.items, *waiting], on_host=turn.on_host or self._on_host(index)))
+            before = labels[turns[-1][-1]] if turns else NO_LABEL
+            if (before.unit, before.tile) == (labels[index].unit, labels[index].tile):
+                turns[-1] += waiting
             else:
-                found.append(_Turn(label, self._on_host(index), list(waiting)))
-            waiting.clear()
-        if found != self._alternating(found):
-            raise UnlikeError
-        return found
+                turns.append(waiting)
+            waiting = []
+        return turns
 
-    def _on_host(self, index: int) -> bool:
-        item = self._items[index]
-        return item.kind is WorkKind.SUBMIT and self._jobs[item.index].stream == UPDATE
+    def _on_host(self, turn: _Turn) -> bool:
+        """Return True if a thread of the host computes an update."""
+        jobs = [self._jobs[self._items[n].index] for n in turn if self._items[n].kind is WorkKind.SUBMIT]
+        return any(job.stream == job.label.verb == UPDATE for job in jobs)
 
-    @staticmethod
-    def _alternating(turns: Iterable[_Turn]) -> list[_Turn]:
-        """Order turns as a step does: those of the host and of the device alternate."""
-        of_host, of_device = ([turn for turn in turns if turn.on_host is on_host] for on_host in (True, False))
-        return [turn for pair in zip_longest(of_host, of_device) for turn in pair if turn is not None]
+    def _cut(self, lane: Sequence[_Turn], phase: str) -> None:
+        """Find the passes over runs in a lane.
 
-    def _add_turns(self, turns: Sequence[_Turn]) -> None:
-        """Make the turns of each run a pass over it."""
-        met: dict[int, dict[int, list[int]]] = {}
-        for turn in turns:
-            place = self._place(turn.label.unit)
-            if place is not None:
-                met.setdefault(place[0], {}).setdefault(place[1], []).extend(turn.items)
-        for run, items in met.items():
-            order = list(items)
-            if order not in (list(range(self._runs[run].kept)), list(range(self._runs[run].kept))[::-1]):
-                raise UnlikeError
-            self._add(_Sweep(run, order, items))
-
-    def _cut(self, run: int, found: Sequence[tuple[int, int]], stop: int, phase: str) -> Iterator[_Sweep]:
-        """Cut what is met of a run in a phase into passes over it."""
-        starts: dict[int, int] = {}
-        kept = self._runs[run].kept
-        for index, block in [*found, (stop, -1)]:
-            if block == -1 or (len(starts) == kept and block == next(iter(starts))):
-                order = list(starts)
-                if len(order) == kept:
-                    if order not in (list(range(kept)), list(range(kept))[::-1]):
-                        raise UnlikeError
-                    begins = list(starts.values())
-                    ends = [*begins[1:], self._end(begins[-1], order[-1], run, index, phase)]
-                    ranges = (range(first, end) for first, end in zip(begins, ends, strict=True))
-                    yield _Sweep(run, order, dict(zip(order, ranges, strict=True)))
-                starts = {}
-            starts.setdefault(block, index)
-
-    def _end(self, start: int, block: int, run: int, stop: int, phase: str) -> int:
-        """Find where the items of the last block of a pass end."""
-        for index in range(start + 1, stop):
-            item = self._items[index]
+        Forward and backward are told apart by what is computed: what comes ahead belongs to where it is met.
+        """
+        met: dict[int, list[tuple[int, int]]] = {}  # by run: the turns, and the block of each
+        told: dict[int, tuple[int, int] | None] = {}
+        for number, turn in enumerate(lane):
+            item = self._items[turn[-1]]
             if phase == "step" or item.kind is WorkKind.COMPUTE:
                 place = self._place(self._unit(item))
-                if place is None or place[:2] != (run, block):
-                    return index
-        return stop
+                told[number] = place and place[:2]
+                if place is not None:
+                    met.setdefault(place[0], []).append((number, place[1]))
+        for run, found in met.items():
+            starts: dict[int, int] = {}
+            for number, block in [*found, (len(lane), -1)]:
+                if len(starts) == self._runs[run].kept and block in (-1, next(iter(starts))):
+                    last, begun = [*starts.items()][-1]
+                    ends = (n for n in range(begun + 1, number) if told.get(n, (run, last)) != (run, last))
+                    bounds = [*starts.values(), next(ends, number)]
+                    blocks = zip(starts, pairwise(bounds), strict=True)
+                    self._add(_Sweep(run, {block: lane[first:end] for block, (first, end) in blocks}))
+                    starts = {}
+                starts.setdefault(block, number)
 
     def _add(self, sweep: _Sweep) -> None:
-        number = len(self._sweeps)
-        self._sweeps.append(sweep)
-        for block, indices in sweep.items.items():
-            for index in indices:
+        order = list(range(len(sweep.turns)))
+        if list(sweep.turns) not in (order, order[::-1]):
+            raise UnlikeError
+        for block, turns in sweep.turns.items():
+            chunk = _Chunk(len(self._sweeps), sweep.run, block)
+            jobs = 0
+            for index in chain.from_iterable(turns):
                 if self._chunks[index] is not None:
                     raise UnlikeError
-                self._chunks[index] = _Chunk(number, sweep.run, block)
+                self._chunks[index] = chunk
+                if self._items[index].kind is WorkKind.SUBMIT:
+                    self._where[self._items[index].index] = chunk, jobs
+                    jobs += 1
+        self._sweeps.append(sweep)
 
     def _check_outside(self) -> None:
         """Refuse what is done for blocks on both sides of the gap and is not in a pass over them."""
@@ -499,17 +461,9 @@ class Repetition:
                 if min(blocks) <= last < max(blocks):
                     raise UnlikeError
 
-    def _number_jobs(self) -> None:
-        counts: Counter[_Chunk] = Counter()
-        for index, item in enumerate(self._items):
-            chunk = self._chunks[index]
-            if item.kind is WorkKind.SUBMIT and chunk is not None:
-                self._where[item.index] = chunk, counts[chunk]
-                counts[chunk] += 1
-
     def _steady(self, number: int) -> int:
         """Return the block of a pass that is repeated: like the one before it, and as near to the middle as can be."""
-        blocks = self._sweeps[number].blocks
+        blocks = list(self._sweeps[number].turns)
         places = sorted(range(1, len(blocks) - 1), key=lambda place: abs(2 * place - len(blocks)))
         for place in places:
             if self._signature(number, blocks[place]) == self._signature(number, blocks[place - 1]):
@@ -518,10 +472,9 @@ class Repetition:
 
     def _number(self, sweep: int, block: int) -> int:
         """Return the number among all blocks of one that was met in a pass."""
-        ascends = self._sweeps[sweep].blocks[0] == 0
-        repeated = self._repeated[sweep]
-        left_out = self._runs[self._sweeps[sweep].run].left_out
-        return block + left_out if (block > repeated if ascends else block >= repeated) else block
+        repeated, of = self._repeated[sweep], self._sweeps[sweep]
+        is_behind = block > repeated if of.ascends else block >= repeated
+        return block + self._runs[of.run].left_out if is_behind else block
 
     # What a block's items are, whichever block it is
 
@@ -529,7 +482,7 @@ class Repetition:
         """Describe what is done for a block, with units and jobs as seen from it."""
         chunk = _Chunk(sweep, self._sweeps[sweep].run, block)
         found: list[object] = []
-        for index in self._sweeps[sweep].items[block]:
+        for index in chain.from_iterable(self._sweeps[sweep].turns[block]):
             item = self._items[index]
             payload: object = item.index
             if item.kind is WorkKind.SUBMIT:
@@ -538,96 +491,87 @@ class Repetition:
                 payload = job._replace(label=self._relative(job.label, chunk), after=()), after  # type: ignore[arg-type]
             elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
                 payload = self._seen(item.index, chunk)
-            found.append((item.kind, self._relative(item.label, chunk), payload))
-            found.append(self._memory.get(index))
+            found.append((item.kind, self._relative(item.label, chunk), payload, self._memory[index]))
         return found
 
     def _relative(self, label: Label, chunk: _Chunk) -> object:
         place = self._place(label.unit)
-        if place is None or place[0] != chunk.run or not self._is_near(chunk, place[1]):
+        if place is None or not self._is_near(chunk, *place[:2]):
             return label
         return label._replace(unit=f"{place[1] - chunk.block}{place[2]}")
 
     def _seen(self, job: int, chunk: _Chunk) -> object:
         found = self._where.get(job)
-        if found is None or found[0].run != chunk.run or not self._is_near(chunk, found[0].block):
+        if found is None or not self._is_near(chunk, *found[0][1:]):
             return job
         return found[0].sweep, found[0].block - chunk.block, found[1]
 
-    def _is_near(self, chunk: _Chunk, block: int) -> bool:
-        return abs(block - chunk.block) <= self._runs[chunk.run].last
+    def _is_near(self, chunk: _Chunk, run: int, block: int) -> bool:
+        return run == chunk.run and abs(block - chunk.block) <= self._runs[run].last
 
     # The program of the whole model
 
-    def repeat(self) -> None:
-        """Write the items of the whole model."""
+    def repeat(self, rests: Mapping[Tier, int]) -> None:
+        """Have the recorder tell of the whole model in place of the shortened one.
+
+        Arguments:
+            rests: the bytes at rest of what is left out.
+
+        Raises:
+            UnlikeError: it is not known what is done for them.
+        """
         before = min((item.index for item in self._items if item.kind is WorkKind.SUBMIT), default=len(self._jobs))
-        self.new_jobs += self._jobs[:before]  # of the time before the program begins
-        turning = {index: number for number, turns in self._turns.items() for turn in turns for index in turn.items}
-        ends = {
-            sweep.items[block][-1]: number
-            for number, (sweep, block) in enumerate(zip(self._sweeps, self._repeated, strict=True))
-            if sweep.items[block][-1] not in turning
-        }
-        for index in range(len(self._items)):
-            self.positions.append(len(self.new_items))
-            if index not in turning:
-                self._write(index, 0)
-            elif index == self._turns[turning[index]][0].items[0]:
-                self._take_turns(self._turns[turning[index]])
-            if index in ends:
-                for shift in self._shifts(ends[index]):
-                    for again in self._sweeps[ends[index]].items[self._repeated[ends[index]]]:
-                        self._write(again, shift)
-        self.positions.append(len(self.new_items))
-        self.changes.append(self._memory.get(len(self._items), {}))
+        self._new_jobs += self._jobs[:before]  # of the time before the program begins
+        positions: dict[int, int] = {}  # of items that begin a track, and of the end, among the new ones
+        for start, lanes in self._tracks:
+            positions[start] = len(self._new_items)
+            for turn, shift in _alternating([[*self._with_copies(lane)] for lane in lanes]):
+                for index in turn:
+                    self._write(index, shift)
+        positions[len(self._items)] = len(self._new_items)
+        self._take(len(self._items))
+        recorder = self._recorder
+        recorder.items, recorder.jobs, recorder.memory = self._new_items, self._new_jobs, self._new_memory
+        recorder.phases = [(name, positions[first]) for name, first in recorder.phases]
+        recorder.steps = [positions[first] for first in recorder.steps]
+        recorder.rests.update(rests)
 
-    def _shifts(self, sweep: int) -> range:
-        """Return how far behind a block that is repeated those are for which it is."""
-        left_out = self._runs[self._sweeps[sweep].run].left_out
-        return range(1, left_out + 1) if self._sweeps[sweep].blocks[0] == 0 else range(-1, -left_out - 1, -1)
+    def _with_copies(self, lane: Iterable[_Turn]) -> Iterator[tuple[_Turn, int]]:
+        """Yield the turns of a lane with those of the blocks left out, as how far behind the one that is repeated."""
+        for turn in lane:
+            yield turn, 0
+            chunk = self._chunks[turn[-1]]
+            if chunk is not None and chunk.block == self._repeated[chunk.sweep]:
+                sweep = self._sweeps[chunk.sweep]
+                turns, left_out = sweep.turns[chunk.block], self._runs[chunk.run].left_out
+                if turn == turns[-1]:
+                    shifts = range(1, left_out + 1) if sweep.ascends else range(-1, -left_out - 1, -1)
+                    yield from ((again, shift) for shift in shifts for again in turns)
 
-    def _take_turns(self, turns: Sequence[_Turn]) -> None:
-        """Write the updates of a step: of the host and of the device in turns, with those of the blocks left out."""
-        order: list[tuple[_Turn, int]] = []
-        for on_host in (True, False):
-            mine = [turn for turn in turns if turn.on_host is on_host]
-            block: list[_Turn] = []
-            for turn, following in zip_longest(mine, mine[1:]):
-                order.append((turn, 0))
-                block.append(turn)
-                chunk = self._chunks[turn.items[0]]
-                if following is None or self._chunks[following.items[0]] != chunk:
-                    if chunk is not None and chunk.block == self._repeated[chunk.sweep]:
-                        order += [(again, shift) for shift in self._shifts(chunk.sweep) for again in block]
-                    block = []
-        of_host, of_device = ([each for each in order if each[0].on_host is on_host] for on_host in (True, False))
-        for each in (each for pair in zip_longest(of_host, of_device) for each in pair if each is not None):
-            for index in each[0].items:
-                self._write(index, each[1])
+    def _take(self, index: int) -> None:
+        """Take and give back the bytes that an item of the shortened model's program did."""
+        self._new_memory += ((len(self._new_items), tier, nbytes) for tier, nbytes in self._memory[index])
 
     def _write(self, index: int, shift: int) -> None:
         """Write an item once more, for the block so many behind its own."""
         item, chunk = self._items[index], self._chunks[index]
-        self.changes.append(self._memory.get(index, {}))
+        self._take(index)
         label = self._labelled(item.label, chunk, shift)
         place = item.index
         if item.kind is WorkKind.SUBMIT:
             job = self._jobs[item.index]
             after = tuple(sorted({self._job(other, chunk, shift) for other in job.after}))
-            place = len(self.new_jobs)
-            self.new_jobs.append(job._replace(label=self._labelled(job.label, chunk, shift), after=after))
-            found = self._where.get(item.index)
-            if found is None:
-                self._outside[item.index] = place
-            else:
-                at, number = found
-                self._inside[at.sweep, self._number(at.sweep, at.block) + shift, number] = place
+            place = len(self._new_jobs)
+            self._new_jobs.append(job._replace(label=self._labelled(job.label, chunk, shift), after=after))
+            key = (-1, 0, item.index)
+            if chunk is not None:
+                key = chunk.sweep, self._number(chunk.sweep, chunk.block) + shift, self._where[item.index][1]
+            self._renamed[key] = place
         elif item.kind in (WorkKind.WAIT, WorkKind.HOST_WAIT):
             place = self._job(item.index, chunk, shift)
         elif item.kind is WorkKind.COMPUTE and not label.unit:
             place = self._with_all_norms(place)
-        self.new_items.append(Item(item.kind, place, label))
+        self._new_items.append(Item(item.kind, place, label))
 
     def _with_all_norms(self, segment: int) -> int:
         """Put the norms of all units in place of those that were taken, where a segment takes them at once."""
@@ -640,49 +584,36 @@ class Repetition:
         if norms != self._whole.late_norms(kept=True):
             raise UnlikeError
         like = next(iter(counted))
-        all_norms = {
-            like._replace(nbytes=nbytes): count for nbytes, count in self._whole.late_norms(kept=False).items()
-        }
-        return self._recorder.segment(all_norms)
+        all_norms = self._whole.late_norms(kept=False)
+        return self._recorder.segment({like._replace(nbytes=nbytes): count for nbytes, count in all_norms.items()})
 
     def _labelled(self, label: Label, chunk: _Chunk | None, shift: int) -> Label:
         """Name the unit that is meant: those near a block of the middle are as far from the block that is written."""
         place = self._place(label.unit)
-        if place is None or chunk is None or place[0] != chunk.run or not self._is_near(chunk, place[1]):
+        if place is None or chunk is None or not self._is_near(chunk, *place[:2]):
             return label
-        run = self._runs[chunk.run]
+        names = self._runs[chunk.run].names
         number = self._number(chunk.sweep, chunk.block) + shift + place[1] - chunk.block
-        if not 0 <= number < len(run.names):
+        if not 0 <= number < len(names):
             raise UnlikeError
-        return label._replace(unit=run.names[number] + place[2])
+        return label._replace(unit=names[number] + place[2])
 
     def _job(self, job: int, chunk: _Chunk | None, shift: int) -> int:
         """Return the new number of a job that an item refers to."""
         found = self._where.get(job)
         if found is None:
-            return self._outside.get(job, job)
+            return self._renamed.get((-1, 0, job), job)
         at, place = found
-        if chunk is not None and chunk.run == at.run and self._is_near(chunk, at.block):
+        if chunk is not None and self._is_near(chunk, at.run, at.block):
             block = self._number(chunk.sweep, chunk.block) + shift + at.block - chunk.block
-            like = self._inside.get((at.sweep, block, place))
+            like = self._renamed.get((at.sweep, block, place))
             if like is not None or shift:  # blocks at the ends of a run refer to what others do not have
                 if like is None:
                     raise UnlikeError
                 return like
-        return self._inside[at.sweep, self._number(at.sweep, at.block), place]
+        return self._renamed[at.sweep, self._number(at.sweep, at.block), place]
 
 
-def repeated(recorder: Recorder, whole: Whole, rests: Mapping[Tier, int]) -> None:
-    """Have a recorder tell of the whole model in place of a shortened one.
-
-    Arguments:
-        recorder: what was recorded of the shortened model.
-        whole: the whole model.
-        rests: the bytes at rest of what is left out of it.
-
-    Raises:
-        UnlikeError: it is not known what is done for them.
-    """
-    found = Repetition(recorder, whole)
-    found.repeat()
-    recorder.become(found.new_items, found.new_jobs, found.positions, found.changes, rests)
+def _alternating(lanes: Iterable[Iterable[_T]]) -> Iterator[_T]:
+    """Yield from lanes in turns, as a step does: updates of the host and of the device alternate."""
+    return (each for of_all in zip_longest(*lanes) for each in of_all if each is not None)

@@ -1,8 +1,8 @@
 """Tiers without memory, and parameters without values: what an engine is built of that is only simulated."""
 
-import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from penstock.planner.simulation.engine_internals import (
     Allocation,
     Arena,
     Blueprint,
-    Collectives,
     FirstValues,
     FlatValues,
     HostMemory,
@@ -71,20 +70,22 @@ class SimulatedResources(Resources):
 
             recorder = self._recorder
 
+        folders = max(len(request.placement.nvme_folders()), 1)
         return [
-            _FakeDevice(recorder, self._fill),
+            _CountedTier(Tier.DEVICE, recorder, lambda: self._on_device),
             _FakeHost(device, min(limits, default=None), tile_bytes=options.tile_bytes, arena=CountedArena),
-            _FakeFiles(recorder, len(request.placement.nvme_folders())),
+            _CountedTier(Tier.NVME, recorder, lambda: partial(_records, Striping(folders))),
         ]
 
-    def source(
-        self,
-        model: nn.Module,
-        request: PrepareRequest,
-        ranks: Collectives,
-        device: torch.device,
-        undo: contextlib.ExitStack,
-    ) -> FirstValues:
+    def _on_device(self, plan: SegmentPlan) -> tuple[Segment, int]:
+        tensors = [fake_tensor(cell.numel, cell.dtype) for cell in plan.cells]
+        if self._fill is not None and plan.storage == PARAM:
+            tensors = [torch.empty(cell.numel, dtype=cell.dtype, device="cpu") for cell in plan.cells]
+            for tensor in tensors:
+                self._fill(tensor)
+        return MemorySegment(plan, tensors), sum(rounded(tensor.nbytes) for tensor in tensors)
+
+    def source(self, *given: Any) -> FirstValues:
         """Give parameters no values."""
         return _NoValues()
 
@@ -118,15 +119,10 @@ class FakeArena(Arena):
         del ring
         self.capacity = capacity
         self.used = 0
-        self.pinned = pin and self.needs_pinning
+        self.pinned = pin and self.recorder.back_end == "accelerator"
         self._device = device
         self._allocation = fake_tensor(capacity, torch.uint8) if capacity else None
         self.recorder.add(Tier.CPU, capacity)
-
-    @property
-    def needs_pinning(self) -> bool:
-        """Whether the device that is meant copies from pinned memory alone by itself."""
-        return self.recorder.back_end == "accelerator"
 
     @staticmethod
     def available() -> HostMemory | None:
@@ -135,8 +131,8 @@ class FakeArena(Arena):
 
     @property
     def pageable(self) -> bool:
-        """Whether a device copies from it and it is not pinned."""
-        return self.needs_pinning and not self.pinned
+        """Whether the device that is meant copies from it and it is not pinned."""
+        return self.recorder.back_end == "accelerator" and not self.pinned
 
     def fault_in(self) -> None:
         """Touch nothing."""
@@ -149,68 +145,39 @@ class FakeArena(Arena):
         self.used = 0
 
 
-class _FakeDevice(TierMemory):
-    """Device memory that is only counted."""
-
-    name = Tier.DEVICE
-
-    def __init__(self, recorder: Recorder, fill: Callable[[Tensor], None] | None) -> None:
-        self._recorder = recorder
-        self._fill = fill
-
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
-        """Take nothing yet: a section is counted when it is made."""
-        del pin
-        return {storage: _FakeAllocation(self._make, self._recorder, Tier.DEVICE) for storage in wanted}
-
-    def _make(self, plan: SegmentPlan) -> tuple[Segment, int]:
-        tensors = [fake_tensor(cell.numel, cell.dtype) for cell in plan.cells]
-        if self._fill is not None and plan.storage == PARAM:
-            tensors = [torch.empty(cell.numel, dtype=cell.dtype, device="cpu") for cell in plan.cells]
-            for tensor in tensors:
-                self._fill(tensor)
-        return MemorySegment(plan, tensors), sum(rounded(tensor.nbytes) for tensor in tensors)
+#: Makes a segment, and counts its bytes.
+_Maker = Callable[[SegmentPlan], tuple[Segment, int]]
 
 
-class _FakeFiles(TierMemory):
-    """Files that are only counted."""
-
-    name = Tier.NVME
-
-    def __init__(self, recorder: Recorder, folders: int) -> None:
-        self._recorder = recorder
-        self._folders = max(folders, 1)
-
-    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
-        """Lay records out over the folders, as the files would have them."""
-        del pin
-        allocations: dict[str, Allocation] = {}
-        for storage in wanted:
-            striping = Striping(self._folders)
-
-            def make(plan: SegmentPlan, striping: Striping = striping) -> tuple[Segment, int]:
-                places = striping.place(record_sizes(plan))
-                return FakeRecords(plan, places), sum(nbytes for *_, nbytes in places)
-
-            allocations[storage] = _FakeAllocation(make, self._recorder, Tier.NVME)
-        return allocations
-
-
-class _FakeAllocation(Allocation):
-    """What sections of one home would be made of.
+class _CountedTier(TierMemory):
+    """Memory or files that are only counted.
 
     Arguments:
-        make: makes a section, and says its bytes.
-        recorder: take them.
-        tier: where they would be.
+        name: which tier it is.
+        recorder: take the bytes.
+        maker: returns what makes the segments of one storage.
     """
 
-    def __init__(self, make: Callable[[SegmentPlan], tuple[Segment, int]], recorder: Recorder, tier: Tier) -> None:
+    def __init__(self, name: Tier, recorder: Recorder, maker: Callable[[], _Maker]) -> None:
+        self.name = name
+        self._recorder = recorder
+        self._maker = maker
+
+    def reserve(self, wanted: Mapping[str, Sequence[SegmentPlan]], *, pin: bool = True) -> dict[str, Allocation]:
+        """Take nothing yet: a segment is counted when it is made."""
+        del pin
+        return {storage: _CountedAllocation(self._maker(), self._recorder, self.name) for storage in wanted}
+
+
+class _CountedAllocation(Allocation):
+    """What segments of one storage would be made of."""
+
+    def __init__(self, make: _Maker, recorder: Recorder, tier: Tier) -> None:
         self._make, self._recorder, self._tier = make, recorder, tier
         self._nbytes = 0
 
     def make(self, plan: SegmentPlan, *, unset: bool = False) -> Segment:
-        """Make the next section."""
+        """Make the next segment."""
         del unset
         segment, nbytes = self._make(plan)
         self._nbytes += nbytes
@@ -221,6 +188,12 @@ class _FakeAllocation(Allocation):
         """Give its bytes back."""
         self._recorder.add(self._tier, -self._nbytes)
         self._nbytes = 0
+
+
+def _records(striping: Striping, plan: SegmentPlan) -> tuple[Segment, int]:
+    """Lay records out over the folders, as the files would have them."""
+    places = striping.place(record_sizes(plan))
+    return FakeRecords(plan, places), sum(nbytes for *_, nbytes in places)
 
 
 class FakeRecords(Records):

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from penstock.ext.observe.timeline import OUTSIDE, RESOURCES, Recording, TraceSummary, TraceTimeline, Wait, merged
 from penstock.planner.simulation.fair_share import Demand, total_loads
-from penstock.planner.simulation.program import Program, WorkKind
+from penstock.planner.simulation.program import Program, WorkKind, one_collection
 from penstock.planner.simulation.program_run import Costs, Run
 from penstock.trace import NO_LABEL
 
@@ -73,6 +73,7 @@ class Timing:
         return TraceTimeline(self.step)
 
 
+@one_collection()
 def retime(program: Program, costs: Costs) -> Timing:
     """Say when everything of a program happens, by the rules of its back end.
 

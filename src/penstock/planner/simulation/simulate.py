@@ -5,7 +5,6 @@
 """
 
 import contextlib
-import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,10 +32,10 @@ from penstock.planner.simulation.fake_operations import FakeOperations, random_v
 from penstock.planner.simulation.fake_tensor import BLOCK_BYTES, rounded
 from penstock.planner.simulation.model_copy import copy_model, copy_optimizer
 from penstock.planner.simulation.operation_cost import Oracle, Recipe
-from penstock.planner.simulation.program import BackEnd, Op, Program
+from penstock.planner.simulation.program import BackEnd, Op, Program, one_collection
 from penstock.planner.simulation.ranks import SimulatedRanks
 from penstock.planner.simulation.recorder import RecordedMemory, Recorder
-from penstock.planner.simulation.repeat import Whole, repeated, rest_bytes, shortened, whole_model
+from penstock.planner.simulation.repeat import Repetition, Whole, rest_bytes, shortened, whole_model
 from penstock.planner.simulation.resources import SimulatedResources
 from penstock.planner.simulation.streams import RecordedStreams
 
@@ -111,7 +110,7 @@ def simulate(setup: Setup, request: PrepareRequest, *, steps: int = STEPS) -> Si
         ConfigError: the model cannot be simulated: its control flow depends on values; it says where, and what to do.
     """
     request = replace(request, weights=None)
-    with torch.random.fork_rng(devices=[]):  # the batch and the model's first values may draw some
+    with torch.random.fork_rng(devices=[]), one_collection():  # the batch and the model's first values may draw some
         if steps == STEPS and not setup.runs_operations:
             with contextlib.suppress(Exception):  # whatever it is, the whole model has it too, or does not need it
                 if (whole := _whole(setup, request)) is not None:
@@ -141,13 +140,20 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
     streams = RecordedStreams(recorder, debug_release=request.debug_release, fill=fill)
     ranks = SimulatedRanks(setup.grid, recorder)
     resources = SimulatedResources(recorder, setup.pinnable_bytes, fill)
+    memory = RecordedMemory(recorder)
+    if setup.runs_operations:
+        torch.manual_seed(0)
+    seen = FakeOperations(
+        recorder.op,
+        module=recorder.where,
+        share=setup.share,
+        memory=memory,
+        collectives=recorder.communicate,
+        runs=setup.runs_operations,
+        oracle=setup.oracle,
+    )
     # People's code runs on their side, with gradients, wherever this is called.
-    sides = user_mode(), torch.inference_mode(False), torch.enable_grad()
-    with contextlib.ExitStack() as closing:
-        for side in sides:
-            closing.enter_context(side)
-        memory = RecordedMemory(recorder)
-        seen = _mode(setup, recorder, memory)
+    with user_mode(), torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as closing:
         if whole is not None:
             request = replace(request, placement=shortened(request.placement, whole))
         prepared = build(model, optimizer, request, ranks, streams, resources)
@@ -157,48 +163,29 @@ def _simulate(setup: Setup, request: PrepareRequest, steps: int, whole: Whole | 
         if whole is not None:
             whole.check(blueprint)
             blueprint, budget = whole.blueprint, budget_of(whole.blueprint, setup.model, streams.device)
-        recorder.begin()
         for buffer in model.buffers():  # they go to the device as they are
             memory.follow(buffer)
         small = _SMALL_OF_A_UNIT * BLOCK_BYTES if setup.back_end == "accelerator" else 0
         recorder.add(Tier.DEVICE, small * units)
-        recorder.forget_peak()
-        rests = recorder.bytes_on(Tier.DEVICE)
+        recorder.begin()
         with _naming(type(setup.model).__name__, recorder):
             for _ in range(steps):
                 _step(prepared, model, batch, recorder, seen)
                 recorder.end_step()
         if whole is not None:
             more = rest_bytes(whole.removed_units())
-            more[Tier.DEVICE] += small * (len(whole.blueprint.units) - units)
-            repeated(recorder, whole, more)
-            rests += more[Tier.DEVICE]
+            more[Tier.DEVICE] += small * (len(blueprint.units) - units)
+            Repetition(recorder, whole).repeat(more)
         size = setup.grid.world_size
         program = recorder.program(rule=blueprint.rule.name, world_size=size, hosts=setup.hosts, tokens=_tokens(batch))
         phases = {phase: recorder.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
-    gc.collect()  # graphs refer to the engine that they were made in
     return Simulation(
         program,
         blueprint,
         budget,
-        max(0, program.peak_bytes.get("device", 0) - rests),
+        max(0, program.peak_bytes.get("device", 0) - recorder.rests[Tier.DEVICE]),
         phases,
-        dict(seen.recipes),
-    )
-
-
-def _mode(setup: Setup, recorder: Recorder, memory: RecordedMemory) -> FakeOperations:
-    """Make what sees every operation."""
-    if setup.runs_operations:
-        torch.manual_seed(0)
-    return FakeOperations(
-        recorder.op,
-        module=recorder.where,
-        share=setup.share,
-        memory=memory,
-        collectives=recorder.communicate,
-        runs=setup.runs_operations,
-        oracle=setup.oracle,
+        {op: setup.oracle.recipes[op] for op in program.ops if op in setup.oracle.recipes},
     )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,7 +38,7 @@ class RecordedStreams(Streams):
         self._recorder = recorder
         self._fill = fill
         self._last: WeakKeyDictionary[Event, Mapping[_Row, int]] = WeakKeyDictionary()  # of events of several
-        self.observer = _Turns(recorder)  # compute is told apart by unit, as in a trace
+        self.observer = recorder  # compute is told apart by unit, as in a trace
 
     @property
     def computes_on_host(self) -> bool:
@@ -66,9 +65,7 @@ class RecordedStreams(Streams):
             for event in parts:  # issued by the caller, who waits for what the host does first
                 if self.computes_on_host or self._recorder.jobs[event.number].stream not in ON_DEVICE:
                     self._recorder.wait(event.number, by_host=True)
-            with self._recorder.inside_a_job() as found:
-                work()
-            ((collectives, segment),) = found
+            collectives, segment = self._recorder.look_into(work)
             job = job._replace(collectives=collectives, segment=segment)
         return RecordedEvent(self._recorder.submit(job), self._recorder, (job.stream, job.folder))
 
@@ -135,26 +132,6 @@ class RecordedStreams(Streams):
         """Do nothing: there are no threads."""
 
 
-class _Turns:
-    """An observer that notes what compute turns to, and nothing else."""
-
-    is_traced = True
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def turn_to(self, label: Label) -> None:
-        """Note what compute does from here on."""
-        self._recorder.turn_to(label)
-
-    def step_made(self, *told: Any) -> None:
-        """Note nothing: a simulation counts its steps."""
-
-    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> NoReturn:
-        """Refuse; `RecordedStreams.submit` notes jobs."""
-        raise AssertionError("jobs are noted where they are submitted")
-
-
 class RecordedEvent(Event):
     """The completion of a job that is not run.
 
@@ -164,13 +141,12 @@ class RecordedEvent(Event):
         row: what runs it after the jobs before it there.
     """
 
-    __slots__ = ("_is_over", "_recorder", "_step", "_stream", "_was_awaited", "number", "row")
+    __slots__ = ("_is_over", "_recorder", "_step", "_was_awaited", "number", "row")
 
     def __init__(self, number: int, recorder: Recorder, row: _Row) -> None:
         self.number, self.row = number, row
         self._recorder = recorder
         self._step = recorder.step
-        self._stream = recorder.jobs[number].stream
         self._is_over = False
         self._was_awaited = False
 
@@ -179,8 +155,6 @@ class RecordedEvent(Event):
         if not (self._is_over or self._was_awaited):
             self._was_awaited = True
             self._recorder.wait(self.number, by_host=False)
-            if self._stream in ON_DEVICE:
-                self._recorder.order.await_by_compute(self._stream, self.number)
             self._is_over = self._recorder.back_end != "accelerator"
 
     def synchronize(self) -> None:
@@ -188,14 +162,12 @@ class RecordedEvent(Event):
         if not self._is_over:
             self._is_over = True
             self._recorder.wait(self.number, by_host=True)
-            if self._stream in ON_DEVICE:
-                self._recorder.order.await_by_host(self._stream, self.number)
 
     def done(self) -> bool:
         """Say whether it must be over: for what somebody has waited for, or because a whole step has ended since."""
         if self._is_over or self._step + 1 < self._recorder.step:
             return True
-        return self._recorder.back_end == "accelerator" and self._recorder.order.is_over(self._stream, self.number)
+        return self._recorder.back_end == "accelerator" and self._recorder.order.is_over(self.row[0], self.number)
 
     def check(self) -> None:
         """Do nothing: nothing fails."""
