@@ -36,7 +36,7 @@ from penstock.planner.simulation.engine_internals import (
 from penstock.planner.simulation.program import WorkKind
 from penstock.planner.simulation.simulate import Setup
 from penstock.planner.this_machine import machine_for
-from penstock.planner.trials import Trial, Trials, quick_collection
+from penstock.planner.trials import Trial, Trials
 from penstock.planner.workload import KINDS, TIERS, Infeasible
 
 
@@ -113,11 +113,10 @@ def plan(
         folders=folders,
     )
     trials = Trials(request, measures=measure)
-    with quick_collection():
-        best = find_best(request, trials, progress) if isinstance(placement, str) else given(request, trials, placement)
-        if trace is not None:
-            trials.write_trace(best.trial, trace)
-        return answer(request, trials, best)
+    best = find_best(request, trials, progress) if isinstance(placement, str) else given(request, trials, placement)
+    if trace is not None:
+        trials.write_trace(best.trial, trace)
+    return answer(request, trials, best)
 
 
 def plan_here(

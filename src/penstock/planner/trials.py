@@ -1,9 +1,7 @@
 """Placements that are tried: each is simulated once, and timed for as many machines as are asked for."""
 
-import contextlib
-import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -130,23 +128,6 @@ class Trials:
                 file.writelines(to_chrome(TraceTimeline(trial.timing.recording), rank=0))
         except OSError as error:
             raise ConfigError(f"The trace cannot be written: {one_line(error)}.") from error
-
-
-@contextlib.contextmanager
-def quick_collection() -> Iterator[None]:
-    """Keep Python's collector off what is there already: after each simulation it looks at what came since.
-
-    Modules of libraries are a million objects, which took longer than some simulations. Nothing changes where somebody
-    else has objects frozen: they would be thawed.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _share_of_cores() -> float:
