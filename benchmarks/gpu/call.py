@@ -2,7 +2,7 @@
 
     bash benchmarks/gpu/make-wheels.sh                      # before, at home: what that Python lacks
     python3 benchmarks/gpu/call.py first --seconds 300      # is it right? how long is a steady step?
-    python3 benchmarks/gpu/call.py second --seconds 480     # streamed updates, `auto`, 8B on one card, the systems that people use
+    python3 benchmarks/gpu/call.py second --seconds 480     # streamed updates, auto, 8B, other systems
 
 Neither make nor a network is needed. `--out` (or `$OUT`) gets a report for each step, which is replaced whole after
 each of its rows, and `call.json`, which says how each step ended: a call may be cut off at any time. Put the reports
