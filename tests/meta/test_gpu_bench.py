@@ -97,7 +97,7 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
     plain, _, ours, of_two = report["rows"]
     for row in report["rows"]:
         assert row["status"] == "measured", row["reason"]
-        assert set(kit.FIGURES) <= row.keys()
+        assert set(kit.RATES) <= row.keys()
         assert len(row["losses"]) == len(row["round_step_ms"]) == 2
         assert row["tokens_per_second"] == pytest.approx(32 * row["batch"] / row["steady_step_ms"] * 1e3)
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_token"] / 1e12)
@@ -147,7 +147,7 @@ def test_one_that_fails_is_a_row_and_the_next_one_runs(
     assert absent["status"] == "skipped"
     assert "no_such_module" in absent["reason"]
     given = {"batch", "sequence"}
-    assert all(broken[figure] is None and absent[figure] is None for figure in kit.FIGURES if figure not in given)
+    assert all(broken[figure] is None and absent[figure] is None for figure in kit.RATES if figure not in given)
     assert plain["status"] == "measured"
 
 
