@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import UPLOAD, Event
 from penstock.tiers import staging, storage
+from penstock.tiers.storage import Storage
 from tests.accounts import swap_files
 from tests.parity.resuming import SMALL, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
@@ -124,6 +127,31 @@ def test_what_is_interrupted_works_again_or_says_what_to_do(where: str, name: st
     refused = [text for text in said if text]
     assert all(any(advice in text for advice in SAYS) for text in refused), refused
     assert len(refused) < len(said) / 3
+
+
+def test_an_interrupt_before_a_copy_of_a_move_is_noted_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was undone gave memory back that the copy still wrote."""
+
+    def late() -> SimulatedStreams:
+        return SimulatedStreams(lambda stream, nbytes: 0.05 if stream == UPLOAD else 0.0)
+
+    run = Run(BF16, Movement(optimizer=HALF).but(**SMALL), late)
+    prepared = after_a_step(run)
+    prepared[1].offload_states(to="cpu")
+
+    def interrupted(written: Storage, event: Event) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Storage, "note_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepared[1].reload_states()
+    prepared[1].reload_states()
+    found = goes_on(run, prepared)
+    prepared[1].close()
+    undisturbed = after_a_step(run)
+    assert different(found, goes_on(run, undisturbed)) == []
+    undisturbed[1].close()
 
 
 @pytest.mark.parametrize(

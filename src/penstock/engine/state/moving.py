@@ -19,7 +19,7 @@ from penstock.engine.state.access import failing_as_a_whole
 from penstock.engine.step.context import EngineContext
 from penstock.engine.unit.plan import UnitPlan
 from penstock.engine.unit.unit import Unit, UnitState
-from penstock.runtime.streams import DONE, UPDATE, Event, FailedEvent, all_of
+from penstock.runtime.streams import DONE, DOWNLOAD, READ, UPDATE, UPLOAD, WRITE, Event, FailedEvent, all_of
 from penstock.tiers.staging import Buffers, Sections, StagingPlan, transit_ring
 from penstock.tiers.storage import MemorySegment, Ring, Segment, SegmentPlan, Storage
 from penstock.tiers.tier import Reservation
@@ -28,6 +28,9 @@ from penstock.trace import Label
 
 #: The planned segments of one unit's storages, by name.
 Wanted = Mapping[str, Sequence[SegmentPlan]]
+
+#: The streams that copies of moves run on.
+_OF_COPIES = (READ, UPLOAD, DOWNLOAD, UPDATE, WRITE)
 
 
 @dataclass
@@ -178,7 +181,10 @@ class StateOffloader:
                 undo.callback(reserved.cancel)
                 moves += [_Move(unit, self._make(unit, storages, reserved)) for unit, storages in changes.items()]
                 ring.fill(buffers.make_slots(transit, reserved))
-            undo.callback(_wait, moves, ring)  # if the rest fails, memory lives until its copies end (ordering rule 1)
+            # If the rest fails, memory lives until its copies end (ordering rule 1): those that storages know, and one
+            # that an interrupt came to before its event was noted.
+            undo.callback(self._context.streams.drain, _OF_COPIES)
+            undo.callback(_wait, moves, ring)
             transfers = Transfers(self._context.streams, ring)  # 2.
             for move in moves:
                 self._copy_unit(move, transfers)
