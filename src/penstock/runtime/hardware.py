@@ -304,8 +304,7 @@ def free_device_memory(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
-    number: int | None = device.index
-    if number is None:  # torch has the fraction of a numbered device alone
+    if device == torch.device(device.type):  # torch has the fraction of a numbered device alone
         device = torch.device(device.type, torch.accelerator.current_device_index())
     ask = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
     try:

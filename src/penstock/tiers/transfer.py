@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock.config import OPTIMIZER, Tier
 from penstock.runtime.host_memory import PAGE_BYTES
 from penstock.runtime.streams import (
-    CASTS,
     DOWNLOAD,
     FETCH,
     READ,
@@ -97,31 +96,33 @@ class CopyRoutes:
         the host are cast on the host.
         """
         up, crosses = route.to is Tier.DEVICE, route.crosses and not self._streams.aliases_host
-        together: list[tuple[Tensor, Tensor]] = []
+        together: list[Work] = []
+        written, nbytes = list[Tensor](), 0
         copied: list[Event] = []
         for target, source in zip(targets, sources, strict=True):
-            put = partial(_put, target)
             if route.bounce is not None:
                 ring = route.bounce[self._reader]
                 # Two streams: the device fills or empties one buffer while a thread of the host is at another.
                 fill, drain = (self._reader, UPLOAD) if up else (DOWNLOAD, WRITE)
                 dtype = (target if up else source).dtype
+                put = partial(_put, target)
                 copied.append(
                     self.through(ring, source, put, after, label, fill=fill, drain=drain, dtype=dtype, over=target)
                 )
             elif crosses and not up and target.dtype != source.dtype:
                 # Cast where it lands: a device would need memory for the cast, and may send more bytes.
-                copied.append(self.land(source, put, after, label, over=target))
+                copied.append(self.land(source, partial(_put, target), after, label, over=target))
             else:
-                assert not crosses or target.dtype == source.dtype, CASTS
-                together.append((target, source))
+                together.append(across(target, source) if crosses else partial(copy, target, source))
+                written.append(target)
+                nbytes += source.nbytes
         if together:
             event = self._streams.submit(
                 UPLOAD if up else DOWNLOAD,
-                partial(_copy_each, together),
+                partial(_run_each, together),
                 after=(after,),  # site copy.source_ready: the sources are complete, and reads of the targets are over
-                writes=[target for target, _ in together],
-                nbytes=sum(source.nbytes for _, source in together),
+                writes=written,
+                nbytes=nbytes,
                 label=label,
             )
             copied.append(event)
@@ -197,10 +198,10 @@ class CopyRoutes:
         return all_of(drained)  # site staged_copy.over: all, because each of them may fail
 
 
-def _copy_each(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each source to its target."""
-    for target, source in copies:
-        copy(target, source)
+def _run_each(works: Sequence[Work]) -> None:
+    """Run several pieces of work as one."""
+    for work in works:
+        work()
 
 
 def _put(target: Tensor, start: int, values: Tensor) -> None:

@@ -384,7 +384,8 @@ class Noting(SimulatedStreams):
     def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, **rest: Any) -> Event:
         if label.unit != "activation":
             return super().submit(stream, work, label=label, **rest)
-        (((target, source),),) = work.args  # of one copy
+        ((one,),) = work.args
+        target, source = one.args  # of a copy
         storage = (target if stream == DOWNLOAD else source).data_ptr()
 
         def noted() -> Any:
