@@ -21,7 +21,7 @@ from predict import work_of
 
 from penstock import Placement
 from penstock.planner import Machine
-from penstock.planner.cost import MachineCosts, machine_costs
+from penstock.planner.cost import MachineCosts
 from penstock.planner.plan_request import made, plan_request
 from penstock.planner.rates import Rate
 from penstock.planner.search import given
@@ -123,7 +123,7 @@ def main() -> None:
         row: dict[str, Any] = {"name": name, "shape": shape, "placement": placement, "steps_of_a_round": steps}
         row |= {"measured_s": mean(seconds), "rounds_s": seconds}
         for rings in ("of then", "of now"):
-            row[f"said_s, rings {rings}"] = round_seconds(known(shape, placement, rings), machine_costs(machine), steps)
+            row[f"said_s, rings {rings}"] = round_seconds(known(shape, placement, rings), MachineCosts(machine), steps)
         row["ratio"] = row["said_s, rings of then"] / row["measured_s"]
         rows.append(row)
         then, now = (row[f"said_s, rings {rings}"] for rings in ("of then", "of now"))
@@ -137,7 +137,7 @@ def main() -> None:
     for rings in ("of then", "of now"):
         for wake in WAKES:
             stated = {"wake_seconds": wake, "update": 131e9} | LINK
-            costs = machine_costs(
+            costs = MachineCosts(
                 replace(machine, figures=machine.figures | {n: Rate.stated(v) for n, v in stated.items()})
             )
             took, traffic = update_seconds(known("llama-3-8b", eight, rings), costs)

@@ -21,7 +21,7 @@ import penstock
 from penstock.blueprint import request_for
 from penstock.integrations.tensor_parallel import divide
 from penstock.planner import Machine, simulated_mesh
-from penstock.planner.cost import machine_costs, spread_of, through
+from penstock.planner.cost import MachineCosts, spread_of, through
 from penstock.planner.plan_request import made
 from penstock.planner.simulation.program import Collective, Program, WorkKind
 from penstock.planner.simulation.retime import retime
@@ -71,8 +71,8 @@ def row(
         beside: bytes of the device that the program does not know of.
         lines: how many ranks have one batch.
     """
-    timing = retime(program, machine_costs(machine))
-    slow = retime(program, machine_costs(machine.replace(net_bandwidth=machine.value("net_bandwidth") / PORTS)))
+    timing = retime(program, MachineCosts(machine))
+    slow = retime(program, MachineCosts(machine.replace(net_bandwidth=machine.value("net_bandwidth") / PORTS)))
     links = network = 0.0
     for each in collectives(program):
         here, hosts, rings = spread_of(each, OF_HOST)

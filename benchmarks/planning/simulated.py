@@ -16,7 +16,7 @@ import torch
 
 import penstock
 from penstock.planner import Machine, plan
-from penstock.planner.cost import machine_costs
+from penstock.planner.cost import MachineCosts
 from penstock.planner.plan_request import made, plan_request
 from penstock.planner.search import given
 from penstock.planner.simulation.fair_share import Demand
@@ -98,7 +98,7 @@ def _row(
     )
     request = replace(request, setup=replace(request.setup, back_end="threads"))
     simulation = given(request, Trials(request), placement).trial.simulation
-    timed = time_ops(simulation.recipes, lambda op: max(machine_costs(machine).op(op), 1e-9), most_seconds=2)
+    timed = time_ops(simulation.recipes, lambda op: max(MachineCosts(machine).op(op), 1e-9), most_seconds=2)
     measured_s = _measured(make, placement, count, arguments, LINK, UPDATE)
     costs = _Sleeps(_sleeps(LINK, UPDATE), timed, machine.value("job_seconds"), own_s)
     return row(name, retime(simulation.program, costs).step_s, measured_s)

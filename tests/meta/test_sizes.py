@@ -46,7 +46,7 @@ PACKAGES = {
     "integrations": (3737, 38),
     "runtime": (2371, 14),
     "optim": (457, 6),
-    "planner": (4736, 29),
+    "planner": (4734, 29),
     "probe": (732, 6),
     "rules": (1578, 9),
     "tiers": (1544, 7),

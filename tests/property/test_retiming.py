@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ext.observe.timeline import TraceTimeline, to_chrome
-from penstock.planner.cost import machine_costs
+from penstock.planner.cost import MachineCosts
 from penstock.planner.simulation.fair_share import fair_speeds
 from penstock.planner.simulation.program import Program, ProgramJob, WorkKind
 from penstock.planner.simulation.retime import busiest, retime
@@ -169,7 +169,7 @@ STATED = st.floats(1.0, 50.0)
 
 def feasible(figures: Mapping[str, float], up: float, down: float) -> bool:
     """Whether a link goes so many bytes/s both ways at once."""
-    costs, program = machine_costs(Machine(**figures)), Script("accelerator").program()
+    costs, program = MachineCosts(Machine(**figures)), Script("accelerator").program()
     used = defaultdict[str, float](float)
     for (way, stream), rate in zip(WAYS.items(), (up, down), strict=True):
         taken = costs.job(ProgramJob(stream, Label(), 100), program)

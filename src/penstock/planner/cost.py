@@ -36,37 +36,26 @@ _UPDATE_IN_PLACE = "penstock.update"
 _ROUNDS = {"all_reduce": 2}
 
 
-def machine_costs(
-    machine: Figures, *, measured: Mapping[Op, float] | None = None, measured_share: float = 1.0
-) -> "MachineCosts":
-    """Make the costs of a program's parts on a machine.
+class MachineCosts:
+    """The costs of a program's parts on a machine.
 
     Arguments:
-        machine: its figures (`penstock.planner.Machine`).
+        figures: of the machine (`penstock.planner.Machine`).
         measured: seconds of operations that were run for real on it; others follow from the figures.
         measured_share: the part of the host's cores that they had, where the host computes.
 
     Example:
         >>> from penstock.planner import Machine
-        >>> costs = machine_costs(Machine.read("h100-node"))
+        >>> costs = MachineCosts(Machine.read("h100-node"))
         >>> costs.op(Op("aten.mm.default", flops=10**12, nbytes=10**8, dtype="bfloat16")) > 1e-3
         True
     """
-    return MachineCosts(machine, measured or {}, measured_share)
 
-
-class MachineCosts:
-    """The costs of one machine.
-
-    Arguments:
-        figures: of the machine.
-        measured: seconds of operations.
-        measured_share: the part of the host's cores that they had.
-    """
-
-    def __init__(self, figures: Figures, measured: Mapping[Op, float], measured_share: float = 1.0) -> None:
+    def __init__(
+        self, figures: Figures, measured: Mapping[Op, float] | None = None, measured_share: float = 1.0
+    ) -> None:
         self.figures = figures
-        self._measured = measured
+        self._measured = measured or {}
         self._measured_share = measured_share
         self._known: dict[object, Demand] = {}  # by what of a program takes it
         self._program: Program | None = None

@@ -13,7 +13,7 @@ from penstock.config import Placement, TierName
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.ext.observe.timeline import TraceTimeline, to_chrome
 from penstock.files import open_own
-from penstock.planner.cost import MachineCosts, machine_costs
+from penstock.planner.cost import MachineCosts
 from penstock.planner.machine import Machine
 from penstock.planner.plan_request import PlanRequest
 from penstock.planner.simulation.engine_internals import PrepareRequest, device_for
@@ -102,7 +102,7 @@ class Trials:
 
     def costs(self, machine: Machine) -> MachineCosts:
         """Say what parts of a program take on a machine: as they were measured, where they were."""
-        return machine_costs(machine, measured=self._measured, measured_share=_share_of_cores())
+        return MachineCosts(machine, measured=self._measured, measured_share=_share_of_cores())
 
     def _simulate(self, setup: Setup, prepare_request: PrepareRequest) -> Simulation:
         """Simulate; where operations are measured, time them, and run for real what cannot be simulated without."""
@@ -113,7 +113,7 @@ class Trials:
         except ConfigError:
             simulation = simulate(replace(setup, runs_operations=True), prepare_request)
         unknown = {op: recipe for op, recipe in simulation.recipes.items() if op not in self._measured}
-        costs = machine_costs(self._request.machine)
+        costs = MachineCosts(self._request.machine)
         self._measured |= time_ops(unknown, costs.op, device=device_for((), None).device)
         return simulation
 

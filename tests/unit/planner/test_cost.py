@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.planner.cost import machine_costs
+from penstock.planner.cost import MachineCosts
 from penstock.planner.machine import Machine as Shipped
 from penstock.planner.simulation.fair_share import Demand
 from penstock.planner.simulation.program import Collective, Op, Program, ProgramJob
@@ -51,7 +51,7 @@ def job(stream: str, nbytes: int = 80, verb: str = "do", **rest: Any) -> Program
 
 
 def cost(what: ProgramJob, program: Program = DEVICE, machine: Machine = MACHINE) -> Demand:
-    return machine_costs(machine).job(what, program)
+    return MachineCosts(machine).job(what, program)
 
 
 def computing(*ops: tuple[Op, int], program: Program = DEVICE) -> Program:
@@ -62,14 +62,14 @@ class TestCompute:
     def test_a_host_that_computes_does_its_own_work_between_operations(self) -> None:
         program = computing((Op("add", 1, 500, "float32"), 3), program=CPU)
         machine = Machine(**RATES | {"op_host_seconds": 2.5})
-        assert machine_costs(machine).segment(program, 0).seconds == 3 * (10 + 2.5 - 0.5)
-        assert machine_costs(machine, measured={program.ops[0]: 4}).segment(program, 0).seconds == 3 * (4 + 2.5 - 0.5)
+        assert MachineCosts(machine).segment(program, 0).seconds == 3 * (10 + 2.5 - 0.5)
+        assert MachineCosts(machine, measured={program.ops[0]: 4}).segment(program, 0).seconds == 3 * (4 + 2.5 - 0.5)
 
     def test_threads_that_share_an_operation_begin_and_end_it_together(self) -> None:
         machine = Machine(**RATES | {"op_threads_seconds": 7.0})
         small, large = Op("add", 1, 500, "float32"), Op("add", 1, 1 << 18, "float32")
-        assert machine_costs(machine).op(small) == 10
-        assert machine_costs(machine).op(large) == (1 << 18) / 50 + 7
+        assert MachineCosts(machine).op(small) == 10
+        assert MachineCosts(machine).op(large) == (1 << 18) / 50 + 7
 
     @pytest.mark.parametrize(
         ("op", "seconds"),
@@ -83,7 +83,7 @@ class TestCompute:
         ],
     )
     def test_an_operation_is_as_slow_as_its_arithmetic_or_its_memory(self, op: Op, seconds: float) -> None:
-        assert machine_costs(MACHINE).op(op) == seconds
+        assert MachineCosts(MACHINE).op(op) == seconds
 
     @pytest.mark.parametrize(("ranks", "factor"), [(1, 1), (2, 1), (4, 2)])
     def test_ranks_that_were_timed_with_half_of_the_cores_are_in_nobodys_way_until_there_are_three(
@@ -92,43 +92,43 @@ class TestCompute:
         """Figures are of a host with all its cores, and a time that was measured is of those that a rank has."""
         op = Op("mm", 0, 0, "float32")
         program = replace(computing((op, 1), program=CPU), world_size=ranks)
-        costs = machine_costs(without("devices"), measured={op: 3.0}, measured_share=0.5)
+        costs = MachineCosts(without("devices"), measured={op: 3.0}, measured_share=0.5)
         assert costs.segment(program, 0).seconds == 3.0 * factor
 
     def test_a_time_that_was_measured_counts(self) -> None:
         op, other = Op("mm", 200, 1, "bfloat16", "2x2"), Op("mm", 200, 1, "bfloat16", "1x4")
-        costs = machine_costs(MACHINE, measured={op: 7.0})
+        costs = MachineCosts(MACHINE, measured={op: 7.0})
         assert (costs.op(op), costs.op(other)) == (7, 2)
 
     def test_a_segment_is_the_sum_of_its_operations(self) -> None:
         program = computing((Op("mm", 200, 10, "bfloat16"), 3), (Op("add", 0, 500, "bfloat16"), 1))
-        assert machine_costs(MACHINE).segment(program, 0) == Demand(16, {"device memory": (530 / 50) / 16})
-        assert machine_costs(MACHINE).host_seconds(program, 0) == 1
+        assert MachineCosts(MACHINE).segment(program, 0) == Demand(16, {"device memory": (530 / 50) / 16})
+        assert MachineCosts(MACHINE).host_seconds(program, 0) == 1
 
     def test_of_a_cpu_it_takes_the_cores_and_the_hosts_memory(self) -> None:
         program = computing((Op("add", 0, 100, "float32"), 1), program=CPU)
-        assert machine_costs(without(device_bandwidth=10)).segment(program, 0) == Demand(
+        assert MachineCosts(without(device_bandwidth=10)).segment(program, 0) == Demand(
             10, {"cores": 1, "host memory": 100 / 16 / 10}
         )
-        assert machine_costs(MACHINE).host_seconds(program, 0) == 0
+        assert MachineCosts(MACHINE).host_seconds(program, 0) == 0
 
     def test_it_does_not_take_more_memory_than_it_has_time_for(self) -> None:
         """What caches hold back is no load."""
         program = computing((Op("add", 0, 100, "float32"), 1), program=CPU)
-        assert machine_costs(MACHINE).segment(program, 0) == Demand(2, {"cores": 1, "host memory": 1})
+        assert MachineCosts(MACHINE).segment(program, 0) == Demand(2, {"cores": 1, "host memory": 1})
 
     def test_computes_own_update_is_as_fast_as_updates_are(self) -> None:
         op = Op("penstock.update", 0, 100, "float32")
-        assert machine_costs(MACHINE).segment(computing((op, 1)), 0).seconds == 4
+        assert MachineCosts(MACHINE).segment(computing((op, 1)), 0).seconds == 4
         program = computing((op, 1), program=replace(CPU, rule="sgd"))
-        assert machine_costs(MACHINE).segment(program, 0).seconds == 10
+        assert MachineCosts(MACHINE).segment(program, 0).seconds == 10
 
     def test_ranks_of_a_cpu_share_it(self) -> None:
         program = computing((Op("mm", 20, 1, "float32"), 1), program=replace(CPU, world_size=2))
-        assert machine_costs(without("devices")).segment(program, 0).seconds == 4
+        assert MachineCosts(without("devices")).segment(program, 0).seconds == 4
 
     def test_two_programs_are_told_apart(self) -> None:
-        costs = machine_costs(MACHINE)
+        costs = MachineCosts(MACHINE)
         one, two = computing((Op("mm", 200, 1, "float32"), 1)), computing((Op("mm", 300, 1, "float32"), 1))
         assert [costs.segment(each, 0).seconds for each in (one, two, one)] == [20, 30, 20]
 
@@ -234,7 +234,7 @@ class TestDisks:
 class TestCollectives:
     def gather(self, name: str = "all_gather", ranks: int = 4, dimension: str = "shard", world: int = 4) -> Demand:
         program, stride = replace(DEVICE, world_size=world), 1 if dimension == "shard" else world // ranks
-        return machine_costs(MACHINE).meeting(Collective(name, 80, ranks, dimension, stride), program)
+        return MachineCosts(MACHINE).meeting(Collective(name, 80, ranks, dimension, stride), program)
 
     def test_a_ring_sends_all_but_its_own_part(self) -> None:
         assert self.gather() == Demand(4, {"links between ranks": 0.75})
@@ -264,7 +264,7 @@ class TestCollectives:
         assert set(self.gather(ranks=2, dimension="replicate", world=4).uses) == {"links between ranks"}
 
     def test_hosts_say_which_links_ranks_have(self) -> None:
-        gather, costs = Collective("all_gather", 80, 4), machine_costs(Machine(**RATES | {"devices": 1}))
+        gather, costs = Collective("all_gather", 80, 4), MachineCosts(Machine(**RATES | {"devices": 1}))
         here = costs.meeting(gather, replace(DEVICE, world_size=4, hosts=1))
         assert set(here.uses) == {"links between ranks"}
         apart = costs.meeting(gather, replace(DEVICE, world_size=4, hosts=4))
@@ -273,18 +273,18 @@ class TestCollectives:
     def test_a_job_takes_its_collectives_and_what_it_computes(self) -> None:
         program = replace(computing((Op("copy", 0, 100, "float32"), 1)), world_size=4)
         gather = Collective("all_gather", 80, 4)
-        found = machine_costs(MACHINE).job(job("collective", collectives=(gather, gather), segment=((0, 1),)), program)
+        found = MachineCosts(MACHINE).job(job("collective", collectives=(gather, gather), segment=((0, 1),)), program)
         assert found.seconds == 10
         assert found.uses == pytest.approx({"links between ranks": 0.6, "device memory": 0.2})
 
 
 class TestOverheads:
     def test_the_host_of_a_device_spends_it(self) -> None:
-        assert machine_costs(MACHINE).submit_seconds(DEVICE) == 0.125
+        assert MachineCosts(MACHINE).submit_seconds(DEVICE) == 0.125
         assert cost(job("update", verb="update")).seconds == 10
 
     def test_else_the_stream_does(self) -> None:
-        assert machine_costs(MACHINE).submit_seconds(CPU) == 0
+        assert MachineCosts(MACHINE).submit_seconds(CPU) == 0
         assert cost(job("update", verb="update"), CPU).seconds == 10.125
 
 
@@ -306,7 +306,7 @@ def test_a_figure_that_is_needed_is_missed(name: str, what: ProgramJob) -> None:
 
 @pytest.mark.parametrize("name", ["rtx4090-desktop", "h100-node"])
 def test_machines_that_come_along_have_what_is_needed(name: str) -> None:
-    costs = machine_costs(Shipped.read(name))
+    costs = MachineCosts(Shipped.read(name))
     ranks = min(2, int(Shipped.read(name).value("devices")))
     program = replace(computing((Op("mm", 10**12, 10**8, "bfloat16"), 1)), world_size=ranks)
     streams = ("upload", "download", "save", "update", "device update", "collective")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from penstock.blueprint import request_for
 from penstock.errors import ConfigError
 from penstock.planner import plan, simulated_mesh
-from penstock.planner.cost import machine_costs
+from penstock.planner.cost import MachineCosts
 from penstock.planner.plan_request import PlanRequest
 from penstock.planner.simulation.program import OF_MODEL, Program
 from penstock.planner.simulation.retime import retime
@@ -63,7 +63,7 @@ def test_a_rank_computes_its_part_and_waits_for_the_others() -> None:
         ("all_reduce", TOKENS * WIDTH * 2, 4, "tp")
     ] * 2
     machine = desktop()  # of one device: ranks are on hosts of their own
-    steps = [retime(part, machine_costs(machine.replace(net_seconds=seconds))).step_s for seconds in (1.0, 2.0)]
+    steps = [retime(part, MachineCosts(machine.replace(net_seconds=seconds))).step_s for seconds in (1.0, 2.0)]
     # A sum goes around twice. Beside that of the model there is one of norms over each dimension.
     assert steps[1] - steps[0] >= 2 * 1.0 * 3
 

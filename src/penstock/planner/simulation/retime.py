@@ -79,7 +79,7 @@ def retime(program: Program, costs: Costs) -> Timing:
 
     Arguments:
         program: what one rank does in some steps.
-        costs: what its parts take (`machine_costs`).
+        costs: what its parts take (`MachineCosts`).
 
     Returns:
         The times.
