@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import penstock
 from penstock.errors import ConfigError, EngineError
+from penstock.runtime import collectives
 from penstock.runtime.control_group import own_group
 from tests.support import RANK_TIMEOUT, run_ranks, thorough
 
@@ -165,6 +167,31 @@ def test_groups_that_are_destroyed_before_close_end_it_with_an_error(tmp_path: P
     for said in run_ranks(destroy_first, 2, tmp_path / "second"):
         for message in said:
             assert "destroy_process_group() has ended the process groups of this engine" in message
+
+
+def hooks_while_issued(rank: int) -> tuple[set[bool], bool]:
+    """Whether hooks of saved tensors are set in any collective of a step, and in the forward after its gathers."""
+    is_set = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+    found, inside = set(), []
+    model, optimizer = prepared()
+    model[1].register_forward_pre_hook(lambda *_: inside.append(is_set() is not None))
+    issue = collectives.all_gather_flat
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        found.add(is_set() is not None)
+        return issue(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.save_on_cpu():
+        patch.setattr(collectives, "all_gather_flat", spied)
+        step(model, optimizer)
+    step(model, optimizer)  # with the engine's own
+    optimizer.close()
+    return found, all(inside)
+
+
+def test_no_collective_is_issued_with_hooks_of_saved_tensors() -> None:
+    """A thread of gloo would take the interpreter's lock for them: a process that exits meanwhile was aborted."""
+    assert run_ranks(hooks_while_issued, 2) == [({False}, True)] * 2
 
 
 # Ranks leave once both are through: torch promises nothing to one whose last collective another one's exit has cut off.

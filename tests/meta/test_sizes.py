@@ -44,7 +44,7 @@ PACKAGES = {
     "engine": (6833, 29),
     "ext": (2879, 13),
     "integrations": (3737, 38),
-    "runtime": (2371, 14),
+    "runtime": (2393, 14),
     "optim": (457, 6),
     "planner": (4734, 29),
     "probe": (732, 6),
@@ -145,8 +145,10 @@ TORCH: dict[str, dict[str, tuple[str, str]]] = {
         "_storage_Use_Count": ("whether autograd or a user keeps views of a buffer", BOTH),
     },
     "torch._C._autograd": {
+        "_pop_saved_tensors_default_hooks": ("threads of gloo would take the interpreter's lock for each hook", BOTH),
+        "_push_saved_tensors_default_hooks": ("threads of gloo would take the interpreter's lock for each hook", BOTH),
         "_saved_tensors_hooks_is_enabled": ("torch.func allows no hooks of saved tensors", BOTH),
-        "_top_saved_tensors_default_hooks": ("whether a user's hooks of saved tensors are innermost", BOTH),
+        "_top_saved_tensors_default_hooks": ("whether hooks of saved tensors are set, and whose", BOTH),
     },
     "torch._C._distributed_c10d": {"FakeWork": ("what a collective of the simulation returns", BOTH)},
     "torch._C._functorch": {

@@ -30,6 +30,7 @@ from penstock.runtime.control_group import (
 )
 from penstock.runtime.finalizers import at_end
 from penstock.runtime.host_memory import view_apart
+from penstock.runtime.modes import without_saved_hooks
 from penstock.runtime.streams import DONE, Event, Pending
 from penstock.runtime.system import boot_id, ranks_of_host
 from penstock.runtime.topology import Grid, Nodes, node_size, nodes_of, peers_of
@@ -426,9 +427,10 @@ class Collectives:
         failed = partial(self._could_not_finish, what or f"the {name} of all ranks", number)
         works = []
         try:
-            for buffer, call in calls:
-                self.counts.note(name, dimension, buffer)
-                works.append(call(group=group))
+            with without_saved_hooks():
+                for buffer, call in calls:
+                    self.counts.note(name, dimension, buffer)
+                    works.append(call(group=group))
         except RuntimeError as error:
             raise failed(error) from error
         going_on = [work for work in works if work is not None]

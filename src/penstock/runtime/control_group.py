@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.errors import EngineError, PenstockError, one_line
 from penstock.runtime.finalizers import Phase, exiting
+from penstock.runtime.modes import without_saved_hooks
 from penstock.runtime.system import host_name, names_of_hosts
 from penstock.runtime.topology import peers_of
 
@@ -374,7 +375,8 @@ class ControlGroup:
         nbytes = _checked(int(length), self._error)
         said = own if self.is_first else torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         try:
-            self._group.broadcast(said, 0).wait()
+            with without_saved_hooks():
+                self._group.broadcast(said, 0).wait()
         except RuntimeError as error:
             raise self._silence("", error) from error
         return _parsed(said, self._error)
@@ -400,7 +402,8 @@ class ControlGroup:
         """Exchange tensors of one shape; wait for every other rank, at most as long as the timeout."""
         parts = [torch.empty_like(own) for _ in self.members]
         try:
-            self._group.allgather(parts, own).wait()
+            with without_saved_hooks():
+                self._group.allgather(parts, own).wait()
         except RuntimeError as error:
             raise self._silence(verb, error) from error
         return parts

@@ -28,6 +28,8 @@ _grad_is_on, _set_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
 _inference_is_on, _autocast_is_on = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
 _functorch, _dispatch_modes = torch._C._functorch.peek_interpreter_stack, torch._C._len_torch_dispatch_stack
 _DisableTorchFunction = torch._C.DisableTorchFunction
+_autograd: Any = torch._C._autograd
+_saved_hooks = _autograd._top_saved_tensors_default_hooks
 
 
 class _ThreadModes(threading.local):
@@ -115,6 +117,31 @@ class user_mode:  # noqa: N801
     def __exit__(self, *_: object) -> None:
         while self._stays:
             self._stays.pop().__enter__()
+
+
+class without_saved_hooks:  # noqa: N801
+    """No hooks of saved tensors on the calling thread, for the time of a `with` block, in which collectives are issued.
+
+    A thread of gloo takes over the state of the thread that issued its collective, and takes the interpreter's lock for
+    each hook in it, up to some time after the collective is over. Where the program ends meanwhile, the process aborts.
+    """
+
+    __slots__ = ("_hooks",)
+
+    def __enter__(self) -> None:
+        self._hooks: list[tuple[Any, Any]] = []
+        try:
+            while (hooks := _saved_hooks(True)) is not None:
+                self._hooks.append(hooks)
+                _autograd._pop_saved_tensors_default_hooks()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        while self._hooks:
+            _autograd._push_saved_tensors_default_hooks(*self._hooks[-1])
+            del self._hooks[-1]
 
 
 def user_records() -> bool:
