@@ -22,7 +22,7 @@ from penstock.planner.simulation.operation_cost import Recipe
 from penstock.planner.simulation.program import Op
 from penstock.planner.simulation.simulate import Setup
 from penstock.planner.trials import Trials
-from tests.support import prepare_on
+from tests.lib.engines import prepare_on
 
 #: What takes no time to speak of.
 AT_ONCE = 1e18

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.runtime import collectives
 from penstock.runtime.streams import Streams
-from tests.support import inline, released, separate, simulated
+from tests.lib.streams import inline, released, separate, simulated
 
 STREAMS: dict[str, Callable[[], Streams]] = {
     "inline": inline,

@@ -113,7 +113,7 @@ def _measured(
     make: Any, placement: penstock.Placement, count: int, arguments: Any, link: float, update: float
 ) -> float:
     """Seconds of a step on streams that sleep."""
-    from tests.support import prepare_on
+    from tests.lib.engines import prepare_on
 
     sleeps = _sleeps(link, update)
     streams = SimulatedStreams(lambda stream, nbytes: nbytes / sleeps[stream] if stream in sleeps else 0.0)

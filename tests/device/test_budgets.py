@@ -12,8 +12,9 @@ from penstock.rules.device import DevicePass
 from penstock.rules.wire import WireFormat, WireName, pack_words
 from penstock.runtime.hardware import free_device_memory
 from tests.device.running import late_ranks, strict
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
 from tests.measured import KIB, SHARES, deep
-from tests.support import disks, prepare_on
 
 DEVICE = "strict:0"
 #: Inputs and outputs of layers, counters and the like, which are not of the training state.

@@ -9,9 +9,11 @@ from torch import Tensor
 import penstock
 from penstock.runtime.streams import Streams
 from tests.device.running import strict
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline
 from tests.parity.rows import Movement, batches, changed, loss_of
 from tests.parity.test_unfreezing import make, stock, unfreeze_a_block, unfreeze_a_layer
-from tests.support import inline, prepare_on, thorough
+from tests.support import thorough
 
 KIB = 1 << 10
 CHANGES = {1: unfreeze_a_block, 2: unfreeze_a_layer}

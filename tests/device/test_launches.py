@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from tests.device.running import strict
-from tests.support import prepare_on
+from tests.lib.engines import prepare_on
 
 WIDTH, BLOCKS = 64, 4
 PARAMETERS = 2 * BLOCKS

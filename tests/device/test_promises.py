@@ -17,10 +17,12 @@ from tests.gpu.models import HYPER
 from tests.gpu.models import batches as inputs
 from tests.gpu.models import build as make_blocks
 from tests.gpu.models import loss_of as loss_of_blocks
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline
 from tests.parity import whole
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, prepared, shares, train
 from tests.parity.test_simulated import everything
-from tests.support import inline, prepare_on, thorough
+from tests.support import thorough
 
 KIB = 1 << 10
 STEPS = 2

@@ -8,7 +8,7 @@ import torch
 
 import penstock
 from tests.device.running import strict
-from tests.support import prepare_on
+from tests.lib.engines import prepare_on
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 BYTES_PER_SECOND = 25e9

@@ -16,8 +16,10 @@ from penstock.engine.forward_backward import saved_tensors
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.collectives import CollectiveFingerprint, Collectives
 from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
-from tests.support import disks, prepare_on, thorough
+from tests.support import thorough
 
 KIB = 1 << 10
 DEVICE = "strict:0"  # no device outside of the strict process
@@ -218,7 +220,7 @@ def test_compute_that_turns_from_stream_to_stream(native: Any, how: Movement) ->
         options = penstock.Options(**dict(how.options))
         rest = {"placement": how.placement, "precision": "fp32", "options": options}
         if back_end is None:
-            from tests.support import inline
+            from tests.lib.streams import inline
 
             optimizer = prepare_on(inline(), model, stock, **rest)
         else:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.device.dropping import DroppingStreams
+from tests.lib.memory import shorten_rings
+from tests.lib.streams import inline
 from tests.parity.test_waits import (
     EVERYTHING_ON_CPU,
     IN_FILES,
@@ -21,7 +23,7 @@ from tests.parity.test_waits import (
     training,
 )
 from tests.parity.waits import Wait, listen, waits
-from tests.support import inline, sampled, shorten_rings
+from tests.support import sampled
 
 # Needed by rows that look, clear, save or move, which are not here but in the table of simulated streams.
 ELSEWHERE = {

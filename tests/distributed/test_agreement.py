@@ -16,7 +16,9 @@ from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.streams import FailedEvent
-from tests.support import inline, prepare_on, run_ranks, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
+from tests.support import run_ranks
 
 WIDTH = 16
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from penstock.engine.unit.unit import Unit
 from penstock.runtime.streams import DOWNLOAD, Event, Work
+from tests.lib.streams import SeparateStreams, separate
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared
-from tests.support import SeparateStreams, run_ranks, separate
+from tests.support import run_ranks
 
 UNITS = 3
 KIB = 1 << 10

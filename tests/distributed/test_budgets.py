@@ -5,8 +5,11 @@ import torch
 
 import penstock
 from penstock import MemoryBudgetError, Options, Placement
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate
 from tests.measured import PLACEMENTS, deep, measured
-from tests.support import disks, inline, prepare_on, run_ranks, separate
+from tests.support import run_ranks
 
 ROWS = [
     (0, "bf16", PLACEMENTS[0]),

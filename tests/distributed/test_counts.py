@@ -9,8 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.parity.rows import PLACEMENTS, Arithmetic, Movement, batches, loss_of, prepared
-from tests.support import inline, prepare_on, run_ranks, separate
+from tests.support import run_ranks
 
 UNITS, BLOCKS = 3, 2
 EVERYTHING_ON_CPU = PLACEMENTS[2]

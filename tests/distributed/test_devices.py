@@ -8,7 +8,8 @@ from penstock import preparing
 from penstock.errors import PenstockError
 from penstock.runtime import hardware
 from penstock.runtime.hardware import Visible
-from tests.support import inline, run_ranks
+from tests.lib.streams import inline
+from tests.support import run_ranks
 
 
 def sharing(rank: int, count: int, types: tuple[str, str] = ("cuda", "cuda")) -> str:

@@ -20,8 +20,9 @@ from penstock.planner.simulation.program import OF_MODEL, Program, WorkKind
 from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
 from tests.distributed.test_tensor_parallel import Model, parallelize
+from tests.lib.streams import separate
 from tests.planning import desktop
-from tests.support import run_ranks, separate, thorough
+from tests.support import run_ranks, thorough
 
 VOCABULARY = 12
 CELL_BYTES = {"device": 512, "cpu": 4096}  # a tier gives no less

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.streams import Streams
+from tests.lib.streams import inline, simulated
 from tests.parity.rows import Movement
-from tests.support import inline, run_ranks, simulated, thorough
+from tests.support import run_ranks, thorough
 from tests.unit.engine.test_engines import ON_DEVICE, SIDES, Side, close, make_model, play, what_there_is
 
 LATE = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward").but(tile_bytes=4 << 10)

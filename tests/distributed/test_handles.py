@@ -11,7 +11,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import penstock
 from penstock.errors import PenstockError
-from tests.support import inline, prepare_on, run_ranks, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
+from tests.support import run_ranks
 
 WIDTH = 16
 

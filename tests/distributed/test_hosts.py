@@ -19,7 +19,10 @@ from penstock.errors import PenstockError
 from penstock.runtime import control_group
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.system import Host, host_name, names_of_hosts
-from tests.support import disks, inline, prepare_on, run_ranks, separate
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate
+from tests.support import run_ranks
 
 WIDTH = 64
 

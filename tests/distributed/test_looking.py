@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import penstock
+from tests.lib.streams import inline, separate
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared
-from tests.support import inline, run_ranks, separate
+from tests.support import run_ranks
 
 TIERS = ("device", "cpu")
 

@@ -18,8 +18,11 @@ import penstock
 from penstock.runtime import collectives
 from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks, shorten_rings
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Movement
-from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated, thorough
+from tests.support import run_ranks, thorough
 
 WIDTH, BLOCKS, STEPS = 32, 5, 3
 MOST_SECONDS = 0.02

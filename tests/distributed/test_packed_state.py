@@ -18,8 +18,10 @@ from penstock.engine.forward_backward.gather import QuantizedGather
 from penstock.memory_budget import PACKED, budget_of
 from penstock.runtime.collectives import Collectives
 from tests.distributed.test_packed import carried, watching
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.parity.rows import Arithmetic, Movement, Net, batches, loss_of, make_model, prepared
-from tests.support import inline, prepare_on, run_ranks, separate
+from tests.support import run_ranks
 
 PLAIN = Movement().but(tile_bytes=4096, gather_format="int8")
 

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.config import SECONDARY
 from penstock.errors import ConfigError
+from tests.lib.streams import separate
 from tests.parity.rows import Arithmetic, Block, Movement, batches, loss_of, make_model, prepared, shares, train
-from tests.support import run_ranks, separate, thorough
+from tests.support import run_ranks, thorough
 from tests.wires import STREAMS, TILES, listening
 
 NODE = 2

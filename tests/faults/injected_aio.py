@@ -15,7 +15,7 @@ import torch
 from penstock.errors import NvmeError
 from penstock.runtime.aio import File, Queue, checksum
 from penstock.runtime.host_memory import PAGE_BYTES
-from tests.support import memory
+from tests.lib.memory import memory
 
 CHUNK_BYTES = 1 << 20
 NBYTES = 3 * CHUNK_BYTES

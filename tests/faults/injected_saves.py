@@ -20,7 +20,9 @@ from penstock import construct
 from penstock.checkpoint.format import MARKER, files_of
 from penstock.checkpoint.reader import checkpoints_in
 from penstock.runtime import host_memory
-from tests.support import inline, prepare_on, run_ranks, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline
+from tests.support import run_ranks, thorough
 
 # The child of a fork stands for the process here, which is made thousands of times: it has what a child has not else.
 PROCESS = os.getpid()

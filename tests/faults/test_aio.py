@@ -16,7 +16,8 @@ from penstock.errors import NvmeError
 from penstock.runtime.aio import File, Queue
 from penstock.runtime.host_memory import PAGE_BYTES
 from tests.faults.preload import run_preloaded
-from tests.support import memory, thorough
+from tests.lib.memory import memory
+from tests.support import thorough
 
 MIB = 1 << 20
 CHUNK_BYTES = MIB

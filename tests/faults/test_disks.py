@@ -20,8 +20,10 @@ import penstock
 from tests.accounts import swap_files
 from tests.faults.failing_files import Faults, small_rings
 from tests.faults.test_training import BATCHES, KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays, trained
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline
 from tests.parity.rows import Net, make_model
-from tests.support import inline, prepare_on, thorough
+from tests.support import thorough
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
@@ -224,7 +226,7 @@ TRAINING = """
 import sys
 from pathlib import Path
 from tests.faults.test_disks import EVERYTHING
-from tests.support import inline
+from tests.lib.streams import inline
 
 model, optimizer = EVERYTHING.prepare(Path(sys.argv[1]), inline())
 EVERYTHING.iterate(model, optimizer)

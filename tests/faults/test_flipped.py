@@ -17,7 +17,9 @@ from penstock.runtime.host_memory import page_aligned
 from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
 from tests.faults.test_disks import flip
-from tests.support import inline, shorten_rings, simulated, thorough
+from tests.lib.memory import shorten_rings
+from tests.lib.streams import inline, simulated
+from tests.support import thorough
 from tests.unit.engine.test_sums import Row, backward, iterate
 
 HOMES = ("param", "master", "optimizer", "grad")

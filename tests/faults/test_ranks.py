@@ -14,8 +14,10 @@ import torch
 import penstock
 from tests.faults.failing_files import Faults
 from tests.faults.test_training import BATCHES, KIND_NAMES, Row
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline
 from tests.parity.rows import loss_of, make_model
-from tests.support import inline, prepare_on, run_ranks
+from tests.support import run_ranks
 
 EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
 SOON_SECONDS = 20  # gloo's own limit is half an hour
@@ -92,7 +94,7 @@ import pytest, torch
 import torch.distributed as dist
 from tests.faults.failing_files import Faults
 from tests.faults.test_ranks import EVERYTHING
-from tests.support import inline
+from tests.lib.streams import inline
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

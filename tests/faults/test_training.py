@@ -15,8 +15,10 @@ from torch import Tensor
 import penstock
 from penstock.runtime.streams import Streams
 from tests.faults.failing_files import Faults, When
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, simulated
 from tests.parity.rows import Net, batches, loss_of, make_model
-from tests.support import inline, prepare_on, sampled, simulated
+from tests.support import sampled
 
 BATCHES = [batch for (batch,) in batches(1, 2)[0]]
 KIND_NAMES = ("params", "grads", "optimizer")

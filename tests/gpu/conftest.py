@@ -9,7 +9,7 @@ from penstock.rules import device as device_rules
 from penstock.runtime.accelerator import streams_for
 from penstock.runtime.hardware import default_device
 from penstock.runtime.streams import Streams
-from tests.support import simulated
+from tests.lib.streams import simulated
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import torch
 
 import penstock
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
-from tests.support import prepare_on
+from tests.lib.engines import prepare_on
 
 STEPS = 3
 PLACEMENTS = {

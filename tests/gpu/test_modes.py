@@ -5,7 +5,8 @@ import torch
 
 import penstock
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
-from tests.support import prepare_on, thorough
+from tests.lib.engines import prepare_on
+from tests.support import thorough
 
 STEPS = 3
 OPTIMIZER_ON_CPU = penstock.Placement(grads="cpu", optimizer="cpu")

@@ -17,7 +17,9 @@ from penstock.runtime import accelerator
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.streams import HostEvent, Streams, WorkerThread
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, batches, build, is_emulated, loss_of
-from tests.support import prepare_on, simulated, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.streams import simulated
+from tests.support import thorough
 
 
 def test_gathered_parameters_follow_the_formula(make_streams, device):

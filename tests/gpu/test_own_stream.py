@@ -8,7 +8,8 @@ import torch
 
 import penstock
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of, slow_down
-from tests.support import prepare_on, thorough
+from tests.lib.engines import prepare_on
+from tests.support import thorough
 
 PLACEMENTS = {
     "cpu": EVERYTHING_ON_CPU,

@@ -7,7 +7,8 @@ import torch
 
 import penstock
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, Outcome, assert_same, batches, build, loss_of, plain_run
-from tests.support import prepare_on, thorough
+from tests.lib.engines import prepare_on
+from tests.support import thorough
 
 STEPS = 3
 LR = HYPER["lr"]

@@ -18,7 +18,8 @@ from penstock.runtime.host_memory import Arena
 from penstock.runtime.system import device_node
 from penstock.tiers.host import bounce_bytes
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
-from tests.support import pinning_on_cpu, prepare_on
+from tests.lib.engines import prepare_on
+from tests.lib.memory import pinning_on_cpu
 
 TILE_BYTES = 16 << 10
 RINGS = bounce_bytes(TILE_BYTES) + 4 * TILE_BYTES  # less than any home has

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 from penstock.integrations.accelerate import PenstockAccelerator
-from tests.support import disks
+from tests.lib.memory import disks
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "device": {},

@@ -15,7 +15,7 @@ from penstock.cli.launch import _script_of_trl
 from penstock.errors import ConfigError
 from tests.integrations.trainers import assert_weights
 from tests.integrations.trl_cases import causal, folder_of, texts
-from tests.support import disks
+from tests.lib.memory import disks
 
 #: It knows nothing of penstock.
 SCRIPT = """

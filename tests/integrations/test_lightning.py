@@ -27,7 +27,7 @@ from tests.integrations.lightning_cases import (
     trainer,
     weights,
 )
-from tests.support import disks
+from tests.lib.memory import disks
 
 SPLIT = {"device": 0.4, "cpu": 0.6}
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import penstock
 from penstock.integrations.lightning import PenstockStrategy
 from tests.integrations.lightning_cases import RELEASED, Net, data, fit, made, trainer, weights
-from tests.support import disks
+from tests.lib.memory import disks
 
 
 def strategy(params: str = "cpu", **arguments: Any) -> PenstockStrategy:

@@ -21,7 +21,8 @@ from tests.integrations.trainers import (
     rows,
     weights,
 )
-from tests.support import disks, run_ranks
+from tests.lib.memory import disks
+from tests.support import run_ranks
 
 
 def placements() -> Mapping[str, dict[str, Any]]:

@@ -28,7 +28,8 @@ from tests.integrations.trainers import (
     rows,
     weights,
 )
-from tests.support import disks, run_ranks
+from tests.lib.memory import disks
+from tests.support import run_ranks
 
 SAVED = {"save_strategy": "steps", "save_steps": 2}
 OFFLOADED = {"params": "nvme", "grads": "cpu", "optimizer": "nvme", "nvme_path": str(disks()[0])}

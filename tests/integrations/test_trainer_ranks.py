@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from tests.integrations.trainers import assert_histories, assert_weights, llama, our_trainer, plain_trainer, weights
-from tests.support import disks, run_ranks
+from tests.lib.memory import disks
+from tests.support import run_ranks
 
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_strategy": "steps"}
 PREPARE = {"placement": {"params": "nvme", "optimizer": "cpu", "nvme_path": str(disks()[0])}}

@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from penstock.integrations import trl
 from tests.integrations import trl_cases as cases
-from tests.support import disks
+from tests.lib.memory import disks
 
 CPU = {"placement": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}}
 SPLIT = {"placement": {"params": {"cpu": 0.5, "device": 0.5}, "grads": "cpu", "optimizer": {"device": 0.6, "cpu": 0.4}}}

@@ -25,7 +25,8 @@ from penstock.integrations import generation, trl
 from penstock.integrations.trl import WholeParameters
 from tests.integrations import trl_cases as cases
 from tests.integrations.test_trl import CPU, LORA
-from tests.support import disks, run_ranks
+from tests.lib.memory import disks
+from tests.support import run_ranks
 
 ON_DEVICE = {"optimizer": "device", "grads": "device"}
 HALF_ON_NVME = {"optimizer": {"device": 0.5, "nvme": 0.5}, "params": "cpu", "nvme_path": str(disks()[0])}

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 import penstock
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
 from tests.models.family import Batch, Family
-from tests.support import prepare_on
 
 STEPS = 3
 ON_DEVICE = penstock.Placement()

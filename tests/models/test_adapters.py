@@ -11,11 +11,14 @@ from torch import nn
 import penstock
 from penstock.config import Tier
 from penstock.layout import ALIGNMENT_NUMEL
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import separate, simulated
 from tests.models.adapters_rows import ADAPTERS, LORA, PEFT, QUANTISED, Adapted, Lora, trained
 from tests.models.contract import HYPER, ON_CPU, assert_close, assert_equal, assert_gradients, penstock_run, plain_run
 from tests.models.family import Batch, Family
 from tests.models.modules_rows import squared
-from tests.support import disks, prepare_on, run_ranks, sampled_rows, separate, simulated, thorough
+from tests.support import run_ranks, sampled_rows, thorough
 
 ON_NVME = penstock.Placement(params="nvme", grads="cpu", optimizer="cpu", nvme_path=disks())
 ALL_ON_NVME = penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=disks())

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.streams import separate, simulated
 from tests.models.contract import HYPER, ON_CPU, Trace, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import Block, Stack, squared
 from tests.models.transformers_rows import bert, gpt2, image_loss, language_loss, llama, mixtral, t5, t5_loss, vit
-from tests.support import prepare_on, sampled, sampled_rows, separate, simulated
+from tests.support import sampled, sampled_rows
 
 Checkpoint = Callable[..., Any]  # (function, *args)
 Run = Callable[[nn.Module, Tensor, Checkpoint], Tensor]

@@ -8,9 +8,11 @@ from torch import Tensor
 
 import penstock
 from penstock.integrations.chunked import chunk_loss
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.transformers_rows import llama
-from tests.support import inline, prepare_on, run_ranks, separate, simulated
+from tests.support import run_ranks
 
 VOCABULARY = 300
 WAYS: list[dict[str, Any]] = [

@@ -13,11 +13,14 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE, Trace, assert_close, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import WIDTH, Block, Stack, squared
 from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
-from tests.support import disks, inline, prepare_on, run_ranks, sampled, separate, simulated, thorough
+from tests.support import run_ranks, sampled, thorough
 
 ON_NVME = penstock.Placement(params="nvme", grads="cpu", optimizer="nvme", nvme_path=disks())
 BLOCKS = 10  # more than the compiler makes of one function before it gives up

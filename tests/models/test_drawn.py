@@ -15,8 +15,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.models.auto import configuration_auto, modeling_auto
 
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline
 from tests.models.contract import HYPER, ON_CPU
-from tests.support import inline, prepare_on, thorough
+from tests.support import thorough
 
 SEED = 7
 KINDS = (

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.family import Batch
 from tests.models.modules_rows import Block, Stack, squared
-from tests.support import inline, prepare_on, simulated
 
 STREAMS = {"inline": (inline, ON_DEVICE), "simulated": (simulated, ON_CPU)}
 

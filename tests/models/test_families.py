@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, released, separate, simulated
 from tests.models.adapters_rows import ADAPTERS
 from tests.models.contract import (
     HYPER,
@@ -23,7 +25,7 @@ from tests.models.graphs_rows import GRAPHS
 from tests.models.mixing_rows import MIXING
 from tests.models.modules_rows import MODULES, ConvNet, squared
 from tests.models.transformers_rows import TRANSFORMERS
-from tests.support import inline, prepare_on, released, sampled, separate, simulated, thorough
+from tests.support import sampled, thorough
 
 QUICK = ("OpenAIGPTLMHeadModel", "M2M100ForConditionalGeneration", "Swinv2ForImageClassification")
 IN_MIXED_DTYPES = [family if family.name in QUICK else thorough(family) for family in MIXING]

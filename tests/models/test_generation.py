@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import separate
 from tests.models.contract import HYPER
 from tests.models.family import Batch
 from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
-from tests.support import disks, prepare_on, run_ranks, sampled_rows, separate
+from tests.support import run_ranks, sampled_rows
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}
 PLACEMENTS = {

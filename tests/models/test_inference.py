@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.lib.engines import prepare_on
+from tests.lib.streams import separate, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.family import Batch
 from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
-from tests.support import prepare_on, run_ranks, sampled_rows, separate, simulated
+from tests.support import run_ranks, sampled_rows
 
 MODELS = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}
 SAMPLING = {

@@ -10,13 +10,15 @@ from torch import nn
 
 import penstock
 from penstock.engine.unit.unit import UnitState
+from tests.lib.engines import prepare_on
+from tests.lib.streams import simulated
 from tests.models.adapters_rows import ADAPTERS
 from tests.models.contract import HYPER, ON_CPU, STEPS, build, prepared
 from tests.models.family import Batch, Family
 from tests.models.graphs_rows import GRAPHS
 from tests.models.modules_rows import MODULES, Block, Stack, squared
 from tests.models.transformers_rows import TRANSFORMERS
-from tests.support import prepare_on, sampled, simulated
+from tests.support import sampled
 
 FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS, *ADAPTERS]
 NEEDS_GRAD = {"input_gradient_in_between", "parameter_gradient_in_between"}

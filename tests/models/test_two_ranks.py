@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.lib.streams import simulated
 from tests.models.adapters_rows import ADAPTERS
 from tests.models.contract import (
     ON_CPU,
@@ -20,7 +21,7 @@ from tests.models.family import Family
 from tests.models.graphs_rows import GRAPHS
 from tests.models.modules_rows import MODULES, WIDTH, Stack, on_floats
 from tests.models.transformers_rows import TRANSFORMERS
-from tests.support import run_ranks, sampled_rows, simulated
+from tests.support import run_ranks, sampled_rows
 
 RUNS = {
     "simulated, everything on cpu, stage 3": (simulated, ON_CPU, 3),

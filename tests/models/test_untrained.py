@@ -18,12 +18,15 @@ from torch import Tensor, nn
 import penstock
 from penstock.layout import ALIGNMENT_NUMEL
 from tests.accounts import assert_table_agrees, tensor_bytes
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 from tests.models.adapters_rows import ADAPTERS, PEFT, Adapted, Float8Linear, Int8Linear
 from tests.models.contract import to_bf16
 from tests.models.family import Batch
 from tests.models.modules_rows import ConvNet, Stack, squared
 from tests.models.transformers_rows import llama, t5
-from tests.support import disks, inline, prepare_on, run_ranks, sampled_rows, separate, simulated, thorough
+from tests.support import run_ranks, sampled_rows, thorough
 
 Call = Callable[[nn.Module, Batch], Tensor]
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline
 from tests.parity.rows import BATCH, INPUTS, OUTPUTS, Arithmetic, Movement, Net, batches, changed, loss_of
-from tests.support import inline, prepare_on
 
 SAVED_AT = 2
 GOES_ON = 5

@@ -18,7 +18,9 @@ import penstock
 from penstock.config import Tier
 from penstock.rules.formats import COMPUTE_DTYPES
 from penstock.runtime.streams import Streams
-from tests.support import disks, inline, prepare_on
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline
 
 STEPS = 10
 BATCH = 16

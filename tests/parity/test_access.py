@@ -11,8 +11,10 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import STATE_NAMES, Arithmetic, Movement, Net, batches, changed, loss_of, make_model, shares
-from tests.support import inline, prepare_on, run_ranks, separate, simulated, thorough
+from tests.support import run_ranks, thorough
 
 SMALL = {"tile_bytes": 4 << 10}
 HOMES = (

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from penstock.errors import EngineError
 from penstock.runtime.streams import Streams
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.compare import NAMES
 from tests.parity.rows import INPUTS, Arithmetic, Movement, changed, make_model, prepared, shares, sum_in_pairs
-from tests.support import inline, run_ranks, sampled, separate, simulated, thorough
+from tests.support import run_ranks, sampled, thorough
 
 SMALL = {"tile_bytes": 4 << 10}
 ROWS = (

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import penstock
 from penstock.runtime.streams import Streams
+from tests.lib.streams import inline, released, separate, simulated
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, prepared, shares
-from tests.support import inline, released, run_ranks, separate, simulated, thorough
+from tests.support import run_ranks, thorough
 
 DECAY = 0.9
 STEPS = 3

@@ -14,8 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.engine.forward_backward import saved_tensors
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import BATCH, INPUTS, Block
-from tests.support import disks, inline, prepare_on, run_ranks, sampled, separate, simulated, thorough
+from tests.support import run_ranks, sampled, thorough
 
 STEPS, WIDTH = 5, 32
 

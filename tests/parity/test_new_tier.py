@@ -15,9 +15,10 @@ from penstock.config import Tier
 from penstock.runtime.streams import Streams
 from penstock.tiers.storage import Records, SegmentPlan, record_sizes
 from penstock.tiers.tier import Allocation, TierMemory
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
-from tests.support import inline, sampled, separate, simulated
+from tests.support import sampled
 
 KIB = 1 << 10
 

@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, Streams
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, INPUTS, OUTPUTS, Arithmetic, Movement, changed
-from tests.support import inline, prepare_on, run_ranks, sampled, separate, simulated, thorough
+from tests.support import run_ranks, sampled, thorough
 
 STEPS = 2
 KIB = 1 << 10

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from penstock.runtime.streams import Streams
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.compare import otherwise
 from tests.parity.rows import Arithmetic, Movement, changed, shares
-from tests.support import inline, run_ranks, separate, simulated, thorough
+from tests.support import run_ranks, thorough
 
 STEPS = 2
 SMALL = {"tile_bytes": 4 << 10}  # a block is 7 tiles in fp32

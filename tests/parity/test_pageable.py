@@ -12,9 +12,12 @@ from penstock.engine.forward_backward import saved_tensors
 from penstock.runtime import host_memory
 from penstock.runtime.streams import Streams
 from penstock.tiers.host import bounce_bytes
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks, pinning_on_cpu
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, prepared, shares, train
-from tests.support import disks, inline, pinning_on_cpu, prepare_on, run_ranks, separate, simulated, thorough
+from tests.support import run_ranks, thorough
 
 KIB = 1 << 10
 STEPS = 2

@@ -9,6 +9,7 @@ import torch
 
 from penstock.optim import Lion
 from penstock.runtime.streams import Streams
+from tests.lib.streams import inline, separate, simulated
 from tests.parity import test_nvme, test_rules_parity, test_split
 from tests.parity.resuming import (
     SAVED_AT,
@@ -25,7 +26,7 @@ from tests.parity.resuming import (
     values,
 )
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, shares
-from tests.support import inline, run_ranks, sampled, sampled_rows, separate, simulated, thorough
+from tests.support import run_ranks, sampled, sampled_rows, thorough
 
 KIB = 1 << 10
 NVME = "nvme"

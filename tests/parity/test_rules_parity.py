@@ -11,8 +11,11 @@ from torch import Tensor, nn
 import penstock
 from penstock.optim import Lion
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import INPUTS, OUTPUTS, Net
-from tests.support import disks, inline, prepare_on, run_ranks, sampled, separate, simulated
+from tests.support import run_ranks, sampled
 
 STEPS = 4
 KIB = 1 << 10

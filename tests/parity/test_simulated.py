@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 import torch
 
+from tests.lib.streams import inline, released, simulated
 from tests.parity.rows import Arithmetic, Movement, Trace, changed, train
-from tests.support import inline, released, run_ranks, sampled, simulated, thorough
+from tests.support import run_ranks, sampled, thorough
 
 STEPS = 2
 KIB = 1 << 10

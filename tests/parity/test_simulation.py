@@ -17,9 +17,10 @@ import penstock
 from penstock.blueprint import PrepareRequest, request_for
 from penstock.planner.simulation.simulate import Setup, loss_of
 from penstock.runtime.streams import Streams
+from tests.lib.streams import inline, separate
 from tests.parity.rows import INPUTS, Movement, Net, changed, shares
 from tests.simulations import as_simulated, run_really, simulated
-from tests.support import inline, sampled, separate
+from tests.support import sampled
 
 TILES = (("tile_bytes", 4096),)
 

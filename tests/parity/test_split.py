@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.runtime.streams import Streams
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
-from tests.support import inline, run_ranks, sampled, separate, simulated, thorough
+from tests.support import run_ranks, sampled, thorough
 
 STEPS = 2
 KIB = 1 << 10

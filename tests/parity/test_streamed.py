@@ -13,9 +13,10 @@ from penstock.engine.step.update import TileUpdate, Updater, _storages
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
 from penstock.tiers import staging
+from tests.lib.streams import SeparateStreams, inline, separate, simulated
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
-from tests.support import SeparateStreams, inline, run_ranks, sampled, separate, simulated, thorough
+from tests.support import run_ranks, sampled, thorough
 
 KIB = 1 << 10
 STEPS = 2

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, released, separate, simulated
 from tests.parity.rows import Movement, Net, batches, changed, loss_of, make_model, shares
-from tests.support import inline, prepare_on, released, run_ranks, separate, simulated, thorough
+from tests.support import run_ranks, thorough
 
 STEPS = 10
 SMALL = {"tile_bytes": 4 << 10}

@@ -19,10 +19,13 @@ import penstock
 from penstock.engine.forward_backward import saved_tensors
 from penstock.errors import EngineError
 from penstock.runtime.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
+from tests.lib.engines import prepare_on
+from tests.lib.memory import pinning_on_cpu, shorten_rings
+from tests.lib.streams import inline
 from tests.parity.needed import NEEDED_BY
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import DroppingStreams, Wait, complaints, listen, read_file, waits
-from tests.support import inline, pinning_on_cpu, prepare_on, run_ranks, sampled, shorten_rings
+from tests.support import run_ranks, sampled
 
 SLOW_SECONDS = 0.01
 KIB = 1 << 10

@@ -8,9 +8,10 @@ import torch
 
 import penstock
 from penstock.runtime.streams import Streams
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Movement, shares
 from tests.parity.whole import Outcome, different, furthest, plain, train
-from tests.support import inline, run_ranks, sampled, separate, simulated
+from tests.support import run_ranks, sampled
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError, ConfigError
 from penstock.optim import Lamb, register
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.parity.rows import Movement
 from tests.parity.whole import BATCH, Make, batches, first_model, loss_of, muon
-from tests.support import inline, prepare_on, run_ranks, separate
+from tests.support import run_ranks
 
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 CPU = Movement(params="cpu", grads="cpu", optimizer="cpu")

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.parity.compare import against_plain_by_step, against_plain_run, beyond, different_bits
 from tests.parity.rows import CORE, EXTRA, PLACEMENTS, STATE_NAMES, STEPS, Arithmetic, Movement, Plain, changed, train
-from tests.support import inline, prepare_on, sampled, separate
+from tests.support import sampled
 
 STEPS_OF_A_MOVEMENT = 4
 KIB = 1 << 10

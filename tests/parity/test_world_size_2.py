@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.lib.streams import inline, separate
 from tests.parity.compare import against_plain_by_step, against_plain_run, different_bits
 from tests.parity.rows import (
     CORE,
@@ -17,7 +18,7 @@ from tests.parity.rows import (
     changed,
     train,
 )
-from tests.support import inline, run_ranks, separate, thorough
+from tests.support import run_ranks, thorough
 
 STEPS_OF_A_REFERENCE = 3
 STEPS_OF_A_MOVEMENT = 2

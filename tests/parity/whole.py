@@ -12,8 +12,9 @@ import penstock
 from penstock.optim import MuonAdamW
 from penstock.rules.formats import COMPUTE_DTYPES
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline
 from tests.parity.rows import Movement, round_half_away
-from tests.support import inline, prepare_on
 
 STEPS, BATCH, VOCABULARY, WIDTH = 3, 4, 24, 16
 OPTIONS: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.05, "adamw_lr": 1e-2}

@@ -22,7 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.support import disks, inline, interrupt, prepare_on, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.interrupts import interrupt
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 
 WIDTH, BLOCKS = 16, 3
 KINDS = ("param", "grad", "master", "optimizer")

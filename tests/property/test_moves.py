@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 import penstock
 from penstock.runtime.streams import Streams
 from tests.accounts import assert_table_agrees
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 from tests.property.test_sequences import Log, Operation, Ours, apply, assert_same, make_net, sequences
-from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated, thorough
+from tests.support import run_ranks, thorough
 
 KINDS = ("param", "grad", "master", "optimizer")
 SPLITS: list[dict[str, Any]] = [

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.support import disks, inline, prepare_on, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 
 WIDTH, INPUTS = 24, 6
 CLIP = 1.0

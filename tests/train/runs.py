@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from penstock.errors import PenstockError
-from tests.support import PRELOADED, disks
+from tests.lib.memory import disks
+from tests.support import PRELOADED
 from tests.support import run_ranks as run_ranks_here
 
 if trl.trainer.utils._ChunkedLogProbFunction is None:  # TRL 1.15 has on GPUs alone what its loss is made of

@@ -16,7 +16,8 @@ from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.tier import bytes_on
 from tests.accounts import allocations
-from tests.support import inline, prepare_on, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 
 WIDTH = 64
 EVERYWHERE = penstock.Placement(

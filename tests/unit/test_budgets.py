@@ -18,9 +18,11 @@ from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.tier import bytes_on
+from tests.lib.memory import disks
+from tests.lib.streams import separate
 from tests.measured import PLACEMENTS, SHARES, measured
 from tests.models.modules_rows import Stack, squared
-from tests.support import disks, separate, thorough
+from tests.support import thorough
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SEPARATE = Reach(aliases_host=False)

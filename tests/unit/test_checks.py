@@ -18,8 +18,9 @@ from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Place
 from penstock.blueprint import draw_blueprint, request_for
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import DeviceTier, HostTier
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, simulated
 from tests.models.modules_rows import Stack, squared
-from tests.support import inline, prepare_on, simulated
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import penstock
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, simulated
 from tests.models.modules_rows import Stack, squared
-from tests.support import inline, prepare_on, run_ranks, sampled_rows, simulated
+from tests.support import run_ranks, sampled_rows
 
 HYPER = {"lr": 1e-2, "eps": 1e-2}
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")

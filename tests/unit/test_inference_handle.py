@@ -15,9 +15,12 @@ import penstock
 from penstock.blueprint import PrepareRequest, draw_blueprint
 from penstock.config import Tier
 from penstock.runtime.topology import Grid
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, is_released, separate, simulated
 from tests.models.adapters_rows import Float8Linear
 from tests.models.modules_rows import Stack, squared
-from tests.support import disks, inline, is_released, prepare_on, run_ranks, separate, simulated, thorough
+from tests.support import run_ranks, thorough
 
 ON_CPU = penstock.Placement(params="cpu")
 ON_NVME = penstock.Placement(params="nvme", nvme_path=disks())

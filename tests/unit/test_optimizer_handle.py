@@ -15,8 +15,10 @@ from torch.optim import lr_scheduler as schedulers
 
 import penstock
 from penstock import Placement
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, simulated
 from tests.models.modules_rows import WIDTH, Block, Stack, squared
-from tests.support import inline, prepare_on, run_ranks, simulated
+from tests.support import run_ranks
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-2}
 ON_CPU = Placement(params="cpu", grads="cpu", optimizer="cpu")

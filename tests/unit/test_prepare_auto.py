@@ -27,8 +27,8 @@ from penstock.probe.fingerprint import fingerprint
 from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.topology import Grid
+from tests.lib.memory import disks
 from tests.plans import small
-from tests.support import disks
 
 CPU = torch.device("cpu")
 TILES = Options(tile_bytes=1 << 14)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.ext import export as module
 from penstock.rules import split_master
-from tests.support import disks, run_ranks, thorough
+from tests.lib.memory import disks
+from tests.support import run_ranks, thorough
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,8 @@ import penstock
 from penstock.checkpoint.reader import Checkpoint, summarize
 from penstock.errors import CheckpointError, ConfigError
 from tests.hostile_checkpoints import grown
-from tests.support import disks, run_ranks, thorough
+from tests.lib.memory import disks
+from tests.support import run_ranks, thorough
 
 WIDTH = 64
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.checkpoint.reader import Checkpoint
-from tests.support import disks
+from tests.lib.memory import disks
 
 
 class Model(nn.Module):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import penstock
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Arithmetic, Movement, Net, batches, loss_of, make_model, prepared
-from tests.support import inline, separate, simulated
 
 FIRST, SECOND, THIRD = ((step[0][0]) for step in batches(1, 1)[:3])
 TIERS = ("device", "cpu")

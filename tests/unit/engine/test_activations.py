@@ -21,7 +21,10 @@ from penstock.runtime.streams import DOWNLOAD, UPLOAD, Event, Streams, Work
 from penstock.tiers import allocation
 from penstock.trace import NO_LABEL, Label
 from tests.accounts import assert_table_agrees
-from tests.support import inline, pinning_on_cpu, prepare_on, separate, simulated, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.memory import pinning_on_cpu
+from tests.lib.streams import inline, separate, simulated
+from tests.support import thorough
 
 WIDTH, ROWS, BLOCKS = 64, 32, 4
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.parity.rows import Movement, Net, batches, loss_of
 from tests.parity.test_unfreezing import make, stock, unfreeze_a_block, unfreeze_a_layer
-from tests.support import inline, prepare_on, separate
 
 SMALL = {"tile_bytes": 4 << 10}
 ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(**SMALL)

@@ -12,8 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import penstock
 from penstock.ext.ema import Averages
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared
-from tests.support import inline, prepare_on, separate
 
 BF16 = Arithmetic(precision="bf16")
 SMALL = {"tile_bytes": 4 << 10}

@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
 from penstock.runtime.modes import engine_mode, user_mode
-from tests.support import disks, prepare_on, separate, simulated, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import separate, simulated
+from tests.support import thorough
 
 WIDTH = 8
 

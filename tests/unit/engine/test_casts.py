@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.engine.forward_backward.casts import cast_floating
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
 from tests.models.modules_rows import WIDTH, Tutorial, squared
-from tests.support import inline, prepare_on, separate, simulated
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

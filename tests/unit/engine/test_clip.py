@@ -8,7 +8,9 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError, EngineError
-from tests.support import inline, prepare_on, run_ranks, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
+from tests.support import run_ranks
 
 WIDTH = 48
 NORMS = [2.0, 1.0, 3.0, math.inf]

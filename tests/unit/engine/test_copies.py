@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import penstock
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.models.modules_rows import Stack, squared
-from tests.support import inline, prepare_on, separate
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.streams import HostWorker, Streams
 from tests.accounts import tensor_bytes
-from tests.support import inline, pinning_on_cpu, prepare_on, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.memory import pinning_on_cpu
+from tests.lib.streams import inline, separate, simulated
 
 WIDTH = 16
 

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import EngineError
 from penstock.runtime.streams import Streams
-from tests.support import disks, inline, prepare_on, sampled, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
+from tests.support import sampled
 
 LAYERS, WIDTH, STEPS = 4, 16, 4
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-2, "foreach": False}

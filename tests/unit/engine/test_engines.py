@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.streams import Streams
 from tests.accounts import swap_files, tensor_bytes
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Arithmetic, Block, Movement, changed, shares
-from tests.support import inline, prepare_on, separate, simulated, thorough
+from tests.support import thorough
 from tests.unit.engine.test_memory import hooks_of
 
 WIDTH, STEPS = 24, 4

@@ -7,8 +7,8 @@ import torch
 
 import penstock
 from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD
+from tests.lib.streams import BreakingStreams, BrokenError
 from tests.parity.rows import PLACEMENTS, Arithmetic, Net, batches, loss_of, prepared
-from tests.support import BreakingStreams, BrokenError
 
 BATCH = batches(1, 1)[0][0][0]
 EVERYTHING_ON_CPU = PLACEMENTS[2]

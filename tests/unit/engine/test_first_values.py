@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError, ConfigError, EngineError
-from tests.support import inline, prepare_on, run_ranks, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
+from tests.support import run_ranks
 
 WIDTH = 8
 

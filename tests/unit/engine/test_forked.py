@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.support import inline, is_released, prepare_on, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, is_released, separate, simulated
 
 WIDTH = 16
 

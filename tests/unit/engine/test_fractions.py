@@ -14,7 +14,9 @@ from penstock.config import Tier
 from penstock.engine.step.update import Updater
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import UPLOAD, Event, Streams, Work
-from tests.support import SeparateStreams, disks, inline, is_released, prepare_on, separate
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import SeparateStreams, inline, is_released, separate
 
 WIDTH, BLOCKS = 96, 4  # five tiles each
 TILE_BYTES = 4096

@@ -12,7 +12,8 @@ import penstock
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.order import UsageOrder
 from penstock.engine.unit.unit import Unit, UnitState
-from tests.support import is_released, prepare_on, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import is_released, separate
 
 WIDTH, BLOCKS = 64, 4
 BLOCK_BYTES = (WIDTH * WIDTH + 256) * 4  # a weight and a bias, aligned, in fp32

@@ -18,7 +18,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import penstock
 from penstock.engine.gradients.proxy import GradientProxy
 from penstock.errors import EngineError
-from tests.support import inline, prepare_on, sampled_rows, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
+from tests.support import sampled_rows
 
 WIDTH = 24
 EVERYWHERE = {

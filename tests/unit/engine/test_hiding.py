@@ -18,7 +18,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DOWNLOAD, FETCH, UPDATE, UPLOAD, WRITE
-from tests.support import prepare_on, sampled, shorten_rings
+from tests.lib.engines import prepare_on
+from tests.lib.memory import shorten_rings
+from tests.support import sampled
 
 BLOCKS, WIDTH = 8, 64
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.028  # of each block

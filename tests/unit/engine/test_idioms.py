@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import penstock
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.models.modules_rows import Stack, squared
-from tests.support import inline, prepare_on, separate
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 STREAMS = {"read in place": inline, "gathered": separate}

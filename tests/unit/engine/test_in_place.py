@@ -11,7 +11,8 @@ import penstock
 from penstock.rules import UpdateSlice
 from penstock.runtime.streams import Streams
 from penstock.tiers import transfer
-from tests.support import inline, prepare_on, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 
 WIDTH, BLOCKS = 64, 3
 NUMEL = WIDTH * WIDTH

@@ -17,9 +17,12 @@ from penstock.runtime.streams import UPLOAD, Event
 from penstock.tiers import staging, storage
 from penstock.tiers.storage import Storage
 from tests.accounts import swap_files
+from tests.lib.interrupts import interrupt
+from tests.lib.memory import disks
+from tests.lib.streams import separate, simulated
 from tests.parity.resuming import SMALL, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
-from tests.support import disks, interrupt, separate, simulated, thorough
+from tests.support import thorough
 
 BF16 = Arithmetic(precision="bf16")
 HALF = shares(device=0.5, nvme=0.5)

@@ -14,7 +14,8 @@ from penstock.runtime.host_memory import Arena, HostMemory
 from penstock.tiers.host import _HostAllocation
 from penstock.tiers.nvme import FileAllocation
 from tests.accounts import allocations, assert_table_agrees, file_bytes, swap_files
-from tests.support import prepare_on, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.streams import separate, simulated
 
 WIDTH = 64
 

@@ -16,8 +16,10 @@ from penstock.runtime.topology import Reach
 from penstock.tiers.staging import MEMORY_SLOTS, StagingPlan
 from penstock.tiers.storage import CellPlan, SegmentPlan
 from penstock.trace import NO_LABEL, Label
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks, pinning_on_cpu
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import shares
-from tests.support import disks, inline, pinning_on_cpu, prepare_on, separate, simulated
 
 WIDTH = 96  # 2 * 96 * 97 gradients in bf16: 10 tiles of 4 KiB
 TILE_BYTES = 4096

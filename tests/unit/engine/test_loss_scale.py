@@ -10,7 +10,9 @@ import penstock
 from penstock.engine.step.context import LossScale
 from penstock.errors import ConfigError, EngineError
 from penstock.runtime.streams import Streams
-from tests.support import inline, prepare_on, run_ranks, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
+from tests.support import run_ranks
 
 WIDTH = 64
 

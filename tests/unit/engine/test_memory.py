@@ -19,7 +19,9 @@ from penstock.layout import ALIGNMENT_NUMEL
 from penstock.runtime.host_memory import PAGE_BYTES, return_free_memory
 from penstock.runtime.streams import Streams
 from penstock.tiers.host import _HostAllocation
-from tests.support import inline, prepare_on, separate, simulated, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
+from tests.support import thorough
 
 EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 TIERS = ("device", "cpu")
@@ -242,7 +244,7 @@ def life_of_an_engine(streams: Streams, keep_params: bool) -> dict[str, int]:
 def test_the_process_holds_fourteen_bytes_a_parameter_and_gives_them_back(streams: str) -> None:
     keep_params = streams == "inline"
     code = (
-        "import json; from tests.support import inline, separate; from tests.unit.engine import test_memory; "
+        "import json; from tests.lib.streams import inline, separate; from tests.unit.engine import test_memory; "
         f"print(json.dumps(test_memory.life_of_an_engine({streams}(), {keep_params})))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}

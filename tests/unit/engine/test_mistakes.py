@@ -13,8 +13,9 @@ from torch.nn.utils import clip_grad_norm_
 
 import penstock
 from penstock.errors import ConfigError, EngineError
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 from tests.models.modules_rows import Stack
-from tests.support import inline, prepare_on, separate
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 METHODS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

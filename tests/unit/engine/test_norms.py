@@ -16,8 +16,10 @@ from penstock.engine.step import step
 from penstock.errors import EngineError
 from penstock.rules.formats import Ranges
 from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, train
-from tests.support import disks, inline, prepare_on, separate, simulated
 
 WIDTH = 16
 EVERY = [inline, separate, simulated]

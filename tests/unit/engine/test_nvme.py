@@ -21,7 +21,9 @@ from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileAllocation
 from penstock.tiers.staging import MOST_FILE_SLOTS, RING_BYTES
 from tests.accounts import swap_files
-from tests.support import inline, prepare_on, separate, shorten_rings, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.memory import shorten_rings
+from tests.lib.streams import inline, separate, simulated
 
 WIDTH, BLOCKS = 96, 3
 TILE_BYTES = 4096

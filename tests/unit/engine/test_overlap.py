@@ -13,16 +13,10 @@ from torch import nn
 import penstock
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DOWNLOAD, FETCH, READ, UPDATE, WRITE, Event, Streams, Work
-from tests.support import (
-    BreakingStreams,
-    BrokenError,
-    inline,
-    is_released,
-    prepare_on,
-    separate,
-    shorten_rings,
-    thorough,
-)
+from tests.lib.engines import prepare_on
+from tests.lib.memory import shorten_rings
+from tests.lib.streams import BreakingStreams, BrokenError, inline, is_released, separate
+from tests.support import thorough
 
 BLOCKS, WIDTH = 4, 32
 SLOW_SECONDS = 0.05

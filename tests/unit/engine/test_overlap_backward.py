@@ -13,7 +13,9 @@ import penstock
 from penstock.engine.step.owner_thread import in_backward
 from penstock.errors import ConfigError, EngineError
 from penstock.runtime.streams import UPDATE, Event, InlineStreams, Streams, Work
-from tests.support import BreakingStreams, BrokenError, inline, prepare_on, run_ranks, separate, simulated, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.streams import BreakingStreams, BrokenError, inline, separate, simulated
+from tests.support import run_ranks, thorough
 
 BLOCKS, WIDTH = 4, 48
 ON_CPU = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError
-from tests.support import inline, prepare_on, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate
 
 WIDTH = 8
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.support import inline, prepare_on, separate, simulated, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
+from tests.support import thorough
 
 WIDTH = 48
 MOVES = [

@@ -19,7 +19,10 @@ from penstock.ext.observe.observer import Observer
 from penstock.ext.observe.record import STEPS_BEFORE, STEPS_TRACED
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import UPDATE, Streams
-from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
+from tests.support import run_ranks
 
 WIDTH = 16
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.engine.unit.unit import UnitState
-from tests.support import inline, is_released, prepare_on, released, run_ranks, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, is_released, released, separate, simulated
+from tests.support import run_ranks
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 STREAMS = {"inline": inline, "separate": separate, "late": simulated, "late and released": released}

@@ -22,18 +22,10 @@ from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import UPDATE, Streams
 from tests.accounts import allocations, assert_table_agrees, file_bytes, tensor_bytes
 from tests.faults.failing_files import Faults
-from tests.support import (
-    BreakingStreams,
-    BrokenError,
-    inline,
-    prepare_on,
-    run_ranks,
-    sampled,
-    separate,
-    shorten_rings,
-    simulated,
-    thorough,
-)
+from tests.lib.engines import prepare_on
+from tests.lib.memory import shorten_rings
+from tests.lib.streams import BreakingStreams, BrokenError, inline, separate, simulated
+from tests.support import run_ranks, sampled, thorough
 
 WIDTH = 96
 KINDS = ("param", "grad", "master", "optimizer")

@@ -15,7 +15,8 @@ from penstock.errors import ConfigError
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Streams
 from penstock.tiers import staging
-from tests.support import prepare_on, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import separate
 
 STEPS = WARM_UP_STEPS + MEASURED_STEPS
 

@@ -18,7 +18,8 @@ from penstock.engine.unit.unit import Unit
 from penstock.errors import EngineError
 from penstock.layout import Slot
 from penstock.rules.fused import FusedRule
-from tests.support import prepare_on, separate
+from tests.lib.engines import prepare_on
+from tests.lib.streams import separate
 
 WIDTH = 8
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")

@@ -16,7 +16,10 @@ from penstock.runtime.aio import File, Transfer, checksum
 from penstock.runtime.host_memory import page_aligned
 from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
-from tests.support import disks, inline, prepare_on, separate, shorten_rings, simulated, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks, shorten_rings
+from tests.lib.streams import inline, separate, simulated
+from tests.support import thorough
 
 WIDTH, BLOCKS = 40, 2
 KINDS = ("params", "grads", "optimizer")

@@ -19,7 +19,10 @@ from penstock.planner.simulation.program import OF_MODEL
 from penstock.runtime.aio import File
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams
-from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks, shorten_rings
+from tests.lib.streams import inline, separate, simulated
+from tests.support import run_ranks
 
 WIDTH, DEPTH = 32, 3
 ROWS = ("compute", UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)

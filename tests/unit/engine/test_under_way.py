@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.engine.step import owner_thread
-from tests.support import inline, prepare_on, separate, simulated, thorough
+from tests.lib.engines import prepare_on
+from tests.lib.streams import inline, separate, simulated
+from tests.support import thorough
 
 WIDTH = 16
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")

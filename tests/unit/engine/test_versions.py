@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.support import disks, inline, prepare_on, separate, simulated
+from tests.lib.engines import prepare_on
+from tests.lib.memory import disks
+from tests.lib.streams import inline, separate, simulated
 
 WIDTH = 160  # an activation of 160 x 160 is large enough to be taken off the device
 

@@ -24,7 +24,8 @@ from penstock import _native
 from penstock.errors import NvmeError
 from penstock.runtime.aio import File, Queue, Transfer, check_space, checksum, existing_folder
 from penstock.runtime.host_memory import PAGE_BYTES
-from tests.support import interrupt, memory
+from tests.lib.interrupts import interrupt
+from tests.lib.memory import memory
 
 MIB = 1 << 20
 CHUNK_BYTES = MIB

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.errors import MemoryBudgetError
 from penstock.runtime import host_memory as machine_arena
 from penstock.runtime.host_memory import PAGE_BYTES, Arena, HostMemory, available_host_memory, return_free_memory
-from tests.support import pinning_on_cpu
+from tests.lib.memory import pinning_on_cpu
 from tests.unit.machine.test_cgroups import Machine
 
 CPU = torch.device("cpu")

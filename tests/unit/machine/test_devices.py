@@ -22,7 +22,7 @@ from penstock.runtime.hardware import (
     free_device_memory,
     place_of,
 )
-from tests.support import inline
+from tests.lib.streams import inline
 
 CPU = torch.device("cpu")
 

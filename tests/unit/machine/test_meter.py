@@ -10,7 +10,7 @@ import pytest
 from penstock.ext.observe.observer import WaitSums, observe
 from penstock.runtime.events import DONE
 from penstock.runtime.streams import FETCH, UPDATE, UPLOAD, WRITE, Streams
-from tests.support import inline, simulated
+from tests.lib.streams import inline, simulated
 
 
 def metered(streams: Streams) -> WaitSums:

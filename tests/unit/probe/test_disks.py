@@ -23,7 +23,7 @@ from penstock.probe.disks import (
 from penstock.probe.sampling import Deadline
 from penstock.runtime import aio
 from penstock.runtime.aio import File, Queue
-from tests.support import disks as folders_of_tests
+from tests.lib.memory import disks as folders_of_tests
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ import torch
 from penstock.probe import links
 from penstock.probe.links import free_memory, measure_jobs, measure_room
 from penstock.probe.sampling import Deadline
-from tests.support import pinning_on_cpu
+from tests.lib.memory import pinning_on_cpu
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from penstock.planner.rates import RATES, Rate
 from penstock.probe import measure as probing
 from penstock.probe.measure import measure
 from penstock.runtime.control_group import ControlGroup
-from tests.support import disks
+from tests.lib.memory import disks
 
 CPU = torch.device("cpu")
 #: What a machine without an accelerator has; links are the others'.

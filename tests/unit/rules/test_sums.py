@@ -14,7 +14,7 @@ from penstock.rules.fused import FusedRule, FusedScalars
 from penstock.rules.rule import RecordChecksums, StepScalars
 from penstock.runtime.aio import checksum
 from penstock.runtime.host_memory import page_aligned
-from tests.support import memory
+from tests.lib.memory import memory
 from tests.unit.rules.segments import (
     FORMATS,
     GRADS,

@@ -16,7 +16,7 @@ from penstock.tiers.host import BOUNCE_READERS, BOUNCE_SLOTS
 from penstock.tiers.storage import PASSING, Ring, RingSlot
 from penstock.tiers.transfer import CopyRoute, CopyRoutes
 from penstock.trace import NO_LABEL
-from tests.support import BreakingStreams, BrokenError, separate, simulated
+from tests.lib.streams import BreakingStreams, BrokenError, separate, simulated
 from tests.unit.machine.test_streams import FakeAccelerator
 
 TILE = 64  # bytes

@@ -12,7 +12,7 @@ from penstock.tiers.host import HostTier, bounce_bytes
 from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
 from penstock.tiers.tier import Store
 from tests.accounts import cells
-from tests.support import pinning_on_cpu
+from tests.lib.memory import pinning_on_cpu
 
 CPU = torch.device("cpu")
 PAGE = 4096

@@ -10,7 +10,7 @@ from torch import nn
 import penstock
 from penstock.config import Options
 from penstock.planner.plans import Plan
-from tests.support import disks
+from tests.lib.memory import disks
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -15,7 +15,7 @@ from penstock.cli.reporting.charts import drive_size
 from penstock.cli.reporting.page import page, write_page
 from penstock.cli.reporting.run import read_run
 from penstock.errors import ConfigError
-from tests.support import disks
+from tests.lib.memory import disks
 from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, lines_of, record_loop, write_plan
 
 #: Elements of a page without charts, beside which data must make none.

@@ -1,0 +1,12 @@
+"""What tests share.
+
+models      ten small models, each with parameters, and the batches that they take
+engines     prepare a model, train it, and compare all that an engine holds
+streams     devices on which nothing is asynchronous, and streams with delays of the test's choice
+ranks       several ranks on one machine
+memory      memory, disks, rings and pinning of the test's choice
+refusals    rows of what is refused, and the check that nothing has changed
+covering    rows in which all pairs, or triples, of choices meet
+fuzz        how many examples a property test draws
+interrupts  an error at the n-th line of Penstock
+"""

@@ -1,0 +1,55 @@
+"""Rows of what is refused, and the check that nothing has changed."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from penstock import ConfigError
+from tests.lib.engines import assert_same_state, prepared, state, train
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is done, and what is said.
+
+    Attributes:
+        do: takes what the table's test gives it, such as the model and its handle.
+        text: a part of the message, as it stands there.
+        error: the class of the error.
+        how: what the engine is prepared with, for `prepared`.
+    """
+
+    do: Callable[..., Any]
+    text: str
+    error: type[Exception] = ConfigError
+    how: Mapping[str, Any] | None = None
+
+
+def refused(row: Refusal, *given: Any) -> None:
+    """Assert that a row is refused with its text."""
+    with pytest.raises(row.error, match=re.escape(row.text)):
+        row.do(*given)
+
+
+def refused_unchanged(row: Refusal, **how: Any) -> None:
+    """Assert that an engine refuses a row, holds what it held, and trains on as one that was never asked."""
+    choices = {**how, **(row.how or {})}
+    model, optimizer = prepared(**choices)
+    other_model, other = prepared(**choices)
+    train(model, optimizer)
+    before = state(model, optimizer)
+    refused(row, model, optimizer)
+    assert_same_state(state(model, optimizer), before)
+    train(other_model, other)
+    assert train(model, optimizer, first=1) == train(other_model, other, first=1)
+    assert_same_state(state(model, optimizer), state(other_model, other))
+    optimizer.close()
+    other.close()
+
+
+def rows(table: Mapping[str, Refusal]) -> Any:
+    """Parametrise a test by a table: `@rows(REFUSED)`, with the argument `row`."""
+    return pytest.mark.parametrize("row", list(table.values()), ids=list(table))

@@ -1,0 +1,68 @@
+"""Devices on which nothing is asynchronous, and streams with delays of the test's choice."""
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.unit.parameter import ReleasedTensor
+from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.streams import Event, InlineStreams, Streams, Work
+
+
+def inline() -> Streams:
+    """Nothing asynchronous: what a cpu as the device gets."""
+    return InlineStreams(torch.device("cpu"))
+
+
+class SeparateStreams(InlineStreams):
+    """A device whose memory is not the host's, on which nothing is asynchronous: gathers copy, releases free."""
+
+    aliases_host = False
+
+
+def separate() -> Streams:
+    """Nothing asynchronous, everything moved: the arithmetic and the memory of an accelerator."""
+    return SeparateStreams(torch.device("cpu"))
+
+
+def simulated(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
+    """Asynchronous streams with random delays."""
+    delays = random.Random(seed)
+    return SimulatedStreams(lambda stream, nbytes: delays.uniform(0, most_seconds))
+
+
+def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
+    """The same, where units are released and gathered for each use also if compute could read them in place."""
+    streams = simulated(seed, most_seconds)
+    streams.reads_in_place = False
+    return streams
+
+
+def is_released(parameter: Tensor) -> bool:
+    """Whether a parameter's values are not there."""
+    return issubclass(type(parameter), ReleasedTensor)
+
+
+class BrokenError(Exception):
+    pass
+
+
+class BreakingStreams(SimulatedStreams):
+    """All work of one stream fails from the moment that it is named."""
+
+    broken: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def fail() -> None:
+            raise BrokenError(stream)
+
+        return super().submit(stream, fail if stream == self.broken else work, **rest)
+
+
+#: By name, for parametrised tests: what a cpu as the device gets, an accelerator without and with asynchronous work.
+STREAMS = {"inline": inline, "separate": separate, "late": simulated, "released": released}
