@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import pickle
 import random
@@ -283,6 +284,7 @@ class _Clean:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         sys.settrace(None)
+        logging.getLogger("penstock").handlers.clear()
         torch.set_default_dtype(self.dtype)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
