@@ -16,7 +16,6 @@ from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.streams import FailedEvent
-from tests.lib.ranks import thread_ranks
 from tests.support import inline, prepare_on, run_ranks, separate
 
 WIDTH = 16
@@ -139,7 +138,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
 
 
 def test_a_refusal_on_one_rank_is_a_refusal_on_all_and_training_goes_on(tmp_path: Path) -> None:
-    first, second = thread_ranks(refusals, 2, str(tmp_path))
+    first, second = run_ranks(refusals, 2, str(tmp_path))
     for found in (first, second):
         assert [found.pop(name) for name in ("unchanged", "goes on", "empty")] == ["True"] * 3
     assert second.pop("close") == "EngineError: an update failed"  # at once: it does not wait for the others
@@ -196,7 +195,7 @@ def differences(rank: int) -> dict[str, str]:
 
 
 def test_ranks_that_do_different_things_say_in_what_they_differ() -> None:
-    first, second = thread_ranks(differences, 2)
+    first, second = run_ranks(differences, 2)
     assert first == second
     assert first.pop("unchanged") == first.pop("goes on") == "True"
     expected = {
@@ -264,7 +263,7 @@ def disagreements(rank: int) -> dict[str, str]:
 
 
 def test_ranks_that_disagree_at_prepare_name_the_first_difference() -> None:
-    first, second = thread_ranks(disagreements, 2)
+    first, second = run_ranks(disagreements, 2)
     assert first.pop("goes on") == second.pop("goes on") == "True"
     for refused, own in (("a refusal", "ConfigError: precision='fp12'"), ("a budget", "MemoryBudgetError: Options(")):
         assert second.pop(refused).startswith(own)
@@ -369,7 +368,7 @@ def words(rank: int) -> dict[str, Any]:
 
 
 def test_what_ranks_say_is_json() -> None:
-    for found in thread_ranks(words, 2):
+    for found in run_ranks(words, 2):
         assert [said["rank"] for said in found["collected"]] == [0, 1]
         assert [len(said["text"]) for said in found["collected"]] == [1, 51]
         assert found["shared"] == [0, None, 1.5]

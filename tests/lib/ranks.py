@@ -1,8 +1,4 @@
-"""Several ranks on one machine.
-
-run_ranks     processes, that are kept from call to call or made for one
-thread_ranks  threads of this process, for what is refused before it trains
-"""
+"""Several ranks on one machine: processes that are kept from call to call, or made for one call."""
 
 import contextlib
 import fcntl
@@ -27,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -375,49 +370,3 @@ def _forget_placements() -> None:
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-
-
-def thread_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout: timedelta = RANK_TIMEOUT) -> list[Any]:
-    """Run `work(rank, *args)` on threads of this process, each a rank of a group, and return what each returned.
-
-    For checks on all ranks at once: it costs no process, and takes functions and arguments that cannot be pickled.
-    Ranks share what a process has one of, such as the environment, patches and the seeds of random numbers: values that
-    two ranks draw at once differ from run to run. What runs on another thread, such as a backward of an accelerator,
-    has no group.
-    """
-    answers: list[tuple[bool, Any]] = [(False, "")] * world_size
-    store = dist.HashStore()
-
-    def run(rank: int) -> None:
-        try:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-            answers[rank] = (True, work(rank, *args))
-        except BaseException:
-            answers[rank] = (False, traceback.format_exc())
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-
-    with _groups_by_thread():
-        threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return _results(answers)
-
-
-@contextlib.contextmanager
-def _groups_by_thread() -> Iterator[None]:
-    """Each thread has process groups of its own, as torch's own tests have it; they are gloo's also here."""
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
-
-    c10d: Any = dist.distributed_c10d
-    of_torch: Any = torch._C._distributed_c10d
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setattr(c10d, "_world", ThreadLocalWorld())
-        of_torch._set_thread_isolation_mode(True)
-        try:
-            yield
-        finally:
-            of_torch._set_thread_isolation_mode(False)

@@ -1,4 +1,4 @@
-"""Contract of `run_ranks`, each of whose calls finds new ranks whatever the last one has left, and `thread_ranks`."""
+"""Contract of `run_ranks`: each call finds new ranks, whatever the last one has left in them."""
 
 import os
 import random
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import penstock
 from penstock.engine.forward_backward import saved_tensors
-from tests.lib.ranks import POOL, run_ranks, thread_ranks
+from tests.lib.ranks import POOL, run_ranks
 
 ROOT = Path(__file__).parents[2]
 KEPT: list[Any] = []
@@ -198,24 +198,3 @@ def test_no_rank_outlives_a_process_of_tests_that_is_killed() -> None:
         for rank in ranks:
             select.select([rank], [], [])  # until it has ended; one that does not hangs the test
             os.close(rank)
-
-
-# Ranks that are threads
-
-
-def test_threads_are_ranks_with_a_group() -> None:
-    def gathered(rank: int, values: list[str]) -> list[Any]:
-        everyone: list[Any] = [None] * 3
-        dist.all_gather_object(everyone, values[rank])
-        return [dist.get_rank(), dist.get_world_size(), everyone]
-
-    for _ in range(2):
-        found = thread_ranks(gathered, 3, ["a", "b", "c"])
-        assert found == [[rank, 3, ["a", "b", "c"]] for rank in range(3)]
-    assert not dist.is_initialized()
-
-
-def test_a_thread_that_fails_fails_the_test() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)rank 0:\n.*in fails.*rank 1:\n.*ValueError: of the second rank"):
-        thread_ranks(fails, 2)
-    assert thread_ranks(lambda rank: rank, 2) == [0, 1]
