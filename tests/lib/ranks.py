@@ -1,7 +1,7 @@
 """Several ranks on one machine: processes that are kept from call to call, or made for one call."""
 
 import contextlib
-import ctypes
+import fcntl
 import gc
 import logging
 import os
@@ -31,7 +31,6 @@ RANK_TIMEOUT = timedelta(seconds=60)
 # Modules that the processes of ranks have from the one that they are forked from; it starts with the first of them.
 PRELOADED = ["tests.preloaded"]
 MOST_KEPT = 4  # ranks that are kept; a call of more has processes of its own
-PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(
@@ -227,8 +226,8 @@ POOL = _Pool()
 
 def _serve(rank: int, connection: Connection) -> None:
     """A rank that is kept: one call after the other."""
-    # The server of forks ends with the process that runs the tests.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_parent()
+    torch.set_num_threads(1)
     clean = _Clean()
     while True:
         try:
@@ -244,11 +243,23 @@ def _serve(rank: int, connection: Connection) -> None:
         connection.send_bytes(pickle.dumps((*outcome, clean.left())))
 
 
+def _end_with_parent() -> None:
+    """Have this process ended with the one that runs the tests, whatever it is in then.
+
+    That one has the other end of a pipe. This process is not its child, but one of the server of forks, which lives as
+    long as any of them.
+    """
+    parent = mp.parent_process()
+    assert parent is not None
+    signal.signal(signal.SIGIO, signal.SIG_DFL)  # ends the process
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def _one_call(
     clean: "_Clean", rank: int, world_size: int, folder: str, timeout: timedelta, content: bytes
 ) -> tuple[bool, bytes | str]:
     try:
-        clean.restore()
         _name_rank(rank, world_size)
         work, args = pickle.loads(content)
         clean.note_definitions()
@@ -263,7 +274,7 @@ def _one_call(
 
 @dataclass
 class _Clean:
-    """The state of a new process of a rank: what is restored before each call, and what is looked for after it."""
+    """The state of a new process of a rank: what is restored after each call, and what is looked for then."""
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: str = field(default_factory=os.getcwd)
@@ -306,6 +317,7 @@ class _Clean:
 
     def left(self) -> list[str]:
         """Clean up; return what is left none the less."""
+        self.restore()
         if "torch.distributed.tensor" in sys.modules:  # what it remembers refers to meshes of groups that are gone
             _forget_placements()
         modules = len(sys.modules)
@@ -316,7 +328,7 @@ class _Clean:
         if finalizers._alive.endings:
             gc.collect()  # the first one has run finalizers, which had let go of more
         found = [f"not closed: {each._end}" for each in finalizers._alive.endings.values()]
-        found += [f"a thread: {each.name}" for each in threading.enumerate() if each not in self.threads]
+        found += [f"a thread: {each.name}" for each in threading.enumerate() if self._is_left(each)]
         found += [f"a process: {each.name}" for each in mp.active_children()]
         found += [f"changed: {each}" for each in self._changed()]
         if dist.is_initialized():
@@ -328,6 +340,9 @@ class _Clean:
         if len(sys.modules) != modules:
             gc.freeze()
         return found
+
+    def _is_left(self, thread: threading.Thread) -> bool:
+        return thread not in self.threads and thread.name != "tqdm_monitor"
 
     def _changed(self) -> Iterator[str]:
         for owned in self.definitions.values():
