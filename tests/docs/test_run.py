@@ -14,7 +14,6 @@ import pytest
 from tests.docs.blocks import blocks_of
 from tests.docs.commands import COMMANDS, MIXED, Command, commands_of
 from tests.instruct import chat_file, instruct_folder
-from tests.support import thorough
 
 PAGES = ["README.md", "docs/start.md"]
 THEIR_SCRIPT = """
@@ -40,6 +39,10 @@ def expensive(command: Command) -> bool:
     return words[0] == "torchrun" or words[1] == "launch" or (words[1] == "train" and "--model" not in words)
 
 
+#: One of each program and subcommand.
+EXPENSIVE = {each.words[:2]: each for page in PAGES for each in commands(page) if expensive(each)}.values()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the reader of the page is."""
@@ -57,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", ["README.md", thorough("docs/start.md")])
+@pytest.mark.parametrize("page", PAGES)
 def test_what_the_page_types_works(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,8 +78,7 @@ def test_what_the_page_types_works(
     assert list((folder / "runs").glob("*/model.safetensors"))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("command", [each for page in PAGES for each in commands(page) if expensive(each)], ids=str)
+@pytest.mark.parametrize("command", EXPENSIVE, ids=str)
 def test_what_takes_longer_works_too(command: Command, folder: Path) -> None:
     if "launch" in command.words:
         pytest.importorskip("accelerate")

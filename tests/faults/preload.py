@@ -11,18 +11,15 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def run_preloaded(source: str, tests: str, tmp_path: Path, marked: str = "not thorough") -> None:
-    """Build a C source of this folder, and run a file of tests with it; all of them pass, and none is skipped.
-
-    `marked`: those that are `thorough`, or the others.
-    """
+def run_preloaded(source: str, tests: str, tmp_path: Path) -> None:
+    """Build a C source of this folder, and run a file of tests with it; all of them pass, and none is skipped."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the faults with")
     shim = tmp_path / Path(source).with_suffix(".so")
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", HERE / source, "-o", shim, "-ldl"], check=True)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", marked, "--basetemp", tmp_path / "inner", HERE / tests],
+        [sys.executable, "-m", "pytest", "-q", "--basetemp", tmp_path / "inner", HERE / tests],
         env={**os.environ, "LD_PRELOAD": str(shim)},
         capture_output=True,
         text=True,

@@ -17,7 +17,6 @@ from penstock.runtime.aio import File, Queue
 from penstock.runtime.host_memory import PAGE_BYTES
 from tests.faults.preload import run_preloaded
 from tests.lib.memory import memory
-from tests.support import thorough
 
 MIB = 1 << 20
 CHUNK_BYTES = MIB
@@ -233,9 +232,7 @@ def test_the_limit_of_file_sizes(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["limited", "refused"]), done.stderr
 
 
-@pytest.mark.parametrize(
-    "ending", ["", *map(thorough, ("raise SystemExit(0)", "import os; os.fork()", "del queue, file, transfer"))]
-)
+@pytest.mark.parametrize("ending", ["", "import os; os.fork()", "del queue, file, transfer"])
 def test_a_process_that_ends_without_closing_finishes_its_writes(tmp_path: Path, ending: str) -> None:
     done = run(LEFT_OPEN + ending, tmp_path / "file")
     assert (done.returncode, done.stderr) == (0, "")

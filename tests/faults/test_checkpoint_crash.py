@@ -15,9 +15,9 @@ from penstock.checkpoint import save as saves
 from penstock.checkpoint.folder import write_file
 from penstock.checkpoint.format import FileEntry
 from tests.faults.preload import run_preloaded
+from tests.lib.ranks import run_ranks
 from tests.parity.resuming import SMALL, Run, different, iterate, values
 from tests.parity.rows import Movement
-from tests.support import run_ranks, thorough
 
 RUN = Run(how=Movement(3, "cpu", "cpu", "cpu").but(**SMALL))
 
@@ -33,10 +33,9 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-@pytest.mark.parametrize("marked", ["not thorough", thorough("thorough")])
-def test_saves_that_are_killed_or_fail_at_any_call(marked: str, quick_disk: Path, tmp_path: Path) -> None:
+def test_saves_that_are_killed_or_fail_at_any_call(quick_disk: Path) -> None:
     """Run injected_saves.py."""
-    run_preloaded("crashes.c", "injected_saves.py", quick_disk if marked == "not thorough" else tmp_path, marked)
+    run_preloaded("crashes.c", "injected_saves.py", quick_disk)
 
 
 def failing(name: str) -> Any:

@@ -23,7 +23,6 @@ from tests.faults.test_training import BATCHES, KIND_NAMES, ROWS, Row, check_err
 from tests.lib.engines import prepare_on
 from tests.lib.streams import inline
 from tests.parity.rows import Net, make_model
-from tests.support import thorough
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
@@ -246,7 +245,7 @@ def training(folder: Path, before: str = "") -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.parametrize("sent", [thorough(signal.SIGTERM), thorough(signal.SIGINT), signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_a_training_process_that_is_ended(tmp_path: Path, sent: signal.Signals) -> None:
     process = training(tmp_path)
     try:

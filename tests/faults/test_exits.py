@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint.reader import resolve
-from tests.support import thorough
 
 # Imports once; then a child for each ending goes through the whole exit of an interpreter.
 PROGRAM = """
@@ -124,9 +123,6 @@ CHILDREN = {
 ENDINGS |= {name: (FORKED.format(*row), 0, "") for name, row in CHILDREN.items()}
 
 
-QUICK = ("none", "exception", "interrupt", "thread at work", "saving", "saving fails", "child exits")
-
-
 def run_endings(names: list[str], top: Path) -> None:
     """Make a folder for each ending: its `status`, `complaints`, and the `disk` that it had."""
     for name in names:
@@ -143,20 +139,13 @@ def run_endings(names: list[str], top: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of an ending. Those of `make test` run at once, and so do the others."""
-    tops: dict[bool, Path] = {}
-
-    def folder(name: str) -> Path:
-        quick = name in QUICK
-        if quick not in tops:
-            tops[quick] = tmp_path_factory.mktemp("endings")
-            run_endings([each for each in ENDINGS if (each in QUICK) == quick], tops[quick])
-        return tops[quick] / name
-
-    return folder
+    """The folder of an ending. All run at once."""
+    top = tmp_path_factory.mktemp("endings")
+    run_endings(list(ENDINGS), top)
+    return top.joinpath
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in ENDINGS])
+@pytest.mark.parametrize("name", ENDINGS)
 def test_a_program_that_does_not_close_exits_as_any_other(ended: Callable[[str], Path], name: str) -> None:
     _, status, complaint = ENDINGS[name]
     complaints = (ended(name) / "complaints").read_text()

@@ -109,7 +109,6 @@ EVERYTHING.iterate(model, optimizer)
 """
 
 
-@pytest.mark.thorough
 def test_a_process_that_ends_in_forward_ends_the_others(tmp_path: Path) -> None:
     """Rank 1 cannot read its parameters, and nobody catches it. Rank 0 waits for them in a gather."""
     (tmp_path / "swap").mkdir()

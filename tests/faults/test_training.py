@@ -18,7 +18,6 @@ from tests.faults.failing_files import Faults, When
 from tests.lib.engines import prepare_on
 from tests.lib.streams import inline, simulated
 from tests.parity.rows import Net, batches, loss_of, make_model
-from tests.support import sampled
 
 BATCHES = [batch for (batch,) in batches(1, 2)[0]]
 KIND_NAMES = ("params", "grads", "optimizer")
@@ -127,15 +126,17 @@ STREAMS: dict[str, Callable[[], Streams]] = {"inline": inline, "simulated": lamb
 
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # a prefetch fails as well
 @pytest.mark.parametrize(
-    ("streams", "when", "again"),
+    ("row", "streams", "when", "again"),
     [
-        ("inline", "submission", False),
-        ("inline", "completion", False),
-        ("inline", "completion", True),
-        ("simulated", "completion", False),
+        (ROWS[0], "inline", "submission", False),
+        (ROWS[1], "inline", "completion", False),
+        (ROWS[2], "simulated", "completion", False),
+        (ROWS[3], "inline", "completion", True),
+        (WITHOUT_OVERLAP[0], "simulated", "completion", False),
+        (WITHOUT_OVERLAP[1], "inline", "submission", False),
     ],
+    ids=lambda value: name(value) if isinstance(value, Row) else str(value),
 )
-@pytest.mark.parametrize("row", sampled([*ROWS, *WITHOUT_OVERLAP], every=6), ids=name)
 def test_every_transfer_of_a_step_fails_once(
     row: Row, streams: str, when: When, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

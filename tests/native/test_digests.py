@@ -25,7 +25,6 @@ KERNELS = re.findall(r"^ *kernels_for\((\w+)(.*)\)$", (ROOT / "CMakeLists.txt").
 BEFORE = (HERE / "digests.txt").read_text().splitlines()
 CROSS = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
-pytestmark = pytest.mark.thorough
 
 
 def program(folder: Path, compiler: str, isas: Sequence[str], *flags: str) -> Path:

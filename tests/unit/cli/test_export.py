@@ -53,7 +53,6 @@ def test_mistakes_are_one_line(penstock_command: Callable[..., Any], tmp_path: P
         assert outcome.err.count("\n") == 1
 
 
-@pytest.mark.thorough  # two processes that import torch
 def test_two_processes_divide_the_files(tmp_path: Path) -> None:
     masters = saved(tmp_path / "step")
     with socket.socket() as free:

@@ -37,7 +37,6 @@ def test_a_run_of_the_command(penstock_command: Callable[..., Any], tmp_path: Pa
     assert "img" not in drawn.tags
 
 
-@pytest.mark.thorough
 def test_two_loops_side_by_side(tmp_path: Path) -> None:
     record_loop(tmp_path / "a", Placement(params="cpu", optimizer="cpu"))
     record_loop(tmp_path / "b", Placement(), steps=1, hostile=False)  # a curve of one point, and no trace
