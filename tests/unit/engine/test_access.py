@@ -1,29 +1,22 @@
 """Changes by hand reach compute, gradients and masters, whatever the tiers."""
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import penstock
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.streams import inline, simulated
 from tests.parity.rows import Arithmetic, Movement, Net, batches, loss_of, make_model, prepared
 
 FIRST, SECOND, THIRD = ((step[0][0]) for step in batches(1, 1)[:3])
-TIERS = ("device", "cpu")
-HOWS = [Movement(3, *tiers).but(tile_bytes=4096) for tiers in product(TIERS, repeat=3)]
-STREAMS = [inline, separate, simulated]
 
 
-@pytest.fixture(params=HOWS, ids=lambda how: f"{how.params} {how.grads} {how.optimizer}")
-def how(request: pytest.FixtureRequest) -> Movement:
-    return request.param
-
-
-@pytest.fixture(params=STREAMS, ids=lambda make: make.__name__)
-def handle(request: pytest.FixtureRequest, how: Movement) -> Any:
-    model, optimizer = prepared(Arithmetic(), how, request.param())
+@pytest.fixture(params=[(inline, Movement()), (simulated, Movement(3, "cpu", "cpu", "cpu"))], ids=["device", "cpu"])
+def handle(request: pytest.FixtureRequest) -> Any:
+    """Everywhere else the same is seen: `tests/parity/test_access.py`."""
+    streams, how = request.param
+    model, optimizer = prepared(Arithmetic(), how.but(tile_bytes=4096), streams())
     yield model, optimizer
     optimizer.close()
 

@@ -3,7 +3,6 @@
 import gc
 import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from penstock.runtime.streams import DOWNLOAD, UPLOAD, Event, Streams, Work
 from penstock.tiers import allocation
 from penstock.trace import NO_LABEL, Label
 from tests.accounts import assert_table_agrees
-from tests.lib.engines import prepare_on
+from tests.lib.engines import prepared as prepare
+from tests.lib.engines import sgd
 from tests.lib.memory import pinning_on_cpu
+from tests.lib.models import batch_of, seeded
 from tests.lib.streams import inline, separate, simulated
-from tests.support import thorough
 
 WIDTH, ROWS, BLOCKS = 64, 32, 4
 
@@ -60,12 +60,8 @@ def small_ones_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepared(streams: Streams, tier: str | None, disk: Path, reentrant: bool | None) -> tuple[Net, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = Net(reentrant)
-    placement = penstock.Placement(params="cpu", activations=tier, nvme_path=disk)
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = penstock.Options(tile_bytes=4096)
-    return model, prepare_on(streams, model, stock, precision="fp32", placement=placement, options=options)
+    torch.manual_seed(0)  # of the dropout, too
+    return prepare(Net(reentrant), streams, params="cpu", activations=tier, nvme_path=disk)
 
 
 def loss_of(model: Net, seed: int, rows: int = ROWS) -> Tensor:
@@ -90,10 +86,10 @@ def run(streams: Streams, tier: str | None, disk: Path, reentrant: bool | None) 
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-@pytest.mark.parametrize("streams", [inline, separate, simulated])
-def test_no_bit_changes(streams: Callable[[], Streams], tier: str, reentrant: bool | None, tmp_path: Path) -> None:
-    assert run(streams(), tier, tmp_path, reentrant) == run(inline(), None, tmp_path, reentrant)
+def test_no_bit_changes(reentrant: bool | None, tmp_path: Path) -> None:
+    expected = run(inline(), None, tmp_path, reentrant)
+    for make, tier in ((inline, "cpu"), (separate, "nvme"), (simulated, "cpu"), (simulated, "nvme")):
+        assert run(make(), tier, tmp_path, reentrant) == expected, (make, tier)
 
 
 def saved_bytes(optimizer: penstock.Optimizer, tier: str) -> int:
@@ -112,15 +108,11 @@ def test_with_checkpointing_the_inputs_of_the_blocks_leave(tier: str, tmp_path: 
     optimizer.close()
 
 
-def test_a_tensor_that_several_operations_save_leaves_once_and_parameters_stay(tmp_path: Path) -> None:
-    class Three(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
+def test_a_tensor_that_several_operations_save_leaves_once_and_parameters_stay() -> None:
+    class Three(nn.ModuleList):
         def forward(self, x: Tensor) -> Tensor:
             x = x * 1.0
-            return sum(head(x) for head in self.heads)
+            return sum(head(x) for head in self)
 
     copied: list[int] = []
 
@@ -129,10 +121,8 @@ def test_a_tensor_that_several_operations_save_leaves_once_and_parameters_stay(t
             copied.append(nbytes)
         return 0.0
 
-    model = Three()
-    placement = penstock.Placement(activations="cpu")
-    stock = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = prepare_on(SimulatedStreams(delay), model, stock, precision="fp32", placement=placement)
+    model = Three(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    _, optimizer = prepare(model, SimulatedStreams(delay), activations="cpu")
     optimizer.backward(model(torch.ones(ROWS, WIDTH)).sum())
     assert copied == [ROWS * WIDTH * 4]
     optimizer.close()
@@ -151,22 +141,6 @@ def test_a_retained_graph_can_be_walked_again(tmp_path: Path) -> None:
     assert torch.equal(found[0], found[2])
 
 
-def test_a_forward_that_fails_leaves_no_hooks(tmp_path: Path) -> None:
-    model, optimizer = prepared(separate(), "cpu", tmp_path, None)
-    handle = model.blocks[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyError("no")))
-    with pytest.raises(KeyError):
-        loss_of(model, 0)
-    handle.remove()
-    gc.collect()
-    before = saved_bytes(optimizer, "cpu")
-    outside = torch.randn(ROWS, WIDTH, requires_grad=True)
-    (outside.exp() * 2).sum().backward()
-    assert saved_bytes(optimizer, "cpu") == before, "what runs outside of the model is not taken"
-    optimizer.backward(loss_of(model, 0))
-    optimizer.step()
-    optimizer.close()
-
-
 def test_no_grad_saves_nothing_and_nvme_needs_a_folder(tmp_path: Path) -> None:
     model, optimizer = prepared(separate(), "cpu", tmp_path, None)
     with torch.no_grad():
@@ -174,9 +148,7 @@ def test_no_grad_saves_nothing_and_nvme_needs_a_folder(tmp_path: Path) -> None:
     assert saved_bytes(optimizer, "cpu") == 0
     optimizer.close()
     with pytest.raises(ConfigError, match="activations='disk' needs a folder"):
-        penstock.prepare(
-            Net(None), torch.optim.SGD(Net(None).parameters()), placement=penstock.Placement(activations="disk")
-        )
+        penstock.prepare(model, sgd(model.parameters()), placement=penstock.Placement(activations="disk"))
 
 
 class Odd(nn.Module):
@@ -228,16 +200,11 @@ class Saves(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Odd, Saves])
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_tensors_that_are_no_plain_memory_stay(kind: type[nn.Module], tier: str, tmp_path: Path) -> None:
+def test_tensors_that_are_no_plain_memory_stay(kind: type[nn.Module], tmp_path: Path) -> None:
     found = []
-    for where, streams in ((None, inline), (tier, inline), (tier, separate), (tier, simulated)):
-        torch.manual_seed(0)
-        model = kind()
-        stock = torch.optim.SGD(model.parameters(), lr=0.1)
-        placement = penstock.Placement(activations=where, nvme_path=tmp_path)
-        optimizer = prepare_on(streams(), model, stock, precision="fp32", placement=placement)
-        optimizer.backward(model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))).sum())
+    for tier, streams in ((None, inline), ("cpu", inline), ("nvme", separate), ("cpu", simulated)):
+        model, optimizer = prepare(seeded(kind), streams, activations=tier, nvme_path=tmp_path)
+        optimizer.backward(model(batch_of(model, rows=ROWS)).sum())
         found.append([optimizer.full_grad(p) for p in model.parameters()])
         optimizer.close()
     for other in found[1:]:
@@ -248,11 +215,12 @@ def hooks_on_this_thread() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("goes_on", ["elsewhere", "here", "closes"])
-def test_an_interrupted_forward_leaves_no_hooks(goes_on: str, tmp_path: Path) -> None:
+def test_a_forward_that_fails_leaves_no_hooks(goes_on: str, error: type[BaseException], tmp_path: Path) -> None:
     model, optimizer = prepared(separate(), "cpu", tmp_path, None)
-    handle = model.blocks[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    handle = model.blocks[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(error):
         loss_of(model, 0)
     handle.remove()
     gc.collect()
@@ -273,14 +241,14 @@ def test_an_interrupted_forward_leaves_no_hooks(goes_on: str, tmp_path: Path) ->
 LONGEST = 96
 
 
-def bytes_of_lengths(streams: Streams, tier: str, disk: Path, lengths: list[int]) -> int:
-    """What the tier holds after steps with batches of these lengths."""
-    model, optimizer = prepared(streams, tier, disk, None)
+def bytes_of_lengths(disk: Path, lengths: list[int]) -> int:
+    """What the host holds after steps with batches of these lengths."""
+    model, optimizer = prepared(simulated(most_seconds=0.0005), "cpu", disk, None)
     for step, rows in enumerate(lengths):
         optimizer.backward(loss_of(model, step, rows))
         optimizer.step()
         optimizer.zero_grad()
-    held = saved_bytes(optimizer, tier)
+    held = saved_bytes(optimizer, "cpu")
     optimizer.synchronize()
     assert_table_agrees(optimizer, disk)
     assert held == optimizer._engine.hooks._activations._cuts.capacity
@@ -288,15 +256,14 @@ def bytes_of_lengths(streams: Streams, tier: str, disk: Path, lengths: list[int]
     return held
 
 
-@pytest.mark.parametrize("tier", ["cpu", thorough("nvme")])
 def test_after_lengths_that_change_there_is_what_the_longest_needs(
-    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saved_tensors, "AHEAD_BYTES", 16 << 10)  # what is leaving still counts
-    longest = bytes_of_lengths(simulated(most_seconds=0.0005), tier, tmp_path, [LONGEST] * 2)
+    longest = bytes_of_lengths(tmp_path, [LONGEST] * 2)
     draw = random.Random(5)
-    lengths = [draw.randint(8, LONGEST) for _ in range(48)]
-    changing = bytes_of_lengths(simulated(most_seconds=0.0005), tier, tmp_path, [*lengths[:24], LONGEST, *lengths[24:]])
+    lengths = [draw.randint(8, LONGEST) for _ in range(24)]
+    changing = bytes_of_lengths(tmp_path, [*lengths[:12], LONGEST, *lengths[12:]])
     assert changing <= longest * 1.125 + (16 << 10)
 
 
@@ -312,20 +279,15 @@ def test_memory_is_pinned_in_a_few_steps_within_its_budget_and_all_of_it_goes(
     found, budgets = [], (None, 200 << 10, 0)
     for budget in budgets:
         torch.manual_seed(0)
-        model = Net(None)
-        placement = penstock.Placement(params="device", activations="cpu")
-        options = penstock.Options(tile_bytes=4096, pinned_bytes=None if budget is None else budget + (32 << 10))
-        stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer = prepare_on(
-            simulated(), model, stock, precision="fp32", placement=placement, options=options, overlap="none"
-        )
+        most = None if budget is None else budget + (32 << 10)
+        model, optimizer = prepare(Net(None), simulated, activations="cpu", pinned_bytes=most, overlap="none")
         store = optimizer._engine.context.store
         reserve = store.reserve
         monkeypatch.setattr(store, "reserve", lambda *a, r=reserve, **k: reserved.append(1) or r(*a, **k))
         reserved.clear()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            for step, rows in enumerate([9, 33, 60, LONGEST, 17, 50, 90, 41]):
+            for step, rows in enumerate([9, 60, LONGEST, 17, 90]):
                 optimizer.backward(loss_of(model, step, rows))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -334,7 +296,7 @@ def test_memory_is_pinned_in_a_few_steps_within_its_budget_and_all_of_it_goes(
         if budget is None:
             assert all(row.pinned for row in rows_)
         else:
-            assert sum(pinned.values()) <= options.pinned_bytes
+            assert sum(pinned.values()) <= most
             assert any(row.pinned for row in rows_) == (budget > 0)
             assert not all(row.pinned for row in rows_)
             assert "are not pinned (activation" in str(said[0].message)
@@ -346,7 +308,6 @@ def test_memory_is_pinned_in_a_few_steps_within_its_budget_and_all_of_it_goes(
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_memory_of_activations_goes_with_an_offload_and_with_close(tier: str, tmp_path: Path) -> None:
-
     def maps() -> int:
         gc.collect()
         return sum(issubclass(type(each), _Memory) for each in gc.get_objects())
@@ -403,10 +364,8 @@ class Noting(SimulatedStreams):
 
 def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     """Those that came back ahead of a backward that fails are read late, when the next forward takes their homes."""
-    model = Net(None)
-    stock = torch.optim.SGD(model.parameters(), lr=0.1)
-    placement = penstock.Placement(activations="cpu")  # nothing else goes up, which would be waited for
-    optimizer = prepare_on(Noting(), model, stock, precision="fp32", placement=placement)
+    # Nothing else goes up, which would be waited for.
+    model, optimizer = prepare(Net(None), Noting(), stock=sgd, activations="cpu")
     streams = optimizer._engine.context.streams
 
     def fail(grad: Tensor) -> None:

@@ -8,22 +8,19 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, adamw
+from tests.lib.engines import prepared as prepare
+from tests.lib.refusals import Refusal, refused
 from tests.lib.streams import inline, separate
-from tests.parity.rows import Movement, Net, batches, loss_of
-from tests.parity.test_unfreezing import make, stock, unfreeze_a_block, unfreeze_a_layer
-
-SMALL = {"tile_bytes": 4 << 10}
-ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(**SMALL)
+from tests.parity.rows import Net, batches, loss_of
+from tests.parity.test_unfreezing import make, unfreeze_a_block, unfreeze_a_layer
 
 Prepared = tuple[Net, penstock.Optimizer]
 
 
-def prepared(how: Movement = ON_CPU, streams: Any = separate, **rest: Any) -> Prepared:
-    model = make()
-    options = penstock.Options(**dict(how.options))
-    optimizer = prepare_on(streams(), model, stock(model), placement=how.placement, options=options, **rest)
-    return model, optimizer
+def prepared(**how: Any) -> Prepared:
+    """In bf16, with everything on the cpu."""
+    return prepare(make(), stock=adamw, **{"precision": "bf16", **ON_CPU, **how})
 
 
 def loss(model: Net, step: int = 0) -> Tensor:
@@ -114,32 +111,6 @@ def test_averages_of_what_comes_begin_with_it() -> None:
     optimizer.close()
 
 
-def test_gradients_of_others_are_kept_and_stepped_with() -> None:
-    seen = []
-    for adds in (False, True):
-        model, optimizer = prepared(precision="fp32")
-        optimizer.backward(loss(model))
-        if adds:
-            optimizer.add_param_group({"params": unfreeze_a_block(model)})
-        norm = optimizer.step().grad_norm
-        seen.append([torch.tensor(norm), optimizer.full_param(model.last.weight)])
-        optimizer.close()
-    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-
-
-def test_skipped_steps_are_counted_on() -> None:
-    model, optimizer = prepared()
-    for adds in (False, True):
-        if adds:
-            optimizer.add_param_group({"params": unfreeze_a_block(model)})
-        optimizer.backward(loss(model) * torch.nan)
-        with pytest.warns(UserWarning, match="was skipped") if not adds else pytest.MonkeyPatch.context():
-            assert optimizer.step().skipped
-        optimizer.zero_grad()
-    assert optimizer._engine.policy.skips.in_a_row == 2
-    optimizer.close()
-
-
 def test_the_loss_scale_goes_on() -> None:
     model, optimizer = prepared(precision="fp16")
     optimizer.backward(loss(model) * 1e30)
@@ -155,7 +126,7 @@ def test_the_loss_scale_goes_on() -> None:
 
 def test_what_was_in_a_group_and_never_trained_moves() -> None:
     model = make()
-    optimizer = prepare_on(separate(), model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision="fp32")
+    _, optimizer = prepare(model, stock=lambda _: torch.optim.AdamW(model.parameters(), lr=1e-2))
     unfrozen = unfreeze_a_block(model)
     with pytest.raises(penstock.EngineError, match=r"'blocks.1.norm.weight' was frozen.*add_param_group"):
         optimizer.step()
@@ -167,127 +138,53 @@ def test_what_was_in_a_group_and_never_trained_moves() -> None:
     optimizer.close()
 
 
-def test_frozen_again_and_unfrozen_it_goes_on() -> None:
-    model, optimizer = prepared()
-    optimizer.add_param_group({"params": unfreeze_a_block(model)})
-    train(model, optimizer)
-    model.blocks[1].requires_grad_(False)
-    train(model, optimizer, 1)
-    model.blocks[1].requires_grad_(True)
-    train(model, optimizer, 2)
-    assert optimizer.full_state(model.blocks[1].up.weight, "step") == 2
-    optimizer.close()
-
-
-def test_adapters_of_peft_that_come_later() -> None:
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
-    )
-    ids = torch.arange(24).reshape(2, 12) % 64
-    losses = []
-    for plain in (True, False):
-        torch.manual_seed(1)
-        model = transformers.LlamaForCausalLM(config)
-        for layer in model.model.layers:
-            layer.requires_grad_(False)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
-        if not plain:
-            optimizer = penstock.prepare(
-                model, optimizer, precision="fp32", options=penstock.Options(debug_release=True)
-            )
-        losses.append([])
-        for step in range(6):
-            if step == 2:
-                torch.manual_seed(2)
-                flags = {p: p.requires_grad for p in model.parameters()}
-                adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-                for parameter, flag in flags.items():
-                    parameter.requires_grad_(flag)
-                params = [p for name, p in adapted.named_parameters() if "lora_" in name]
-                optimizer.add_param_group({"params": params, "lr": 5e-2})
-            made = (adapted if step >= 2 else model)(input_ids=ids, labels=ids).loss
-            losses[-1].append(made.item())
-            made.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if not plain:
-            with optimizer.gathered():
-                state = peft.get_peft_model_state_dict(adapted)
-            assert all(value.isfinite().all() and value.abs().sum() > 0 for value in state.values())
-            optimizer.close()
-    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0)
-
-
 # What is refused
 
 
-def foreign(model: Net) -> dict[str, Any]:
-    return {"params": [nn.Parameter(torch.zeros(3, 5))]}
-
-
-def trained_already(model: Net) -> dict[str, Any]:
-    return {"params": [model.last.weight]}
-
-
-def frozen_still(model: Net) -> dict[str, Any]:
-    return {"params": model.blocks[1].parameters()}
-
-
-def of_another_state(model: Net) -> dict[str, Any]:
-    return {"params": unfreeze_a_block(model), "amsgrad": True}
-
-
-def on_meta(model: Net) -> dict[str, Any]:
+def on_meta(model: Net) -> Any:
     model.extra = nn.Linear(2, 2, device="meta")
-    return {"params": model.extra.parameters()}
+    return model.extra.parameters()
 
 
-def in_place_of_another(model: Net) -> dict[str, Any]:
+def in_place_of_another(model: Net) -> Any:
     model.last = nn.Linear(32, 4)
-    return {"params": model.last.parameters()}
+    return model.last.parameters()
 
 
-def without_params(model: Net) -> dict[str, Any]:
-    return {"params": []}
+def add(params: Callable[[Net], Any], text: str, error: type[Exception] = penstock.ConfigError, **rest: Any) -> Refusal:
+    return Refusal(lambda model, optimizer: optimizer.add_param_group({"params": params(model), **rest}), text, error)
 
 
-@pytest.mark.parametrize(
-    ("group", "error", "message"),
-    [
-        (foreign, penstock.ConfigError, r"shape \(3, 5\) is not the model's"),
-        (trained_already, ValueError, "more than one parameter group"),
-        (frozen_still, penstock.ConfigError, r"asks for a gradient.*requires_grad_\(True\)"),
-        (of_another_state, penstock.ConfigError, "max_exp_avg_sq"),
-        (on_meta, penstock.ConfigError, r"'extra.weight' \(\(2, 2\)\) has no values"),
-        (in_place_of_another, penstock.ConfigError, "'last.weight' is another parameter now"),
-        (without_params, penstock.ConfigError, "asks for a gradient"),
-    ],
-)
-def test_what_cannot_be_is_refused_and_nothing_has_changed(
-    group: Callable[[Net], dict[str, Any]], error: type[Exception], message: str
-) -> None:
+REFUSED = {
+    "foreign": add(lambda model: [nn.Parameter(torch.zeros(3, 5))], "shape (3, 5) is not the model's"),
+    "trained already": add(lambda model: [model.last.weight], "more than one parameter group", ValueError),
+    "frozen still": add(lambda model: model.blocks[1].parameters(), "asks for a gradient"),
+    "of another state": add(unfreeze_a_block, "max_exp_avg_sq", amsgrad=True),
+    "on meta": add(on_meta, "'extra.weight' ((2, 2)) has no values"),
+    "in place of another": add(in_place_of_another, "'last.weight' is another parameter now"),
+    "without params": add(lambda model: [], "asks for a gradient"),
+}
+
+
+def test_what_cannot_be_is_refused_and_nothing_has_changed() -> None:
     model, optimizer = prepared()
     train(model, optimizer)
     modules = dict(model._modules)
     before = optimizer.locations().to_dict()
     groups = [(dict(each), list(each["params"])) for each in optimizer.param_groups]
-    with pytest.raises(error, match=message):
-        optimizer.add_param_group(group(model))
-    assert [(dict(each), list(each["params"])) for each in optimizer.param_groups] == groups
-    assert optimizer.locations().to_dict() == before
-    model._modules.clear()
-    model._modules.update(modules)
-    model.blocks.requires_grad_(False)
-    train(model, optimizer, 1)
+    for step, row in enumerate(REFUSED.values()):
+        refused(row, model, optimizer)
+        assert [(dict(each), list(each["params"])) for each in optimizer.param_groups] == groups
+        assert optimizer.locations().to_dict() == before
+        model._modules.clear()
+        model._modules.update(modules)
+        model.blocks.requires_grad_(False)
+        train(model, optimizer, 1 + step)
     optimizer.close()
 
 
 def test_when_it_cannot_be() -> None:
-    model, optimizer = prepared(Movement().but(**SMALL))
+    model, optimizer = prepared(params="device", grads="device", optimizer="device")
     group = {"params": unfreeze_a_block(model)}
     with pytest.raises(penstock.EngineError, match=r"inside gathered\(\)"), optimizer.gathered():
         optimizer.add_param_group(group)
@@ -363,9 +260,9 @@ def of_gathered(model: Net, optimizer: penstock.Optimizer) -> Tensor:
 
 
 @pytest.mark.parametrize("begin", [lambda model, _: loss(model), of_gathered], ids=["forward", "gathered"])
-@pytest.mark.parametrize("make", [inline, separate])
-def test_a_graph_from_before_is_refused(make: Callable[[], Any], begin: Callable[..., Tensor]) -> None:
-    model, optimizer = prepared(streams=make)
+@pytest.mark.parametrize("made_of", [inline, separate])
+def test_a_graph_from_before_is_refused(made_of: Callable[[], Any], begin: Callable[..., Tensor]) -> None:
+    model, optimizer = prepared(streams=made_of)
     made = begin(model, optimizer)
     optimizer.add_param_group({"params": unfreeze_a_block(model)})
     with pytest.raises(RuntimeError, match=r"graph from before.*add_param_group\(\)|modified by an inplace operation"):

@@ -30,10 +30,6 @@ def flat() -> Tensor:
     return torch.linspace(0, 1, 24)
 
 
-def whole() -> Tensor:
-    return flat().reshape(4, 6)
-
-
 SHARED: dict[str, Any] = {
     "the same elements": lambda f: Pair(f, f),
     "the same, transposed": lambda f: Pair(f.reshape(4, 6), f.reshape(4, 6).T),

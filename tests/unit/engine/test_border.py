@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import penstock
 from penstock.runtime.modes import engine_mode, user_mode
-from tests.lib.engines import prepare_on
+from penstock.runtime.streams import Streams
+from tests.lib.engines import ON_CPU, ON_NVME, adamw, loss_of, prepare_on, prepared
 from tests.lib.memory import disks
+from tests.lib.models import Blocks, batch_of
 from tests.lib.streams import separate, simulated
-from tests.support import thorough
 
 WIDTH = 8
 
@@ -59,9 +61,10 @@ def default_device() -> Iterator[None]:
 
 
 Work = Callable[[], Any]
+Within = Callable[[Work], Any]
 
 
-def inside(make: Callable[[], Any]) -> Callable[[Work], Any]:
+def inside(make: Callable[[], Any]) -> Within:
     def run(work: Work) -> Any:
         with make():
             return work()
@@ -91,7 +94,7 @@ def under_vmap(work: Work) -> Any:
     return found[0]
 
 
-MODES: dict[str, Callable[[Work], Any]] = {
+MODES: dict[str, Within] = {
     "inference_mode": inside(torch.inference_mode),
     "no_grad": inside(torch.no_grad),
     "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)),
@@ -104,40 +107,23 @@ MODES: dict[str, Callable[[Work], Any]] = {
 }
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
 class Run:
     """One model in training, and what an operation may need."""
 
-    def __init__(self, streams: Any, folder: Path, within: Callable[[Work], Any] | None, row: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        self.model = Model()
-        self.batch = torch.randn(4, WIDTH)
+    def __init__(self, make: Callable[[], Streams], folder: Path, within: Within, storages: dict[str, Any]) -> None:
         self.folder = folder
-        stock = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        placement = penstock.Placement(nvme_path=disks(), **row)
-
-        def make() -> penstock.Optimizer:
-            return prepare_on(streams, self.model, stock, placement=placement, units=(nn.Sequential,))
-
-        self.optimizer = make() if within is None else within(make)
+        self.model = Blocks(width=WIDTH)
+        stock = adamw(self.model.parameters())
+        streams, placement = make(), penstock.Placement(**storages, nvme_path=disks())
+        self.optimizer = within(lambda: prepare_on(streams, self.model, stock, placement=placement))
+        self.given = torch.linspace(-1, 1, WIDTH * WIDTH * 2).view(2 * WIDTH, WIDTH)
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.model.blocks[1][0].weight
+        return self.model.blocks[1].up.weight
 
     def backward(self) -> Tensor:
-        loss = self.model(self.batch).square().mean()
+        loss = loss_of(self.model)
         self.optimizer.backward(loss)
         return loss.detach()
 
@@ -149,7 +135,7 @@ class Run:
 
     def infer(self) -> Tensor:
         with torch.inference_mode():
-            return self.model(self.batch)
+            return self.model(batch_of(self.model))
 
     def state(self) -> list[Tensor]:
         return [self.optimizer.full_param(p) for p in self.model.parameters()]
@@ -210,18 +196,8 @@ OPERATIONS: dict[str, Callable[[Run], Any]] = {
 }
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in tensors_in(v)]
-    if isinstance(value, list | tuple):
-        return [t for v in value for t in tensors_in(v)]
-    return []
-
-
 def flat(value: Any) -> Any:
-    found = tensors_in(value)
+    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     for tensor in found:
         assert tensor.device.type == "cpu"
         assert not tensor.is_inference()
@@ -229,55 +205,54 @@ def flat(value: Any) -> Any:
     return found or value
 
 
-def story(streams: Any, folder: Path, operation: str, within: Callable[[Work], Any], row: dict[str, Any]) -> list[Any]:
-    """Train, look or change something within a mode, infer, and train on."""
-    run = Run(streams, folder, within if operation == "prepare" else None, row)
-    told: list[Any] = [*run.train()]
-    run.given = torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
-    run.packed = run.optimizer.state_dict() if operation == "load_state_dict" else None
-    told += [run.backward()]
-    if operation not in ("prepare", "close"):
-        told += [flat(within(lambda: OPERATIONS[operation](run)))]
-    told += [run.infer().clone(), run.optimizer.step().grad_norm]
-    run.optimizer.zero_grad()
-    told += [*run.train(), *run.state()]
+def story(make: Callable[[], Streams], folder: Path, within: Within, storages: dict[str, Any]) -> dict[str, Any]:
+    """All operations within a mode, each between backward and step; what each gave, and what came of it."""
+    run = Run(make, folder, within, storages)
+    told: dict[str, Any] = {"at first": run.train()}
+    for name, operation in OPERATIONS.items():
+        run.packed = run.optimizer.state_dict() if name == "load_state_dict" else None
+        told[f"before {name}"] = run.backward()
+        told[name] = flat(within(functools.partial(operation, run)))
+        told[f"after {name}"] = [run.infer().clone(), run.optimizer.step().grad_norm]
+        run.optimizer.zero_grad()
     run.optimizer.offload_states()
-    told += [run.infer().clone()]
+    told["offloaded"] = run.infer().clone()
     run.optimizer.reload_states()
-    told += [*run.train(), *run.state()]
-    within(run.optimizer.close) if operation == "close" else run.optimizer.close()
-    told += [[p.detach() for p in run.model.parameters()]]
+    told["in the end"] = [*run.train(), *run.state()]
+    within(run.optimizer.close)
+    told["closed"] = [p.detach() for p in run.model.parameters()]
     assert not any(p.is_inference() for p in run.model.parameters())
     return told
 
 
-ROWS = {
-    "device": {},
-    "cpu": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
-    "nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
+PLACES: dict[str, tuple[Callable[[], Streams], dict[str, Any]]] = {
+    "device": (simulated, {}),
+    "cpu": (separate, ON_CPU),
+    "nvme": (separate, ON_NVME),
 }
 
 
-PLACES = (("cpu", separate), ("nvme", separate), ("device", simulated))
-ALL = [
-    (place, operation, mode) for operation in ("prepare", *OPERATIONS, "close") for mode in MODES for place in (0, 1, 2)
-]
+def directly(work: Work) -> Any:
+    return work()
 
 
 @functools.cache
-def expected(place: int, operation: str) -> list[Any]:
-    row, make = PLACES[place]
+def expected(place: str) -> dict[str, Any]:
+    make, storages = PLACES[place]
     with tempfile.TemporaryDirectory() as folder:
-        return story(make(), Path(folder), operation, lambda work: work(), ROWS[row])
+        return story(make, Path(folder), directly, storages)
 
 
-@pytest.mark.parametrize(
-    ("place", "operation", "mode"), [thorough(*row) if number % 14 else row for number, row in enumerate(ALL)]
-)
-def test_what_the_users_thread_is_in_stays_on_his_side(place: int, operation: str, mode: str, tmp_path: Path) -> None:
-    row, make = PLACES[place]
-    found = story(make(), tmp_path, operation, MODES[mode], ROWS[row])
-    torch.testing.assert_close(found, expected(place, operation), rtol=0, atol=0, equal_nan=True)
+ON_THREADS = ("inference_mode", "dispatch mode", "torch.func.grad")
+
+
+@pytest.mark.parametrize(("place", "mode"), [*(("nvme", mode) for mode in MODES), *(("device", m) for m in ON_THREADS)])
+def test_what_the_users_thread_is_in_stays_on_his_side(place: str, mode: str, tmp_path: Path) -> None:
+    make, storages = PLACES[place]
+    found = story(make, tmp_path, MODES[mode], storages)
+    for name, value in expected(place).items():
+        told = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=told)
 
 
 class Counting(TorchDispatchMode):
@@ -295,18 +270,15 @@ class Counting(TorchDispatchMode):
 def test_a_dispatch_mode_sees_the_models_operations_alone() -> None:
     """As a counter of FLOPs, or selective checkpointing, which hands out again what it has seen in order."""
     seen = []
-    for make in (None, separate):
-        torch.manual_seed(0)
-        model = Model()
-        if make is not None:
-            stock = torch.optim.AdamW(model.parameters())
-            placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
-            prepare_on(make(), model, stock, placement=placement, precision="fp32", units=(nn.Sequential,))
+    for is_plain in (True, False):
+        model = Blocks(width=WIDTH)
+        if not is_plain:
+            prepared(model, **ON_CPU)
         with Counting() as mode:
-            model(torch.ones(4, WIDTH)).sum().backward()
+            loss_of(model).backward()
         seen.append(mode.names)
-    plain, prepared = ([name for name in names if "detach" not in name] for names in seen)
-    assert prepared == plain
+    theirs, ours = ([name for name in names if "detach" not in name] for names in seen)
+    assert ours == theirs
 
 
 def test_a_mode_that_stays_sees_our_operations_too_and_those_above_it_do_not() -> None:
@@ -326,10 +298,10 @@ def test_a_mode_that_stays_sees_our_operations_too_and_those_above_it_do_not() -
     ]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_inference_in_inference_mode_after_a_move_leaves_a_model_that_trains(row: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_inference_in_inference_mode_after_a_move_leaves_a_model_that_trains(place: str, tmp_path: Path) -> None:
     """Rollouts of an RLHF loop: rings and homes that are made then serve training afterwards."""
-    runs = [Run(separate(), tmp_path, None, ROWS[row]) for _ in range(2)]
+    runs = [Run(separate, tmp_path, directly, PLACES[place][1]) for _ in range(2)]
     told: list[list[Any]] = [[], []]
     for moves_state, run, said in zip((False, True), runs, told, strict=True):
         for _ in range(2):
@@ -350,20 +322,19 @@ def test_inference_in_inference_mode_after_a_move_leaves_a_model_that_trains(row
     torch.testing.assert_close(told[1], told[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_export_is_the_same_in_every_mode(mode: str, tmp_path: Path) -> None:
-    run = Run(separate(), tmp_path, None, ROWS["cpu"])
+def test_an_export_is_the_same_in_every_mode(tmp_path: Path) -> None:
+    run = Run(separate, tmp_path, directly, ON_CPU)
     run.optimizer.save(tmp_path / "one")
     run.optimizer.close()
     penstock.export(tmp_path / "one", tmp_path / "plain")
-    MODES[mode](lambda: penstock.export(tmp_path / "one", tmp_path / "within"))
-    for file in (tmp_path / "plain").iterdir():
-        assert (tmp_path / "within" / file.name).read_bytes() == file.read_bytes()
+    for mode, within in MODES.items():
+        within(functools.partial(penstock.export, tmp_path / "one", tmp_path / mode))
+        for file in (tmp_path / "plain").iterdir():
+            assert (tmp_path / mode / file.name).read_bytes() == file.read_bytes(), mode
 
 
 def test_gradients_pass_the_cast_of_inputs() -> None:
-    model = nn.Linear(4, 1)
-    optimizer = prepare_on(separate(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = prepared(nn.Linear(4, 1), precision="bf16")
     x = torch.ones(2, 4, requires_grad=True)
     model(x).sum().backward()
     weight = optimizer.full_param(model.weight).to(torch.bfloat16).float()
@@ -372,7 +343,7 @@ def test_gradients_pass_the_cast_of_inputs() -> None:
 
 
 def test_the_block_of_gathered_and_a_closed_border_are_the_users(tmp_path: Path) -> None:
-    run = Run(separate(), tmp_path, None, ROWS["cpu"])
+    run = Run(separate, tmp_path, directly, ON_CPU)
 
     def state() -> tuple[Any, ...]:
         return (

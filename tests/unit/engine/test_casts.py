@@ -2,42 +2,25 @@
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import penstock
 from penstock.engine.forward_backward.casts import cast_floating
-from tests.lib.engines import prepare_on
+from tests.lib.engines import prepared as prepare
 from tests.lib.streams import inline, separate, simulated
-from tests.models.modules_rows import WIDTH, Tutorial, squared
+from tests.models.modules_rows import WIDTH, squared
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_tutorial_transformer_with_its_encoding_in_a_buffer_trains(precision: str) -> None:
-    torch.manual_seed(0)
-    model = Tutorial()
-    optimizer = prepare_on(separate(), model, adam(model), precision=precision)
-    ids = torch.randint(0, 32, (5, 2))
-    losses = []
-    for _ in range(8):
-        loss = nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
-        optimizer.backward(loss)
-        assert not optimizer.step().skipped
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.5
-    assert model.encoding.dtype == torch.float32
-    optimizer.close()
+prepared = partial(prepare, precision="bf16")
 
 
 class Seen(nn.Module):
@@ -76,7 +59,7 @@ def test_units_get_their_inputs_in_the_compute_dtype(mode: Any) -> None:
     torch.manual_seed(0)
     model = Buffered()
     plain = model.head.weight.detach().clone(), model.head.bias.detach().clone(), model.offset.clone()
-    optimizer = prepare_on(separate(), model, adam(model), options=penstock.Options(cast_inputs=mode))
+    _, optimizer = prepared(model, separate, cast_inputs=mode)
     x = torch.rand(3, WIDTH)
     if mode == "units":
         out = model(x)
@@ -94,7 +77,7 @@ def test_units_get_their_inputs_in_the_compute_dtype(mode: Any) -> None:
 
 def test_nothing_is_cast_where_that_is_asked_for() -> None:
     model = nn.Sequential(Seen(), Seen())
-    optimizer = prepare_on(separate(), model, adam(model), options=penstock.Options(cast_inputs="none"))
+    _, optimizer = prepared(model, separate, cast_inputs="none")
     assert model(torch.rand(2, WIDTH)).dtype == torch.float32
     optimizer.close()
     with pytest.raises(penstock.ConfigError, match=r"cast_inputs='all'.*'units', 'model', 'none'"):
@@ -103,7 +86,7 @@ def test_nothing_is_cast_where_that_is_asked_for() -> None:
 
 def test_a_gradient_comes_back_in_the_dtype_of_the_input() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
-    optimizer = prepare_on(simulated(), model, adam(model))
+    _, optimizer = prepared(model, simulated)
     x = torch.rand(2, WIDTH, requires_grad=True)
     optimizer.backward(squared(model[0](x)))
     assert x.grad is not None
@@ -133,7 +116,7 @@ def test_layers_that_take_mixed_dtypes_are_left_to_themselves() -> None:
             return x + attended[0] + scores.sum()
 
     model = nn.Sequential(Router(), nn.Linear(WIDTH, 2))
-    optimizer = prepare_on(inline(), model, adam(model))
+    _, optimizer = prepared(model, inline)
     model(torch.rand(3, WIDTH))
     assert model[0].seen == [torch.float32, torch.float32, BF16]
     optimizer.close()
@@ -147,37 +130,9 @@ def test_attention_to_itself_stays_that() -> None:
     plain = nn.MultiheadAttention(WIDTH, 2)
     plain.load_state_dict(attend.state_dict())
     model = nn.Sequential(nn.Identity(), attend)
-    optimizer = prepare_on(inline(), model, adam(model), options=penstock.Options(cast_inputs="units"))
+    _, optimizer = prepared(model, inline, cast_inputs="units")
     cast = x.bfloat16()
     assert torch.equal(attend(x, x, x)[0], plain.bfloat16()(cast, cast, cast)[0])
-    optimizer.close()
-
-
-def test_under_autocast_torch_casts() -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = x.dtype
-            return self.linear(x)
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Inner() for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[1](self.blocks[0](x).float())
-
-    model = Outer()
-    optimizer = prepare_on(inline(), model, adam(model))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.rand(2, WIDTH))
-    assert model.blocks[1].seen == torch.float32
-    model(torch.rand(2, WIDTH))
-    assert model.blocks[1].seen == BF16
     optimizer.close()
 
 
@@ -198,13 +153,7 @@ def model_output(x: Tensor) -> Any:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [t for item in value.values() for t in tensors(item)]
-    if isinstance(value, list | tuple | deque):
-        return [t for item in value for t in tensors(item)]
-    return []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 CONTAINERS = {
@@ -221,14 +170,20 @@ CONTAINERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def inner() -> Iterator[Seen]:
+    """A part of a prepared model."""
+    model, optimizer = prepared(nn.Sequential(Seen(), Seen()), inline)
+    yield model[1]
+    optimizer.close()
+
+
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_in_whatever_pytree_knows_inputs_are_cast_and_it_stays_what_it_was(name: str) -> None:
+def test_in_whatever_pytree_knows_inputs_are_cast_and_it_stays_what_it_was(name: str, inner: Seen) -> None:
     x = torch.rand(2, WIDTH)
     given = CONTAINERS[name](x)
-    model = nn.Sequential(Seen(), Seen())
-    optimizer = prepare_on(inline(), model, adam(model))
-    model[1](x, given)
-    (_, got) = model[1].inputs
+    inner(x, given)
+    (_, got) = inner.inputs
     floating = [t for t in tensors(got) if t.is_floating_point()]
     assert floating
     assert all(t.dtype == BF16 for t in floating)
@@ -240,18 +195,26 @@ def test_in_whatever_pytree_knows_inputs_are_cast_and_it_stays_what_it_was(name:
     assert len({id(t) for t in after}) == len({id(t) for t in before}), "what was one tensor is one"
     for attribute in ("maxlen", "default_factory"):
         assert getattr(got, attribute, None) == getattr(given, attribute, None)
+
+
+def test_under_autocast_torch_casts() -> None:
+    model, optimizer = prepared(Buffered(), inline)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.rand(2, WIDTH))
+    assert model.blocks[1].inputs[0].dtype == torch.float32
+    model(torch.rand(2, WIDTH))
+    assert model.blocks[1].inputs[0].dtype == BF16
     optimizer.close()
 
 
-def test_a_container_with_nothing_to_cast_is_the_callers_own() -> None:
-    """Models keep states in dicts and lists that they hand to their blocks, and fill there."""
+def test_a_container_with_nothing_to_cast_is_the_callers_own(inner: Seen) -> None:
+    """Models keep states in dicts and lists that they hand to their blocks, and fill there. Codes are no numbers."""
     kept: dict[str, Any] = {"x": torch.rand(2).bfloat16(), "n": [torch.arange(2)]}
-    model = nn.Sequential(Seen(), Seen())
-    optimizer = prepare_on(inline(), model, adam(model))
-    model[1](torch.rand(2, WIDTH), kept, kept["n"])
-    assert model[1].inputs[1] is kept
-    assert model[1].inputs[2] is kept["n"]
-    optimizer.close()
+    codes = torch.ones(2, WIDTH).to(torch.float8_e4m3fn)
+    inner(torch.rand(2, WIDTH), kept, kept["n"], codes, torch.ones(2, dtype=torch.complex64))
+    _, *got, numbers = inner.inputs
+    assert all(a is b for a, b in zip(got, (kept, kept["n"], codes), strict=True))
+    assert numbers.dtype == torch.complex64
 
 
 def test_what_is_cast_leaves_the_containers_beside_it_alone() -> None:
@@ -275,20 +238,10 @@ def test_of_what_pytree_does_not_know_the_layers_inside_are_left_to_cast(kind: A
 
     model = Reads()
     given = kind(torch.rand(2, WIDTH))
-    optimizer = prepare_on(inline(), model, adam(model))
+    _, optimizer = prepared(model, inline)
     optimizer.backward(squared(model(given)))
     assert model.seen is given
     assert not optimizer.step().skipped
-    optimizer.close()
-
-
-def test_codes_are_no_numbers() -> None:
-    codes = torch.ones(2, WIDTH).to(torch.float8_e4m3fn)
-    model = nn.Sequential(Seen(), Seen())
-    optimizer = prepare_on(inline(), model, adam(model))
-    model[1](torch.rand(2, WIDTH), codes, torch.ones(2, dtype=torch.complex64))
-    assert model[1].inputs[1] is codes
-    assert model[1].inputs[2].dtype == torch.complex64
     optimizer.close()
 
 
@@ -321,7 +274,7 @@ def test_a_module_may_multiply_its_buffers_in_fp32() -> None:
     model = nn.Sequential(Decays(), Plain(), nn.Linear(WIDTH, 2))
     layers = [(m.weight.detach().bfloat16(), m.bias.detach().bfloat16()) for m in (model[0].values,)]
     x, decay = torch.rand(3, WIDTH), model[0].decay.clone()
-    optimizer = prepare_on(separate(), model, adam(model), placement=penstock.Placement(params="cpu"))
+    _, optimizer = prepared(model, params="cpu")
     out = model[0](x)
     cast = x.bfloat16()
     v = nn.functional.linear(cast, *layers[0])
@@ -344,7 +297,7 @@ def test_a_module_may_multiply_its_buffers_in_fp32() -> None:
 
 def test_a_module_that_fails_leaves_no_mode_behind() -> None:
     model = nn.Sequential(Decays(), nn.Linear(WIDTH, 2))
-    optimizer = prepare_on(inline(), model, adam(model))
+    _, optimizer = prepared(model, inline)
     with pytest.raises(RuntimeError):
         model(torch.rand(5, WIDTH))
     model[0].register_forward_pre_hook(lambda *_: None)
@@ -356,7 +309,7 @@ def test_a_module_that_fails_leaves_no_mode_behind() -> None:
 @pytest.mark.parametrize("mode", ["model", "none"])
 def test_products_are_left_to_torch_where_that_is_asked_for(mode: Any) -> None:
     model = nn.Sequential(Decays(), nn.Linear(WIDTH, 2))
-    optimizer = prepare_on(inline(), model, adam(model), options=penstock.Options(cast_inputs=mode))
+    _, optimizer = prepared(model, inline, cast_inputs=mode)
     with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
         model(torch.rand(3, WIDTH).bfloat16())
     optimizer.close()

@@ -1,44 +1,36 @@
 """`clip_grad_norm_`: torch's norms, and the same step as clipping by hand."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, EngineError
-from tests.lib.engines import prepare_on
-from tests.lib.streams import inline, separate
-from tests.support import run_ranks
+from tests.lib.engines import prepared as prepare
+from tests.lib.engines import sgd
+from tests.lib.models import stack
+from tests.lib.ranks import run_ranks
 
 WIDTH = 48
 NORMS = [2.0, 1.0, 3.0, math.inf]
 
 
-def stack() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
-
-
-def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
     return model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))).square().sum()
 
 
-def prepared(model: nn.Module, **rest: object) -> penstock.Optimizer:
-    options = penstock.Options(tile_bytes=4096)
-    return prepare_on(
-        separate(), model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32", options=options, **rest
-    )
+def prepared(**how: Any) -> tuple[nn.Module, penstock.Optimizer]:
+    return prepare(stack(width=WIDTH), stock=sgd, **how)
 
 
 @pytest.mark.parametrize("norm_type", NORMS)
-@pytest.mark.parametrize("grads", ["device", "cpu", {"device": 0.5, "cpu": 0.5}])
-def test_it_is_torchs(norm_type: float, grads: object) -> None:
-    reference = stack()
-    stock = torch.optim.SGD(reference.parameters(), lr=0.1)
-    model = stack()
-    optimizer = prepared(model, placement=penstock.Placement(grads=grads))
+def test_it_is_torchs(norm_type: float) -> None:
+    reference = stack(width=WIDTH)
+    stock = sgd(reference.parameters())
+    model, optimizer = prepared(grads={"device": 0.5, "cpu": 0.5})
     for seed in range(2):
         loss_of(reference, seed).backward()
         optimizer.backward(loss_of(model, seed))
@@ -55,8 +47,7 @@ def test_it_is_torchs(norm_type: float, grads: object) -> None:
 
 
 def test_torchs_word_for_the_greatest_is_read_too() -> None:
-    model = stack()
-    optimizer = prepared(model)
+    model, optimizer = prepared()
     optimizer.backward(loss_of(model))
     expected = max(float(optimizer.full_grad(p).abs().max()) for p in model.parameters())
     assert float(optimizer.clip_grad_norm_(0.5, norm_type="inf")) == expected
@@ -67,9 +58,8 @@ def test_torchs_word_for_the_greatest_is_read_too() -> None:
 
 
 def test_it_is_the_same_as_prepares() -> None:
-    def run(clip: float | None, by_hand: bool) -> list[torch.Tensor]:
-        model = stack()
-        optimizer = prepared(model, max_grad_norm=clip)
+    def run(clip: float | None, by_hand: bool) -> list[Tensor]:
+        model, optimizer = prepared(max_grad_norm=clip)
         for seed in range(3):
             optimizer.backward(loss_of(model, seed))
             if by_hand:
@@ -84,48 +74,37 @@ def test_it_is_the_same_as_prepares() -> None:
 
 
 def test_a_norm_below_the_limit_changes_nothing_and_the_next_step_starts_anew() -> None:
-    model = stack()
-    optimizer = prepared(model)
+    model, optimizer = prepared()
     optimizer.backward(loss_of(model))
-    before = optimizer.full_grad(model[0][0].weight)
+    before = optimizer.full_grad(model[0].weight)
     norm = float(optimizer.clip_grad_norm_(1e9))
-    assert torch.equal(optimizer.full_grad(model[0][0].weight), before)
+    assert torch.equal(optimizer.full_grad(model[0].weight), before)
     optimizer.clip_grad_norm_(norm / 2)
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
-    assert torch.equal(optimizer.full_grad(model[0][0].weight), before)
+    assert torch.equal(optimizer.full_grad(model[0].weight), before)
     optimizer.close()
 
 
-def test_what_is_refused() -> None:
-    model = stack()
-    optimizer = prepared(model)
+def test_what_is_refused_changes_nothing() -> None:
+    model, optimizer = prepared()
     optimizer.backward(loss_of(model))
     for wrong in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="clip_grad_norm_"):
             optimizer.clip_grad_norm_(wrong)
     optimizer.clip_grad_norm_(0.5)
-    with pytest.raises(EngineError, match="comes last"):
-        optimizer.backward(loss_of(model))
-    optimizer.close()
-
-
-def test_a_plain_backward_after_clipping_is_refused_and_changes_nothing() -> None:
-    model = stack()
-    optimizer = prepared(model)
-    optimizer.backward(loss_of(model))
-    optimizer.clip_grad_norm_(0.5)
     before = [optimizer.full_grad(p) for p in model.parameters()]
-    with pytest.raises(EngineError, match="comes last"):
-        loss_of(model, 1).backward()
+    for backward in (optimizer.backward, Tensor.backward):
+        with pytest.raises(EngineError, match="comes last"):
+            backward(loss_of(model, 1))
     assert all(torch.equal(optimizer.full_grad(p), g) for p, g in zip(model.parameters(), before, strict=True))
     assert not optimizer.step().skipped
     optimizer.close()
 
 
 def norms_on(rank: int) -> list[float]:
-    model = stack()
-    optimizer = penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    model = stack(width=WIDTH)
+    optimizer = penstock.prepare(model, sgd(model.parameters()), precision="fp32")
     found = []
     for norm_type in NORMS:
         optimizer.zero_grad()
@@ -136,18 +115,10 @@ def norms_on(rank: int) -> list[float]:
 
 
 def test_over_two_ranks_it_is_the_norm_of_the_mean() -> None:
-    reference = stack()
+    reference = stack(width=WIDTH)
     for rank in range(2):
         (loss_of(reference, rank) / 2).backward()
     gradients = [p.grad for p in reference.parameters()]
     expected = [float(torch.nn.utils.get_total_norm(gradients, n)) for n in NORMS]
     for found in run_ranks(norms_on, 2):
         assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_inline_streams_too() -> None:
-    model = stack()
-    optimizer = prepare_on(inline(), model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
-    optimizer.backward(loss_of(model))
-    assert math.isfinite(float(optimizer.clip_grad_norm_(0.5, math.inf)))
-    optimizer.close()

@@ -12,17 +12,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import penstock
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, prepared
+from tests.lib.models import seeded
 from tests.lib.streams import inline, separate
 from tests.models.modules_rows import Stack, squared
 
-ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 
-
-def stack(streams: Callable[[], Any] = separate, **how: Any) -> tuple[Stack, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = prepare_on(streams(), model, torch.optim.AdamW(model.parameters(), lr=1e-2), placement=ON_CPU, **how)
+def stack(streams: Callable[[], Any] = separate, precision: str = "bf16") -> tuple[Stack, penstock.Optimizer]:
+    model, optimizer = prepared(seeded(Stack), streams, precision=precision, **ON_CPU)
     step(model, optimizer)
     return model, optimizer
 
@@ -92,7 +89,7 @@ def test_a_copy_is_a_plain_model(name: str, streams: Any) -> None:
     other.zero_grad()
     whole.half().float()
     step(model, optimizer)
-    prepare_on(streams(), whole, torch.optim.AdamW(whole.parameters())).close()
+    prepared(whole, streams)[1].close()
     optimizer.close()
     assert torch.isfinite(COPIES[name](model)(x)).all()
 
@@ -113,11 +110,10 @@ def test_averaged_model_inside_gathered() -> None:
 
 
 def test_hooks_and_attributes_of_people_are_copied() -> None:
-    torch.manual_seed(0)
     model = Stack()
     model.last.register_forward_hook(double)
     model.last.weight.tag = "mine"
-    optimizer = prepare_on(separate(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    _, optimizer = prepared(model)
     with optimizer.gathered():
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert list(copied.last._forward_hooks.values()) == [double]
@@ -143,7 +139,7 @@ def test_a_parameter_is_copied_where_it_is_there(name: str) -> None:
     assert {*vars(copied).values()} <= {None}
     other = nn.Linear(16, 4)
     other.weight = copied
-    prepare_on(inline(), other, torch.optim.AdamW(other.parameters())).close()
+    prepared(other, inline)[1].close()
     optimizer.close()
     assert not vars(model.last.weight)
 

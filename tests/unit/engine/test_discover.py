@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 from penstock.engine.unit.partition import UnitSpec, find_units
 from penstock.errors import ConfigError
 from penstock.rules.select import NO_RULE
+from tests.lib.fuzz import examples
 
 
 def layer() -> nn.Linear:
@@ -81,20 +82,6 @@ def test_a_parameter_that_two_blocks_share_belongs_to_the_root() -> None:
     units = units_of(model)
     assert names(units) == {"root": ["layers.0.weight"], "layers.0": ["layers.0.bias"], "layers.1": ["layers.1.bias"]}
     assert set(units["root"].hooked_modules) == {model, *model.layers}, "gathered in whichever block runs"
-
-
-def test_tied_embeddings_are_one_parameter_of_the_root() -> None:
-    model = Model(embed=nn.Embedding(3, 2), layers=nn.ModuleList([layer(), layer()]), head=nn.Linear(2, 3, bias=False))
-    model.head.weight = model.embed.weight
-    units = units_of(model)
-    assert names(units)["root"] == ["embed.weight"]
-    assert set(units["root"].hooked_modules) == {model, model.embed, model.head}
-
-
-def test_a_block_that_stands_twice_in_a_model_is_one_unit() -> None:
-    block = nn.Sequential(layer(), nn.ReLU())
-    model = Model(layers=nn.ModuleList([block, layer(), block]))
-    assert list(units_of(model)) == ["layers.0", "layers.1"]
 
 
 def test_frozen_and_unowned_parameters_form_units_of_their_own() -> None:
@@ -210,7 +197,7 @@ def trees(draw: Any) -> nn.Module:
     return Model(top=build(3), rest=draw(st.sampled_from(layers)))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(trees(), st.sampled_from([None, [nn.Linear], [nn.Sequential, nn.ModuleList]]), st.sampled_from([0, 8, 1000]))
 def test_every_parameter_is_in_one_unit_and_gathered_wherever_it_is_used(
     model: nn.Module, policy: Any, persistent: int

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.order import UsageOrder
-from penstock.engine.unit.unit import Unit, UnitState
-from tests.lib.engines import prepare_on
-from tests.lib.streams import is_released, separate
+from penstock.engine.unit.unit import Holder, Unit, UnitHolders, UnitState
+from tests.lib.engines import ON_CPU, prepared
+from tests.lib.streams import is_released
 
 WIDTH, BLOCKS = 64, 4
 BLOCK_BYTES = (WIDTH * WIDTH + 256) * 4  # a weight and a bias, aligned, in fp32
@@ -38,17 +38,8 @@ class Chain(nn.Module):
         return x
 
 
-def chain(**options: Any) -> tuple[Chain, penstock.Optimizer]:
-    model = Chain()
-    optimizer = prepare_on(
-        separate(),
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        precision="fp32",
-        placement=penstock.Placement(params="cpu", grads="cpu", optimizer="cpu"),
-        options=penstock.Options(**options),
-    )
-    return model, optimizer
+def chain(**how: Any) -> tuple[Chain, penstock.Optimizer]:
+    return prepared(Chain(), **{**ON_CPU, **how})
 
 
 def gatherer_of(optimizer: penstock.Optimizer) -> Gatherer:
@@ -66,16 +57,7 @@ def train(model: Chain, optimizer: penstock.Optimizer, steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
-def test_sizes_are_what_this_file_says() -> None:
-    _, optimizer = chain()
-    assert {u.name: u.nbytes for u in optimizer._engine.context.units} == {
-        "root": ROOT_BYTES,
-        **{f"blocks.{n}": BLOCK_BYTES for n in range(BLOCKS)},
-    }
-    optimizer.close()
-
-
-@pytest.mark.parametrize("blocks_at_once", [1, 2, 3, BLOCKS])
+@pytest.mark.parametrize("blocks_at_once", [1, 2, BLOCKS])
 def test_live_bytes_are_never_exceeded_and_used_as_far_as_they_go(blocks_at_once: int) -> None:
     budget = ROOT_BYTES + blocks_at_once * BLOCK_BYTES
     model, optimizer = chain(live_bytes=budget)
@@ -156,71 +138,47 @@ def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
     optimizer.close()
 
 
-class TestOrder:
-    """Units of one letter."""
+LETTERS: Mapping[str, Any] = {letter: SimpleNamespace(letter=letter) for letter in "abcx"}
 
-    units: Mapping[str, Any] = {letter: SimpleNamespace(letter=letter) for letter in "abcx"}
 
-    def order(self, guess: str) -> UsageOrder:
-        return UsageOrder([self.units[letter] for letter in guess])
+def upcoming(order: UsageOrder) -> str:
+    return "".join(unit.letter for unit in order.upcoming())  # type: ignore[attr-defined]
 
-    def upcoming(self, order: UsageOrder) -> str:
-        return "".join(unit.letter for unit in order.upcoming())  # type: ignore[attr-defined]
 
-    def run(self, order: UsageOrder, names: str) -> None:
+#: By what is said of an order: a guess, the uses of each pass that finishes, and what is expected then.
+LEARNED = {
+    "a guess is expected until something was observed": ("abc", [], "abc"),
+    "what was observed is expected": ("abc", ["ba"], "ba"),
+    "repeated uses are learned as they came": ("abc", ["abab"], "abab"),
+    "an empty pass teaches nothing": ("abc", ["ca", ""], "ca"),
+}
+
+
+@pytest.mark.parametrize(("guess", "passes", "expected"), LEARNED.values(), ids=LEARNED)
+def test_an_order_is_learned(guess: str, passes: list[str], expected: str) -> None:
+    order = UsageOrder([LETTERS[letter] for letter in guess])
+    for names in passes:
         order.start()
         for name in names:
-            order.note(self.units[name])
+            order.note(LETTERS[name])
         order.finish()
+    assert upcoming(order) == expected
 
-    def test_a_guess_is_expected_until_something_was_observed(self) -> None:
-        order = self.order("abc")
-        assert self.upcoming(order) == "abc"
-        self.run(order, "ba")
-        assert self.upcoming(order) == "ba"
 
-    def test_what_was_passed_is_not_expected_again(self) -> None:
-        order = self.order("abcab")
-        for used, left in (("a", "bcab"), ("c", "ab"), ("b", "")):
-            order.note(self.units[used])
-            assert self.upcoming(order) == left
-
-    def test_a_stranger_moves_nothing(self) -> None:
-        order = self.order("abc")
-        order.note(self.units["a"])
-        order.note(self.units["x"])
-        assert self.upcoming(order) == "bc"
-
-    def test_repeated_uses_are_learned_as_they_came(self) -> None:
-        order = self.order("abc")
-        self.run(order, "abab")
-        assert self.upcoming(order) == "abab"
-
-    def test_an_empty_pass_teaches_nothing(self) -> None:
-        order = self.order("abc")
-        self.run(order, "ca")
-        self.run(order, "")
-        assert self.upcoming(order) == "ca"
-
-    def test_a_pass_that_did_not_finish_teaches_nothing(self) -> None:
-        order = self.order("abc")
-        order.start()
-        order.note(self.units["c"])
-        order.start()
-        assert self.upcoming(order) == "abc"
+def test_what_was_passed_is_not_expected_again_and_what_did_not_finish_teaches_nothing() -> None:
+    order = UsageOrder([LETTERS[letter] for letter in "abcab"])
+    order.start()
+    for used, left in (("a", "bcab"), ("x", "bcab"), ("c", "ab"), ("b", "")):
+        order.note(LETTERS[used])
+        assert upcoming(order) == left
+    order.start()
+    assert upcoming(order) == "abcab"
 
 
 def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahead() -> None:
     """Whether it is up to date when `step` returns differs between ranks; what they gather ahead of use must not."""
-    model = Chain()
-    optimizer = prepare_on(
-        separate(),
-        model,
-        torch.optim.AdamW(model.parameters()),
-        precision="fp32",
-        placement=penstock.Placement(params={"device": 0.5, "cpu": 0.5}, optimizer="cpu"),
-        options=penstock.Options(prefetch_bytes=2 * BLOCK_BYTES),
-    )
+    half = {"device": 0.5, "cpu": 0.5}
+    _, optimizer = chain(params=half, grads="device", prefetch_bytes=2 * BLOCK_BYTES)
     gatherer, units = gatherer_of(optimizer), optimizer._engine.context.units
     in_place = next(u for u in units if u.resident)
     others = [u for u in units if not u.resident]
@@ -230,3 +188,18 @@ def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahea
     assert [u.holding.unit_state for u in (in_place, *others[:2])] == [UnitState.GATHERING] * 3
     gatherer.drop_unused()
     optimizer.close()
+
+
+def test_holders_are_counted_each_for_itself_and_states_follow_a_table() -> None:
+    """So that no unit is released under a reader, or gathered twice into one buffer."""
+    holding = UnitHolders()
+    for holder in (*Holder, *Holder):
+        holding.take(holder)
+    for holder in (*Holder, *Holder):
+        assert holding.is_held
+        holding.drop(holder)
+    assert not holding.is_held
+    with pytest.raises(AssertionError, match="does not hold"):
+        holding.drop(Holder.FORWARD)
+    with pytest.raises(AssertionError, match="OUTDATED -> GATHERED"):
+        holding.become(UnitState.GATHERED)

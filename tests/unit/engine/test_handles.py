@@ -5,9 +5,8 @@ import gc
 import io
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,39 +17,38 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import penstock
 from penstock.engine.gradients.proxy import GradientProxy
 from penstock.errors import EngineError
-from tests.lib.engines import prepare_on
+from penstock.runtime.streams import Streams
+from tests.lib.covering import covering, named
+from tests.lib.engines import prepared as prepare
+from tests.lib.engines import sgd
+from tests.lib.models import seeded, stack
 from tests.lib.streams import inline, separate
-from tests.support import sampled_rows
 
 WIDTH = 24
-EVERYWHERE = {
-    "read in place": (inline, penstock.Placement()),
-    "gathered": (separate, penstock.Placement(params="cpu")),
-    "split": (separate, penstock.Placement(params="cpu", grads={"device": 0.5, "cpu": 0.5}, optimizer="cpu")),
+EVERYWHERE: dict[str, tuple[Callable[[], Streams], dict[str, Any]]] = {
+    "read in place": (inline, {}),
+    "gathered": (separate, {"params": "cpu"}),
+    "split": (separate, {"params": "cpu", "grads": {"device": 0.5, "cpu": 0.5}, "optimizer": "cpu"}),
 }
-
-
-def stack() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
 
 
 def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
     return model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))).float().square().sum()
 
 
-def prepared(
-    streams: Any = separate, precision: str = "fp32", model: nn.Module | None = None, **rest: Any
-) -> tuple[nn.Module, penstock.Optimizer]:
-    model = model or stack()
-    given = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1, momentum=0.9)
-    options = penstock.Options(tile_bytes=4096)
-    return model, prepare_on(streams(), model, given, precision=precision, options=options, **rest)
+def prepared(streams: Any = separate, model: nn.Module | None = None, **how: Any) -> tuple[Any, penstock.Optimizer]:
+    return prepare(model or stack(width=WIDTH), streams, stock=sgd, **how)
 
 
-def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = stack()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1, momentum=0.9)
+def plain() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = stack(width=WIDTH)
+    return model, sgd(model.parameters())
+
+
+def step(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def assert_same(ours: nn.Module, optimizer: penstock.Optimizer, theirs: nn.Module) -> None:
@@ -58,50 +56,35 @@ def assert_same(ours: nn.Module, optimizer: penstock.Optimizer, theirs: nn.Modul
         torch.testing.assert_close(optimizer.full_param(p), q.detach(), rtol=1e-6, atol=1e-7)
 
 
+def assert_same_gradients(ours: nn.Module, optimizer: penstock.Optimizer, theirs: nn.Module) -> None:
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_grad(p), q.grad, rtol=1e-5, atol=1e-7)
+
+
 # Clipping as torch does it
 
 
 @pytest.mark.parametrize(
-    ("norm_type", "foreach", "where"),
-    sampled_rows(product([2.0, math.inf, 1.0, 3.0], [None, True, False], EVERYWHERE), every=4),
+    "row",
+    covering({"norm_type": [2.0, math.inf, 1.0, 3.0], "foreach": [None, True, False], "where": list(EVERYWHERE)}),
+    ids=named,
 )
-def test_torchs_clip_grad_norm_clips_as_on_the_plain_model(where: str, foreach: bool | None, norm_type: float) -> None:
-    streams, placement = EVERYWHERE[where]
-    model, optimizer = prepared(streams, placement=placement)
+def test_torchs_clip_grad_norm_clips_as_on_the_plain_model(row: Any) -> None:
+    streams, storages = EVERYWHERE[row["where"]]
+    model, optimizer = prepared(streams, **storages)
     reference, stock = plain()
-    for seed in range(3):
-        for loss in (loss_of(model, seed), loss_of(model, seed + 10)):
-            loss.backward()
-        for loss in (loss_of(reference, seed), loss_of(reference, seed + 10)):
-            loss.backward()
-        found = clip_grad_norm_(model.parameters(), 0.5, norm_type, error_if_nonfinite=True, foreach=foreach)
-        expected = clip_grad_norm_(reference.parameters(), 0.5, norm_type, error_if_nonfinite=True, foreach=foreach)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(optimizer.full_grad(p), q.grad, rtol=1e-5, atol=1e-7)
-        optimizer.step()
-        stock.step()
-        optimizer.zero_grad()
-        stock.zero_grad()
+    for seed in range(2):
+        norms = []
+        for net in (model, reference):
+            for loss in (loss_of(net, seed), loss_of(net, seed + 10)):
+                loss.backward()
+            parameters = net.parameters()
+            norms.append(clip_grad_norm_(parameters, 0.5, row["norm_type"], True, foreach=row["foreach"]))
+        torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+        assert_same_gradients(model, optimizer, reference)
+        step(optimizer, stock)
     assert_same(model, optimizer, reference)
     optimizer.close()
-
-
-def test_it_is_the_same_step_as_the_optimizers_own_clip() -> None:
-    def run(clip: Callable[[nn.Module, penstock.Optimizer], Tensor]) -> list[Tensor]:
-        model, optimizer = prepared(precision="bf16")
-        for seed in range(3):
-            loss_of(model, seed).backward()
-            clip(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        found = [optimizer.full_param(p) for p in model.parameters()]
-        optimizer.close()
-        return found
-
-    ours = run(lambda model, optimizer: optimizer.clip_grad_norm_(0.5))
-    for p, q in zip(run(lambda model, optimizer: clip_grad_norm_(model.parameters(), 0.5)), ours, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
 def test_get_total_norm_and_clip_grads_with_norm_() -> None:
@@ -124,79 +107,45 @@ def test_error_if_nonfinite_raises_and_without_it_the_step_is_skipped() -> None:
     model, optimizer = prepared()
     before = [optimizer.full_param(p) for p in model.parameters()]
     for bad in (math.nan, math.inf):
-        optimizer.set_full_grad(model[0][0].bias, torch.full((WIDTH,), bad))
+        optimizer.set_full_grad(model[0].bias, torch.full((WIDTH,), bad))
         with pytest.raises(RuntimeError, match="non-finite"):
             clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         assert not clip_grad_norm_(model.parameters(), 1.0).isfinite()
-        with pytest.warns(UserWarning, match=r"0\.0\.bias") if math.isnan(bad) else nullcontext():
+        with pytest.warns(UserWarning, match=r"0\.bias") if math.isnan(bad) else nullcontext():
             assert optimizer.step().skipped
         optimizer.zero_grad()
     assert all(torch.equal(optimizer.full_param(p), q) for p, q in zip(model.parameters(), before, strict=True))
     optimizer.close()
 
 
-@pytest.mark.parametrize("foreach", [None, True])
-def test_groups_are_clipped_each_for_itself(foreach: bool | None) -> None:
+def test_groups_are_clipped_each_for_itself() -> None:
     model, optimizer = prepared()
     reference, stock = plain()
     for seed in range(2):
         for net in (model, reference):
             loss_of(net, seed).backward()
             for part, limit in ((net[0], 0.1), (net[1], 0.2)):  # and the last is not clipped
-                clip_grad_norm_(part.parameters(), limit, foreach=foreach)
-        optimizer.step()
-        stock.step()
-        optimizer.zero_grad()
-        stock.zero_grad()
+                clip_grad_norm_(part.parameters(), limit, foreach=True)
+        step(optimizer, stock)
     assert_same(model, optimizer, reference)
     optimizer.close()
 
 
 @pytest.mark.parametrize("foreach", [None, True])
-def test_gradients_of_ours_and_of_another_module_are_clipped_together(foreach: bool | None) -> None:
-    model, optimizer = prepared()
-    reference, stock = plain()
-    norms = []
-    for net in (model, reference):
-        torch.manual_seed(1)
-        other = nn.Linear(WIDTH, 3)
-        other(net(torch.ones(2, WIDTH))).square().sum().backward()
-        parameters = [*other.parameters(), *net.parameters()]
-        norms.append(clip_grad_norm_(parameters, 0.3, foreach=foreach))
-        norms.append(other.weight.grad)
-    torch.testing.assert_close(norms[0], norms[2], rtol=1e-6, atol=0)
-    torch.testing.assert_close(norms[1], norms[3], rtol=1e-6, atol=1e-9)
-    optimizer.step()
-    stock.step()
-    assert_same(model, optimizer, reference)
-    optimizer.close()
-
-
-@pytest.mark.parametrize("foreach", [None, True])
-def test_gradients_of_two_engines_are_clipped_together(foreach: bool | None) -> None:
-    pairs = [prepared(), prepared()]
-    references = [plain(), plain()]
+def test_gradients_of_two_engines_and_of_another_module_are_clipped_together(foreach: bool | None) -> None:
+    pairs, references = [prepared(), prepared()], [plain(), plain()]
+    found: list[list[Tensor]] = []
     for (first, one), (second, two) in (pairs, references):
-        second(first(torch.ones(4, WIDTH))).sum().backward()
-        clip_grad_norm_([*first.parameters(), *second.parameters()], 0.3, foreach=foreach)
-        one.step()
-        two.step()
+        other = seeded(lambda: nn.Linear(WIDTH, 3))
+        other(second(first(torch.ones(4, WIDTH)))).square().sum().backward()
+        parameters = [*first.parameters(), *other.parameters(), *second.parameters()]
+        found.append([clip_grad_norm_(parameters, 0.3, foreach=foreach), other.weight.grad])
+        step(one, two)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     for (model, optimizer), (reference, _) in zip(pairs, references, strict=True):
         assert_same(model, optimizer, reference)
         optimizer.close()
-
-
-def test_a_tensor_that_was_set_is_clipped_beside_handles() -> None:
-    model, optimizer = prepared()
-    reference, stock = plain()
-    for net in (model, reference):
-        loss_of(net).backward()
-        net[1][0].weight.grad = torch.ones(WIDTH, WIDTH)
-        clip_grad_norm_(net.parameters(), 0.3)
-    optimizer.step()
-    stock.step()
-    assert_same(model, optimizer, reference)
-    optimizer.close()
 
 
 def test_fp16_shows_unscaled_norms() -> None:
@@ -208,12 +157,8 @@ def test_fp16_shows_unscaled_norms() -> None:
     optimizer.close()
 
 
-def test_norms_are_taken_once_until_a_gradient_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_those_of_the_gradients_that_are_there_now() -> None:
     model, optimizer = prepared()
-    stepper = optimizer._engine.stepper
-    taken = []
-    measure = stepper.measure
-    monkeypatch.setattr(stepper, "measure", lambda: taken.append(1) or measure())
 
     def norm() -> float:
         return float(get_total_norm([p.grad for p in model.parameters()]))
@@ -221,15 +166,10 @@ def test_norms_are_taken_once_until_a_gradient_changes(monkeypatch: pytest.Monke
     loss_of(model).backward()
     first = norm()
     assert norm() == first
-    clip_grad_norm_(model.parameters(), 1e9)
-    assert len(taken) == 1
     loss_of(model).backward()
     assert norm() == pytest.approx(2 * first, rel=1e-5)
-    optimizer.set_full_grad(model[0][0].weight, torch.zeros(WIDTH, WIDTH))
+    optimizer.set_full_grad(model[0].weight, torch.zeros(WIDTH, WIDTH))
     assert norm() < 2 * first
-    assert len(taken) == 3
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
     optimizer.close()
 
 
@@ -277,7 +217,7 @@ def test_handles_are_one_for_each_parameter_and_hold_no_memory() -> None:
 
 def test_parameters_without_a_gradient_have_none() -> None:
     model, optimizer = prepared()
-    model[1][0].weight.requires_grad_(False)
+    model[1].weight.requires_grad_(False)
     model[2](model[0](torch.ones(1, WIDTH))).sum().backward()
     assert [p.grad is not None for p in model.parameters()] == [True, True, False, False, True, True]
     optimizer.zero_grad()
@@ -332,8 +272,7 @@ def test_checkpointing_accumulation_and_retained_graphs() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
         clip_grad_norm_(net.parameters(), 0.7)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(optimizer.full_grad(p), q.grad, rtol=1e-5, atol=1e-8)
+    assert_same_gradients(model, optimizer, reference)
     optimizer.close()
 
 
@@ -354,9 +293,9 @@ def test_they_go_with_a_backward_that_fails() -> None:
 
 
 def test_where_updates_begin_in_backward_there_is_nothing_to_clip() -> None:
-    model, optimizer = prepared(placement=penstock.Placement(optimizer="cpu"), overlap="backward")
+    model, optimizer = prepared(optimizer="cpu", overlap="backward")
     optimizer.backward(loss_of(model))
-    for use in (lambda: clip_grad_norm_(model.parameters(), 1.0), lambda: model[0][0].weight.grad.mul_(0.5)):
+    for use in (lambda: clip_grad_norm_(model.parameters(), 1.0), lambda: model[0].weight.grad.mul_(0.5)):
         with pytest.raises(EngineError, match=r"updates have begun in that backward.*overlap='forward'"):
             use()
     optimizer.step()
@@ -368,7 +307,7 @@ def test_dropped_engines_are_collected_with_their_handles() -> None:
     loss_of(model).backward()
     clip_grad_norm_(model.parameters(), 1.0)
     engine = weakref.ref(optimizer._engine)
-    grad = model[0][0].weight.grad
+    grad = model[0].weight.grad
     del model, optimizer
     gc.collect()
     assert engine() is None
@@ -384,16 +323,15 @@ def test_none_counts_as_zeroed() -> None:
     reference, stock = plain()
     for net in (model, reference):
         loss_of(net).backward()
-        net[0][0].weight.grad = None
-        del net[1][0].bias.grad
+        net[0].weight.grad = None
+        del net[1].bias.grad
     optimizer.step()
     stock.step()
     assert_same(model, optimizer, reference)
-    assert torch.equal(optimizer.full_grad(model[0][0].weight), torch.zeros(WIDTH, WIDTH))
+    assert torch.equal(optimizer.full_grad(model[0].weight), torch.zeros(WIDTH, WIDTH))
     for net in (model, reference):  # the next is added to those that are left
         loss_of(net, 1).backward()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(optimizer.full_grad(p), q.grad, rtol=1e-5, atol=1e-8)
+    assert_same_gradients(model, optimizer, reference)
     optimizer.close()
 
 
@@ -427,17 +365,15 @@ def test_all_of_them_zeroed_is_zero_grad(name: str) -> None:
 def test_a_tensor_sets_the_gradient() -> None:
     model, optimizer = prepared()
     reference, stock = plain()
-    for step in range(2):
+    for number in range(2):
         for net in (model, reference):
             loss_of(net).backward()
-            net[0][0].weight.grad = torch.full((WIDTH, WIDTH), 0.5)
-            net[1][0].bias.grad = net[1][0].bias.grad.detach()
-            if step:
+            net[0].weight.grad = torch.full((WIDTH, WIDTH), 0.5)
+            net[1].bias.grad = net[1].bias.grad.detach()
+            if number:
                 loss_of(net, 1).backward()  # which adds to it
-        optimizer.step()
-        stock.step()
-        optimizer.zero_grad()
-        stock.zero_grad()
+            clip_grad_norm_(net.parameters(), 0.3)
+        step(optimizer, stock)
     assert_same(model, optimizer, reference)
     optimizer.close()
 
@@ -450,10 +386,9 @@ def test_scaling_by_a_number_is_torchs() -> None:
         for p in net.parameters():
             p.grad /= 4
             p.grad.data.mul_(torch.tensor(-0.5))
-        net[0][0].weight.grad.mul_(3)
+        net[0].weight.grad.mul_(3)
         torch._foreach_div_([p.grad for p in net[1].parameters()], 2)
-    optimizer.step()
-    stock.step()
+    step(optimizer, stock)
     assert_same(model, optimizer, reference)
     optimizer.close()
 
@@ -463,26 +398,19 @@ def test_scaling_by_a_number_is_torchs() -> None:
 
 OPERATIONS: dict[str, tuple[Callable[[nn.Parameter], Any], str]] = {
     "clip_grad_value_": (lambda p: clip_grad_value_([p], 1.0), "clip_grad_value_ is not supported"),
-    "clip_grad_value_(foreach)": (lambda p: clip_grad_value_([p], 1.0, foreach=True), "clip_grad_value_"),
     "another optimizer": (lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9).step(), "full_grad"),
-    "another AdamW": (lambda p: torch.optim.AdamW([p], lr=0.1).step(), "Another optimizer was given"),
     "torch.save": (lambda p: torch.save(p.grad, io.BytesIO()), "pickle"),
     "deepcopy": (lambda p: copy.deepcopy(p.grad), "deepcopy"),
     "clone": (lambda p: p.grad.clone(), "full_grad"),
     "add_": (lambda p: p.grad.add_(torch.ones_like(p)), "set_full_grad"),
-    "noise": (lambda p: p.grad.add_(torch.randn(p.shape)), "set_full_grad"),
-    "weight decay by hand": (lambda p: p.grad.add_(p.detach(), alpha=0.1), "set_full_grad"),
-    "copy_": (lambda p: p.grad.copy_(torch.ones_like(p)), "set_full_grad"),
     "a mask": (lambda p: p.grad.mul_(torch.ones_like(p)), "by other than a number"),
     "a factor": (lambda p: torch.ones_like(p).mul_(p.grad), "by other than a number"),
     "a divisor": (lambda p: torch._foreach_div_([torch.ones_like(p)], p.grad), "by other than a number"),
     "nothing left": (lambda p: p.grad.mul_(0), r"zero_grad\(\)"),
     "isfinite": (lambda p: torch.isfinite(p.grad).all(), "full_grad"),
-    "isnan": (lambda p: p.grad.isnan().any(), "full_grad"),
     "mean": (lambda p: p.grad.abs().mean().item(), "full_grad"),
     "numpy": (lambda p: p.grad.cpu().numpy(), "numpy"),
     "tolist": (lambda p: p.grad.tolist(), "tolist"),
-    "a histogram": (lambda p: torch.histc(p.grad), "full_grad"),
     "a vector of gradients": (lambda p: torch.cat([p.grad.view(-1), p.grad.view(-1)]), "full_grad"),
     "an address": (lambda p: p.grad.data_ptr(), "data_ptr"),
     "an element": (lambda p: p.grad[0], "full_grad"),
@@ -497,18 +425,25 @@ def unscale(p: nn.Parameter) -> None:
     scaler.unscale_(torch.optim.SGD([p], lr=0.1))
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_anything_else_is_refused_by_name(name: str) -> None:
-    use, words = OPERATIONS[name]
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[tuple[nn.Module, penstock.Optimizer]]:
+    """After a backward; the step that all refused operations leave possible comes in the end."""
     model, optimizer = prepared(inline)
     loss_of(model).backward()
-    before = [optimizer.full_grad(p) for p in model.parameters()]
-    with pytest.raises(EngineError, match=r"'0\.0\.weight'.*optimizer\.(set_)?full_grad") as caught:
-        use(model[0][0].weight)
-    assert caught.match(words)
-    assert all(torch.equal(optimizer.full_grad(p), q) for p, q in zip(model.parameters(), before, strict=True))
+    yield model, optimizer
     assert not optimizer.step().skipped
     optimizer.close()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_anything_else_is_refused_by_name(name: str, refusing: Any) -> None:
+    use, words = OPERATIONS[name]
+    model, optimizer = refusing
+    before = [optimizer.full_grad(p) for p in model.parameters()]
+    with pytest.raises(EngineError, match=r"'0\.weight'.*optimizer\.(set_)?full_grad") as caught:
+        use(model[0].weight)
+    assert caught.match(words)
+    assert all(torch.equal(optimizer.full_grad(p), q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 def test_gradients_that_are_not_reduced_are_not_clipped(tmp_path: Any) -> None:
@@ -517,14 +452,14 @@ def test_gradients_that_are_not_reduced_are_not_clipped(tmp_path: Any) -> None:
         model, optimizer = prepared(inline)
         loss_of(model).backward()
         with pytest.raises(EngineError, match=r"c10d.*reduced over ranks already"):
-            torch.distributed.all_reduce(model[0][0].weight.grad)
+            torch.distributed.all_reduce(model[0].weight.grad)
         optimizer.close()
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_compiled_blocks_take_no_notice() -> None:
-    model, optimizer = prepared(separate)
+    model, optimizer = prepared()
     loss_of(model).backward()
     model[0].compile(backend="aot_eager")
     loss_of(model).backward()

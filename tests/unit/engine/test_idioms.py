@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,19 +11,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import penstock
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, prepared
+from tests.lib.models import seeded
 from tests.lib.streams import inline, separate
 from tests.models.modules_rows import Stack, squared
 
-ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 STREAMS = {"read in place": inline, "gathered": separate}
 
 
 def stack(streams: Callable[[], Any], precision: str = "bf16", **how: Any) -> tuple[Stack, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, prepare_on(streams(), model, optimizer, placement=ON_CPU, precision=precision, **how)
+    return prepared(seeded(Stack), streams, precision=precision, **ON_CPU, **how)
 
 
 def step(model: nn.Module, optimizer: penstock.Optimizer) -> float:
@@ -47,8 +45,7 @@ STRANGERS: dict[str, Callable[[Stack], Any]] = {
 }
 
 
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize(("name", "streams"), zip(STRANGERS, (inline, separate) * 3, strict=True), ids=STRANGERS)
 def test_a_parameter_that_was_put_into_the_model_is_named_at_the_next_forward(name: str, streams: Any) -> None:
     model, optimizer = stack(streams)
     step(model, optimizer)
@@ -158,18 +155,19 @@ def test_a_prepared_model_keeps_dtype_and_device(name: str) -> None:
         assert model.half().last.weight.dtype == torch.float16
 
 
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_to_of_a_part_is_refused(streams: Any) -> None:
-    model, optimizer = stack(streams)
-    model.last.register_buffer("offset", torch.ones(2))
-    for change in (lambda: model.blocks[0].half(), lambda: model.blocks.to(torch.float64), lambda: model.last.float()):
-        with pytest.raises(penstock.EngineError, match=r"torch.bfloat16 on cpu until close\(\)"):
-            change()
-    assert model.blocks[0].to("cpu") is model.blocks[0], "nothing to do"
-    assert model.last.bfloat16().offset.dtype == torch.bfloat16
-    step(model, optimizer)
-    optimizer.close()
-    assert model.blocks[0].half().up.weight.dtype == torch.float16
+def test_to_of_a_part_is_refused() -> None:
+    for streams in STREAMS.values():
+        model, optimizer = stack(streams)
+        model.last.register_buffer("offset", torch.ones(2))
+        blocks = model.blocks
+        for change in (blocks[0].half, partial(blocks.to, torch.float64), model.last.float):
+            with pytest.raises(penstock.EngineError, match=r"torch.bfloat16 on cpu until close\(\)"):
+                change()
+        assert model.blocks[0].to("cpu") is model.blocks[0], "nothing to do"
+        assert model.last.bfloat16().offset.dtype == torch.bfloat16
+        step(model, optimizer)
+        optimizer.close()
+        assert model.blocks[0].half().up.weight.dtype == torch.float16
 
 
 def test_a_state_dict_never_shows_placeholders() -> None:
@@ -226,9 +224,8 @@ def test_a_model_whose_modules_convert_themselves_trains() -> None:
             return self.choose(x.float()).to(x.dtype)
 
     def losses(streams: Any) -> list[float]:
-        torch.manual_seed(0)
-        model = Stack([Wide(), Wide()])
-        optimizer = prepare_on(streams(), model, torch.optim.AdamW(model.parameters(), lr=1e-2), placement=ON_CPU)
+        model = seeded(lambda: Stack([Wide(), Wide()]))
+        _, optimizer = prepared(model, streams, precision="bf16", **ON_CPU)
         found = [step(model, optimizer) for _ in range(3)]
         for _ in range(2):  # two forwards without a step in between
             optimizer.backward(squared(model(torch.ones(4, 8))))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.rules import UpdateSlice
-from penstock.runtime.streams import Streams
 from penstock.tiers import transfer
-from tests.lib.engines import prepare_on
+from tests.lib.engines import prepared as prepare
+from tests.lib.models import stack
 from tests.lib.streams import inline, separate
 
 WIDTH, BLOCKS = 64, 3
@@ -19,23 +19,12 @@ NUMEL = WIDTH * WIDTH
 TILE_BYTES = 4096  # a weight of 16 KiB in fp32 is 4 tiles
 
 
-def prepared(
-    streams: Streams,
-    groups: int = 1,
-    optimizer: Any = "device",
-    grads: Any = "device",
-    overlap: Any = "none",
-    **options: Any,
-) -> tuple[nn.Sequential, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
-    parameters = list(model.parameters())
-    stock = torch.optim.AdamW([{"params": parameters[k::groups], "lr": 1e-2 / (k + 1)} for k in range(groups)])
-    placement = penstock.Placement(grads=grads, optimizer=optimizer)
-    given = penstock.Options(tile_bytes=TILE_BYTES, **options)
-    return model, prepare_on(
-        streams, model, stock, precision="fp32", placement=placement, overlap=overlap, options=given
-    )
+def prepared(streams: Any = separate, groups: int = 1, **how: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
+    def in_groups(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+        return torch.optim.AdamW([{"params": parameters[k::groups], "lr": 1e-2 / (k + 1)} for k in range(groups)])
+
+    model = stack(layers=BLOCKS, width=WIDTH)
+    return prepare(model, streams, stock=in_groups, tile_bytes=TILE_BYTES, **{"overlap": "none", **how})
 
 
 class Calls:
@@ -77,7 +66,7 @@ def test_whole_units_are_one_segment_each_and_all_of_them_one_call(
 
 
 def test_groups_cut_segments_and_tiles_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = prepared(separate(), groups=2)
+    model, optimizer = prepared(groups=2)
     calls = Calls(monkeypatch, optimizer)
     step(model, optimizer)
     (numels,) = calls.numels
@@ -86,7 +75,7 @@ def test_groups_cut_segments_and_tiles_do_not(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_parameter_without_gradient_cuts_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = prepared(separate())
+    model, optimizer = prepared()
     model[1].bias.requires_grad_(False)
     model[0].weight.requires_grad_(False)
     before = [optimizer.full_param(p) for p in (model[1].bias, model[0].weight)]
@@ -101,7 +90,7 @@ def test_a_parameter_without_gradient_cuts_a_segment(monkeypatch: pytest.MonkeyP
 def calls_across_a_cut(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[int], list[list[int]]]:
     """Of a step: the segments of the call for all that is on the device, and those of the host's calls."""
     half = {"device": 0.5, "cpu": 0.5}
-    model, optimizer = prepared(separate(), optimizer=half, grads=half, **options)
+    model, optimizer = prepared(optimizer=half, grads=half, **options)
     calls = Calls(monkeypatch, optimizer)
     step(model, optimizer)
     units = len(optimizer._engine.context.units)
@@ -133,7 +122,7 @@ def test_where_each_tile_is_asked_for_the_host_updates_them_one_by_one(
 ) -> None:
     given: dict[str, Any] = {"streamed_updates": 0.25} if why == "shared with the device" else {}
     overlap: Any = "backward" if why == "asked in backward" else "none"
-    model, optimizer = prepared(separate(), optimizer="cpu", grads="cpu", overlap=overlap, **given)
+    model, optimizer = prepared(optimizer="cpu", grads="cpu", overlap=overlap, **given)
     calls = Calls(monkeypatch, optimizer)
     step(model, optimizer)
     assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
@@ -143,7 +132,7 @@ def test_where_each_tile_is_asked_for_the_host_updates_them_one_by_one(
 
 def test_gradients_out_of_reach_leave_the_tile_the_grain(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come through a ring, whose slots are tiles."""
-    model, optimizer = prepared(separate(), grads="cpu")
+    model, optimizer = prepared(grads="cpu")
     calls = Calls(monkeypatch, optimizer)
     step(model, optimizer)
     assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
@@ -154,7 +143,7 @@ def test_stretches_change_no_bit() -> None:
     """Beside the same with everything a tile of its own, in eight bits and with random ones."""
 
     def trained(grads: str, state_dtype: str) -> list[Tensor]:
-        model, optimizer = prepared(separate(), groups=2, grads=grads, state_dtype=state_dtype)
+        model, optimizer = prepared(groups=2, grads=grads, state_dtype=state_dtype)
         for used in (3, 2, 3):
             step(model, optimizer, used)
         seen = [
