@@ -741,7 +741,6 @@ def test_engines_take_turns_on_one_device(tmp_path: Path) -> None:
     alone[1].close()
 
 
-@pytest.mark.timeout(60)
 def test_updates_behind_a_move_that_is_not_waited_for_do_not_wait_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
