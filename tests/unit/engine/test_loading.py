@@ -13,10 +13,10 @@ from penstock.checkpoint import reader
 from penstock.checkpoint.reader import read_marker
 from penstock.engine.state import access, loading
 from penstock.engine.unit.unit import WeightRange
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
 from tests.parity.resuming import Other, Run, Values, different, go_on, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
-from tests.support import run_ranks
 
 SMALL = {"tile_bytes": 4 << 10}
 BF16 = Arithmetic(precision="bf16")

@@ -11,8 +11,8 @@ from penstock.engine.step.context import LossScale
 from penstock.errors import ConfigError, EngineError
 from penstock.runtime.streams import Streams
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
-from tests.support import run_ranks
 
 WIDTH = 64
 

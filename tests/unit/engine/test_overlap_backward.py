@@ -13,9 +13,10 @@ import penstock
 from penstock.engine.step.owner_thread import in_backward
 from penstock.errors import ConfigError, EngineError
 from penstock.runtime.streams import UPDATE, Event, InlineStreams, Streams, Work
+from tests.lib.covering import covering
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import BreakingStreams, BrokenError, inline, separate, simulated
-from tests.support import run_ranks, thorough
 
 BLOCKS, WIDTH = 4, 48
 ON_CPU = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
@@ -165,17 +166,19 @@ def test_tiles_of_the_device_wait_for_the_step() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize(
-    "tiers", [thorough(ON_CPU, id="cpu"), thorough(OPTIMIZER, id="optimizer"), pytest.param(SPLIT, id="split")]
-)
-@pytest.mark.parametrize("streams", KIND_OF_STREAMS)
-@pytest.mark.parametrize("run", [straight, without_the_second, first_twice, reentrant, not_reentrant])
-def test_whatever_the_graph_is_the_result_is_that_of_none(
-    run: Callable[..., Tensor], streams: str, tiers: dict[str, Any]
-) -> None:
+TIERS = {"cpu": ON_CPU, "optimizer": OPTIMIZER, "split": SPLIT}
+GRAPHS = {
+    "run": (straight, without_the_second, first_twice, reentrant, not_reentrant),
+    "streams": tuple(KIND_OF_STREAMS),
+    "tiers": tuple(TIERS),
+}
+
+
+@pytest.mark.parametrize(("run", "streams", "tiers"), [tuple(row.values()) for row in covering(GRAPHS)])
+def test_whatever_the_graph_is_the_result_is_that_of_none(run: Callable[..., Tensor], streams: str, tiers: str) -> None:
     found, norms = [], []
     for overlap in ("none", "backward"):
-        model, optimizer = prepared(KIND_OF_STREAMS[streams](), overlap, tiers, Net(run))
+        model, optimizer = prepared(KIND_OF_STREAMS[streams](), overlap, TIERS[tiers], Net(run))
         results = []
         for number in range(3):
             for micro in range(2):
@@ -396,14 +399,12 @@ def test_a_gradient_that_becomes_nan_after_updates_ends_the_optimizer(streams: s
     assert_ended(model, optimizer, "A gradient is not finite")
 
 
-def on_two_ranks(rank: int, stages: tuple[int, ...]) -> list[str]:
+def on_two_ranks(rank: int) -> list[str]:
     failures = []
-    for overlap_case in ("nan", "late nan", "one rank"):
-        for name, make in KIND_OF_STREAMS.items():
-            for stage in stages:
-                failures += [
-                    f"{overlap_case}, {name}, stage {stage}: {f}" for f in CASES[overlap_case](rank, make, stage)
-                ]
+    choices = {"case": tuple(CASES), "streams": tuple(KIND_OF_STREAMS), "stage": (0, 1, 2, 3)}
+    for row in covering(choices):
+        found = CASES[row["case"]](rank, KIND_OF_STREAMS[row["streams"]], row["stage"])
+        failures += [f"{row}: {each}" for each in found]
     return failures
 
 
@@ -469,9 +470,8 @@ def gradient_on_one_rank(rank: int, make: Callable[[], Streams], stage: int) -> 
 CASES = {"nan": nan_on_one_rank, "late nan": late_nan_on_one_rank, "one rank": gradient_on_one_rank}
 
 
-@pytest.mark.parametrize("stages", [(3,), thorough((0, 1, 2))], ids=str)
-def test_two_ranks_agree_on_what_begins_and_how_it_ends(stages: tuple[int, ...]) -> None:
-    assert run_ranks(on_two_ranks, 2, stages) == [[], []]
+def test_two_ranks_agree_on_what_begins_and_how_it_ends() -> None:
+    assert run_ranks(on_two_ranks, 2) == [[], []]
 
 
 # Updates that fail

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import penstock
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, is_released, released
-from tests.support import run_ranks
 
 WIDTH = 4
 PLACEMENTS = {"cpu": (released, penstock.Placement(params="cpu")), "nvme": (inline, penstock.Placement(params="nvme"))}

@@ -21,8 +21,8 @@ from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import UPDATE, Streams
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
-from tests.support import run_ranks
 
 WIDTH = 16
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import penstock
 from penstock.engine.unit.unit import UnitState
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, is_released, released, separate, simulated
-from tests.support import run_ranks
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 STREAMS = {"inline": inline, "separate": separate, "late": simulated, "late and released": released}

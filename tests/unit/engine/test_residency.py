@@ -22,19 +22,21 @@ from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import UPDATE, Streams
 from tests.accounts import allocations, assert_table_agrees, file_bytes, tensor_bytes
 from tests.faults.failing_files import Faults
+from tests.lib.covering import covering
 from tests.lib.engines import prepare_on
 from tests.lib.memory import shorten_rings
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import BreakingStreams, BrokenError, inline, separate, simulated
-from tests.support import run_ranks, sampled, thorough
 
 WIDTH = 96
 KINDS = ("param", "grad", "master", "optimizer")
 BACK_ENDS = [inline, separate, simulated]
 TIERS = ("device", "cpu", "nvme")
-#: Where state is, and where it is sent.
-PAIRS = [
-    pair if pair in (("device", "cpu"), ("cpu", "nvme")) else thorough(*pair)
-    for pair in product(TIERS, ("cpu", "nvme"))
+#: Where state is, where it is sent, whether the move is waited for.
+MOVES = {"make": tuple(BACK_ENDS), "storage": TIERS, "to": ("cpu", "nvme"), "blocking": (True, False)}
+IN_FLIGHT = [
+    {"make": simulated, "storage": storage, "to": to, "blocking": False}
+    for storage, to in (("device", "cpu"), ("cpu", "nvme"))
 ]
 
 
@@ -131,9 +133,9 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 # Values, the table, memory
 
 
-@pytest.mark.parametrize("blocking", [thorough(True, id="blocking"), pytest.param(False, id="in flight")])
-@pytest.mark.parametrize(("storage", "to"), PAIRS)
-@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
+@pytest.mark.parametrize(
+    ("make", "storage", "to", "blocking"), [tuple(row.values()) for row in covering(MOVES, first=IN_FLIGHT)]
+)
 def test_every_kind_goes_there_and_back(
     make: Callable[[], Streams], storage: str, to: str, blocking: bool, tmp_path: Path
 ) -> None:
@@ -163,7 +165,7 @@ def test_every_kind_goes_there_and_back(
 
 
 @pytest.mark.parametrize("to", ["cpu", "nvme"])
-@pytest.mark.parametrize("storage", ["device", thorough("cpu")])
+@pytest.mark.parametrize("storage", ["device", "cpu"])
 def test_device_memory_falls_to_what_is_left(storage: str, to: str, tmp_path: Path) -> None:
     """Every tensor that Python sees, the cpu tier's slabs aside: nothing keeps a copy, or a buffer of gradients."""
     bare = tensor_bytes()
@@ -292,7 +294,7 @@ def test_the_shadow_goes_with_the_master_that_it_is(tmp_path: Path) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
+@pytest.mark.parametrize("make", BACK_ENDS)
 def test_close_gives_everything_back_wherever_it_is(make: Callable[[], Streams], tmp_path: Path) -> None:
     def all_of_it() -> None:
         for to, last in product(("cpu", "nvme"), (False, True)):
@@ -385,9 +387,14 @@ def opaque(model: Net) -> None:
     model.blocks[1].opaque = True
 
 
-@pytest.mark.parametrize("variant", sampled([plain, checkpointed, opaque], every=3))
-@pytest.mark.parametrize("place", [thorough(forward_pre_hook), forward_hook, thorough(backward_hook), gradient_hook])
-@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
+INSIDE = {
+    "make": tuple(BACK_ENDS),
+    "place": (forward_pre_hook, forward_hook, backward_hook, gradient_hook),
+    "variant": (plain, checkpointed, opaque),
+}
+
+
+@pytest.mark.parametrize(("make", "place", "variant"), [tuple(row.values()) for row in covering(INSIDE)])
 def test_moves_inside_forward_and_backward(
     make: Callable[[], Streams], place: Place, variant: Callable[[Net], None], tmp_path: Path
 ) -> None:
@@ -412,9 +419,10 @@ def test_moves_inside_forward_and_backward(
     expected[1].close()
 
 
-@pytest.mark.parametrize("fails", [thorough(False), True])
-@pytest.mark.parametrize("precision", ["fp32", thorough("bf16")])
-@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
+GATHERED = {"make": tuple(BACK_ENDS), "precision": ("fp32", "bf16"), "fails": (False, True)}
+
+
+@pytest.mark.parametrize(("make", "precision", "fails"), [tuple(row.values()) for row in covering(GATHERED)])
 def test_moves_while_parameters_are_gathered(
     make: Callable[[], Streams], precision: str, fails: bool, tmp_path: Path
 ) -> None:
@@ -590,9 +598,10 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     optimizer.close()
 
 
-@pytest.mark.parametrize("when", ["submission", "completion"])
-@pytest.mark.parametrize("offloads", [True, thorough(False)])
-@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
+FAILURES = {"make": tuple(BACK_ENDS), "offloads": (True, False), "when": ("submission", "completion")}
+
+
+@pytest.mark.parametrize(("make", "offloads", "when"), [tuple(row.values()) for row in covering(FAILURES)])
 def test_a_transfer_that_fails_leaves_everything_where_it_was(
     make: Callable[[], Streams], offloads: bool, when: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -705,8 +714,8 @@ def check_rank(rank: int, stage: int, back_ends: list[Callable[[], Streams]], fo
 
 @pytest.mark.parametrize(
     ("stage", "back_ends"),
-    [(3, BACK_ENDS[2:]), thorough(3, BACK_ENDS[:2]), thorough(1, BACK_ENDS)],
-    ids=["late, stage 3", "at once, stage 3", "stage 1"],
+    [(3, BACK_ENDS), (1, BACK_ENDS[2:])],
+    ids=["stage 3", "late, stage 1"],
 )
 def test_moves_on_two_ranks(stage: int, back_ends: list[Callable[[], Streams]], tmp_path: Path) -> None:
     assert run_ranks(check_rank, 2, stage, back_ends, str(tmp_path)) == [[], []]
@@ -732,7 +741,6 @@ def test_engines_take_turns_on_one_device(tmp_path: Path) -> None:
     alone[1].close()
 
 
-@pytest.mark.timeout(60)
 def test_updates_behind_a_move_that_is_not_waited_for_do_not_wait_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,10 +24,10 @@ from penstock.runtime import aio
 from penstock.runtime.events import HostEvent
 from penstock.runtime.host_memory import Arena
 from penstock.runtime.workers import HostWorker
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate, simulated
 from tests.parity.resuming import SMALL, Other, Run, Values, different, go_on, iterate, resumed, saved, values
 from tests.parity.rows import Arithmetic, Movement, shares
-from tests.support import run_ranks
 
 KIB = 1 << 10
 BF16 = Arithmetic(precision="bf16")

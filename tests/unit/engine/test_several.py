@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import penstock
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.models.modules_rows import WIDTH, Block, Stack, squared
-from tests.support import run_ranks
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 STEPS = 3

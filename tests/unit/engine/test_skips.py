@@ -11,8 +11,8 @@ import penstock
 from penstock.engine.step.context import LossScale, SkippedSteps
 from penstock.errors import EngineError
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
-from tests.support import run_ranks
 
 WIDTH = 8
 

@@ -19,7 +19,6 @@ from penstock.tiers.nvme import FileRecords
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks, shorten_rings
 from tests.lib.streams import inline, separate, simulated
-from tests.support import thorough
 
 WIDTH, BLOCKS = 40, 2
 KINDS = ("params", "grads", "optimizer")
@@ -140,7 +139,7 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[Transfer]:
     return started
 
 
-@pytest.mark.parametrize("row", [*ROWS[:5], *map(thorough, ROWS[5:11]), *ROWS[11:]], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_sum_of_each_record_is_that_of_its_bytes(row: Row, transfers: list[Transfer]) -> None:
     model, optimizer = row.prepare()
     for _ in range(2):
@@ -201,7 +200,7 @@ def test_other_updates_sum_as_they_did(row: Row, transfers: list[Transfer], monk
     optimizer.close()
 
 
-@pytest.mark.parametrize("streams", [inline, thorough(late)])
+@pytest.mark.parametrize("streams", [inline, late])
 def test_a_tile_that_may_not_be_updated_is_put_back_as_it_was(
     streams: Callable[[], Streams], transfers: list[Transfer]
 ) -> None:

@@ -21,8 +21,8 @@ from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks, shorten_rings
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
-from tests.support import run_ranks
 
 WIDTH, DEPTH = 32, 3
 ROWS = ("compute", UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.engine.step import owner_thread
+from tests.lib.covering import covering
 from tests.lib.engines import prepare_on
 from tests.lib.streams import inline, separate, simulated
-from tests.support import thorough
 
 WIDTH = 16
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -166,9 +166,14 @@ class Once:
                 raise self.error
 
 
-@pytest.mark.parametrize("hidden", [False, True], ids=["own thread", "device's thread"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, thorough(Interrupt), RuntimeError])
-@pytest.mark.parametrize("where", ["forward", "inference", "recomputed", "gradient"])
+INTERRUPTS = {
+    "where": ("forward", "inference", "recomputed", "gradient"),
+    "error": (KeyboardInterrupt, Interrupt, RuntimeError),
+    "hidden": (False, True),  # whether hooks cannot see who calls backward, as in a thread of the device
+}
+
+
+@pytest.mark.parametrize(("where", "error", "hidden"), [tuple(row.values()) for row in covering(INTERRUPTS)])
 def test_after_an_interrupt_everything_works(
     where: str, error: Any, hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,29 +290,32 @@ def attempt(call: Callable[[str], Any], method: str) -> Callable[..., None]:
     return hook
 
 
-ROWS = [(place, method) for method in METHODS for place in ("forward", "block", "output", "parameter")]
-
-
-@pytest.mark.parametrize(
-    ("place", "method"), [thorough(*row) if number % 3 else row for number, row in enumerate(ROWS)]
-)
-def test_in_the_middle_of_things_each_method_works_or_refuses_by_name(table: Any, place: str, method: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_in_the_middle_of_things_each_method_works_or_refuses_by_name(table: Any, method: str) -> None:
     model, optimizer, x, call = table
     hook = attempt(call, method)
-    if place == "forward":
-        handle = model.register_forward_hook(hook)
-    elif place == "block":
-        handle = model.blocks[1].register_forward_hook(hook)
-    elif place == "parameter":
-        handle = model.blocks[1].weight.register_hook(hook)
-    loss = model(x).square().mean()
-    if place == "output":
-        handle = loss.register_hook(hook)
-    loss.backward()
-    handle.remove()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert train(model, optimizer, x) > 0
+    for place in ("forward", "block", "output", "parameter"):
+        called = []
+
+        def note(*args: Any, called: list[Any] = called) -> None:
+            called.append(args)
+            hook(*args)
+
+        if place == "forward":
+            handle = model.register_forward_hook(note)
+        elif place == "block":
+            handle = model.blocks[1].register_forward_hook(note)
+        elif place == "parameter":
+            handle = model.blocks[1].weight.register_hook(note)
+        loss = model(x).square().mean()
+        if place == "output":
+            handle = loss.register_hook(note)
+        loss.backward()
+        handle.remove()
+        assert called, place
+        optimizer.step()
+        optimizer.zero_grad()
+        assert train(model, optimizer, x) > 0, place
 
 
 @pytest.mark.parametrize("keep_params", [True, False])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.engine.unit import first_values
 from penstock.errors import CheckpointError, ConfigError
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
