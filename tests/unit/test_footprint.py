@@ -166,16 +166,11 @@ def test_a_model_without_values_is_enough() -> None:
 def test_it_prints_as_a_table(tmp_path: Path) -> None:
     placement = Placement(params="cpu", optimizer="nvme", nvme_path=tmp_path)
     found = told(Stack(), placement=placement, options=Options(device_bytes=1 << 30, tile_bytes=4 << 10))
-    lines = str(found).splitlines()
-    assert lines[0].split() == ["kind", "tier", "bytes"]
-    assert "param                    cpu                 10,240" in lines
-    (row,) = (line for line in lines if line.startswith("exp_avg_sq"))
-    assert row.split() == ["exp_avg_sq", "nvme", f"{found.at_rest.bytes(kind='exp_avg_sq'):,}"]
-    (row,) = (line for line in lines if line.startswith("device "))
-    assert row.split() == ["device", f"{found.device.nbytes:,}", f"{1 << 30:,}"]
-    (row,) = (line for line in lines if line.startswith("a checkpoint"))
-    assert row.split()[-1] == f"{found.checkpoint_bytes:,}"
-    assert lines[-1] == f"a checkpoint                     {found.checkpoint_bytes:>18,}"
+    rows = [line.split() for line in str(found).splitlines()]
+    assert rows[0] == ["kind", "tier", "bytes"]
+    assert ["param", "cpu", "10,240"] in rows
+    assert ["device", f"{found.device.nbytes:,}", f"{1 << 30:,}"] in rows
+    assert rows[-1] == ["a", "checkpoint", f"{found.checkpoint_bytes:,}"]
 
 
 @pytest.mark.parametrize(

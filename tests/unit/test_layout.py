@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.layout import ALIGNMENT_NUMEL, FlatLayout
+from tests.lib.fuzz import examples
 
 extents = st.integers(0, 40)
 shapes = st.lists(st.lists(extents, max_size=3).map(tuple), max_size=8)
@@ -24,6 +25,7 @@ def numel_of(shape: tuple[int, ...]) -> int:
     return numel
 
 
+@examples(40)
 @given(shapes, st.integers(1, 7))
 def test_slots_keep_order_and_shape_start_aligned_and_do_not_overlap(
     shapes: list[tuple[int, ...]], shards: int
@@ -40,6 +42,7 @@ def test_slots_keep_order_and_shape_start_aligned_and_do_not_overlap(
     assert cursor <= layout.numel
 
 
+@examples(40)
 @given(layouts)
 def test_shards_are_equal_aligned_and_cover_the_buffer_with_the_least_padding(layout: FlatLayout) -> None:
     ranges = [layout.shard_range(rank) for rank in range(layout.shards)]
@@ -52,6 +55,7 @@ def test_shards_are_equal_aligned_and_cover_the_buffer_with_the_least_padding(la
     assert layout.numel - max(used, 1) < ALIGNMENT_NUMEL * layout.shards
 
 
+@examples(40)
 @given(layouts)
 def test_slots_and_gaps_partition_the_buffer(layout: FlatLayout) -> None:
     taken = [0] * layout.numel
@@ -62,6 +66,7 @@ def test_slots_and_gaps_partition_the_buffer(layout: FlatLayout) -> None:
     assert set(taken) == {1}
 
 
+@examples(40)
 @given(layouts)
 def test_the_parts_of_a_slot_on_all_ranks_make_the_slot(layout: FlatLayout) -> None:
     for slot in layout.slots:
@@ -71,6 +76,7 @@ def test_the_parts_of_a_slot_on_all_ranks_make_the_slot(layout: FlatLayout) -> N
         assert [index for start, stop in parts for index in range(start, stop)] == list(range(slot.start, slot.stop))
 
 
+@examples(40)
 @given(layouts, tile_numels)
 def test_pieces_of_all_tiles_of_all_ranks_cover_every_slot_once(layout: FlatLayout, tile_numel: int) -> None:
     seen: dict[int, list[int]] = {index: [] for index in range(len(layout.slots))}

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 import penstock
 from tests.lib.covering import covering, named
 from tests.lib.engines import ON_CPU, loss_of, prepared, squared
-from tests.lib.models import Block, Blocks, batch_of
+from tests.lib.models import Block, Blocks
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, simulated
 
@@ -493,16 +493,6 @@ def assert_no_trace(model: nn.Module) -> None:
         assert not parameter.__dict__
 
 
-def test_close_without_parameters(streams):
-    model = Blocks()
-    optimizer = prepare(model, streams=streams)
-    train(model, optimizer, range(1))
-    optimizer.close(keep_params=False)
-    assert all(p.numel() == 0 and p.dtype == torch.float32 for p in model.parameters())
-    assert_no_trace(model)
-    optimizer.close()
-
-
 def test_close_in_the_middle(streams):
     """After a forward without backward, after a backward without step, and after one that failed."""
     for middle in ("forward", "backward", "failed backward"):
@@ -553,55 +543,6 @@ def test_a_closed_model_can_be_copied(duplicate):
 
 
 # Neighbours
-
-
-def test_two_engines_in_one_process(streams):
-    """A student and a frozen-in-time teacher, both trained, their steps interleaved."""
-    plain_models, models = [Blocks(seed=0), Blocks(seed=1)], [Blocks(seed=0), Blocks(seed=1)]
-    plain = [adamw(m) for m in plain_models]
-    optimizers = [prepare(m, streams=streams) for m in models]
-    for both, their_optimizers in ((plain_models, plain), (models, optimizers)):
-        for step in range(3):
-            x = batch_of(both[0], step)
-            a, b = both[0](x), both[1](x)
-            (squared(a - b) + squared(a)).backward()  # one graph through both
-            their_optimizers[0].step()
-            squared(both[1](x)).backward()
-            their_optimizers[1].step()
-            for optimizer in their_optimizers:
-                optimizer.zero_grad()
-    for model, optimizer, plain_model in zip(models, optimizers, plain_models, strict=True):
-        assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizers[0].close()
-    train(models[1], optimizers[1], range(1))
-    optimizers[1].close()
-
-
-def test_forward_hooks_of_users_see_full_parameters(streams):
-    model = Blocks()
-    seen: dict[str, list[bool]] = {}
-
-    def look(name: str, module: nn.Module) -> Callable[..., None]:
-        def hook(*args: Any) -> None:
-            seen.setdefault(name, []).append(not any(p.isnan().any() for p in module.parameters()))
-
-        return hook
-
-    modules = {"model": model.first, "block": model.blocks[0], "layer": model.blocks[1].up}
-    watched = {"model": model, "block": model.blocks[0], "layer": model.blocks[1].up}
-    for name, module in watched.items():
-        module.register_forward_pre_hook(look(f"{name}, before, early", modules[name]))
-        module.register_forward_hook(look(f"{name}, after, early", modules[name]))
-    optimizer = prepare(model, streams=streams)
-    for name, module in watched.items():
-        module.register_forward_pre_hook(look(f"{name}, before, late", modules[name]))
-        module.register_forward_hook(look(f"{name}, after, late", modules[name]))
-    loss_of(model, 0).backward()
-    with torch.no_grad():
-        loss_of(model, 0)
-    assert len(seen) == 12
-    assert all(calls == [True, True] for calls in seen.values()), seen
-    optimizer.close()
 
 
 def changed_groups(model: Any, optimizer: Any) -> None:

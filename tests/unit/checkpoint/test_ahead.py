@@ -1,7 +1,6 @@
 """Tensors that are read ahead are those of the files, whatever is asked for, and never more than a ring of them."""
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,8 @@ def test_values_may_be_asked_for_in_smaller_parts_or_another_order(tmp_path: Pat
 
 
 def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_they_may(tmp_path: Path) -> None:
-    save_file({"one": torch.zeros(1 << 20, dtype=torch.uint8)}, tmp_path / "a.safetensors")
+    zeros = torch.zeros(1 << 20, dtype=torch.uint8)
+    save_file({"one": zeros}, tmp_path / "a.safetensors", metadata={"format": "pt"})
     files, most_bytes = WeightFiles(tmp_path), 10 * ahead.SLOTS * PAGE
     reader = ReadAhead(files, [ReadSpan("one", 0, 1 << 20)], most_bytes)
     slots = {request.slot.data_ptr(): request.slot.nbytes for request in reader._flying}
@@ -116,22 +116,6 @@ def test_of_many_files_few_are_open_at_once(tmp_path: Path) -> None:
         assert torch.equal(collect(reader, name, 0, 100, torch.uint8), value)
         assert len(os.listdir("/proc/self/fd")) <= before + ahead.SLOTS + 1
     reader.close()
-
-
-def test_headers_that_say_more_than_where_tensors_are(tmp_path: Path) -> None:
-    given = write(tmp_path)
-    file = tmp_path / "a.safetensors"
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + length])}).encode()
-    header += b" " * (-len(header) % 8)
-    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
-    files = WeightFiles(tmp_path)
-    reader = ReadAhead(files, [ReadSpan("large", 0, given["large"].numel())], 1 << 20)
-    assert reader._flying
-    assert torch.equal(collect(reader, "large", 0, given["large"].numel(), torch.bfloat16), given["large"].view(-1))
-    reader.close()
-    files.close()
 
 
 @pytest.mark.parametrize("kept_bytes", [5 * PAGE, 80_050])  # within a request; behind the last whole page

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import MemoryBudgetError
 from penstock.runtime import host_memory as machine_arena
-from penstock.runtime.host_memory import PAGE_BYTES, Arena, HostMemory, available_host_memory, return_free_memory
+from penstock.runtime.host_memory import PAGE_BYTES, Arena, HostMemory, available_host_memory
 from tests.lib.memory import pinning_on_cpu
 from tests.unit.machine.test_cgroups import Machine
 
@@ -42,12 +42,6 @@ def test_sizes_are_rounded_to_pages_and_to_nothing_more() -> None:
     assert Arena.allocated_bytes(five_gib_and_a_bit, torch.float32) == (5 << 30) + PAGE_BYTES, "no power of two"
 
 
-def test_an_empty_arena_maps_nothing() -> None:
-    arena = Arena(0, CPU)
-    assert (arena.capacity, arena.used, arena.pinned) == (0, 0, False)
-    arena.close()
-
-
 def test_a_slab_that_the_host_refuses_is_a_budget_error_with_its_size() -> None:
     with pytest.raises(MemoryBudgetError, match=r"The host refused 1,152,921,504,606,846,976 bytes for the cpu tier"):
         Arena(1 << 60, CPU)
@@ -68,12 +62,6 @@ def test_a_lease_outlives_the_arena_that_gave_it() -> None:
     arena.close()
     arena.close()
     assert allocate.eq(7).all()
-
-
-def test_a_cpu_needs_nothing_pinned() -> None:
-    arena = Arena(PAGE_BYTES, CPU)
-    assert (arena.pinned, arena.pageable) == (False, False)
-    arena.close()
 
 
 def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +165,3 @@ def test_a_container_has_less_than_its_host(
         machine.group("", memory_max=str((group + 1) << 10), memory_current="1024")
     found = available_host_memory(tmp_path / "meminfo", machine.folder, machine.own)
     assert found == (expected and expected._replace(whose=expected.whose.format(machine.folder)))
-
-
-def test_freed_memory_can_be_returned_to_the_system() -> None:
-    return_free_memory()

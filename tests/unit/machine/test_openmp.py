@@ -63,37 +63,10 @@ def test_no_thread_is_started_beside_torch_s(awake: Pool) -> None:
     assert native_threads() == before
 
 
-def test_gradients_go_home_on_torch_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Pool | None] = []
-
-    def noted(*arguments: object, pool: Pool | None, **rest: object) -> float:
-        seen.append(pool)
-        return 0.0
-
-    monkeypatch.setattr("penstock.engine.gradients.reduce.deposit_part", noted)
-    model = torch.nn.Linear(8, 8)
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-    optimizer.backward(model(torch.randn(2, 8)).sum())
-    engine = optimizer._open("backward")
-    assert set(seen) == {engine.reducer._pool} != {engine.context.pool}
-    optimizer.close()
-
-
 def test_a_runtime_without_that_interface_leaves_it_to_the_updates_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
     pool = Pool(1)
     assert compute_pool(CPU, pool) is pool
-
-
-def test_a_device_has_no_use_for_them() -> None:
-    pool = Pool(1)
-    assert compute_pool(torch.device("meta"), pool) is pool
-
-
-def test_a_closed_pool_refuses(awake: Pool) -> None:
-    awake.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        squared_norm(torch.randn(NUMEL), pool=awake)
 
 
 def test_several_threads_may_call_at_once(awake: Pool) -> None:

@@ -160,12 +160,6 @@ def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypat
     allocation.close()
 
 
-def test_a_cpu_copies_nothing() -> None:
-    assert not host_memory.needs_pinning(CPU)
-    assert not host_memory.can_register(CPU)
-    assert host_memory.pinned_buffer(8, CPU, PAGE_BYTES) is None
-
-
 def test_words_have_a_place_each_and_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Module()
     use(monkeypatch, module)

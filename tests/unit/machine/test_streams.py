@@ -3,11 +3,9 @@
 import errno
 import gc
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,6 @@ from penstock.runtime.streams import (
     DONE,
     DOWNLOAD,
     FETCH,
-    ON_DEVICE,
     READ,
     SAVE,
     UPDATE,
@@ -36,8 +33,8 @@ from penstock.runtime.streams import (
     InlineStreams,
     Streams,
     all_of,
-    copy,
 )
+from tests.lib.accelerator import FakeAccelerator
 
 CPU = torch.device("cpu")
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
@@ -51,11 +48,7 @@ def late() -> Streams:
     return SimulatedStreams(lambda stream, nbytes: 0.005)
 
 
-def at_once_on_threads() -> Streams:
-    return SimulatedStreams(lambda stream, nbytes: 0.0)
-
-
-BACK_ENDS = [inline, late, at_once_on_threads]
+BACK_ENDS = [inline, late]
 
 
 class BrokenError(Exception):
@@ -101,9 +94,8 @@ def test_close_runs_what_is_queued_and_ends_the_threads(make: type) -> None:
     assert set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize("make", [late, at_once_on_threads])
-def test_an_error_surfaces_at_every_wait_and_stops_nothing_else(make: type) -> None:
-    streams = make()
+def test_an_error_surfaces_at_every_wait_and_stops_nothing_else() -> None:
+    streams = late()
     event = streams.submit(UPLOAD, fail)
     for wait in (event.wait, event.synchronize, event.wait):
         with pytest.raises(BrokenError, match="the disk is gone"):
@@ -115,9 +107,8 @@ def test_an_error_surfaces_at_every_wait_and_stops_nothing_else(make: type) -> N
     streams.close()
 
 
-@pytest.mark.parametrize("make", [late, at_once_on_threads])
-def test_work_after_failed_work_does_not_run_and_fails_with_it(make: type) -> None:
-    streams = make()
+def test_work_after_failed_work_does_not_run_and_fails_with_it() -> None:
+    streams = late()
     ran: list[int] = []
     failed = streams.submit(COLLECTIVE, fail)
     after = streams.submit(DOWNLOAD, lambda: ran.append(1), after=(failed,))
@@ -140,12 +131,6 @@ def test_only_compute_on_the_host_reaches_the_cpu_tier() -> None:
     assert isinstance(streams_for(CPU), InlineStreams)
 
 
-def test_done_is_done() -> None:
-    DONE.wait()
-    DONE.synchronize()
-    assert DONE.done()
-
-
 def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage() -> None:
     """Autograd's saved views must see the bytes of the next gather."""
     streams = inline()
@@ -158,12 +143,6 @@ def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage() -> None:
     buffer.fill_(3)
     assert buffer.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
     assert view.eq(3).all()
-
-
-def test_copy_copies() -> None:
-    target = torch.zeros(3)
-    copy(target, torch.arange(3.0))
-    assert target.tolist() == [0, 1, 2]
 
 
 def zero(buffer: torch.Tensor) -> None:
@@ -197,38 +176,12 @@ def streams() -> Iterator[InlineStreams]:
 
 
 class TestInlineStreamsBesideTransfers:
-    def test_a_transfer_goes_on_after_it_was_submitted(self, streams: InlineStreams) -> None:
-        transfer = Transfer()
-        event = streams.submit(READ, lambda: transfer)
-        assert not event.done()
-        transfer.end()
-        assert event.done()
-        event.synchronize()
-        event.wait()
-
     def test_transfers_of_one_stream_are_in_flight_together(self, streams: InlineStreams) -> None:
         transfers = [Transfer(), Transfer()]
         events = [streams.submit(READ, lambda t=transfer: t) for transfer in transfers]
         transfers[1].end()
         assert [event.done() for event in events] == [False, True]
         transfers[0].end()
-
-    def test_what_needs_no_transfer_runs_where_it_is_submitted(self, streams: InlineStreams) -> None:
-        streams.submit(READ, Transfer)
-        seen: list[threading.Thread] = []
-        event = streams.submit(UPLOAD, lambda: seen.append(threading.current_thread()))
-        assert seen == [threading.current_thread()]
-        assert event.done()
-
-    def test_what_waits_for_a_transfer_runs_on_a_thread_when_that_is_over(self, streams: InlineStreams) -> None:
-        transfer, seen = Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        event = streams.submit(UPDATE, lambda: seen.append(threading.current_thread().name), after=(read,))
-        assert seen == []
-        assert not event.done()
-        transfer.end()
-        event.synchronize()
-        assert seen == ["penstock-update"]
 
     def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(
         self, streams: InlineStreams
@@ -311,63 +264,6 @@ class TestInlineStreamsBesideTransfers:
         gathered.wait()
         timer.join()
         streams.close()
-
-
-class FakeAccelerator:
-    """What `AcceleratorStreams` asks of a device's module: everything enqueued is logged, and over when it is let."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.over = True
-        self._current = threading.local()
-        accelerator = self
-
-        class Stream:
-            def __init__(self, name: str | None = None) -> None:
-                accelerator.made = accelerator.made + 1 if name is None else 0
-                self.name = name or ON_DEVICE[accelerator.made - 1]
-
-        class Event:
-            stream = ""
-
-            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-                assert blocking, "a host that waits spins"
-
-            def wait(self, stream: Any) -> None:
-                accelerator.log.append(f"{stream.name} waits for {self.stream}")
-
-            def record(self, stream: Any) -> None:
-                self.stream = stream.name
-
-            def query(self) -> bool:
-                return accelerator.over
-
-            def elapsed_time(self, end: Any) -> float:
-                return 0.0
-
-            def synchronize(self) -> None:
-                accelerator.log.append(f"host waits for {self.stream}")
-
-        self.made = 0
-        self._compute = Stream("compute")
-        self.made = 0
-        self.Stream, self.Event = Stream, Event
-
-    def device(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before = self.current_stream()
-        self._current.stream = stream
-        yield
-        self._current.stream = before
-
-    def current_stream(self, device: torch.device | None = None) -> Any:
-        return getattr(self._current, "stream", self._compute)
-
-    def synchronize(self, device: torch.device) -> None:
-        self.log.append("host waits for all")
 
 
 @pytest.fixture
@@ -593,41 +489,13 @@ class TestAcceleratorStreams:
         assert set(threading.enumerate()) == threads
 
 
-class TestHostWorker:
-    def test_runs_in_order_on_its_own_thread(self) -> None:
-        worker = HostWorker("test")
-        seen: list[tuple[int, str]] = []
-        for number in range(5):
-            event = worker.submit(lambda n=number: seen.append((n, threading.current_thread().name)))
-        event.synchronize()
-        assert seen == [(number, "penstock-test") for number in range(5)]
-        worker.close()
-
-    def test_uses_the_event_it_is_given(self) -> None:
-        worker = HostWorker("test")
-        event = HostEvent()
-        assert not event.done()
-        assert worker.submit(lambda: None, event) is event
-        event.wait()
-        assert event.done()
-        worker.close()
-
-    def test_close_finishes_the_queue_and_joins(self) -> None:
-        worker = HostWorker("test")
-        ran: list[int] = []
-        for number in range(3):
-            worker.submit(lambda n=number: (time.sleep(0.002), ran.append(n)))
-        worker.close()
-        assert ran == [0, 1, 2]
-        assert not any(thread.name == "penstock-test" for thread in threading.enumerate())
-
-    def test_keeps_no_buffer_alive_while_it_waits(self) -> None:
-        worker = HostWorker("test")
-        buffer = torch.zeros(10)
-        gone = weakref.ref(buffer)
-        worker.submit(partial(zero, buffer)).synchronize()
-        del buffer
-        worker.submit(lambda: None).synchronize()  # the loop has let go of the work before
-        gc.collect()
-        assert gone() is None
-        worker.close()
+def test_a_worker_keeps_no_buffer_alive_while_it_waits() -> None:
+    worker = HostWorker("test")
+    buffer = torch.zeros(10)
+    gone = weakref.ref(buffer)
+    worker.submit(partial(zero, buffer)).synchronize()
+    del buffer
+    worker.submit(lambda: None).synchronize()  # the loop has let go of the work before
+    gc.collect()
+    assert gone() is None
+    worker.close()

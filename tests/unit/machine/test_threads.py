@@ -8,7 +8,7 @@ import torch
 import penstock
 from penstock import construct
 from penstock.rules import Pool
-from penstock.runtime.system import UpdateCores, hosts_of, share_of_cores, update_cores
+from penstock.runtime.system import UpdateCores, hosts_of, share_of_cores
 
 
 def machine(folder: Path, *cpulists: str) -> Path:
@@ -123,15 +123,6 @@ def test_a_number_of_threads_that_was_asked_for() -> None:
     assert found.with_threads(3) == UpdateCores(3, frozenset({4, 5, 6}))
     assert found.with_threads(4) == UpdateCores(4, None)
     assert UpdateCores(2).with_threads(1) == UpdateCores(1, None)
-
-
-def test_without_a_word_of_nodes_the_cores_are_shared(tmp_path: Path) -> None:
-    assert share_of_cores(ranks(0, 4), range(8), tmp_path / "nowhere") == UpdateCores(2, None)
-
-
-def test_the_machine_it_runs_on() -> None:
-    assert share_of_cores({}).count >= 1
-    assert update_cores(torch.device("cpu")).cores is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Copies between pageable memory and a device: tile by tile, through a few buffers, never by the caller."""
 
-import random
 import threading
 from typing import Any
 
@@ -16,8 +15,8 @@ from penstock.tiers.host import BOUNCE_READERS, BOUNCE_SLOTS
 from penstock.tiers.storage import PASSING, Ring, RingSlot
 from penstock.tiers.transfer import CopyRoute, CopyRoutes
 from penstock.trace import NO_LABEL
+from tests.lib.accelerator import FakeAccelerator
 from tests.lib.streams import BreakingStreams, BrokenError, separate, simulated
-from tests.unit.machine.test_streams import FakeAccelerator
 
 TILE = 64  # bytes
 
@@ -57,20 +56,6 @@ def test_all_values_arrive(streams: Any, reader: str, numel: int, of: torch.dtyp
         through(back_end, target, source, DONE, reader=reader).synchronize()
         assert torch.equal(target, source.to(to))
     back_end.close()
-
-
-def test_both_ways_at_once_and_by_both_readers_nothing_gets_mixed_up() -> None:
-    bounce, streams, delays = Bounce(), simulated(), random.Random(3)
-    streams._delay = lambda stream, nbytes: delays.uniform(0, 0.001)
-    copies: list[tuple[Tensor, Tensor, Event]] = []
-    for number in range(12):
-        source, target = numbers(100, torch.float32) * (number + 1), torch.zeros(100)
-        through = bounce.upload if number % 2 else bounce.download
-        copies.append((source, target, through(streams, target, source, DONE, reader=BOUNCE_READERS[number % 3 % 2])))
-    for source, target, event in copies:
-        event.synchronize()
-        assert torch.equal(source, target)
-    streams.close()
 
 
 def test_updates_do_not_hold_gathers_up() -> None:

@@ -99,18 +99,6 @@ def test_where_nothing_can_be_pinned_the_host_waits_and_is_told_so(monkeypatch: 
     assert made["param"].bounce is not None
 
 
-def test_what_was_asked_for_without_pinning_passes_pinned_buffers_and_nobody_is_warned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pinned = pinning_on_cpu(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = take(HostTier(CPU, tile_bytes=PAGE), *PLANS, pin=False)
-    # Files are read and written through rings of their own: nothing stands between those and the device.
-    assert sorted(pinned.values()) == sorted([RING, 10 * PAGE])
-    assert made["param"].bounce is not None
-
-
 def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is near the device and there from the start all the same: the host's updates run on that node."""
     pinned = pinning_on_cpu(monkeypatch)
