@@ -123,6 +123,7 @@ def test_ranks_of_one_host_have_each_their_part_of_it_unless_they_say_more(monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     message = refused(Blocks())
     assert f"the host has {(1 << 20) // 64:,} available for each of its 64 ranks" in message
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     message = refused(Blocks(), options=Options(host_bytes=10_000))
     assert "Options(host_bytes=10,000) leaves 10,000 available" in message
 

@@ -82,7 +82,7 @@ def loaded(rank: int, folder: str, stage: int) -> dict[str, Tensor]:
     return found
 
 
-def test_one_of_before_regions_is_loaded_and_exported_bit_for_bit(tmp_path: Path) -> None:
+def test_one_of_before_regions_is_loaded_and_exported_bit_for_bit(tmp_path):
     expected = unpack("two-ranks-bf16", tmp_path)
     slots = [slot for table in Checkpoint.open(tmp_path).tables for unit in table.units for slot in unit.slots]
     assert slots
@@ -101,9 +101,7 @@ def test_one_of_before_regions_is_loaded_and_exported_bit_for_bit(tmp_path: Path
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
-def test_one_of_two_ranks_with_an_average_and_a_frozen_unit_is_loaded_bit_for_bit(
-    tmp_path: Path, world_size: int, stage: int
-) -> None:
+def test_one_of_two_ranks_with_an_average_and_a_frozen_unit_is_loaded_bit_for_bit(tmp_path, world_size, stage):
     expected = unpack("two-ranks-fp32-master", tmp_path)
     if world_size == 1:
         ranks = [loaded(0, str(tmp_path / "step-3"), stage)]

@@ -54,7 +54,7 @@ def two_cuts(draw: st.DrawFn) -> tuple[Cuts, Cuts]:
 
 @examples(40)
 @given(two_cuts(), st.integers(1, 9))
-def test_any_parts_become_any_others(cuts: tuple[Cuts, Cuts], tile: int) -> None:
+def test_any_parts_become_any_others(cuts, tile):
     there, here = map(extents, cuts)
     whole = torch.arange(prod(there[0].shape)).view(there[0].shape)
     assert why_not_whole(there[0].shape, there) is None
@@ -78,7 +78,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("cuts", "which", "offsets", "said"), BAD)
-def test_parts_that_overlap_are_none_of_a_whole(cuts: Cuts, which: int, offsets: Any, said: str) -> None:
+def test_parts_that_overlap_are_none_of_a_whole(cuts, which, offsets, said):
     there = extents(cuts)
     there[which] = there[which]._replace(offsets=offsets)
     assert said in str(why_not_whole(there[0].shape, there))
@@ -126,9 +126,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-def test_whole_parameters_are_loaded_and_exported(
-    cuts: Mapping[str, Cuts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_parameters_are_loaded_and_exported(cuts, tmp_path, monkeypatch):
     monkeypatch.setattr(importing, "_TILE_NUMEL", 256)
     model, values = build()
     write(tmp_path / "in", values, cuts, monkeypatch)
@@ -163,14 +161,12 @@ def damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Slo
         (lambda s: replace(s, shape=(19, 37), numel=19 * 37), "'parameters.weight' has parts of 1,480 of its 1,517"),
     ],
 )
-def test_parts_that_cannot_be_are_named(
-    change: Callable[[Slot], Slot], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_that_cannot_be_are_named(change, said, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=said):
         damaged(tmp_path / "in", monkeypatch, change).check_whole()
 
 
-def test_a_region_past_its_shape_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_past_its_shape_is_not_read(tmp_path, monkeypatch):
     _, values = build()
     write(tmp_path / "in", values, CUTS[0], monkeypatch)
     table = Checkpoint.open(tmp_path / "in").tables[0]
@@ -181,7 +177,7 @@ def test_a_region_past_its_shape_is_not_read(tmp_path: Path, monkeypatch: pytest
         UnitTable.read(parse(Path("table.json"), to_bytes(said), most_bytes=1 << 30), file_bytes=1 << 30)
 
 
-def test_what_every_rank_has_whole_the_first_names() -> None:
+def test_what_every_rank_has_whole_the_first_names():
     whole, cut = Slot("norm", (4,), 4, 0), Slot("weight", (2, 4), 8, 256, Region((4, 4), (0, 0)))
     assert own_slots((whole, cut), Grid(1, 0, 1, 0, 2, 0)) == (whole, cut)
     assert own_slots((whole, cut), Grid(1, 0, 1, 0, 2, 1)) == (cut,)
@@ -193,7 +189,7 @@ def cuts_blocks(there: BoxExtent, here: BoxExtent) -> bool:
     return SlotRange(unit, slots[1], 0, here.numel, 0).cuts_blocks(SlotPart(slots[0], 0, there.numel, 0))
 
 
-def test_blocks_of_8_bit_states_are_cut_or_not() -> None:
+def test_blocks_of_8_bit_states_are_cut_or_not():
     rows, columns = extents([[0, 2, 4], [0, 512]]), extents([[0, 4], [0, 256, 512]])
     assert not any(cuts_blocks(a, b) for a in rows for b in columns)
     assert not cuts_blocks(extents([[0, 256, 300]])[1], extents([[0, 300]])[0])
@@ -229,7 +225,7 @@ def many_tiles(opened: Checkpoint, ranks: int, tiles: int) -> Checkpoint:
     return replace(opened, manifest=manifest, tables=tables)
 
 
-def test_twice_as_many_ranks_with_tiles_take_twice_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twice_as_many_ranks_with_tiles_take_twice_the_work(tmp_path, monkeypatch):
     """It grows with the tiles of all ranks, not with tiles times ranks."""
     _, values = build()
     write(tmp_path / "in", values, CUTS[0], monkeypatch)
@@ -238,6 +234,6 @@ def test_twice_as_many_ranks_with_tiles_take_twice_the_work(tmp_path: Path, monk
     assert many < 2.2 * few
 
 
-def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows() -> None:
+def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows():
     left, right = extents([[0, 1 << 40], [0, 256, 512]])  # a look at each row would not end
     assert list(meet(left, 0, left.numel, right)) == []

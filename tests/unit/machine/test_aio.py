@@ -40,7 +40,7 @@ def queue() -> Iterator[Queue]:
     ("nbytes", "checked"),
     [(PAGE_BYTES, True), (CHUNK_BYTES - PAGE_BYTES, False), (CHUNK_BYTES, True), (5 * MIB + 3 * PAGE_BYTES, True)],
 )
-def test_what_was_written_is_read(tmp_path: Path, queue: Queue, nbytes: int, checked: bool) -> None:
+def test_what_was_written_is_read(tmp_path, queue, nbytes, checked):
     source, into = memory(nbytes, seed=1), memory(nbytes)
     with File(queue, tmp_path / "file", nbytes + 2 * PAGE_BYTES) as file:
         write = file.write(PAGE_BYTES, source, checksum=checked)
@@ -56,7 +56,7 @@ def test_what_was_written_is_read(tmp_path: Path, queue: Queue, nbytes: int, che
     assert raw == bytes(PAGE_BYTES) + source.numpy().tobytes() + bytes(PAGE_BYTES)
 
 
-def test_a_transfer_tells_when_it_ended_whenever_it_is_looked_at(tmp_path: Path, queue: Queue) -> None:
+def test_a_transfer_tells_when_it_ended_whenever_it_is_looked_at(tmp_path, queue):
     with File(queue, tmp_path / "file", 4 * MIB) as file:
         started = time.monotonic()
         transfers = [file.write(0, memory(4 * MIB, seed=1)), file.write(0, memory(PAGE_BYTES)[:0])]
@@ -73,9 +73,7 @@ STEP = st.tuples(st.booleans(), st.integers(0, PAGES - 1), st.integers(1, PAGES)
 
 @settings(examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEP, max_size=12), depth=st.integers(1, 4))
-def test_any_sequence_of_transfers_is_that_of_a_bytearray(
-    tmp_path: Path, steps: list[tuple[bool, int, int, int]], depth: int
-) -> None:
+def test_any_sequence_of_transfers_is_that_of_a_bytearray(tmp_path, steps, depth):
     """Whole sequences stay in flight; only what overlaps in the file is waited for, as the caller has to."""
     path = tmp_path / "file"
     model = bytearray(PAGES * PAGE_BYTES)
@@ -105,7 +103,7 @@ def test_any_sequence_of_transfers_is_that_of_a_bytearray(
         path.unlink()
 
 
-def test_many_threads_submit_at_once(tmp_path: Path, queue: Queue) -> None:
+def test_many_threads_submit_at_once(tmp_path, queue):
     nbytes, rounds = 3 * CHUNK_BYTES // 2, 6
     wrong = []
 
@@ -129,7 +127,7 @@ def test_many_threads_submit_at_once(tmp_path: Path, queue: Queue) -> None:
     assert not wrong
 
 
-def test_a_queue_moves_at_most_depth_chunks_at_once_and_finishes_on_close(tmp_path: Path) -> None:
+def test_a_queue_moves_at_most_depth_chunks_at_once_and_finishes_on_close(tmp_path):
     queue = Queue(1)
     file = File(queue, tmp_path / "file", 32 * MIB)
     transfers = [file.write(i * 4 * MIB, memory(4 * MIB, seed=i)) for i in range(8)]
@@ -155,7 +153,7 @@ def _is_open(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
-def test_nothing_is_left_after_close(tmp_path: Path) -> None:
+def test_nothing_is_left_after_close(tmp_path):
     threads, open_before = len(os.listdir("/proc/self/task")), descriptors()
     queue = Queue(4)
     assert len(os.listdir("/proc/self/task")) == threads + 4
@@ -169,7 +167,7 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_blocks * 512 >= MIB
 
 
-def test_what_nobody_keeps_ends_by_itself(tmp_path: Path) -> None:
+def test_what_nobody_keeps_ends_by_itself(tmp_path):
     threads, open_before = len(os.listdir("/proc/self/task")), descriptors()
     source = memory(8 * MIB, seed=5)
     queue = Queue(2)
@@ -181,7 +179,7 @@ def test_what_nobody_keeps_ends_by_itself(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == source.numpy().tobytes()
 
 
-def test_a_tensor_lives_until_its_transfer_is_done_and_no_longer(tmp_path: Path) -> None:
+def test_a_tensor_lives_until_its_transfer_is_done_and_no_longer(tmp_path):
     with Queue(1, chunk_bytes=CHUNK_BYTES) as queue, File(queue, tmp_path / "file", 64 * MIB) as file:
         source = memory(32 * MIB, seed=1)
         alive = weakref.ref(source)
@@ -244,7 +242,7 @@ REFUSED = {
 
 
 @rows(REFUSED)
-def test_what_direct_io_cannot_move_is_refused(row: Refusal, tmp_path: Path, queue: Queue) -> None:
+def test_what_direct_io_cannot_move_is_refused(row, tmp_path, queue):
     with File(queue, tmp_path / "file", MIB) as file:
         for submit in (file.read, file.write):
             refused(row, file, submit)
@@ -252,9 +250,7 @@ def test_what_direct_io_cannot_move_is_refused(row: Refusal, tmp_path: Path, que
     assert not Path("nowhere").exists()
 
 
-def test_buffered_files_are_said_once(
-    tmp_path: Path, queue: Queue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffered_files_are_said_once(tmp_path, queue, caplog, monkeypatch):
     def refuse(descriptor: int, command: int, argument: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -272,7 +268,7 @@ def test_buffered_files_are_said_once(
     ]
 
 
-def test_checksums_that_the_caller_computes(tmp_path: Path) -> None:
+def test_checksums_that_the_caller_computes(tmp_path):
     """The queue's threads compute none: a read is checked when the caller says what is there, a write has his."""
     source, into = memory(3 * PAGE_BYTES, seed=1), memory(3 * PAGE_BYTES)
     with Queue(1) as queue, File(queue, tmp_path / "file", MIB) as file:
@@ -299,7 +295,7 @@ def test_checksums_that_the_caller_computes(tmp_path: Path) -> None:
 
 @examples(20)
 @given(cut=st.integers(0, 5000), nbytes=st.integers(0, 5000), seed=st.integers(0, 2**31))
-def test_checksums_of_neighbours_are_joined(cut: int, nbytes: int, seed: int) -> None:
+def test_checksums_of_neighbours_are_joined(cut, nbytes, seed):
     tensor = memory(3 * PAGE_BYTES, seed)
     address = tensor.data_ptr()
     parts = _native.crc32c(address, cut), _native.crc32c(address + cut, nbytes)
@@ -307,7 +303,7 @@ def test_checksums_of_neighbours_are_joined(cut: int, nbytes: int, seed: int) ->
 
 
 @pytest.mark.parametrize("way", _native.crc32c_ways())
-def test_the_checksum_is_crc32c(way: str) -> None:
+def test_the_checksum_is_crc32c(way):
     def crc(data: bytes) -> int:
         tensor = torch.frombuffer(bytearray(data or b"?"), dtype=torch.uint8)
         return _native.crc32c_by(way, tensor.data_ptr(), len(data))
@@ -323,14 +319,14 @@ def test_the_checksum_is_crc32c(way: str) -> None:
 
 @examples(20)
 @given(nbytes=st.integers(0, 5000), start=st.integers(0, 9), seed=st.integers(0, 2**31))
-def test_the_checksum_does_not_depend_on_the_processor(nbytes: int, start: int, seed: int) -> None:
+def test_the_checksum_does_not_depend_on_the_processor(nbytes, start, seed):
     tensor = memory(3 * PAGE_BYTES, seed)
     address = tensor.data_ptr() + start
     found = {way: _native.crc32c_by(way, address, nbytes) for way in _native.crc32c_ways()}
     assert set(found.values()) == {_native.crc32c(address, nbytes)}, found
 
 
-def test_reads_and_writes_are_served_at_once(tmp_path: Path, queue: Queue) -> None:
+def test_reads_and_writes_are_served_at_once(tmp_path, queue):
     """A write does not wait until the reads before it are all done, nor a read for writes."""
     with File(queue, tmp_path / "file", 49 * MIB) as file:
         many, one = memory(48 * MIB, seed=1), memory(MIB, seed=2)
@@ -342,7 +338,7 @@ def test_reads_and_writes_are_served_at_once(tmp_path: Path, queue: Queue) -> No
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path: Path, kind: str) -> None:
+def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path, kind):
     """An interrupt at any line: once native code has the address, the memory is there until the queue has ended."""
     submitted = 0
 
@@ -380,7 +376,7 @@ def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path: Path, kind:
     assert not happened.where, "all lines were met"
 
 
-def test_a_folder_is_found_through_links_and_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_found_through_links_and_from_here(tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     monkeypatch.chdir(tmp_path)
@@ -396,7 +392,7 @@ def test_a_folder_is_found_through_links_and_from_here(tmp_path: Path, monkeypat
         ("circle", "cannot be found (Too many levels of symbolic links). Create it, or choose", errno.ELOOP),
     ],
 )
-def test_what_is_no_folder(tmp_path: Path, name: str, says: str, number: int) -> None:
+def test_what_is_no_folder(tmp_path, name, says, number):
     (tmp_path / "file").touch()
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(NvmeError) as caught:
@@ -406,7 +402,7 @@ def test_what_is_no_folder(tmp_path: Path, name: str, says: str, number: int) ->
     assert caught.value.errno == number
 
 
-def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space(tmp_path, monkeypatch):
     fields = list(os.statvfs(tmp_path))
     fields[1], fields[3], fields[4] = 512, 9, 4  # fragments of 512 bytes: 9 free, 4 of them for users
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))

@@ -103,7 +103,7 @@ def seconds(span: TraceSpan) -> float:
 
 
 class TestWork:
-    def test_inline_work_is_seen_where_it_runs(self, inline: InlineStreams) -> None:
+    def test_inline_work_is_seen_where_it_runs(self, inline):
         with recorded(inline) as found:
             assert inline.submit(UPLOAD, sleep, nbytes=12, label=Label("gather", "a")) is DONE
         (span,) = found[0].spans
@@ -111,7 +111,7 @@ class TestWork:
         assert seconds(span) >= TICK
         assert found[0].start <= span.start < span.stop <= found[0].stop
 
-    def test_late_work_is_seen_with_its_delay_on_its_stream(self, late: SimulatedStreams) -> None:
+    def test_late_work_is_seen_with_its_delay_on_its_stream(self, late):
         with recorded(late) as found:
             first = late.submit(READ, lambda: None, label=Label("gather", "a", tile=0))
             late.submit(UPLOAD, lambda: None, after=(DONE, first), label=Label("gather", "a", tile=0))
@@ -122,13 +122,13 @@ class TestWork:
         assert upload.start >= read.stop
         assert (read.after, upload.after) == ((), (0,))
 
-    def test_what_follows_several_follows_each(self, late: SimulatedStreams) -> None:
+    def test_what_follows_several_follows_each(self, late):
         with recorded(late) as found:
             events = [late.submit(READ, lambda: None) for _ in range(3)]
             late.submit(UPLOAD, lambda: None, after=(all_of(events[:2]), events[2]))
         assert found[0].spans[3].after == (0, 1, 2)
 
-    def test_a_transfer_is_over_when_it_is_over_not_when_somebody_looks(self, inline: InlineStreams) -> None:
+    def test_a_transfer_is_over_when_it_is_over_not_when_somebody_looks(self, inline):
         transfer = Transfer(0.0)
         with recorded(inline) as found:
             event = inline.submit(READ, lambda: transfer, nbytes=8)
@@ -137,18 +137,18 @@ class TestWork:
         (span,) = found[0].spans
         assert span.stop == transfer.ended
 
-    def test_transfers_of_a_late_stream_end_with_the_transfer(self, late: SimulatedStreams) -> None:
+    def test_transfers_of_a_late_stream_end_with_the_transfer(self, late):
         with recorded(late) as found:
             late.submit(READ, partial(Transfer, 2 * TICK))
         assert seconds(found[0].spans[0]) >= 3 * TICK
 
-    def test_without_an_observer_events_are_the_streams_own(self, late: SimulatedStreams) -> None:
+    def test_without_an_observer_events_are_the_streams_own(self, late):
         assert isinstance(late.submit(UPLOAD, lambda: None), HostEvent)
         with recorded(late):
             assert not isinstance(late.submit(UPLOAD, lambda: None), HostEvent)
         assert isinstance(late.submit(UPLOAD, lambda: None), HostEvent)
 
-    def test_work_that_failed_is_in_it_and_its_error_where_it_was(self, late: SimulatedStreams) -> None:
+    def test_work_that_failed_is_in_it_and_its_error_where_it_was(self, late):
         def fail() -> None:
             raise BrokenError
 
@@ -162,7 +162,7 @@ class TestWork:
                     event.check()
         assert [span.row for span in found[0].spans] == [READ], "what never ran is not"
 
-    def test_buffers_of_work_that_has_run_are_let_go_of(self, late: SimulatedStreams) -> None:
+    def test_buffers_of_work_that_has_run_are_let_go_of(self, late):
         buffer = torch.zeros(10)
         gone = weakref.ref(buffer)
         with recorded(late):
@@ -173,7 +173,7 @@ class TestWork:
             gc.collect()
             assert gone() is None
 
-    def test_events_go_on_after_the_trace(self, late: SimulatedStreams) -> None:
+    def test_events_go_on_after_the_trace(self, late):
         """They stay with units, and must not keep the notes alive."""
         with recorded(late) as found:
             first = late.submit(READ, lambda: None)
@@ -195,7 +195,7 @@ class TestWaits:
         yield streams
         streams.close()
 
-    def test_compute_and_the_host_wait(self, late: SimulatedStreams) -> None:
+    def test_compute_and_the_host_wait(self, late):
         with recorded(late) as found:
             late.submit(UPLOAD, until_waited_for).wait()
             late.submit(DOWNLOAD, until_waited_for).synchronize()
@@ -206,7 +206,7 @@ class TestWaits:
         assert all(wait.start < wait.stop for wait in waits)
         assert "update a (write)" in TraceTimeline(found[0]).summary().waits
 
-    def test_a_wait_for_what_is_done_is_none(self, late: SimulatedStreams) -> None:
+    def test_a_wait_for_what_is_done_is_none(self, late):
         with recorded(late) as found:
             event = late.submit(UPLOAD, lambda: None)
             while not event.done():
@@ -214,7 +214,7 @@ class TestWaits:
             event.wait()
         assert found[0].waits == []
 
-    def test_work_that_waits_for_work_is_none_either(self, late: SimulatedStreams) -> None:
+    def test_work_that_waits_for_work_is_none_either(self, late):
         """Nor is work that waits inside, as an update does for the copies it submits."""
         with recorded(late) as found:
             read = late.submit(READ, sleep)
@@ -226,7 +226,7 @@ class TestWaits:
         assert found[0].waits == []
         assert sorted(span.row for span in found[0].spans) == [DOWNLOAD, READ, UPDATE]
 
-    def test_every_event_of_several_is_waited_for(self, late: SimulatedStreams) -> None:
+    def test_every_event_of_several_is_waited_for(self, late):
         with recorded(late) as found:
             second: list[Event] = []
             first = late.submit(READ, until_waited_for)
@@ -234,7 +234,7 @@ class TestWaits:
             all_of([first, *second]).wait()
         assert [wait.span for wait in found[0].waits] == [0, 1]
 
-    def test_inline_transfers_are_waited_for(self, inline: InlineStreams) -> None:
+    def test_inline_transfers_are_waited_for(self, inline):
         with recorded(inline) as found:
             event = inline.submit(READ, Transfer)
             assert not isinstance(event, PendingEvent)
@@ -244,7 +244,7 @@ class TestWaits:
 
 
 class TestTurns:
-    def test_what_compute_turned_to(self, inline: InlineStreams) -> None:
+    def test_what_compute_turned_to(self, inline):
         with recorded(inline) as found:
             assert inline.observer is not None
             inline.observer.turn_to(Label("forward", "a"))
@@ -255,7 +255,7 @@ class TestTurns:
 
 
 class TestEnd:
-    def test_work_under_way_is_left_out_where_nobody_may_wait(self, late: SimulatedStreams) -> None:
+    def test_work_under_way_is_left_out_where_nobody_may_wait(self, late):
         gate = threading.Event()
         watching = observe(late)
         watching.begin_trace()
@@ -268,7 +268,7 @@ class TestEnd:
         assert sorted(str(span.label) for span in found.spans) == ["also done", "done"]
 
     @pytest.mark.parametrize("notes", ["spans", "turns"])
-    def test_notes_are_bounded_and_the_trace_ends_there(self, inline: InlineStreams, notes: str) -> None:
+    def test_notes_are_bounded_and_the_trace_ends_there(self, inline, notes):
         with recorded(inline, limit=3) as found:
             for number in range(10):
                 if notes == "spans":
@@ -300,9 +300,7 @@ class TestDevices:
         yield streams
         streams.close()
 
-    def test_spans_and_waits_are_in_the_devices_time(
-        self, streams: AcceleratorStreams, device: FakeAccelerator
-    ) -> None:
+    def test_spans_and_waits_are_in_the_devices_time(self, streams, device):
         with recorded(streams) as found:
             streams.observer.turn_to(Label("forward", "a"))
             device.work(3)
@@ -321,9 +319,7 @@ class TestDevices:
         assert summary.rows["compute"].busy_seconds == pytest.approx(6)
         assert summary.waits == {"gather a (upload)": pytest.approx(3)}
 
-    def test_streams_that_wait_for_each_other_are_no_waits_of_compute(
-        self, streams: AcceleratorStreams, device: FakeAccelerator
-    ) -> None:
+    def test_streams_that_wait_for_each_other_are_no_waits_of_compute(self, streams, device):
         with recorded(streams) as found:
             upload = streams.submit(UPLOAD, partial(device.work, 4))
             streams.submit(DOWNLOAD, partial(device.work, 1), after=(all_of([upload, upload]),))
@@ -337,7 +333,7 @@ class TestDevices:
         ]
         assert [wait for wait in found[0].waits if not wait.by_host] == []
 
-    def test_the_host_waits_beside_compute(self, streams: AcceleratorStreams, device: FakeAccelerator) -> None:
+    def test_the_host_waits_beside_compute(self, streams, device):
         with recorded(streams) as found:
             streams.observer.turn_to(Label("backward", "a"))
             device.work(2)
@@ -348,9 +344,7 @@ class TestDevices:
         assert [(s.start, s.stop) for s in timeline.waits] == [(1002, 1005)], "compute went on for two seconds"
         assert timeline.summary().rows["compute"].busy_seconds == pytest.approx(2)
 
-    def test_device_work_after_device_work_is_enqueued_by_its_caller(
-        self, streams: AcceleratorStreams, device: FakeAccelerator
-    ) -> None:
+    def test_device_work_after_device_work_is_enqueued_by_its_caller(self, streams, device):
         """As without an observer: a watched event must not make a thread of it."""
         threads = []
         with recorded(streams):
@@ -358,14 +352,12 @@ class TestDevices:
             streams.submit(DOWNLOAD, lambda: threads.append(threading.current_thread()), after=(upload,))
             assert threads == [threading.current_thread()]
 
-    def test_without_an_observer_no_event_is_timed(self, streams: AcceleratorStreams, device: FakeAccelerator) -> None:
+    def test_without_an_observer_no_event_is_timed(self, streams, device):
         streams.submit(UPLOAD, partial(device.work, 4)).wait()
         streams.compute(lambda: None, label=Label("update", "a"))
         assert device.timed == 0
 
-    def test_marks_that_the_device_has_not_reached_have_no_time(
-        self, streams: AcceleratorStreams, device: FakeAccelerator
-    ) -> None:
+    def test_marks_that_the_device_has_not_reached_have_no_time(self, streams, device):
         watching = observe(streams)
         watching.begin_trace()
         watching.turn_to(Label("forward", "a"))

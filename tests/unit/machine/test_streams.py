@@ -60,7 +60,7 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("make", BACK_ENDS)
-def test_work_of_a_stream_runs_in_the_order_of_submission(make: type) -> None:
+def test_work_of_a_stream_runs_in_the_order_of_submission(make):
     streams = make()
     order: list[int] = []
     events = [streams.submit(UPDATE, lambda n=number: order.append(n)) for number in range(10)]
@@ -71,7 +71,7 @@ def test_work_of_a_stream_runs_in_the_order_of_submission(make: type) -> None:
 
 
 @pytest.mark.parametrize("make", BACK_ENDS)
-def test_work_runs_after_the_events_it_names_on_any_stream(make: type) -> None:
+def test_work_runs_after_the_events_it_names_on_any_stream(make):
     streams = make()
     order: list[str] = []
     first = streams.submit(DOWNLOAD, lambda: order.append(DOWNLOAD))
@@ -83,7 +83,7 @@ def test_work_runs_after_the_events_it_names_on_any_stream(make: type) -> None:
 
 
 @pytest.mark.parametrize("make", BACK_ENDS)
-def test_close_runs_what_is_queued_and_ends_the_threads(make: type) -> None:
+def test_close_runs_what_is_queued_and_ends_the_threads(make):
     before = set(threading.enumerate())
     streams = make()
     ran: list[str] = []
@@ -94,7 +94,7 @@ def test_close_runs_what_is_queued_and_ends_the_threads(make: type) -> None:
     assert set(threading.enumerate()) == before
 
 
-def test_an_error_surfaces_at_every_wait_and_stops_nothing_else() -> None:
+def test_an_error_surfaces_at_every_wait_and_stops_nothing_else():
     streams = late()
     event = streams.submit(UPLOAD, fail)
     for wait in (event.wait, event.synchronize, event.wait):
@@ -107,7 +107,7 @@ def test_an_error_surfaces_at_every_wait_and_stops_nothing_else() -> None:
     streams.close()
 
 
-def test_work_after_failed_work_does_not_run_and_fails_with_it() -> None:
+def test_work_after_failed_work_does_not_run_and_fails_with_it():
     streams = late()
     ran: list[int] = []
     failed = streams.submit(COLLECTIVE, fail)
@@ -118,12 +118,12 @@ def test_work_after_failed_work_does_not_run_and_fails_with_it() -> None:
     streams.close()
 
 
-def test_inline_work_fails_where_it_is_submitted() -> None:
+def test_inline_work_fails_where_it_is_submitted():
     with pytest.raises(BrokenError):
         inline().submit(UPLOAD, fail)
 
 
-def test_only_compute_on_the_host_reaches_the_cpu_tier() -> None:
+def test_only_compute_on_the_host_reaches_the_cpu_tier():
     assert inline().aliases_host
     streams = late()
     assert not streams.aliases_host
@@ -131,7 +131,7 @@ def test_only_compute_on_the_host_reaches_the_cpu_tier() -> None:
     assert isinstance(streams_for(CPU), InlineStreams)
 
 
-def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage() -> None:
+def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage():
     """Autograd's saved views must see the bytes of the next gather."""
     streams = inline()
     buffer = torch.ones(1000)
@@ -176,16 +176,14 @@ def streams() -> Iterator[InlineStreams]:
 
 
 class TestInlineStreamsBesideTransfers:
-    def test_transfers_of_one_stream_are_in_flight_together(self, streams: InlineStreams) -> None:
+    def test_transfers_of_one_stream_are_in_flight_together(self, streams):
         transfers = [Transfer(), Transfer()]
         events = [streams.submit(READ, lambda t=transfer: t) for transfer in transfers]
         transfers[1].end()
         assert [event.done() for event in events] == [False, True]
         transfers[0].end()
 
-    def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(
-        self, streams: InlineStreams
-    ) -> None:
+    def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(self, streams):
         transfer, order = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
         streams.submit(UPDATE, lambda: order.append("after the read"), after=(read,))
@@ -198,7 +196,7 @@ class TestInlineStreamsBesideTransfers:
         streams.submit(UPDATE, lambda: order.append(threading.current_thread().name))
         assert order[-1] == threading.current_thread().name, "once its thread is idle, at once again"
 
-    def test_chains_over_streams_keep_their_order(self, streams: InlineStreams) -> None:
+    def test_chains_over_streams_keep_their_order(self, streams):
         """As in the pipeline of tiles: read, use, write, and the slot's next read after that."""
         order: list[str] = []
         reads, writes = [Transfer() for _ in range(3)], [Transfer() for _ in range(3)]
@@ -217,7 +215,7 @@ class TestInlineStreamsBesideTransfers:
         free.synchronize()
         assert order == [f"{what} {number}" for number in range(3) for what in ("read", "use", "write")]
 
-    def test_an_error_of_a_transfer_reaches_every_wait_and_what_comes_after_it(self, streams: InlineStreams) -> None:
+    def test_an_error_of_a_transfer_reaches_every_wait_and_what_comes_after_it(self, streams):
         transfer, ran = Transfer(BrokenError("the disk is gone")), []
         read = streams.submit(READ, lambda: transfer)
         event = streams.submit(UPDATE, lambda: ran.append(1), after=(read,))
@@ -231,7 +229,7 @@ class TestInlineStreamsBesideTransfers:
         other.synchronize()
         assert ran == [2], "what does not need it goes on"
 
-    def test_close_runs_what_waits_for_transfers(self) -> None:
+    def test_close_runs_what_waits_for_transfers(self):
         threads = set(threading.enumerate())
         streams = InlineStreams(CPU)
         transfer, ran = Transfer(), []
@@ -244,7 +242,7 @@ class TestInlineStreamsBesideTransfers:
         assert ran == [1]
         assert set(threading.enumerate()) == threads
 
-    def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(self) -> None:
+    def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(self):
         streams = InlineStreams(CPU)
         transfer, gathering, order = Transfer(), Transfer(), []
         read = streams.submit(READ, lambda: transfer)
@@ -284,7 +282,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     ],
     ids=repr,
 )
-def test_an_error_keeps_no_frames_of_those_who_waited_for_it(error: Exception) -> None:
+def test_an_error_keeps_no_frames_of_those_who_waited_for_it(error):
     """What they refer to may refer to the event, through what autograd has recorded: nothing of it would ever go."""
     said = str(error), vars(error), getattr(error, "errno", None), getattr(error, "filename", None)
 
@@ -306,8 +304,13 @@ def test_an_error_keeps_no_frames_of_those_who_waited_for_it(error: Exception) -
 class TestAcceleratorStreams:
     """Without a device: what is enqueued where, by which thread, in which order."""
 
-    def test_device_work_is_enqueued_where_it_is_submitted(self, accelerator: FakeAccelerator) -> None:
+    @pytest.fixture
+    def streams(self, accelerator: FakeAccelerator) -> Iterator[AcceleratorStreams]:
         streams = AcceleratorStreams(CPU)
+        yield streams
+        streams.close()
+
+    def test_device_work_is_enqueued_where_it_is_submitted(self, streams, accelerator):
         accelerator.over = False  # the device is busy: nobody waits for it
         first = streams.submit(UPLOAD, lambda: accelerator.log.append("copy on " + accelerator.current_stream().name))
         second = streams.submit(COLLECTIVE, lambda: accelerator.log.append("gather"), after=(first,))
@@ -321,12 +324,8 @@ class TestAcceleratorStreams:
             "compute waits for collective",
         ]
         assert not second.done()
-        streams.close()
 
-    def test_device_work_after_a_read_is_enqueued_when_that_is_over_and_so_is_what_follows(
-        self, accelerator: FakeAccelerator
-    ) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_device_work_after_a_read_is_enqueued_when_that_is_over_and_so_is_what_follows(self, streams, accelerator):
         transfer, names = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
         copied = streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name), after=(read,))
@@ -344,13 +343,9 @@ class TestAcceleratorStreams:
         assert accelerator.log[-1] == "compute waits for upload"
         streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name))
         assert names[-1] == threading.current_thread().name
-        streams.close()
 
-    def test_a_collective_after_a_read_is_enqueued_by_its_caller_before_what_that_does_next(
-        self, accelerator: FakeAccelerator
-    ) -> None:
+    def test_a_collective_after_a_read_is_enqueued_by_its_caller_before_what_that_does_next(self, streams, accelerator):
         """And not by a thread, at a time of its own on each rank."""
-        streams = AcceleratorStreams(CPU)
         transfer, order = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
         copied = streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
@@ -362,11 +357,9 @@ class TestAcceleratorStreams:
         assert "collective waits for upload" in accelerator.log
         assert gathered.done()
         timer.join()
-        streams.close()
 
-    def test_what_the_device_alone_waits_for_is_enqueued_at_once(self, accelerator: FakeAccelerator) -> None:
+    def test_what_the_device_alone_waits_for_is_enqueued_at_once(self, streams, accelerator):
         """Also where it is one event of several, and where a thread has enqueued it meanwhile."""
-        streams = AcceleratorStreams(CPU)
         transfer, names = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
         deferred = streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name), after=(read,))
@@ -379,10 +372,8 @@ class TestAcceleratorStreams:
         assert names == ["penstock-upload", threading.current_thread().name]
         waits = ["compute", "upload", "upload", "save"]
         assert accelerator.log == [f"download waits for {stream}" for stream in waits]
-        streams.close()
 
-    def test_watched_events_that_outlive_their_trace_defer_nothing(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_watched_events_that_outlive_their_trace_defer_nothing(self, streams, accelerator):
         observer = observe(streams)
         observer.begin_trace()
         watched = streams.submit(UPLOAD, lambda: None)
@@ -392,11 +383,10 @@ class TestAcceleratorStreams:
         names: list[str] = []
         streams.submit(DOWNLOAD, lambda: names.append(threading.current_thread().name), after=(watched,))
         assert names == [threading.current_thread().name]
-        streams.close()
 
-    def test_a_thread_of_ours_has_no_compute(self, accelerator: FakeAccelerator) -> None:
+    def test_a_thread_of_ours_has_no_compute(self, streams, accelerator):
         """Its current stream is the default one, and training may be on another."""
-        streams, worker = AcceleratorStreams(CPU), HostWorker("test")
+        worker = HostWorker("test")
         moment = streams.now()
         accelerator.log.clear()
         worker.submit(lambda: streams.submit(SAVE, lambda: None) and None).synchronize()
@@ -407,10 +397,8 @@ class TestAcceleratorStreams:
             with pytest.raises(AssertionError, match="a thread of ours has no compute"):
                 worker.submit(lambda wrong=wrong: wrong() and None).synchronize()
         worker.close()
-        streams.close()
 
-    def test_compute_that_turns_to_another_stream_follows_the_one_before(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_compute_that_turns_to_another_stream_follows_the_one_before(self, streams, accelerator):
         streams.submit(UPLOAD, lambda: None)
         with accelerator.stream(accelerator.Stream("another")):
             accelerator.log.clear()
@@ -419,10 +407,9 @@ class TestAcceleratorStreams:
             assert accelerator.log == ["another waits for compute"]
             streams.submit(UPLOAD, lambda: None)
         assert accelerator.log[1:] == ["upload waits for another"]
-        streams.close()
 
-    def test_gathers_have_memory_of_the_uploads(self, accelerator: FakeAccelerator) -> None:
-        streams, seen = AcceleratorStreams(CPU), []
+    def test_gathers_have_memory_of_the_uploads(self, streams, accelerator):
+        seen = []
         storage = torch.UntypedStorage.resize_
 
         def resize(self: Any, nbytes: int) -> None:
@@ -437,10 +424,8 @@ class TestAcceleratorStreams:
             streams.allocate(buffer)
             streams.allocate(buffer)
         assert seen == [("upload", 0), ("upload", 16)]
-        streams.close()
 
-    def test_what_is_given_up_goes_when_its_event_is_over(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_what_is_given_up_goes_when_its_event_is_over(self, streams, accelerator):
         accelerator.over = False
         buffer = torch.zeros(3)
         gone = weakref.ref(buffer)
@@ -451,20 +436,16 @@ class TestAcceleratorStreams:
         accelerator.over = True
         streams.submit(DOWNLOAD, lambda: None)
         assert gone() is None
-        streams.close()
 
-    def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, streams, accelerator):
         copied = streams.submit(DOWNLOAD, lambda: None)
         names: list[str] = []
         written = streams.submit(WRITE, lambda: names.append(threading.current_thread().name), after=(copied,))
         written.synchronize()
         assert accelerator.log[-1] == "host waits for download"
         assert names == ["penstock-write"]
-        streams.close()
 
-    def test_a_read_that_failed_fails_what_was_to_be_enqueued_after_it(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_a_read_that_failed_fails_what_was_to_be_enqueued_after_it(self, streams, accelerator):
         transfer, ran = Transfer(BrokenError("the disk is gone")), []
         read = streams.submit(READ, lambda: transfer)
         copied = streams.submit(UPLOAD, lambda: ran.append(1), after=(read,))
@@ -474,9 +455,8 @@ class TestAcceleratorStreams:
                 wait()
         assert copied.done()
         assert ran == []
-        streams.close()
 
-    def test_close_enqueues_what_waits_and_finishes_the_device(self, accelerator: FakeAccelerator) -> None:
+    def test_close_enqueues_what_waits_and_finishes_the_device(self, accelerator):
         threads = set(threading.enumerate())
         streams = AcceleratorStreams(CPU)
         transfer, ran = Transfer(), []
@@ -489,7 +469,7 @@ class TestAcceleratorStreams:
         assert set(threading.enumerate()) == threads
 
 
-def test_a_worker_keeps_no_buffer_alive_while_it_waits() -> None:
+def test_a_worker_keeps_no_buffer_alive_while_it_waits():
     worker = HostWorker("test")
     buffer = torch.zeros(10)
     gone = weakref.ref(buffer)
