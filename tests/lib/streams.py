@@ -1,6 +1,11 @@
 """Devices on which nothing is asynchronous, and streams with delays of the test's choice."""
 
 import random
+import sys
+import threading
+import time
+from collections.abc import Collection
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,6 +43,19 @@ def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
     streams = simulated(seed, most_seconds)
     streams.reads_in_place = False
     return streams
+
+
+def until_waited_for(events: Collection[Event] | None = None) -> None:
+    """Work that is over once the main thread waits: for anything, or for one of some events, which may come later."""
+    main = threading.main_thread().ident
+    while True:
+        frame: FrameType | None = sys._current_frames()[main]
+        is_waiting = frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "wait"
+        while is_waiting and frame is not None:
+            if events is None or frame.f_locals.get("self") in events:
+                return
+            frame = frame.f_back
+        time.sleep(0.001)
 
 
 def is_released(parameter: Tensor) -> bool:

@@ -2,8 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +39,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("read", [read_mapping, convert_file], ids=["read", "convert"])
 @pytest.mark.parametrize(("name", "text", "why"), REFUSED, ids=[f"{name} {text[:20]}" for name, text, _ in REFUSED])
-def test_what_is_hostile_or_odd_is_one_line(
-    name: str, text: str, why: str, read: Callable[[Path], Any], tmp_path: Path
-) -> None:
+def test_what_is_hostile_or_odd_is_one_line(name, text, why, read, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=rf"{name} is not read: {why}") as caught:
         read(tmp_path / name)
@@ -51,7 +47,7 @@ def test_what_is_hostile_or_odd_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev/zero")
@@ -65,14 +61,14 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     listening.close()
 
 
-def test_what_other_libraries_write_is_read(tmp_path: Path) -> None:
+def test_what_other_libraries_write_is_read(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "\ufeffmodel_max_length: 1000000000000000019884624838656\nlr: .inf\nwhen: '1:30'\n"
     )
     assert read_mapping(tmp_path / "a.yaml") == {"model_max_length": int(1e30), "lr": float("inf"), "when": "1:30"}
 
 
-def test_a_value_of_any_size_is_a_piece_of_a_line() -> None:
+def test_a_value_of_any_size_is_a_piece_of_a_line():
     class Odd:
         def __repr__(self) -> str:
             raise ValueError
@@ -87,7 +83,7 @@ def test_a_value_of_any_size_is_a_piece_of_a_line() -> None:
         assert shown(value).isprintable()
 
 
-def test_a_file_of_the_kernel_has_no_size_and_is_read_all_the_same() -> None:
+def test_a_file_of_the_kernel_has_no_size_and_is_read_all_the_same():
     """Its size is 0: it was taken for an empty file."""
     assert read_bytes("/proc/self/status")
     with pytest.raises(OSError, match="more than 4 bytes"):

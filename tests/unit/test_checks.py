@@ -1,5 +1,6 @@
 """Errors say what, which, and what to do next; and a request that is refused has changed nothing."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from itertools import combinations
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 import penstock.construct
@@ -18,9 +19,10 @@ from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Place
 from penstock.blueprint import draw_blueprint, request_for
 from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import DeviceTier, HostTier
-from tests.lib.engines import prepare_on
+from tests.lib.engines import assert_same_state, loss_of, prepared, squared, state, train
+from tests.lib.models import Blocks
+from tests.lib.refusals import Refusal, refused, refused_unchanged, rows
 from tests.lib.streams import inline, simulated
-from tests.models.modules_rows import Stack, squared
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
@@ -45,76 +47,118 @@ def stranger() -> nn.Parameter:
     return nn.Parameter(torch.zeros(3, 5))
 
 
-REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+# Before prepare
+
+
+def mixed() -> nn.Module:
+    """A trained embedding in bf16 before layers in fp32."""
+    return nn.Sequential(nn.Embedding(8, 4, dtype=torch.bfloat16), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Blocks(seed=None)
+
+
+def changed(change: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """The choice of a model on which something was done before."""
+
+    def make() -> nn.Module:
+        model = Blocks()
+        change(model)
+        return model
+
+    return {"model": make}
+
+
+def frozen_up(model: Any) -> None:
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """As DistributedDataParallel wraps a model, without a process group."""
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = model
+    return wrapper
+
+
+COMBINES = "which combines gradients itself. Give the module that it wraps (model.module)."
+#: What is done with a model; `how` makes another one.
+REFUSED = {
     # Values that do not exist
-    "stage": (with_(stage=4), "stage=4: use 0 (nothing sharded), 1, 2 or 3."),
-    "stage of another type": (with_(stage="3"), "stage='3': use 0 (nothing sharded), 1, 2 or 3."),
-    "stage True": (with_(stage=True), "stage=True: use 0"),
-    "precision": (with_(precision="int8"), "precision='int8': use one of 'fp32', 'bf16', 'fp16'."),
-    "overlap": (with_(overlap="always"), "overlap='always': use one of 'none', 'forward', 'backward', 'auto'."),
-    "master": (with_(master="bf16"), "master='bf16': use one of 'remainder', 'fp32', 'none'."),
-    "placement": (with_(placement="cpu"), "placement='cpu': give a penstock.Placement, 'auto' or None."),
-    "options": (with_(options={"tile_bytes": 1}), "options={'tile_bytes': 1}: give a penstock.Options."),
-    "reduce_dtype": (
+    "stage": Refusal(with_(stage=4), "stage=4: use 0 (nothing sharded), 1, 2 or 3."),
+    "stage of another type": Refusal(with_(stage="3"), "stage='3': use 0 (nothing sharded), 1, 2 or 3."),
+    "stage True": Refusal(with_(stage=True), "stage=True: use 0"),
+    "precision": Refusal(with_(precision="int8"), "precision='int8': use one of 'fp32', 'bf16', 'fp16'."),
+    "overlap": Refusal(with_(overlap="always"), "overlap='always': use one of 'none', 'forward', 'backward', 'auto'."),
+    "master": Refusal(with_(master="bf16"), "master='bf16': use one of 'remainder', 'fp32', 'none'."),
+    "placement": Refusal(with_(placement="cpu"), "placement='cpu': give a penstock.Placement, 'auto' or None."),
+    "options": Refusal(with_(options={"tile_bytes": 1}), "options={'tile_bytes': 1}: give a penstock.Options."),
+    "reduce_dtype": Refusal(
         with_(reduce_dtype=torch.int32),
         "reduce_dtype=torch.int32: use torch.float32, torch.bfloat16, torch.float16 or None.",
     ),
-    "grad_accumulation_dtype": (
+    "grad_accumulation_dtype": Refusal(
         with_(grad_accumulation_dtype="fp32"),
         "grad_accumulation_dtype='fp32': use torch.float",
     ),
-    "max_grad_norm 0": (with_(max_grad_norm=0), "max_grad_norm=0: use a finite number above 0, or None not to clip."),
-    "max_grad_norm below 0": (with_(max_grad_norm=-1.0), "max_grad_norm=-1.0: use a finite number above 0"),
-    "max_grad_norm nan": (with_(max_grad_norm=float("nan")), "max_grad_norm=nan: use a finite number above 0"),
-    "max_grad_norm inf": (with_(max_grad_norm=float("inf")), "max_grad_norm=inf: use a finite number above 0"),
-    "max_grad_norm True": (with_(max_grad_norm=True), "max_grad_norm=True: use a finite number above 0"),
-    "units that match nothing": (
+    "max_grad_norm 0": Refusal(
+        with_(max_grad_norm=0), "max_grad_norm=0: use a finite number above 0, or None not to clip."
+    ),
+    "max_grad_norm nan": Refusal(with_(max_grad_norm=float("nan")), "max_grad_norm=nan: use a finite number above 0"),
+    "max_grad_norm inf": Refusal(with_(max_grad_norm=float("inf")), "max_grad_norm=inf: use a finite number above 0"),
+    "max_grad_norm True": Refusal(with_(max_grad_norm=True), "max_grad_norm=True: use a finite number above 0"),
+    "units that match nothing": Refusal(
         with_(units=[nn.LSTM, nn.GRU]),
-        "units: no module of Stack matches LSTM, GRU. Use units=None to find blocks.",
+        "units: no module of Blocks matches LSTM, GRU. Use units=None to find blocks.",
     ),
-    "a predicate that matches nothing": (
+    "a predicate that matches nothing": Refusal(
         with_(units=lambda name, module: False),
-        "units: no module of Stack matches the predicate. Use units=None to find blocks.",
+        "units: no module of Blocks matches the predicate. Use units=None to find blocks.",
     ),
-    "units that are no classes": (
+    "units that are no classes": Refusal(
         with_(units=["Block"]),
         "units=['Block']: give module classes, a predicate on (name, module), or None.",
     ),
-    "units of another type": (with_(units=3), "units=3: give module classes, a predicate on (name, module), or None."),
-    "nvme without a folder": (
+    "units of another type": Refusal(
+        with_(units=3), "units=3: give module classes, a predicate on (name, module), or None."
+    ),
+    "nvme without a folder": Refusal(
         with_(placement=Placement(optimizer="nvme")),
         "optimizer='nvme' needs a folder for its files. Name one on a fast disk: Placement(nvme_path=...).",
     ),
-    "disk without a folder": (
+    "disk without a folder": Refusal(
         with_(placement=Placement(params="disk", nvme_path=[])),
         "params='disk' needs a folder for its files.",
     ),
-    "a fraction on nvme without a folder": (
+    "a fraction on nvme without a folder": Refusal(
         with_(placement=Placement(grads={"cpu": 0.9, "nvme": 0.1})),
         "grads={'cpu': 0.9, 'nvme': 0.1} needs a folder for its files. Name one on a fast disk:",
     ),
     # Not available
-    "activations": (
+    "activations": Refusal(
         with_(placement=Placement(activations="nvme")),
         "activations='nvme' needs a folder for its files. Name one on a fast disk: Placement(nvme_path=...).",
     ),
-    "auto": (
+    "auto": Refusal(
         with_(placement="auto"),
         "placement='auto' needs to know what it is for: give plan=, the file that penstock plan wrote, or batch=, a "
         "function that makes one micro-batch, to simulate it.",
     ),
     # Optimizers
-    "no rule": (
+    "no rule": Refusal(
         by(lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1)),
         "torch.optim.lbfgs.LBFGS is not supported",
     ),
-    "a subclass": (by(lambda m: OwnAdamW(m.parameters())), "OwnAdamW is not supported. Use exactly one of"),
-    "no optimizer but its name": (by(lambda m: "adamw"), "builtins.str is not supported. Use exactly one of"),
-    "capturable": (
+    "a subclass": Refusal(by(lambda m: OwnAdamW(m.parameters())), "OwnAdamW is not supported. Use exactly one of"),
+    "no optimizer but its name": Refusal(by(lambda m: "adamw"), "builtins.str is not supported. Use exactly one of"),
+    "capturable": Refusal(
         by(lambda m: adamw(m, capturable=True)),
         "Parameter group 0: capturable=True is not supported by Penstock's adamw. Set capturable=False in",
     ),
-    "an option of the second group": (
+    "an option of the second group": Refusal(
         by(
             lambda m: torch.optim.Adam(
                 [{"params": m.first.parameters()}, {"params": m.last.parameters(), "capturable": True}]
@@ -122,21 +166,70 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         ),
         "Parameter group 1: capturable=True is not supported",
     ),
-    "strangers": (
+    "strangers": Refusal(
         by(lambda m: torch.optim.AdamW([{"params": m.parameters()}, {"params": [stranger()]}])),
         "1 of the optimizer's 17 parameters are not the model's; the first has shape (3, 5) in group 1. Build the "
         "optimizer from model.parameters() after the model has its final modules.",
     ),
     # Models
-    "no model": (lambda m: penstock.prepare(m.forward, adamw(m)), "model=method: give a torch.nn.Module."),
-    "no parameters": (lambda m: penstock.prepare(nn.ReLU(), adamw(m)), "ReLU has no parameters."),
+    "no model": Refusal(lambda m: penstock.prepare(m.forward, adamw(m)), "model=method: give a torch.nn.Module."),
+    "no parameters": Refusal(lambda m: penstock.prepare(nn.ReLU(), adamw(m)), "ReLU has no parameters."),
+    "a model on the meta device": Refusal(
+        by(adamw),
+        "'first.weight' (16, 8) is on the meta device. Say where its values come from: prepare(weights=",
+        how={"model": on_meta},
+    ),
+    "a buffer on the meta device": Refusal(
+        by(adamw),
+        "'table' (3,) is on the meta device",
+        how=changed(lambda m: m.register_buffer("table", torch.empty(3, device="meta"))),
+    ),
+    "several dtypes that nobody said are cast": Refusal(
+        by(adamw),
+        "1 of bfloat16 (such as '0.weight'), 4 of float32 (such as '1.weight'). Use prepare(precision=",
+        how={"model": mixed},
+    ),
+    "a lazy parameter": Refusal(
+        by(lambda m: torch.optim.AdamW(m[0].parameters())),
+        "'1.weight' has no shape yet. Run the model once first, so that lazy modules",
+        how={"model": lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))},
+    ),
+    "a complex parameter": Refusal(
+        by(adamw),
+        "Parameter 'phase' is torch.complex64. Store its real and imaginary parts apart.",
+        how=changed(lambda m: m.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))),
+    ),
+    "DataParallel": Refusal(
+        lambda m: penstock.prepare(nn.DataParallel(m), adamw(m)), f"model is a DataParallel, {COMBINES}"
+    ),
+    "DDP": Refusal(lambda m: penstock.prepare(wrapped(m), adamw(m)), f"model is a DistributedDataParallel, {COMBINES}"),
+    "a gradient that is there": Refusal(
+        by(adamw),
+        "Parameter 'first.weight' has a gradient already. Call zero_grad() or step() before prepare().",
+        how=changed(lambda m: loss_of(m).backward()),
+    ),
+    # In bf16, each parameter on 256 elements: root 4 * 256, a block 4 * 256 + 2 * 512.
+    "live_bytes": Refusal(
+        with_(options=Options(live_bytes=1000)),
+        "Options(live_bytes=1,000) is 5,144 bytes too small: unit 'blocks.1' and the units around it take 6,144 bytes "
+        "when gathered. Raise live_bytes, or choose smaller units.",
+        MemoryBudgetError,
+    ),
+    "live_bytes with frozen parameters": Refusal(
+        with_(options=Options(live_bytes=6143)),
+        "take 6,144 bytes when gathered",
+        MemoryBudgetError,
+        changed(frozen_up),
+    ),
 }
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Everything about a model that `prepare` would change."""
+    there = {name: p for name, p in model.named_parameters() if not p.is_meta and not nn.parameter.is_lazy(p)}
     return {
-        "values": {n: (id(p), p.data_ptr(), p.dtype, p.detach().clone()) for n, p in model.named_parameters()},
+        "values": {n: (id(p), p.data_ptr(), p.dtype, p.detach().clone()) for n, p in there.items()},
+        "gradients": {n: p.grad for n, p in there.items() if p.grad is not None}.keys(),
         "buffers": {n: id(b) for n, b in model.named_buffers()},
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         "gradient hooks": [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()],
@@ -171,49 +264,17 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_prepare_refuses(name, nothing_allocated):
-    call, text = REFUSED[name]
-    model = Stack()
+def refused_untouched(row: Refusal, model: nn.Module) -> None:
+    """Assert that `prepare` refuses a row, and leaves the model as it was."""
     before = state_of(model)
-    with pytest.raises(ConfigError) as caught:
-        call(model)
-    assert text in str(caught.value)
-    assert isinstance(caught.value, ValueError)
+    refused(row, model)
     assert_untouched(model, before)
 
 
-def refused(call: Callable[[], Any], model: nn.Module, error: type[Exception] = ConfigError) -> str:
-    before = state_of(model)
-    with pytest.raises(error) as caught:
-        call()
-    assert_untouched(model, before)
-    return str(caught.value)
-
-
-def test_meta_tensors_are_refused(nothing_allocated):
-    with torch.device("meta"):
-        model = Stack()
-    optimizer = adamw(model)
-    with pytest.raises(ConfigError) as caught:
-        penstock.prepare(model, optimizer)
-    assert "'first.weight' (16, 8) is on the meta device. Say where its values come from: prepare(weights=" in str(
-        caught.value
-    )
-    model = Stack()
-    model.register_buffer("table", torch.empty(3, device="meta"))
-    assert "'table' (3,) is on the meta device" in refused(lambda: penstock.prepare(model, adamw(model)), model)
-
-
-def mixed() -> nn.Module:
-    """A trained embedding in bf16 before layers in fp32."""
-    return nn.Sequential(nn.Embedding(8, 4, dtype=torch.bfloat16), nn.Linear(4, 4), nn.Linear(4, 4))
-
-
-def test_a_model_that_is_trained_in_several_dtypes_is_not_cast_in_silence(nothing_allocated):
-    model = mixed()
-    text = refused(lambda: penstock.prepare(model, adamw(model)), model)
-    assert "1 of bfloat16 (such as '0.weight'), 4 of float32 (such as '1.weight'). Use prepare(precision=" in text
+@rows(REFUSED)
+@pytest.mark.usefixtures("nothing_allocated")
+def test_prepare_refuses(row):
+    refused_untouched(row, row.how["model"]() if row.how else Blocks())
 
 
 def frozen_below(adapter: torch.dtype) -> nn.Module:
@@ -257,52 +318,17 @@ def test_a_cast_that_nobody_asked_for_is_a_line_in_the_log(name, caplog):
     assert [text[: len(line)] for text in said] == [line] * bool(line)
 
 
-def test_parameters_without_shape_are_refused(nothing_allocated):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
-    with pytest.raises(ConfigError) as caught:
-        penstock.prepare(model, torch.optim.AdamW(model[0].parameters()))
-    assert "'1.weight' has no shape yet. Run the model once first, so that lazy modules" in str(caught.value)
+class Borrower(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
 
 
-def test_complex_parameters_are_refused(nothing_allocated):
-    model = Stack()
-    model.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
-    message = refused(lambda: penstock.prepare(model, adamw(model)), model)
-    assert message == "Parameter 'phase' is torch.complex64. Store its real and imaginary parts apart."
-
-
-@pytest.mark.parametrize("wrapper", [nn.DataParallel, "DistributedDataParallel"], ids=["DataParallel", "DDP"])
-def test_wrappers_that_share_gradients_themselves_are_refused(wrapper, nothing_allocated):
-    model = Stack()
-    if wrapper is nn.DataParallel:
-        wrapped = nn.DataParallel(model)
-    else:  # without a process group
-        wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-        nn.Module.__init__(wrapped)
-        wrapped.module = model
-    message = refused(lambda: penstock.prepare(wrapped, adamw(model)), model)
-    assert message == (
-        f"model is a {type(wrapped).__name__}, which combines gradients itself. Give the module that it wraps "
-        "(model.module)."
-    )
-
-
-def test_gradients_that_are_there_are_refused(nothing_allocated):
-    model = Stack()
-    squared(model(torch.ones(1, 8))).backward()
-    message = refused(lambda: penstock.prepare(model, adamw(model)), model)
-    assert message == ("Parameter 'first.weight' has a gradient already. Call zero_grad() or step() before prepare().")
-    assert model.first.weight.grad is not None
-
-
-PREPARED_FIRST = {
-    "the same": (lambda m: m, "This Stack is prepared already: parameter 'first.weight' "),
+OTHERS: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
+    "the same": (lambda m: m, "This Blocks is prepared already: parameter 'first.weight' "),
     "a block": (lambda m: m.blocks[0], "This Block is prepared already: parameter '"),
     "a layer of a block": (lambda m: m.blocks[0].up, "This Linear is prepared already: parameter 'weight' "),
-    "a parent": (
-        lambda m: nn.Sequential(m, nn.ReLU()),
-        "Sequential is prepared already: parameter '0.first.weight' ",
-    ),
+    "a parent": (lambda m: nn.Sequential(m, nn.ReLU()), "Sequential is prepared already: parameter '0.first.weight' "),
     "another holder of a block": (lambda m: nn.Sequential(m.blocks[1]), "is prepared already: parameter '0."),
     "another holder of a parameter": (
         lambda m: Borrower(m.first.weight),
@@ -311,64 +337,50 @@ PREPARED_FIRST = {
 }
 
 
-class Borrower(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-
-@pytest.mark.parametrize("name", PREPARED_FIRST)
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_model_is_prepared_once(name):
-    other_of, text = PREPARED_FIRST[name]
-    model = Stack()
+    other_of, text = OTHERS[name]
+    model = Blocks()
     optimizer = penstock.prepare(model, adamw(model))
     other = other_of(model)
-    message = refused(lambda: penstock.prepare(other, adamw(other)), model)
-    assert text in message
-    assert message.endswith("Call close() on its optimizer before preparing it again.")
+    refused_untouched(Refusal(lambda _: penstock.prepare(other, adamw(other)), text), model)
     optimizer.close()
     penstock.prepare(other, adamw(other)).close()
 
 
-def test_the_launcher_and_the_process_group_agree(monkeypatch, nothing_allocated):
-    model = Stack()
-
-    def message() -> str:
-        return refused(lambda: penstock.prepare(model, adamw(model)), model)
+@pytest.mark.usefixtures("nothing_allocated")
+def test_the_launcher_and_the_process_group_agree(monkeypatch):
+    def refused_now(text: str, **arguments: Any) -> None:
+        refused_untouched(Refusal(with_(**arguments), text), Blocks())
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert message() == (
+    refused_now(
         "WORLD_SIZE=2, but torch.distributed is not initialised. Call torch.distributed.init_process_group() before "
         "prepare(), with the launcher's world size, or unset WORLD_SIZE."
     )
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
-    assert message().startswith("WORLD_SIZE=2, but the process group has 4 ranks.")
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    assert message().startswith("WORLD_SIZE=two, but the process group has 4 ranks.")
+    for said in ("2", "two"):
+        monkeypatch.setenv("WORLD_SIZE", said)
+        refused_now(f"WORLD_SIZE={said}, but the process group has 4 ranks.")
     mesh: Any = SimpleNamespace(ndim=3, mesh_dim_names=("a", "tp", "b"), mesh=torch.arange(8).view(2, 2, 2))
-    assert refused(lambda: penstock.prepare(model, adamw(model), mesh=mesh), model) == (
+    refused_now(
         "mesh (a 2 x tp 2 x b 2; ranks [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]): it does not say what 'a', 'b' is. Name "
         "each dimension dp_replicate, dp_shard, cp, tp or ep; one or two without such names are (shard) and "
-        "(replicate, shard)."
+        "(replicate, shard).",
+        mesh=mesh,
     )
 
 
-def test_live_bytes_too_small(nothing_allocated):
-    model = Stack()
-    message = refused(
-        lambda: penstock.prepare(model, adamw(model), options=Options(live_bytes=1000)), model, MemoryBudgetError
-    )
-    # In bf16, each parameter on 256 elements: root 4 * 256, a block 4 * 256 + 2 * 512.
-    need = 2 * (1024 + 2048)
-    assert message == (
-        f"Options(live_bytes=1,000) is {need - 1000:,} bytes too small: unit 'blocks.1' and the units around it take "
-        f"{need:,} bytes when gathered. Raise live_bytes, or choose smaller units."
-    )
+@pytest.mark.usefixtures("nothing_allocated")
+def test_an_nvme_path_that_is_not_there_leaves_the_model_alone(tmp_path):
+    there = Placement(optimizer="nvme", nvme_path=[tmp_path, tmp_path / "not there"])
+    refused_untouched(Refusal(with_(placement=there), "not there' cannot be found", penstock.NvmeError), Blocks())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_gathered_with_a_unit_is_what_spans_it():
-    model = nn.ModuleList([Stack(), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))])
+    model = nn.ModuleList([Blocks(), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))])
     for linear in model[1]:
         linear.bias.requires_grad_(False)  # two units of one module that has none inside
     model[1][0].weight = model[1][2].weight  # a unit of two blocks
@@ -376,14 +388,6 @@ def test_what_is_gathered_with_a_unit_is_what_spans_it():
     for needs in combinations([(plan.spec, 2**number) for number, plan in enumerate(units)], 2):
         around = [(sum(n for other, n in needs if other.spans(spec)), spec.name) for spec, _ in needs]
         assert checks.most_needed(needs) == max(around)
-
-
-def test_live_bytes_counts_frozen_and_trained_parameters_of_a_block(nothing_allocated):
-    model = Stack()
-    for block in model.blocks:
-        block.up.requires_grad_(False)
-    with pytest.raises(MemoryBudgetError, match=r"take 6,144 bytes when gathered"):
-        penstock.prepare(model, adamw(model), options=Options(live_bytes=6143))
 
 
 def test_pinned_memory_has_a_budget_of_its_own():
@@ -399,67 +403,10 @@ def test_pinned_memory_has_a_budget_of_its_own():
     checks.check_pinned_memory(500_000, 4096, torch.device("cpu"), Options(pinned_bytes=30_000, tile_bytes=4096))
 
 
-VALUES: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown tier": (
-        lambda: Placement(params="vram"),
-        "params='vram' is not a tier. Use one of 'device', 'cpu', 'nvme'.",
-    ),
-    "unknown tier of activations": (lambda: Placement(activations="ram"), "activations='ram' is not a tier."),
-    "a tier that is no name": (lambda: Placement(grads=0), "grads=0 is not a tier."),
-    "fractions": (
-        lambda: Placement(optimizer={"cpu": 0.5, "device": 0.4}),
-        "The fractions of optimizer={'cpu': 0.5, 'device': 0.4} sum to 0.9. Make them sum to 1.",
-    ),
-    "no fractions": (lambda: Placement(optimizer={}), "The fractions of optimizer={} sum to 0. Make them sum to 1."),
-    "a fraction out of range": (
-        lambda: Placement(optimizer={"cpu": 1.5, "device": -0.5}),
-        "optimizer['cpu']=1.5 is not a fraction. Use a number from 0 to 1.",
-    ),
-    "a fraction that is no number": (
-        lambda: Placement(params={"cpu": "all"}),
-        "params['cpu']='all' is not a fraction.",
-    ),
-    "a tier twice": (
-        lambda: Placement(params={"gpu": 0.5, "device": 0.5}),
-        "params={'gpu': 0.5, 'device': 0.5} names the tier 'device' twice. Give each tier one fraction.",
-    ),
-    "twin_flow": (
-        lambda: Placement.twin_flow(1.5),
-        "twin_flow(ratio=1.5) is not a fraction. Use a number from 0 to 1.",
-    ),
-    "tile_bytes": (
-        lambda: Options(tile_bytes=10),
-        "Options(tile_bytes=10): use a whole number of bytes, 4096 or more.",
-    ),
-    "live_bytes": (lambda: Options(live_bytes=1e9), "Options(live_bytes=1000000000.0): use a whole number of bytes, 1"),
-    "update_threads": (lambda: Options(update_threads=0), "Options(update_threads=0): use a whole number, 1 or more."),
-    "on_nonfinite": (lambda: Options(on_nonfinite="warn"), "Options(on_nonfinite='warn'): use one of 'skip', 'raise'."),
-    "initial_loss_scale": (lambda: Options(initial_loss_scale=0), "use a finite number above 0."),
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_values_out_of_range(name):
-    make, text = VALUES[name]
-    with pytest.raises(ConfigError) as caught:
-        make()
-    assert text in str(caught.value)
-
-
 # After prepare
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return Stack()
-
-
-def backward(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    optimizer.backward(squared(model(torch.ones(2, 8))))
-
-
-AFTER_CLOSE: dict[str, Callable[[penstock.Optimizer, nn.Module], Any]] = {
+AFTER_CLOSE: dict[str, Callable[[penstock.Optimizer, Any], Any]] = {
     "backward": lambda o, m: o.backward(torch.ones((), requires_grad=True)),
     "step": lambda o, m: o.step(),
     "zero_grad": lambda o, m: o.zero_grad(),
@@ -478,202 +425,201 @@ AFTER_CLOSE: dict[str, Callable[[penstock.Optimizer, nn.Module], Any]] = {
 }
 
 
-def test_after_close(model):
-    optimizer = penstock.prepare(model, adamw(model))
+def test_after_close():
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(EngineError, RuntimeError)
+    model, optimizer = prepared(Blocks)
     optimizer.close()
     for verb, call in AFTER_CLOSE.items():
-        with pytest.raises(EngineError) as caught:
-            call(optimizer, model)
-        assert str(caught.value) == f"{verb}() was called after close(). Prepare the model again to go on."
-        assert isinstance(caught.value, RuntimeError)
+        text = f"{verb}() was called after close(). Prepare the model again to go on."
+        refused(Refusal(call, text, EngineError), optimizer, model)
 
 
-@pytest.mark.parametrize("make_streams", [inline, simulated])
-def test_step_where_it_must_not_be(model, make_streams):
-    optimizer = prepare_on(make_streams(), model, adamw(model), placement=Placement(params="cpu"), precision="fp32")
-    expected = "step() was called inside a forward or a backward. Call it after backward has returned."
-    seen = []
+def step_inside(register: str) -> Callable[..., None]:
+    """A step in a hook of a block; what it raises there is raised when the backward is over."""
 
-    def step(*args: Any) -> None:
-        with pytest.raises(EngineError) as caught:
-            optimizer.step()
-        seen.append(str(caught.value))
+    def do(model: Any, optimizer: penstock.Optimizer) -> None:
+        caught = []
 
-    for register in (model.blocks[0].register_forward_hook, model.blocks[0].register_full_backward_hook):
-        hook = register(step)
-        backward(model, optimizer)
+        def step(*_: Any) -> None:
+            with pytest.raises(EngineError) as error:
+                optimizer.step()
+            caught.append(error.value)
+
+        hook = getattr(model.blocks[0], register)(step)
+        optimizer.backward(loss_of(model))
         hook.remove()
-        assert seen.pop() == expected
-        assert not seen
-    with optimizer.gathered(), pytest.raises(EngineError) as caught:
+        optimizer.zero_grad()
+        (error,) = caught
+        raise error
+
+    return do
+
+
+def inside_gathered(model: Any, optimizer: penstock.Optimizer) -> None:
+    with optimizer.gathered():
         optimizer.step()
-    assert (
-        str(caught.value) == "step() was called inside gathered(). Leave the block first: step changes what it shows."
-    )
-    with pytest.raises(ConfigError) as refused_closure:
-        optimizer.step(torch.ones(()))
-    assert str(refused_closure.value) == (
-        "step(Tensor): give a function that runs zero_grad, forward and backward, or call backward first, then step()."
-    )
-    assert not optimizer.step().skipped
-    optimizer.close()
 
 
-def test_groups_are_of_the_model(model):
-    optimizer = penstock.prepare(model, adamw(model))
-    with pytest.raises(ConfigError) as caught:
-        optimizer.add_param_group({"params": [stranger()]})
-    assert str(caught.value) == (
-        "add_param_group: a parameter of shape (3, 5) is not the model's. Put its module into the model first."
-    )
-    assert len(optimizer.param_groups) == 1
-    optimizer.close()
+def gather_a_stranger(model: Any, optimizer: penstock.Optimizer) -> None:
+    with optimizer.gathered([stranger()]):
+        pass
 
 
-def test_parameters_by_mistake(model):
-    model.first.requires_grad_(False)
-    optimizer = penstock.prepare(model, adamw(model))
-    for call in (
-        lambda: optimizer.full_param(stranger()),
-        lambda: optimizer.set_full_param(stranger(), torch.zeros(3, 5)),
-        lambda: optimizer.gathered([stranger()]).__enter__(),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            call()
-        assert str(caught.value) == (
-            "This is no parameter of the prepared model: Parameter (3, 5). Pass one of model.parameters()."
-        )
-    for call in (
-        lambda: optimizer.full_grad(model.first.weight),
-        lambda: optimizer.full_state(model.first.weight, "exp_avg"),
-        lambda: optimizer.set_full_grad(model.first.weight, torch.zeros(16, 8)),
-    ):
-        with pytest.raises(
-            ConfigError, match=r"^Parameter 'first.weight' is frozen: it has no gradient and no optimizer"
-        ):
-            call()
-    with pytest.raises(ConfigError) as caught:
-        optimizer.full_state(model.last.bias, "momentum_buffer")
-    assert str(caught.value) == (
-        "There is no optimizer state 'momentum_buffer'. This rule has 'exp_avg', 'exp_avg_sq', 'step'."
-    )
-    weight = model.last.weight
-    before = {name: optimizer.full_state(weight, name) for name in ("exp_avg", "exp_avg_sq")}
-    for call in (
-        lambda: optimizer.set_full_param(weight, torch.zeros(16, 4)),
-        lambda: optimizer.set_full_grad(weight, torch.zeros(16, 4)),
-        lambda: optimizer.set_full_state(weight, "exp_avg", torch.zeros(16, 4)),
-        lambda: optimizer.set_full_param(model.first.weight, torch.zeros(16, 4)),
-    ):
-        with pytest.raises(ConfigError, match=r"^The value for '\w+.weight' has shape \(16, 4\); the parameter has \("):
-            call()
-    assert not optimizer.full_grad(weight).any()
-    assert all(torch.equal(optimizer.full_state(weight, name), value) for name, value in before.items())
-    optimizer.close()
+def with_amsgrad(model: Any, optimizer: penstock.Optimizer) -> None:
+    optimizer.backward(loss_of(model))
+    optimizer.param_groups[0]["amsgrad"] = True
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups[0]["amsgrad"] = False
+        optimizer.zero_grad()
 
 
-def test_a_parameter_unfrozen_after_prepare(model):
-    model.blocks[0].requires_grad_(False)
-    optimizer = penstock.prepare(model, adamw(model))
-    backward(model, optimizer)
+def with_an_unfrozen_bias(model: Any, optimizer: penstock.Optimizer) -> None:
+    optimizer.backward(loss_of(model))
     model.blocks[0].up.bias.requires_grad_(True)
-    with pytest.raises(EngineError) as caught:
+    try:
         optimizer.step()
-    assert str(caught.value) == (
+    finally:
+        model.blocks[0].up.bias.requires_grad_(False)
+        optimizer.zero_grad()
+
+
+def with_infinite_inputs(model: Any, optimizer: penstock.Optimizer) -> None:
+    optimizer.backward(squared(model(torch.full((2, 8), float("inf")))))
+    try:
+        optimizer.step()
+    finally:
+        optimizer.zero_grad()
+
+
+def loading(change: Callable[[dict[str, Any]], Any]) -> Callable[..., None]:
+    """Load the optimizer's own state dict after some change."""
+
+    def do(model: Any, optimizer: penstock.Optimizer) -> None:
+        changed = copy.deepcopy(optimizer.state_dict())
+        change(changed)
+        optimizer.load_state_dict(changed)
+
+    return do
+
+
+IN_USE = "step() was called inside a forward or a backward. Call it after backward has returned."
+STRANGE = "This is no parameter of the prepared model: Parameter (3, 5). Pass one of model.parameters()."
+FROZEN = "Parameter 'first.weight' is frozen: it has no gradient and no optimizer"
+SHAPE = "The value for 'last.weight' has shape (16, 4); the parameter has ("
+FIRST_FROZEN = changed(lambda m: m.first.requires_grad_(False))
+WRONG = torch.zeros(16, 4)
+#: What is done with a model and its handle.
+HANDLE_REFUSED = {
+    "step in a forward": Refusal(step_inside("register_forward_hook"), IN_USE, EngineError),
+    "step in a backward": Refusal(step_inside("register_full_backward_hook"), IN_USE, EngineError),
+    "step in gathered": Refusal(
+        inside_gathered, "step() was called inside gathered(). Leave the block first: step changes what", EngineError
+    ),
+    "a closure that is none": Refusal(
+        lambda m, o: o.step(torch.ones(())),
+        "step(Tensor): give a function that runs zero_grad, forward and backward, or call backward first, then step().",
+    ),
+    "a group of a stranger": Refusal(
+        lambda m, o: o.add_param_group({"params": [stranger()]}),
+        "add_param_group: a parameter of shape (3, 5) is not the model's. Put its module into the model first.",
+    ),
+    "to read a stranger": Refusal(lambda m, o: o.full_param(stranger()), STRANGE),
+    "to write a stranger": Refusal(lambda m, o: o.set_full_param(stranger(), torch.zeros(3, 5)), STRANGE),
+    "to gather a stranger": Refusal(gather_a_stranger, STRANGE),
+    "gradient of a frozen one": Refusal(lambda m, o: o.full_grad(m.first.weight), FROZEN, how=FIRST_FROZEN),
+    "state of a frozen one": Refusal(lambda m, o: o.full_state(m.first.weight, "exp_avg"), FROZEN, how=FIRST_FROZEN),
+    "to set a frozen one's gradient": Refusal(
+        lambda m, o: o.set_full_grad(m.first.weight, torch.zeros(16, 8)), FROZEN, how=FIRST_FROZEN
+    ),
+    "no such state": Refusal(
+        lambda m, o: o.full_state(m.last.bias, "momentum_buffer"),
+        "There is no optimizer state 'momentum_buffer'. This rule has 'exp_avg', 'exp_avg_sq', 'step'.",
+    ),
+    "shape of a parameter": Refusal(lambda m, o: o.set_full_param(m.last.weight, WRONG), SHAPE),
+    "shape of a frozen one": Refusal(
+        lambda m, o: o.set_full_param(m.first.weight, WRONG), "has shape (16, 4); the parameter has (", how=FIRST_FROZEN
+    ),
+    "shape of a gradient": Refusal(lambda m, o: o.set_full_grad(m.last.weight, WRONG), SHAPE),
+    "shape of a state": Refusal(lambda m, o: o.set_full_state(m.last.weight, "exp_avg", WRONG), SHAPE),
+    "a group that no rule honours": Refusal(with_amsgrad, "amsgrad was turned on after prepare"),
+    "a parameter unfrozen after prepare": Refusal(
+        with_an_unfrozen_bias,
         "Parameter 'blocks.0.up.bias' was frozen when the model was prepared, so it has no optimizer state, and "
         "requires a gradient now. Have it trained with optimizer.add_param_group({'params': [...]}) before its "
-        "forward. What is to be frozen for a while only is frozen after prepare(), which keeps its state."
-    )
-    model.blocks[0].up.bias.requires_grad_(False)
-    assert not optimizer.step().skipped
-    optimizer.close()
-
-
-def test_sparse_gradients_are_refused():
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
-    optimizer = penstock.prepare(model, adamw(model), precision="fp32")
-    with pytest.raises(EngineError) as caught:
-        optimizer.backward(squared(model(torch.tensor([1, 2]))))
-    assert str(caught.value) == "Parameter '0.weight' got a sparse gradient. Build its embedding with sparse=False."
-    optimizer.close()
-
-
-# Steps that change nothing
-
-
-def everything(model: nn.Module, optimizer: penstock.Optimizer) -> list[Tensor]:
-    values = []
-    for parameter in model.parameters():
-        values.append(optimizer.full_param(parameter))
-        values += [optimizer.full_state(parameter, name) for name in ("exp_avg", "exp_avg_sq", "step")]
-    return values
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make_streams", [inline, simulated])
-def test_steps_that_change_nothing(model, make_streams, precision):
-    """Without a gradient; and with one that is not finite, in each of the ways that it can be."""
-    optimizer = prepare_on(
-        make_streams(),
-        model,
-        adamw(model),
-        placement=Placement(params="cpu", optimizer="cpu"),
-        precision=precision,
-        max_grad_norm=1.0,
-    )
-    backward(model, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    before = everything(model, optimizer)
-
-    result = optimizer.step()
-    assert (result.grad_norm, result.skipped) == (0.0, False)
-    assert all(map(torch.equal, everything(model, optimizer), before))
-
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        backward(model, optimizer)
-        gradient = optimizer.full_grad(model.blocks[1].up.weight)
-        gradient[3, 3] = bad
-        optimizer.set_full_grad(model.blocks[1].up.weight, gradient)
-        result = optimizer.step()
-        assert result.skipped
-        assert result.grad_norm != result.grad_norm
-        optimizer.zero_grad()
-        assert all(map(torch.equal, everything(model, optimizer), before))
-    optimizer.backward(squared(model(torch.full((2, 8), float("nan")))))
-    assert optimizer.step().skipped
-    optimizer.zero_grad()
-    assert all(map(torch.equal, everything(model, optimizer), before))
-
-    backward(model, optimizer)
-    assert not optimizer.step().skipped
-    assert not all(map(torch.equal, everything(model, optimizer), before))
-    optimizer.close()
-
-
-def test_a_norm_that_is_not_finite_can_raise(model):
-    optimizer = penstock.prepare(model, adamw(model), precision="fp32", options=Options(on_nonfinite="raise"))
-    before = everything(model, optimizer)
-    optimizer.backward(squared(model(torch.full((2, 8), float("inf")))))
-    with pytest.raises(EngineError) as caught:
-        optimizer.step()
-    assert str(caught.value) == (
+        "forward. What is to be frozen for a while only is frozen after prepare(), which keeps its state.",
+        EngineError,
+        changed(lambda m: m.blocks[0].requires_grad_(False)),
+    ),
+    "a norm that is not finite": Refusal(
+        with_infinite_inputs,
         "The norm of the gradient is not finite; nothing was updated. Not finite: of 'first.weight', 'first.bias', "
         "'last.weight', 'last.bias', 'blocks.0.norm.weight', 'blocks.0.norm.bias', 'blocks.0.up.weight', "
         "'blocks.0.up.bias' and 8 more. Look for an overflow in the loss or in the model "
         "(torch.autograd.detect_anomaly() finds the operation), and for a bad batch; or use "
-        "Options(on_nonfinite='skip')."
-    )
-    optimizer.zero_grad()
-    assert all(map(torch.equal, everything(model, optimizer), before))
-    backward(model, optimizer)
-    assert not optimizer.step().skipped
+        "Options(on_nonfinite='skip').",
+        EngineError,
+        {"on_nonfinite": "raise"},
+    ),
+    "to load an option that no rule honours": Refusal(
+        loading(lambda state: state["param_groups"][0].update(amsgrad=True)), "amsgrad was turned on after prepare"
+    ),
+    "to load a state of another shape": Refusal(
+        loading(lambda state: state["state"][2].update(exp_avg=torch.zeros(5))), "has shape (5,); the parameter has ("
+    ),
+    "to load a state of another rule": Refusal(
+        loading(lambda state: state["state"][2].update(momentum_buffer=torch.zeros(5))),
+        "There is no optimizer state 'momentum_buffer'",
+    ),
+    "to load other groups": Refusal(
+        loading(lambda state: state["param_groups"].append(state["param_groups"][0])),
+        "different number of parameter groups",
+        ValueError,
+    ),
+}
+
+
+@rows(HANDLE_REFUSED)
+def test_the_handle_refuses(row):
+    refused_unchanged(row, model=Blocks, params="cpu", optimizer="cpu", streams=inline)
+
+
+def test_sparse_gradients_are_refused():
+    model, optimizer = prepared(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
+    with pytest.raises(EngineError) as caught:
+        optimizer.backward(loss_of(model))
+    assert str(caught.value) == "Parameter '0.weight' got a sparse gradient. Build its embedding with sparse=False."
     optimizer.close()
 
 
-def test_an_nvme_path_that_is_not_there_leaves_the_model_alone(tmp_path, nothing_allocated):
-    model = Stack()
-    there = Placement(optimizer="nvme", nvme_path=[tmp_path, tmp_path / "not there"])
-    message = refused(lambda: penstock.prepare(model, adamw(model), placement=there), model, penstock.NvmeError)
-    assert "not there' cannot be found" in message
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("streams", [inline, simulated])
+def test_steps_that_change_nothing(streams, precision):
+    """Without a gradient; and with one that is not finite, in each of the ways that it can be."""
+    model, optimizer = prepared(Blocks, streams, precision=precision, max_grad_norm=1.0, params="cpu", optimizer="cpu")
+    train(model, optimizer)
+    before = state(model, optimizer)
+
+    result = optimizer.step()
+    assert (result.grad_norm, result.skipped) == (0.0, False)
+    assert_same_state(state(model, optimizer), before)
+
+    weight = model.blocks[1].up.weight
+    for bad in (float("nan"), float("inf"), -float("inf"), None):
+        optimizer.backward(loss_of(model) if bad is not None else squared(model(torch.full((2, 8), float("nan")))))
+        if bad is not None:
+            gradient = optimizer.full_grad(weight)
+            gradient[3, 3] = bad
+            optimizer.set_full_grad(weight, gradient)
+        result = optimizer.step()
+        assert result.skipped
+        assert result.grad_norm != result.grad_norm
+        optimizer.zero_grad()
+        assert_same_state(state(model, optimizer), before)
+
+    optimizer.backward(loss_of(model))
+    assert not optimizer.step().skipped
+    assert not torch.equal(optimizer.full_param(weight), before["blocks.1.up.weight"])
+    optimizer.close()

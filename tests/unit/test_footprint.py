@@ -1,7 +1,6 @@
 """What `prepare` would take, told without taking it: equal to what it takes then."""
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,9 +47,7 @@ def cells(report: penstock.LocationReport) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("where", PLACEMENTS, ids=str)
 @pytest.mark.parametrize(("stage", "precision", "options"), [(3, "bf16", SMALL), (0, "fp32", Options())])
-def test_it_is_the_table_that_prepare_makes(
-    where: tuple[Any, ...], stage: Any, precision: Any, options: Options, tmp_path: Path
-) -> None:
+def test_it_is_the_table_that_prepare_makes(where, stage, precision, options, tmp_path):
     params, grads, optimizer = where
     arguments: dict[str, Any] = {
         "placement": Placement(params=params, grads=grads, optimizer=optimizer, nvme_path=tmp_path),
@@ -73,7 +70,7 @@ def test_it_is_the_table_that_prepare_makes(
 
 
 @pytest.mark.parametrize("arguments", [{}, {"master": "fp32"}, {"precision": "fp32"}, {"optimizer": None}], ids=str)
-def test_a_checkpoint_is_as_large_as_was_told(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_is_as_large_as_was_told(arguments, tmp_path):
     model = deep(width=256)
     model.register_buffer("seen", torch.zeros(10_000))
     optimizer = arguments.pop("optimizer", adamw(model))
@@ -89,7 +86,7 @@ def test_a_checkpoint_is_as_large_as_was_told(arguments: dict[str, Any], tmp_pat
     assert found.lack_of_checkpoints(tmp_path / "not" / "there", 3) is None
 
 
-def test_too_little_room_for_checkpoints_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_too_little_room_for_checkpoints_is_said(monkeypatch, tmp_path):
     found = told(Stack(), world_size=2)
     monkeypatch.setattr(module, "free_disk_bytes", lambda folder: 6 * found.checkpoint_bytes - 1)
     assert found.lack_of_checkpoints(tmp_path, 2) is None
@@ -100,7 +97,7 @@ def test_too_little_room_for_checkpoints_is_said(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_what_does_not_fit_is_said_as_prepare_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_said_as_prepare_says_it(monkeypatch):
     model = Stack()
     tight = Options(device_bytes=1000)
     found = told(model, options=tight)
@@ -116,7 +113,7 @@ def test_what_does_not_fit_is_said_as_prepare_says_it(monkeypatch: pytest.Monkey
     assert " ".join(found.lacks) == str(caught.value)
 
 
-def test_disks_are_held_against_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_disks_are_held_against_what_is_free(monkeypatch, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -137,7 +134,7 @@ def test_disks_are_held_against_what_is_free(monkeypatch: pytest.MonkeyPatch, tm
     assert lack.startswith(f"The nvme path {str(folders[0])!r} cannot be found")
 
 
-def test_ranks_that_are_not_there_yet() -> None:
+def test_ranks_that_are_not_there_yet():
     model = deep()
     alone, four = told(model), told(model, world_size=4)
     assert (alone.world_size, four.world_size) == (1, 4)
@@ -156,26 +153,21 @@ def test_ranks_that_are_not_there_yet() -> None:
     assert abs(host.available - whole // 4) < whole // 10  # four ranks share the host
 
 
-def test_a_model_without_values_is_enough() -> None:
+def test_a_model_without_values_is_enough():
     empty, full = deep().to("meta"), deep()
     found = told(empty, weights="init")
     assert cells(found.at_rest) == cells(told(full).at_rest)
     assert all(parameter.is_meta for parameter in empty.parameters())
 
 
-def test_it_prints_as_a_table(tmp_path: Path) -> None:
+def test_it_prints_as_a_table(tmp_path):
     placement = Placement(params="cpu", optimizer="nvme", nvme_path=tmp_path)
     found = told(Stack(), placement=placement, options=Options(device_bytes=1 << 30, tile_bytes=4 << 10))
-    lines = str(found).splitlines()
-    assert lines[0].split() == ["kind", "tier", "bytes"]
-    assert "param                    cpu                 10,240" in lines
-    (row,) = (line for line in lines if line.startswith("exp_avg_sq"))
-    assert row.split() == ["exp_avg_sq", "nvme", f"{found.at_rest.bytes(kind='exp_avg_sq'):,}"]
-    (row,) = (line for line in lines if line.startswith("device "))
-    assert row.split() == ["device", f"{found.device.nbytes:,}", f"{1 << 30:,}"]
-    (row,) = (line for line in lines if line.startswith("a checkpoint"))
-    assert row.split()[-1] == f"{found.checkpoint_bytes:,}"
-    assert lines[-1] == f"a checkpoint                     {found.checkpoint_bytes:>18,}"
+    rows = [line.split() for line in str(found).splitlines()]
+    assert rows[0] == ["kind", "tier", "bytes"]
+    assert ["param", "cpu", "10,240"] in rows
+    assert ["device", f"{found.device.nbytes:,}", f"{1 << 30:,}"] in rows
+    assert rows[-1] == ["a", "checkpoint", f"{found.checkpoint_bytes:,}"]
 
 
 @pytest.mark.parametrize(
@@ -191,13 +183,13 @@ def test_it_prints_as_a_table(tmp_path: Path) -> None:
         ({"placement": Placement(params="nvme")}, "params='nvme' needs a folder"),
     ],
 )
-def test_what_cannot_be_is_refused_as_by_prepare(arguments: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused_as_by_prepare(arguments, said):
     with pytest.raises(ConfigError) as caught:
         told(Stack(), **arguments)
     assert str(caught.value).startswith(said)
 
 
-def test_its_arguments_have_the_defaults_of_prepare() -> None:
+def test_its_arguments_have_the_defaults_of_prepare():
     ours = inspect.signature(PrepareRequest).parameters
     theirs = inspect.signature(penstock.prepare).parameters
     apart = ("model", "optimizer", "mesh", "plan", "batch")

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.layout import ALIGNMENT_NUMEL, FlatLayout
+from tests.lib.fuzz import examples
 
 extents = st.integers(0, 40)
 shapes = st.lists(st.lists(extents, max_size=3).map(tuple), max_size=8)
@@ -24,10 +25,9 @@ def numel_of(shape: tuple[int, ...]) -> int:
     return numel
 
 
+@examples(40)
 @given(shapes, st.integers(1, 7))
-def test_slots_keep_order_and_shape_start_aligned_and_do_not_overlap(
-    shapes: list[tuple[int, ...]], shards: int
-) -> None:
+def test_slots_keep_order_and_shape_start_aligned_and_do_not_overlap(shapes, shards):
     layout = FlatLayout.build([f"p{i}" for i in range(len(shapes))], shapes, shards)
     assert [slot.shape for slot in layout.slots] == shapes
     cursor = 0
@@ -40,8 +40,9 @@ def test_slots_keep_order_and_shape_start_aligned_and_do_not_overlap(
     assert cursor <= layout.numel
 
 
+@examples(40)
 @given(layouts)
-def test_shards_are_equal_aligned_and_cover_the_buffer_with_the_least_padding(layout: FlatLayout) -> None:
+def test_shards_are_equal_aligned_and_cover_the_buffer_with_the_least_padding(layout):
     ranges = [layout.shard_range(rank) for rank in range(layout.shards)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == layout.numel
@@ -52,8 +53,9 @@ def test_shards_are_equal_aligned_and_cover_the_buffer_with_the_least_padding(la
     assert layout.numel - max(used, 1) < ALIGNMENT_NUMEL * layout.shards
 
 
+@examples(40)
 @given(layouts)
-def test_slots_and_gaps_partition_the_buffer(layout: FlatLayout) -> None:
+def test_slots_and_gaps_partition_the_buffer(layout):
     taken = [0] * layout.numel
     for start, stop in [*((s.start, s.stop) for s in layout.slots), *layout.gaps()]:
         assert start <= stop
@@ -62,8 +64,9 @@ def test_slots_and_gaps_partition_the_buffer(layout: FlatLayout) -> None:
     assert set(taken) == {1}
 
 
+@examples(40)
 @given(layouts)
-def test_the_parts_of_a_slot_on_all_ranks_make_the_slot(layout: FlatLayout) -> None:
+def test_the_parts_of_a_slot_on_all_ranks_make_the_slot(layout):
     for slot in layout.slots:
         found = [layout.overlap(slot, rank) for rank in range(layout.shards)]
         parts = [part for part in found if part is not None]
@@ -71,8 +74,9 @@ def test_the_parts_of_a_slot_on_all_ranks_make_the_slot(layout: FlatLayout) -> N
         assert [index for start, stop in parts for index in range(start, stop)] == list(range(slot.start, slot.stop))
 
 
+@examples(40)
 @given(layouts, tile_numels)
-def test_pieces_of_all_tiles_of_all_ranks_cover_every_slot_once(layout: FlatLayout, tile_numel: int) -> None:
+def test_pieces_of_all_tiles_of_all_ranks_cover_every_slot_once(layout, tile_numel):
     seen: dict[int, list[int]] = {index: [] for index in range(len(layout.slots))}
     for rank in range(layout.shards):
         tiles = layout.tiles(rank, tile_numel)
@@ -88,7 +92,7 @@ def test_pieces_of_all_tiles_of_all_ranks_cover_every_slot_once(layout: FlatLayo
         assert seen[index] == list(range(slot.start, slot.stop))
 
 
-def test_an_example_on_paper() -> None:
+def test_an_example_on_paper():
     layout = FlatLayout.build(["a", "b"], [(3, 30), (10,)], shards=2)
     assert [(slot.start, slot.stop) for slot in layout.slots] == [(0, 90), (256, 266)]
     assert layout.numel == 512

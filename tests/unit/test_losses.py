@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError
 from penstock.losses import LEAST_WIDTH, linear_cross_entropy
@@ -82,16 +81,6 @@ def test_gradients_are_as_near_to_the_truth_as_those_of_whole_logits(dtype: torc
         assert (a - true).norm() <= 1.1 * (b - true).norm() + 1e-7 * true.norm()
 
 
-def test_autograd_agrees_with_differences() -> None:
-    given = inputs(torch.float64)
-    labels = given.pop("labels")
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_bytes=LEAST)
-
-    assert torch.autograd.gradcheck(loss, tuple(given.values()), fast_mode=True)
-
-
 def test_without_bias_and_for_another_ignored_label() -> None:
     given = inputs(torch.float32)
     del given["bias"]
@@ -158,43 +147,6 @@ def test_the_loss_scale_is_multiplied_in_before_gradients_are_rounded_to_fp16() 
         assert (a.double() - b)[others].norm() <= 1e-3 * b[others].norm()
     unscaled = gradients(plain, given)[2]
     assert (unscaled == 0).float().mean() > 0.5, "not small enough to tell"
-
-
-def test_a_weight_that_is_the_embedding_too() -> None:
-    given = inputs(torch.float32)
-    labels, ids = given["labels"], given["labels"].clamp_min(0)
-    weight = (given["weight"].detach() / 4).requires_grad_()  # or every token would be all but sure
-
-    def loss(head: Callable[..., Tensor]) -> Tensor:
-        return head(F.embedding(ids, weight), weight, labels)
-
-    (found,) = torch.autograd.grad(loss(linear_cross_entropy), weight)
-    (expected,) = torch.autograd.grad(loss(plain), weight)
-    assert_close([found], [expected], 1e-6)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_in_backward(reentrant: bool) -> None:
-    def recomputed(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor) -> Tensor:
-        def loss(hidden: Tensor) -> Tensor:
-            return linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_bytes=LEAST)
-
-        return checkpoint(loss, hidden, use_reentrant=reentrant)
-
-    found = []
-    for loss in (recomputed, plain):
-        given = inputs(torch.float32)
-        loss(**given).backward()
-        found.append([tensor.grad for tensor in given.values() if tensor.requires_grad])
-    assert_close(*found, 1e-6)
-
-
-def test_without_gradients_nothing_is_kept() -> None:
-    given = inputs(torch.float32)
-    with torch.no_grad():
-        loss = linear_cross_entropy(**given)
-    assert loss.grad_fn is None
-    assert_close([loss], [plain(**given).detach()], 1e-6)
 
 
 def test_under_autocast_the_weight_is_cast_by_blocks() -> None:

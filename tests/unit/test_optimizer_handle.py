@@ -5,7 +5,8 @@ import io
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,19 +15,18 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import penstock
-from penstock import Placement
-from tests.lib.engines import prepare_on
+from tests.lib.covering import covering, named
+from tests.lib.engines import ON_CPU, loss_of, prepared, squared
+from tests.lib.models import Block, Blocks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, simulated
-from tests.models.modules_rows import WIDTH, Block, Stack, squared
-from tests.support import run_ranks
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-2}
-ON_CPU = Placement(params="cpu", grads="cpu", optimizer="cpu")
 STREAMS = {"inline": inline, "simulated": simulated}
 
 
 @pytest.fixture(params=STREAMS)
-def make_streams(request: pytest.FixtureRequest) -> Callable[[], Any]:
+def streams(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return STREAMS[request.param]
 
 
@@ -37,37 +37,26 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
-def stack(seed: int = 0) -> Stack:
-    torch.manual_seed(seed)
-    return Stack()
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+def grouped(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     """Two groups, the way most training scripts split them."""
-    parameters = list(model.parameters())
-    return [
+    groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-2},
     ]
+    return torch.optim.AdamW(groups, foreach=False, **HYPER)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups_of(model), foreach=False, **HYPER)
+    return grouped([p for p in model.parameters() if p.requires_grad])
 
 
-def prepare(
-    model: nn.Module, optimizer: Any = None, make_streams: Any = simulated, **kwargs: Any
-) -> penstock.Optimizer:
-    kwargs = {"placement": ON_CPU, "precision": "fp32", **kwargs}
-    return prepare_on(make_streams(), model, optimizer or adamw(model), **kwargs)
-
-
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return squared(model(torch.randn(4, 8, generator=generator)))
+def prepare(model: nn.Module, given: Any = None, streams: Any = simulated, **how: Any) -> penstock.Optimizer:
+    stock = grouped if given is None else lambda _: given
+    return prepared(model, streams, stock=stock, **{**ON_CPU, **how})[1]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """As a loop that knows nothing of Penstock."""
     for step in steps:
         loss_of(model, step).backward()
         optimizer.step()
@@ -92,7 +81,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def test_it_is_a_torch_optimizer():
-    model = stack()
+    model = Blocks()
     given = adamw(model)
     optimizer = prepare(model, given)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -130,75 +119,38 @@ def scheduled(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
     return seen
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("on", ["ours", "given before prepare"])
-def test_stock_schedulers_reach_the_update(name, on, make_streams):
-    plain_model, model = stack(), stack()
-    plain = adamw(plain_model)
-    expected = scheduled(plain_model, plain, SCHEDULERS[name](plain))
+ROWS = covering({"name": list(SCHEDULERS), "given": [True, False], "streams": list(STREAMS)})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=named)
+def test_stock_schedulers_reach_the_update(row):
+    """Of our optimizer, and of the one that was given, before prepare."""
+    plain_model, model = Blocks(), Blocks()
+    plain, given, make = adamw(plain_model), adamw(model), SCHEDULERS[row["name"]]
+    expected = scheduled(plain_model, plain, make(plain))
     assert len({str(rates) for rates in expected}) > 2  # it does change them
-    given = adamw(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()" would be wrong
-        scheduler = SCHEDULERS[name](given) if on != "ours" else None
-        optimizer = prepare(model, given, make_streams)
-        seen = scheduled(model, optimizer, scheduler or SCHEDULERS[name](optimizer))
+        scheduler = make(given) if row["given"] else None
+        optimizer = prepare(model, given, STREAMS[row["streams"]])
+        seen = scheduled(model, optimizer, scheduler or make(optimizer))
     assert seen == expected
     assert_close(values_of(model, optimizer), plain_model.parameters())
     optimizer.close()
 
 
-def test_groups_changed_by_hand_reach_the_update():
-    plain_model, model = stack(), stack()
-    plain, optimizer = adamw(plain_model), prepare(model)
-    for m, o in ((plain_model, plain), (model, optimizer)):
-        train(m, o, range(2))
-        o.param_groups[0]["lr"] = torch.tensor(0.05) if o is optimizer else 0.05
-        o.param_groups[1]["weight_decay"] = 0.3
-        o.param_groups[1]["maximize"] = True
-        train(m, o, range(2, 4))
-    assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizer.close()
-
-
-def test_a_group_that_no_rule_honours_stops_the_step_before_anything_changes():
-    model = stack()
-    optimizer = prepare(model)
-    train(model, optimizer, range(2))
-    before = [*values_of(model, optimizer), *(optimizer.full_state(p, "step") for p in model.parameters())]
-    loss_of(model, 2).backward()
-    optimizer.param_groups[1]["amsgrad"] = True
-    with pytest.raises(penstock.ConfigError, match=r"amsgrad was turned on after prepare"):
-        optimizer.step()
-    after = [*values_of(model, optimizer), *(optimizer.full_state(p, "step") for p in model.parameters())]
-    assert_equal(after, before)
-    optimizer.param_groups[1]["amsgrad"] = False
-    assert not optimizer.step().skipped
-    optimizer.close()
-
-
-def test_step_hooks_of_torch_run():
-    model = stack()
-    optimizer = prepare(model)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
-    train(model, optimizer, range(1))
-    assert calls == ["before", "after"]
-    optimizer.close()
-
-
-def test_step_hooks_that_were_registered_before_prepare_run():
-    model = stack()
-    given = torch.optim.AdamW(model.parameters())
+def test_step_hooks_of_torch_run_also_those_of_before_prepare():
+    model = Blocks()
+    given = adamw(model)
     calls = []
     given.register_step_pre_hook(lambda *args: calls.append("before"))
     after = given.register_step_post_hook(lambda *args: calls.append("after"))
-    optimizer = penstock.prepare(model, given)
+    optimizer = prepare(model, given)
     train(model, optimizer, range(1))
     after.remove()
+    optimizer.register_step_post_hook(lambda *args: calls.append("ours"))
     train(model, optimizer, range(1))
-    assert calls == ["before", "after", "before"]
+    assert calls == ["before", "after", "before", "ours"]
     optimizer.close()
 
 
@@ -217,9 +169,9 @@ def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert_close([ours_value], [value])
 
 
-def test_state_dicts_are_those_of_torch_both_ways(make_streams):
-    plain_model, model = stack(), stack()
-    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
+def test_state_dicts_are_those_of_torch_both_ways(streams):
+    plain_model, model = Blocks(), Blocks()
+    plain, optimizer = adamw(plain_model), prepare(model, streams=streams)
     assert_same_state(optimizer.state_dict(), plain.state_dict())
     for m, o in ((plain_model, plain), (model, optimizer)):
         train(m, o, range(3))
@@ -237,10 +189,10 @@ def test_state_dicts_are_those_of_torch_both_ways(make_streams):
     with optimizer.gathered():
         parameters = copy.deepcopy(model.state_dict())
     optimizer.close()
-    resumed_model, resumed_plain_model = stack(1), stack(2)
+    resumed_model, resumed_plain_model = Blocks(seed=1), Blocks(seed=2)
     resumed_model.load_state_dict(plain_model.state_dict())
     resumed_plain_model.load_state_dict(parameters)
-    resumed, resumed_plain = prepare(resumed_model, make_streams=make_streams), adamw(resumed_plain_model)
+    resumed, resumed_plain = prepare(resumed_model, streams=streams), adamw(resumed_plain_model)
     resumed.load_state_dict(to_ours)
     resumed_plain.load_state_dict(to_plain)
     for m, o in ((plain_model, plain), (resumed_model, resumed), (resumed_plain_model, resumed_plain)):
@@ -251,16 +203,16 @@ def test_state_dicts_are_those_of_torch_both_ways(make_streams):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_round_trip_continues_bit_for_bit(precision, make_streams):
+def test_a_round_trip_continues_bit_for_bit(precision, streams):
     def run(stops: bool) -> list[Tensor]:
-        model = stack()
-        optimizer = prepare(model, make_streams=make_streams, precision=precision)
+        model = Blocks()
+        optimizer = prepare(model, streams=streams, precision=precision)
         train(model, optimizer, range(3))
         if stops:
             state, parameters = optimizer.state_dict(), values_of(model, optimizer)
             optimizer.close()
-            model = stack(1)
-            optimizer = prepare(model, make_streams=make_streams, precision=precision)
+            model = Blocks(seed=1)
+            optimizer = prepare(model, streams=streams, precision=precision)
             optimizer.load_state_dict(state)
             for parameter, value in zip(model.parameters(), parameters, strict=True):
                 optimizer.set_full_param(parameter, value)
@@ -274,7 +226,7 @@ def test_a_round_trip_continues_bit_for_bit(precision, make_streams):
 
 def test_loading_replaces_all_state():
     """A state dict of a fresh optimizer, or one in which some parameters have no state, resets the others."""
-    model = stack()
+    model = Blocks()
     optimizer = prepare(model)
     fresh = optimizer.state_dict()
     train(model, optimizer, range(2))
@@ -292,7 +244,7 @@ def test_loading_replaces_all_state():
 
 def test_state_is_matched_by_the_numbers_in_the_groups():
     """As torch does: the numbers are keys, not positions."""
-    model = stack()
+    model = Blocks()
     optimizer = prepare(model)
     train(model, optimizer, range(2))
     state = optimizer.state_dict()
@@ -306,33 +258,8 @@ def test_state_is_matched_by_the_numbers_in_the_groups():
     optimizer.close()
 
 
-def test_a_state_dict_that_does_not_fit_changes_nothing():
-    model = stack()
-    optimizer = prepare(model)
-    train(model, optimizer, range(2))
-    before = optimizer.state_dict()
-    bad_option = copy.deepcopy(before)
-    bad_option["param_groups"][0]["amsgrad"] = True
-    bad_shape = copy.deepcopy(before)
-    bad_shape["state"][2]["exp_avg"] = torch.zeros(5)
-    bad_name = copy.deepcopy(before)
-    bad_name["state"][2]["momentum_buffer"] = torch.zeros(5)
-    for state, text in (
-        (bad_option, "amsgrad was turned on after prepare"),
-        (bad_shape, r"has shape \(5,\); the parameter has \("),
-        (bad_name, "There is no optimizer state 'momentum_buffer'"),
-    ):
-        with pytest.raises(penstock.ConfigError, match=text):
-            optimizer.load_state_dict(state)
-        assert_same_state(optimizer.state_dict(), before)
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({"state": {}, "param_groups": before["param_groups"][:1]})
-    assert_same_state(optimizer.state_dict(), before)
-    optimizer.close()
-
-
 def test_a_scheduler_on_the_given_optimizer_survives_load_state_dict():
-    model = stack()
+    model = Blocks()
     given = adamw(model)
     scheduler = schedulers.ExponentialLR(given, gamma=0.5)
     optimizer = prepare(model, given)
@@ -343,12 +270,12 @@ def test_a_scheduler_on_the_given_optimizer_survives_load_state_dict():
     optimizer.close()
 
 
-def test_state_from_before_prepare_is_taken_over(make_streams):
-    plain_model, model = stack(), stack()
+def test_state_from_before_prepare_is_taken_over(streams):
+    plain_model, model = Blocks(), Blocks()
     plain, given = adamw(plain_model), adamw(model)
     train(plain_model, plain, range(6))
     train(model, given, range(3))
-    optimizer = prepare(model, given, make_streams)
+    optimizer = prepare(model, given, streams)
     assert not given.state  # its memory is given back
     assert float(optimizer.full_state(model.first.weight, "step")) == 3
     train(model, optimizer, range(3, 6))
@@ -359,11 +286,10 @@ def test_state_from_before_prepare_is_taken_over(make_streams):
 # Gradients
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("through", ["model", "optimizer"])
-def test_zero_grad(through, set_to_none, make_streams):
-    model = stack()
-    optimizer = prepare(model, make_streams=make_streams)
+@pytest.mark.parametrize(("through", "set_to_none"), [("model", True), ("optimizer", False)])
+def test_zero_grad(through, set_to_none, streams):
+    model = Blocks()
+    optimizer = prepare(model, streams=streams)
     before = values_of(model, optimizer)
     loss_of(model, 0).backward()
     assert optimizer.full_grad(model.first.weight).any()
@@ -382,9 +308,9 @@ def test_zero_grad(through, set_to_none, make_streams):
 # gathered()
 
 
-def test_gathered_shows_what_torch_would_have(make_streams):
-    plain_model, model = stack(), stack()
-    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
+def test_gathered_shows_what_torch_would_have(streams):
+    plain_model, model = Blocks(), Blocks()
+    plain, optimizer = adamw(plain_model), prepare(model, streams=streams)
     for m, o in ((plain_model, plain), (model, optimizer)):
         train(m, o, range(3))
     with optimizer.gathered():
@@ -395,7 +321,7 @@ def test_gathered_shows_what_torch_would_have(make_streams):
         expected_output = model(torch.ones(2, 8))
     assert state.keys() == plain_model.state_dict().keys()
     assert_close(list(state.values()), plain_model.state_dict().values())
-    other = stack(1)
+    other = Blocks(seed=1)
     other.load_state_dict(state)
     assert torch.equal(other(torch.ones(2, 8)), expected_output)
     with optimizer.gathered([model.blocks[0].up.weight]):
@@ -404,9 +330,9 @@ def test_gathered_shows_what_torch_would_have(make_streams):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gathered_modify_takes_over_what_was_written(precision, make_streams):
-    model = stack()
-    optimizer = prepare(model, make_streams=make_streams, precision=precision)
+def test_gathered_modify_takes_over_what_was_written(precision, streams):
+    model = Blocks()
+    optimizer = prepare(model, streams=streams, precision=precision)
     train(model, optimizer, range(2))
     before = values_of(model, optimizer)
     names = [name for name, _ in model.named_parameters()]
@@ -441,19 +367,12 @@ def test_gathered_modify_takes_over_what_was_written(precision, make_streams):
     optimizer.close()
 
 
-def everywhere() -> Iterator[tuple[str, Any, Placement, str]]:
-    for streams, make in STREAMS.items():
-        for placement in (Placement(), Placement(optimizer="cpu"), ON_CPU):
-            for precision in ("fp32", "bf16"):
-                yield streams, make, placement, precision
-
-
 def test_a_write_that_would_be_lost_is_an_error():
     """Outside `gathered(modify=True)` a write is kept, refused by torch, or an error at the next step: never lost."""
     fates = set()
-    for streams, make, placement, precision in everywhere():
-        model, other = stack(), stack()
-        optimizer = prepare(model, make_streams=make, placement=placement, precision=precision)
+    for streams, placement, precision in product(STREAMS, ({}, {"optimizer": "cpu"}, ON_CPU), ("fp32", "bf16")):
+        model, other = Blocks(), Blocks()
+        _, optimizer = prepared(model, STREAMS[streams], stock=grouped, precision=precision, **placement)
         train(model, optimizer, range(1))
         weight = model.blocks[0].up.weight
         fate = "kept"
@@ -472,27 +391,13 @@ def test_a_write_that_would_be_lost_is_an_error():
             assert_equal([optimizer.full_param(p) for p in model.parameters() if p is not weight], before)
             optimizer.set_full_param(weight, other.blocks[0].up.weight)
             assert not optimizer.step().skipped
-        fates.add((fate, streams, precision, placement == Placement()))
-        optimizer.close()
-    resident = {("kept", s, "fp32", True) for s in STREAMS} | {("error", s, "bf16", True) for s in STREAMS}
-    elsewhere = {("kept", "inline", "fp32", False), ("error", "inline", "bf16", False)}
-    shadowed = {
-        ("error", "simulated", p, False) for p in ("fp32", "bf16")
-    }  # params on the device, optimizer on the cpu
-    released = {("refused", "simulated", p, False) for p in ("fp32", "bf16")}
-    assert fates == resident | elsewhere | shadowed | released
+        fates.add((fate, streams, precision, not placement))
 
-
-def test_a_write_under_gathered_without_modify_is_an_error():
-    for _, make, placement, precision in everywhere():
-        model = stack()
-        optimizer = prepare(model, make_streams=make, placement=placement, precision=precision)
-
-        def write(model: nn.Module = model, optimizer: penstock.Optimizer = optimizer) -> None:
+        def write(model: Any = model, optimizer: penstock.Optimizer = optimizer) -> None:
             with optimizer.gathered(), torch.no_grad():
                 model.first.weight.zero_()
 
-        if precision == "fp32" and (make is inline or placement == Placement()):
+        if precision == "fp32" and (streams == "inline" or not placement):
             write()  # the home itself: there is no other copy
             assert not optimizer.full_param(model.first.weight).any()
         else:
@@ -501,11 +406,16 @@ def test_a_write_under_gathered_without_modify_is_an_error():
             ):
                 write()
         optimizer.close()
+    resident = {("kept", s, "fp32", True) for s in STREAMS} | {("error", s, "bf16", True) for s in STREAMS}
+    elsewhere = {("kept", "inline", "fp32", False), ("error", "inline", "bf16", False)}
+    # The first where params are on the device, and the optimizer on the cpu.
+    late = {(fate, "simulated", p, False) for fate in ("error", "refused") for p in ("fp32", "bf16")}
+    assert fates == resident | elsewhere | late
 
 
-def test_reading_inside_a_gathered_that_modifies(make_streams):
-    model = stack()
-    optimizer = prepare(model, make_streams=make_streams, precision="bf16")
+def test_reading_inside_a_gathered_that_modifies(streams):
+    model = Blocks()
+    optimizer = prepare(model, streams=streams, precision="bf16")
     with optimizer.gathered(modify=True), torch.no_grad():
         model.first.weight.zero_()
         with optimizer.gathered():
@@ -515,9 +425,9 @@ def test_reading_inside_a_gathered_that_modifies(make_streams):
     optimizer.close()
 
 
-def test_load_state_dict_of_the_model_under_gathered(make_streams):
-    model, other = stack(), stack(5)
-    optimizer = prepare(model, make_streams=make_streams)
+def test_load_state_dict_of_the_model_under_gathered(streams):
+    model, other = Blocks(), Blocks(seed=5)
+    optimizer = prepare(model, streams=streams)
     with optimizer.gathered(modify=True):
         model.load_state_dict(other.state_dict())
     plain = adamw(other)
@@ -530,7 +440,7 @@ def test_load_state_dict_of_the_model_under_gathered(make_streams):
 # close()
 
 
-class Various(Stack):
+class Various(Blocks):
     """Parameters of several dtypes, frozen ones, and a buffer."""
 
     def __init__(self) -> None:
@@ -544,14 +454,12 @@ class Various(Stack):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_close_gives_the_model_back(precision, make_streams):
-    torch.manual_seed(0)
+def test_close_gives_the_model_back(precision, streams):
     model = Various()
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     identities = [id(p) for p in model.parameters()]
-    optimizer = prepare(
-        model, torch.optim.AdamW(model.parameters(), **HYPER), make_streams=make_streams, precision=precision
-    )
+    given = torch.optim.AdamW(model.parameters(), **HYPER)
+    optimizer = prepare(model, given, streams, precision=precision)
     with optimizer.gathered():
         assert model.table.tolist() == [2**40 + 1, -3, 2**24 + 1]
     assert optimizer.full_param(model.table).dtype == torch.float32
@@ -585,21 +493,11 @@ def assert_no_trace(model: nn.Module) -> None:
         assert not parameter.__dict__
 
 
-def test_close_without_parameters(make_streams):
-    model = stack()
-    optimizer = prepare(model, make_streams=make_streams)
-    train(model, optimizer, range(1))
-    optimizer.close(keep_params=False)
-    assert all(p.numel() == 0 and p.dtype == torch.float32 for p in model.parameters())
-    assert_no_trace(model)
-    optimizer.close()
-
-
-def test_close_in_the_middle(make_streams):
+def test_close_in_the_middle(streams):
     """After a forward without backward, after a backward without step, and after one that failed."""
     for middle in ("forward", "backward", "failed backward"):
-        model = stack()
-        optimizer = prepare(model, make_streams=make_streams)
+        model = Blocks()
+        optimizer = prepare(model, streams=streams)
         expected = values_of(model, optimizer)
         loss = loss_of(model, 0)
         if middle == "backward":
@@ -614,27 +512,27 @@ def test_close_in_the_middle(make_streams):
         assert_no_trace(model)
 
 
-def test_a_model_trains_on_after_close_and_can_be_prepared_again(make_streams):
-    plain_model, model = stack(), stack()
+def test_a_model_trains_on_after_close_and_can_be_prepared_again(streams):
+    plain_model, model = Blocks(), Blocks()
     plain = adamw(plain_model)
     train(plain_model, plain, range(6))
-    optimizer = prepare(model, make_streams=make_streams)
+    optimizer = prepare(model, streams=streams)
     train(model, optimizer, range(2))
     state = optimizer.state_dict()
     optimizer.close()
     own = adamw(model)
     own.load_state_dict(state)
     train(model, own, range(2, 4))
-    optimizer = prepare(model, own, make_streams)
+    optimizer = prepare(model, own, streams)
     train(model, optimizer, range(4, 6))
     assert_close(values_of(model, optimizer), plain_model.parameters())
     optimizer.close()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_a_closed_model_can_be_copied(duplicate, make_streams):
-    model = stack()
-    optimizer = prepare(model, make_streams=make_streams)
+def test_a_closed_model_can_be_copied(duplicate):
+    model = Blocks()
+    optimizer = prepare(model)
     train(model, optimizer, range(2))
     optimizer.close()
     other = duplicate(model)
@@ -647,101 +545,53 @@ def test_a_closed_model_can_be_copied(duplicate, make_streams):
 # Neighbours
 
 
-def test_two_engines_in_one_process(make_streams):
-    """A student and a frozen-in-time teacher, both trained, their steps interleaved."""
-    plain_models, models = [stack(0), stack(1)], [stack(0), stack(1)]
-    plain = [adamw(m) for m in plain_models]
-    optimizers = [prepare(m, make_streams=make_streams) for m in models]
-    for both, their_optimizers in ((plain_models, plain), (models, optimizers)):
-        for step in range(3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            a, b = both[0](x), both[1](x)
-            (squared(a - b) + squared(a)).backward()  # one graph through both
-            their_optimizers[0].step()
-            squared(both[1](x)).backward()
-            their_optimizers[1].step()
-            for optimizer in their_optimizers:
-                optimizer.zero_grad()
-    for model, optimizer, plain_model in zip(models, optimizers, plain_models, strict=True):
-        assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizers[0].close()
-    train(models[1], optimizers[1], range(1))
-    optimizers[1].close()
+def changed_groups(model: Any, optimizer: Any) -> None:
+    train(model, optimizer, range(2))
+    is_ours = isinstance(optimizer, penstock.Optimizer)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.05) if is_ours else 0.05
+    optimizer.param_groups[1]["weight_decay"] = 0.3
+    optimizer.param_groups[1]["maximize"] = True
+    train(model, optimizer, range(2, 4))
 
 
-def test_forward_hooks_of_users_see_full_parameters(make_streams):
-    model = stack()
-    seen: dict[str, list[bool]] = {}
-
-    def look(name: str, module: nn.Module) -> Callable[..., None]:
-        def hook(*args: Any) -> None:
-            seen.setdefault(name, []).append(not any(p.isnan().any() for p in module.parameters()))
-
-        return hook
-
-    modules = {"model": model.first, "block": model.blocks[0], "layer": model.blocks[1].up}
-    watched = {"model": model, "block": model.blocks[0], "layer": model.blocks[1].up}
-    for name, module in watched.items():
-        module.register_forward_pre_hook(look(f"{name}, before, early", modules[name]))
-        module.register_forward_hook(look(f"{name}, after, early", modules[name]))
-    optimizer = prepare(model, make_streams=make_streams)
-    for name, module in watched.items():
-        module.register_forward_pre_hook(look(f"{name}, before, late", modules[name]))
-        module.register_forward_hook(look(f"{name}, after, late", modules[name]))
-    loss_of(model, 0).backward()
-    with torch.no_grad():
-        loss_of(model, 0)
-    assert len(seen) == 12
-    assert all(calls == [True, True] for calls in seen.values()), seen
-    optimizer.close()
+def replaced_outputs(model: Any, optimizer: Any) -> None:
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: output * 0.5 + args[0])
+    train(model, optimizer, range(3))
 
 
-def test_a_forward_hook_of_a_user_may_replace_the_output(make_streams):
-    plain_model, model = stack(), stack()
-    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
-    for m, o in ((plain_model, plain), (model, optimizer)):
-        for block in m.blocks:
-            block.register_forward_hook(lambda module, args, output: output * 0.5 + args[0])
-        train(m, o, range(3))
-    assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizer.close()
+def full_backward_hooks(model: Any, optimizer: Any) -> list[Tensor]:
+    seen: list[Tensor] = []
+    for module in (model, model.blocks[0], model.blocks[1].up):
+        module.register_full_backward_hook(lambda mod, into, out: seen.append(out[0].clone()))
+    train(model, optimizer, range(2))
+    return seen
+
+
+def a_hook_of_a_parameter(model: Any, optimizer: Any) -> None:
+    model.blocks[0].up.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    train(model, optimizer, range(3))
+
+
+def frozen_for_a_while(model: Any, optimizer: Any) -> None:
+    """A trained parameter that gets no gradient is not touched, as in torch."""
+    train(model, optimizer, range(1))
+    model.blocks[0].requires_grad_(False)
+    train(model, optimizer, range(1, 3))
+    model.blocks[0].requires_grad_(True)
+    train(model, optimizer, range(3, 4))
+
+
+HABITS = [changed_groups, replaced_outputs, full_backward_hooks, a_hook_of_a_parameter, frozen_for_a_while]
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
-def test_full_backward_hooks_of_users_run(make_streams):
-    plain_model, model = stack(), stack()
-    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
-    seen: list[list[Tensor]] = []
-    for m, o in ((plain_model, plain), (model, optimizer)):
-        seen.append([])
-        for module in (m, m.blocks[0], m.blocks[1].up):
-            module.register_full_backward_hook(lambda mod, into, out, to=seen[-1]: to.append(out[0].clone()))
-        train(m, o, range(2))
-    assert_close(seen[1], seen[0])
-    assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizer.close()
-
-
-def test_a_hook_on_a_parameter_sees_and_changes_its_gradient(make_streams):
-    plain_model, model = stack(), stack()
-    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
-    for m, o in ((plain_model, plain), (model, optimizer)):
-        m.blocks[0].up.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-        train(m, o, range(3))
-    assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizer.close()
-
-
-def test_requires_grad_may_be_taken_away_for_a_while(make_streams):
-    """A trained parameter that gets no gradient is not touched, as in torch."""
-    plain_model, model = stack(), stack()
-    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
-    for m, o in ((plain_model, plain), (model, optimizer)):
-        train(m, o, range(1))
-        m.blocks[0].requires_grad_(False)
-        train(m, o, range(1, 3))
-        m.blocks[0].requires_grad_(True)
-        train(m, o, range(3, 4))
+@pytest.mark.parametrize("habit", HABITS)
+def test_what_people_do_is_as_in_torch(habit, streams):
+    plain_model, model = Blocks(), Blocks()
+    optimizer = prepare(model, streams=streams)
+    expected, seen = habit(plain_model, adamw(plain_model)), habit(model, optimizer)
+    assert_close(seen or [], expected or [])
     assert_close(values_of(model, optimizer), plain_model.parameters())
     optimizer.close()
 
@@ -755,7 +605,7 @@ def test_inputs_are_cast_and_buffers_keep_their_dtype():
     model = Sees()
     model.register_buffer("table", torch.rand(4, 1, dtype=torch.float64))
     optimizer = prepare(model, torch.optim.AdamW(model.parameters()), precision="bf16")
-    optimizer.backward(squared(model(torch.ones(2, WIDTH), scale=torch.tensor(0.5), ids=torch.tensor([1, 3]))))
+    optimizer.backward(squared(model(torch.ones(2, 16), scale=torch.tensor(0.5), ids=torch.tensor([1, 3]))))
     assert model.table.dtype == torch.float64
     assert not optimizer.step().skipped
     optimizer.close()
@@ -766,42 +616,37 @@ def test_inputs_are_cast_and_buffers_keep_their_dtype():
 
 def on_two_ranks(rank: int) -> None:
     """The same data on both ranks, so that everything is as on one."""
-    plain_model = stack()
+    plain_model = Blocks()
     plain = adamw(plain_model)
     train(plain_model, plain, range(6))
-    for stage, make_streams in ((3, simulated), (1, simulated), (3, inline), (1, inline)):
-        for placement in (ON_CPU, Placement()):
-            model = stack(rank)  # the first rank's values count
-            model.register_parameter("table", nn.Parameter(torch.tensor([2**40 + 1, -3]), requires_grad=False))
-            optimizer = prepare(model, adamw_without_table(model), make_streams, stage=stage, placement=placement)
-            train(model, optimizer, range(3))
-            state, values = optimizer.state_dict(), values_of(model, optimizer)
+    rows = ((3, simulated, ON_CPU), (1, simulated, {}), (3, inline, {}), (1, inline, ON_CPU))
+    for stage, streams, placement in rows:
+        model = Blocks(seed=rank)  # the first rank's values count
+        model.register_parameter("table", nn.Parameter(torch.tensor([2**40 + 1, -3]), requires_grad=False))
+        _, optimizer = prepared(model, streams, stock=grouped, stage=stage, **placement)
+        train(model, optimizer, range(3))
+        state, values = optimizer.state_dict(), values_of(model, optimizer)
+        with optimizer.gathered(modify=True), torch.no_grad():
+            model.first.weight.fill_(float(rank) + 1)  # the first rank's counts
+        assert (optimizer.full_param(model.first.weight) == 1).all()
+        try:
             with optimizer.gathered(modify=True), torch.no_grad():
-                model.first.weight.fill_(float(rank) + 1)  # the first rank's counts
+                model.first.weight.fill_(7.0)
+                raise KeyError
+        except KeyError:
             assert (optimizer.full_param(model.first.weight) == 1).all()
-            try:
-                with optimizer.gathered(modify=True), torch.no_grad():
-                    model.first.weight.fill_(7.0)
-                    raise KeyError
-            except KeyError:
-                assert (optimizer.full_param(model.first.weight) == 1).all()
-            train(model, optimizer, range(1))
-            optimizer.load_state_dict(state)
-            for parameter, value in zip(model.parameters(), values, strict=True):
-                if parameter is not model.table:
-                    optimizer.set_full_param(parameter, value)
-            train(model, optimizer, range(3, 6))
-            assert_close(values_of(model, optimizer)[1:], plain_model.parameters())
-            assert_same_state(optimizer.state_dict(), plain.state_dict())
-            optimizer.close()
-            assert_close(list(model.parameters())[1:], plain_model.parameters())
-            assert model.table.tolist() == [2**40 + 1, -3]
-            assert_no_trace(model)
-
-
-def adamw_without_table(model: nn.Module) -> torch.optim.AdamW:
-    groups = [{**group, "params": [p for p in group["params"] if p.is_floating_point()]} for group in groups_of(model)]
-    return torch.optim.AdamW(groups, foreach=False, **HYPER)
+        train(model, optimizer, range(1))
+        optimizer.load_state_dict(state)
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            if parameter is not model.table:
+                optimizer.set_full_param(parameter, value)
+        train(model, optimizer, range(3, 6))
+        assert_close(values_of(model, optimizer)[1:], plain_model.parameters())
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+        optimizer.close()
+        assert_close(list(model.parameters())[1:], plain_model.parameters())
+        assert model.table.tolist() == [2**40 + 1, -3]
+        assert_no_trace(model)
 
 
 def test_the_handle_on_two_ranks():

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import penstock
+from tests.lib.engines import ON_CPU, prepared, train
+from tests.lib.models import stack
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -22,7 +26,6 @@ def test_the_example_of_muon_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 def test_a_group_of_new_matrices_joins_with_its_rules_options() -> None:
     """`add_param_group` filled in torch's defaults alone, of which MuonAdamW has none: a `KeyError`."""
-    import penstock
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -59,8 +62,6 @@ def test_a_group_of_new_matrices_joins_with_its_rules_options() -> None:
 
 def test_a_parameter_that_cannot_be_unfrozen_is_named_if_it_is_not_the_first_of_its_unit() -> None:
     """Parameters were compared by value for its name: a `RuntimeError` of torch."""
-    import penstock
-
     model = torch.nn.Module()
     for name in ("first", "second", "third"):
         model.add_module(name, torch.nn.Linear(8, 8, bias=False).requires_grad_(name == "first"))
@@ -72,30 +73,15 @@ def test_a_parameter_that_cannot_be_unfrozen_is_named_if_it_is_not_the_first_of_
 
 
 def test_a_rule_of_ones_own_trains_as_its_class() -> None:
-    import penstock
-
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "rules.md").read_text(), re.MULTILINE | re.DOTALL)
     (code,) = (block for block in blocks if "class RowNormalised" in block)
     assert len([line for line in code.split("@penstock.optim.register")[1].splitlines() if line.strip()]) <= 20
     shown: dict[str, type[torch.optim.Optimizer]] = {}
     exec(code, shown)
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(6, 4)
-    model = torch.nn.Linear(6, 4)
-    model.load_state_dict(plain.state_dict())
+    plain = stack(6, 4)
     stock = shown["RowNormalised"](plain.parameters())
-    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
-    optimizer = penstock.prepare(
-        model, shown["RowNormalised"](model.parameters()), precision="fp32", placement=placement
-    )
-    for step in range(3):
-        x = torch.full((2, 6), 1.0 + step)
-        optimizer.backward(model(x).square().sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        plain(x).square().sum().backward()
-        stock.step()
-        stock.zero_grad()
+    model, optimizer = prepared(stack(6, 4), stock=shown["RowNormalised"], **ON_CPU)
+    assert train(model, optimizer, 3) == pytest.approx(train(plain, stock, 3), rel=1e-6)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(optimizer.full_param(ours), theirs.detach(), rtol=1e-6, atol=1e-7)
     optimizer.close()

@@ -1,10 +1,9 @@
 """How a sequence is cut, and what is refused."""
 
-import pytest
 import torch
 
-from penstock.errors import ConfigError
 from penstock.parallel import check_heads, cut
+from tests.lib.refusals import Refusal, refused, rows
 
 TOKENS = torch.arange(1, 6)[None]
 
@@ -35,23 +34,21 @@ def test_documents_and_padding_do_not_see_each_other() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("rows", "rank", "text"),
-    [
-        ({"labels": TOKENS}, 0, "the batch has no input_ids"),
-        ({"input_ids": TOKENS, "pixels": TOKENS}, 0, "'pixels' of the batch cannot be cut"),
-        ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, 0, r"labels has the shape \(1, 4\)"),
-        ({"input_ids": TOKENS}, 2, "rank 2 is not one of 2"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(rows: dict[str, torch.Tensor], rank: int, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        cut(rows, rank, 2)
+REFUSED = {
+    "no ids": Refusal(lambda: cut({"labels": TOKENS}, 0, 2), "the batch has no input_ids"),
+    "pixels": Refusal(
+        lambda: cut({"input_ids": TOKENS, "pixels": TOKENS}, 0, 2), "'pixels' of the batch cannot be cut"
+    ),
+    "labels of another length": Refusal(
+        lambda: cut({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, 0, 2), "labels has the shape (1, 4)"
+    ),
+    "rank": Refusal(lambda: cut({"input_ids": TOKENS}, 2, 2), "rank 2 is not one of 2"),
+    "heads": Refusal(lambda: check_heads(6, 6, 4), "6 attention heads cannot be shared by 4 ranks"),
+    "heads of keys": Refusal(lambda: check_heads(12, 3, 4), "3 heads of keys cannot be shared by 4 ranks"),
+}
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="6 attention heads cannot be shared by 4 ranks"):
-        check_heads(6, 6, 4)
-    with pytest.raises(ConfigError, match="3 heads of keys cannot be shared by 4 ranks"):
-        check_heads(12, 3, 4)
+@rows(REFUSED)
+def test_what_cannot_be_cut_or_shared_is_refused(row: Refusal) -> None:
+    refused(row)
     check_heads(8, 2, 4)

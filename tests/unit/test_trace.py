@@ -71,31 +71,24 @@ class TestInTurn:
         assert intervals(drawn) == [(0, 3), (4, 5), (3, 4), (0, 2)]
         assert before == [None, 2, 0, None]
 
-    def test_what_does_not_overlap_stays_as_it_is(self) -> None:
-        spans = [Span("read", "a", 0, 1), Span("read", "b", 2, 3)]
-        assert in_turn(spans) == (spans, [None, 0])
-
 
 class TestBlame:
     """A gather waits for its upload, which waits for a read: 0 to 4, 4 to 5."""
 
     spans = (Span("read", "gather x", 0, 4), Span("upload", "gather x", 4, 5, after=(0,)))
 
-    def causes(self, start: float, stop: float) -> list[tuple[str, float, float]]:
+    @pytest.mark.parametrize(
+        ("wait", "causes"),
+        [
+            ((1, 5), [("read", 1, 4), ("upload", 4, 5)]),  # what the work waited for in turn
+            ((4.5, 5), [("upload", 4.5, 5)]),  # the work alone once that was over
+            ((3, 6), [("read", 3, 4), ("upload", 4, 6)]),  # the time until the waiter wakes is the work's
+            ((-1, 5), [("read", -1, 4), ("upload", 4, 5)]),  # what nothing explains is the first one's
+        ],
+    )
+    def test_a_wait_is_put_down_to(self, wait: tuple[float, float], causes: list[Any]) -> None:
         drawn, before = in_turn(self.spans)
-        return [(s.row, s.start, s.stop) for s in blame(drawn, before, Wait(1, start, stop))]
-
-    def test_a_wait_is_put_down_to_what_the_work_waited_for_in_turn(self) -> None:
-        assert self.causes(1, 5) == [("read", 1, 4), ("upload", 4, 5)]
-
-    def test_to_the_work_alone_once_that_was_over(self) -> None:
-        assert self.causes(4.5, 5) == [("upload", 4.5, 5)]
-
-    def test_the_time_until_the_waiter_wakes_is_the_works(self) -> None:
-        assert self.causes(3, 6) == [("read", 3, 4), ("upload", 4, 6)]
-
-    def test_what_nothing_explains_is_the_first_ones(self) -> None:
-        assert self.causes(-1, 5) == [("read", -1, 4), ("upload", 4, 5)]
+        assert [(s.row, s.start, s.stop) for s in blame(drawn, before, Wait(1, *wait))] == causes
 
     def test_work_that_came_before_on_the_row_is_a_cause(self) -> None:
         spans = [Span("upload", "a", 0, 3), Span("read", "b", 0, 1), Span("upload", "b", 3, 4, after=(1,))]

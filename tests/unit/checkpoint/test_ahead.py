@@ -1,7 +1,6 @@
 """Tensors that are read ahead are those of the files, whatever is asked for, and never more than a ring of them."""
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -62,9 +61,7 @@ def collect(reader: ReadAhead, name: str, start: int, stop: int, dtype: torch.dt
 @pytest.mark.parametrize("spaces", [0, 1, 4091])  # at odd bytes elements lie across pages
 @pytest.mark.parametrize("whole_pages", [False, True])
 @pytest.mark.parametrize("most_bytes", [1, 1 << 20])
-def test_the_values_are_those_of_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, spaces: int, whole_pages: bool, most_bytes: int
-) -> None:
+def test_the_values_are_those_of_the_files(tmp_path, monkeypatch, cached, spaces, whole_pages, most_bytes):
     monkeypatch.setattr(ahead, "_is_cached", lambda path: cached)
     given = write(tmp_path, spaces=spaces, whole_pages=whole_pages)
     files = WeightFiles(tmp_path)
@@ -80,7 +77,7 @@ def test_the_values_are_those_of_the_files(
     files.close()
 
 
-def test_values_may_be_asked_for_in_smaller_parts_or_another_order(tmp_path: Path) -> None:
+def test_values_may_be_asked_for_in_smaller_parts_or_another_order(tmp_path):
     given = write(tmp_path)
     files = WeightFiles(tmp_path)
     reader = ReadAhead(files, [ReadSpan(name, 0, value.numel()) for name, value in given.items()], 40_000)
@@ -93,8 +90,9 @@ def test_values_may_be_asked_for_in_smaller_parts_or_another_order(tmp_path: Pat
     files.close()
 
 
-def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_they_may(tmp_path: Path) -> None:
-    save_file({"one": torch.zeros(1 << 20, dtype=torch.uint8)}, tmp_path / "a.safetensors")
+def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_they_may(tmp_path):
+    zeros = torch.zeros(1 << 20, dtype=torch.uint8)
+    save_file({"one": zeros}, tmp_path / "a.safetensors", metadata={"format": "pt"})
     files, most_bytes = WeightFiles(tmp_path), 10 * ahead.SLOTS * PAGE
     reader = ReadAhead(files, [ReadSpan("one", 0, 1 << 20)], most_bytes)
     slots = {request.slot.data_ptr(): request.slot.nbytes for request in reader._flying}
@@ -106,7 +104,7 @@ def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_
     reader.close()
 
 
-def test_of_many_files_few_are_open_at_once(tmp_path: Path) -> None:
+def test_of_many_files_few_are_open_at_once(tmp_path):
     given = {f"{number:03d}": torch.full((100,), number, dtype=torch.uint8) for number in range(4 * ahead.SLOTS)}
     for name, value in given.items():
         save_file({name: value}, tmp_path / f"{name}.safetensors")
@@ -118,24 +116,8 @@ def test_of_many_files_few_are_open_at_once(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_headers_that_say_more_than_where_tensors_are(tmp_path: Path) -> None:
-    given = write(tmp_path)
-    file = tmp_path / "a.safetensors"
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + length])}).encode()
-    header += b" " * (-len(header) % 8)
-    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
-    files = WeightFiles(tmp_path)
-    reader = ReadAhead(files, [ReadSpan("large", 0, given["large"].numel())], 1 << 20)
-    assert reader._flying
-    assert torch.equal(collect(reader, "large", 0, given["large"].numel(), torch.bfloat16), given["large"].view(-1))
-    reader.close()
-    files.close()
-
-
 @pytest.mark.parametrize("kept_bytes", [5 * PAGE, 80_050])  # within a request; behind the last whole page
-def test_a_file_that_ends_before_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int) -> None:
+def test_a_file_that_ends_before_its_tensors(tmp_path, monkeypatch, kept_bytes):
     save_file({"large": torch.zeros(40_000, dtype=torch.bfloat16)}, tmp_path / "a.safetensors")
     files, existing = WeightFiles(tmp_path), ahead.File.existing
 
@@ -153,7 +135,7 @@ def test_a_file_that_ends_before_its_tensors(tmp_path: Path, monkeypatch: pytest
         read()
 
 
-def test_a_file_is_cached_once_it_was_read_and_not_once_it_was_looked_at(tmp_path: Path) -> None:
+def test_a_file_is_cached_once_it_was_read_and_not_once_it_was_looked_at(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(os.urandom(16 << 20))
     descriptor = os.open(file, os.O_RDONLY)

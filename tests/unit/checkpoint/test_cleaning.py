@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_links_are_neither_followed_nor_removed(optimizer: penstock.Optimizer, tmp_path: Path) -> None:
+def test_links_are_neither_followed_nor_removed(optimizer, tmp_path):
     archive, parent = tmp_path / "archive", tmp_path / "ck"
     optimizer.save(archive / "best")
     optimizer.save(parent / "step-1")
@@ -48,7 +48,7 @@ def test_links_are_neither_followed_nor_removed(optimizer: penstock.Optimizer, t
     assert names(parent) == ["best", "latest", "linked", "step-4"]
 
 
-def test_what_was_just_written_stays_whatever_leads_to_it(optimizer: penstock.Optimizer, tmp_path: Path) -> None:
+def test_what_was_just_written_stays_whatever_leads_to_it(optimizer, tmp_path):
     """A link with a name before its own, and a save that is told a link's name."""
     parent = tmp_path / "ck"
     parent.mkdir()
@@ -64,7 +64,7 @@ def test_what_was_just_written_stays_whatever_leads_to_it(optimizer: penstock.Op
     assert names(parent) == ["best", "model"]
 
 
-def test_files_that_look_like_ours_stay(optimizer: penstock.Optimizer, tmp_path: Path) -> None:
+def test_files_that_look_like_ours_stay(optimizer, tmp_path):
     theirs = ["adapters/20260101.safetensors", "logs/20261122-00001.json", "ck/12345678-00000.json", "fifo/a"]
     for name in theirs[:-1]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ def test_files_that_look_like_ours_stay(optimizer: penstock.Optimizer, tmp_path:
     assert names(tmp_path / "fifo") == ["12345678-00000.tiles"]
 
 
-def test_leftovers_of_a_save_that_was_killed_go(optimizer: penstock.Optimizer, tmp_path: Path) -> None:
+def test_leftovers_of_a_save_that_was_killed_go(optimizer, tmp_path):
     """With the data file last: a cleaning that is killed can be gone on with."""
     dead = tmp_path / "dead"
     dead.mkdir()
@@ -123,7 +123,7 @@ def interrupted(patch: pytest.MonkeyPatch, module: Any, name: str, meanwhile: An
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_two_jobs_that_save_into_one_folder(locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_jobs_that_save_into_one_folder(locks, tmp_path, monkeypatch):
     """The other one saves, as a whole, between the marker of the first and what that cleans."""
     if not locks:  # of folders
         monkeypatch.setattr(folders.FolderLock, "take_alone", lambda _: True)
@@ -148,9 +148,7 @@ def after_load(folder: Path) -> tuple[Any, penstock.Optimizer]:
     return model, optimizer
 
 
-def test_a_checkpoint_that_another_job_has_just_replaced_is_not_pruned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_another_job_has_just_replaced_is_not_pruned(tmp_path, monkeypatch):
     (_, one, _), (_, other, _) = RUN.prepare(), RUN.prepare(seed=6)
     one.save(tmp_path / "old")
     interrupted(monkeypatch, folders, "checkpoints_in", lambda: other.save(tmp_path / "old"), before=False)
@@ -163,7 +161,7 @@ def test_a_checkpoint_that_another_job_has_just_replaced_is_not_pruned(
     other.close()
 
 
-def test_a_folder_that_is_saved_into_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_saved_into_is_left_alone(tmp_path, monkeypatch):
     """Another job prunes when the first has written its files, and no marker yet."""
     (_, one, _), (_, other, _) = RUN.prepare(), RUN.prepare(seed=6)
     interrupted(monkeypatch, saves, "commit", lambda: other.save(tmp_path / "b", keep=1))
@@ -187,9 +185,7 @@ def save_and_wait(optimizer: penstock.Optimizer, path: Path, blocking: bool) -> 
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_failed_save_leaves_no_folder_that_it_made(
-    blocking: bool, optimizer: penstock.Optimizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_no_folder_that_it_made(blocking, optimizer, tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     monkeypatch.setattr(saves, "write_file", no_table)
     for name in ("new/er/a", "there", "there/a"):
@@ -199,9 +195,7 @@ def test_a_failed_save_leaves_no_folder_that_it_made(
     assert names(tmp_path / "there") == []
 
 
-def test_a_folder_that_was_there_is_synced(
-    optimizer: penstock.Optimizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_was_there_is_synced(optimizer, tmp_path, monkeypatch):
     """Whoever made it may not have waited for the disk."""
     (tmp_path / "parent" / "a").mkdir(parents=True)
     synced: list[str] = []
@@ -217,7 +211,7 @@ def test_a_folder_that_was_there_is_synced(
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
-def test_every_file_has_the_mode_that_umask_gives(mask: int, optimizer: penstock.Optimizer, tmp_path: Path) -> None:
+def test_every_file_has_the_mode_that_umask_gives(mask, optimizer, tmp_path):
     before = os.umask(mask)
     try:
         optimizer.save(tmp_path / "a", extra={"tensor": torch.ones(2)})

@@ -17,52 +17,34 @@ import penstock
 from penstock.ext import export as module
 from penstock.rules import split_master
 from tests.lib.memory import disks
-from tests.support import run_ranks, thorough
+from tests.lib.models import WORDS, llama, seeded
+from tests.lib.ranks import run_ranks
+from tests.lib.refusals import Refusal, refused, rows
 
 transformers = pytest.importorskip("transformers")
 
-IDS = torch.arange(24).reshape(2, 12) % 97
-NARROW: dict[str, Any] = {"vocab_size": 97, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
-
-
-def llama(tied: bool = False) -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        **NARROW,
-    )
-    return transformers.LlamaForCausalLM(config)
+IDS = torch.arange(24).reshape(2, 12) % WORDS
 
 
 def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=97, bos_token_id=1, eos_token_id=2,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=WORDS, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
+    return seeded(lambda: transformers.GPT2LMHeadModel(config))
 
 
 def mixtral() -> nn.Module:
     config = transformers.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        **NARROW,
-    )
-    return transformers.MixtralForCausalLM(config)
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=32,
+    )  # fmt: skip
+    return seeded(lambda: transformers.MixtralForCausalLM(config))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
-    "llama tied": lambda: llama(tied=True),
+    "llama tied": lambda: llama(tie_word_embeddings=True),
     "gpt2": gpt2,
     "mixtral": mixtral,
 }
@@ -104,7 +86,6 @@ def read(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_what_was_trained(name: str, tmp_path: Path) -> None:
     """In the dtype of training the loaded model computes the same bits."""
-    torch.manual_seed(0)
     model = MODELS[name]()
     expected = saved(model, tmp_path / "step", precision="fp32")
     penstock.export(tmp_path / "step", tmp_path / "out", dtype="fp32")
@@ -117,7 +98,6 @@ def test_transformers_loads_what_was_trained(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("master", ["remainder", "fp32", "none"])
 def test_bf16_is_what_the_model_computed_with(master: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     expected = saved(llama(), tmp_path / "step", precision="bf16", master=master)
     penstock.export(tmp_path / "step", tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -138,10 +118,8 @@ def test_ties_are_as_the_model_computed_with_them(tmp_path: Path) -> None:
     assert computed[0, 0] == 1 + 2**-7
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
 def test_values_are_those_of_the_master(precision: Any, dtype: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = llama()
     optimizer = trained(model, precision=precision)
     masters = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
@@ -158,7 +136,6 @@ def test_values_are_those_of_the_master(precision: Any, dtype: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("most_bytes", [1, 20_000, 10**9])
 def test_files_are_divided_and_indexed(most_bytes: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = llama()
     expected = saved(model, tmp_path / "step", precision="fp32")
     penstock.export(tmp_path / "step", tmp_path / "out", dtype="fp32", max_shard_bytes=most_bytes)
@@ -171,7 +148,7 @@ def test_files_are_divided_and_indexed(most_bytes: int, tmp_path: Path) -> None:
         assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
         assert files[0] == f"model-00001-of-{count:05d}.safetensors"
     for file in (tmp_path / "out").glob("*.safetensors"):
-        assert file.stat().st_size <= max(most_bytes, 97 * 32 * 4) + 4096
+        assert file.stat().st_size <= max(most_bytes, WORDS * 32 * 4) + 8192
     loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert torch.equal(logits(loaded), expected)
 
@@ -224,26 +201,16 @@ def test_buffers_and_other_dtypes(tmp_path: Path) -> None:
 
 
 def test_compiled_models_have_their_own_names(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = llama()
     for index, block in enumerate(model.model.layers):
         model.model.layers[index] = torch.compile(block, backend="eager")
-    optimizer = trained(model, steps=0)
+    optimizer = trained(torch.compile(model, backend="eager"), steps=0)
     optimizer.save(tmp_path / "step")
     penstock.export(tmp_path / "step", tmp_path / "out")
     assert read(tmp_path / "out").keys() == dict(llama().named_parameters()).keys()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "bfloat16"
-
-
-def test_a_compiled_model_is_described_as_what_it_was(tmp_path: Path) -> None:
-    model = torch.compile(llama(), backend="eager")
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-    optimizer.save(tmp_path / "step")
-    penstock.export(tmp_path / "step", tmp_path / "out")
-    assert read(tmp_path / "out").keys() == dict(llama().named_parameters()).keys()
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 # Adapters
@@ -275,7 +242,7 @@ def test_peft_loads_the_adapters_that_were_trained(rest: dict[str, Any], tmp_pat
 def test_the_model_below_adapters(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    base = llama(tied=True)
+    base = llama(tie_word_embeddings=True)
     before = logits(base)
     expected = saved(with_adapters(base), tmp_path / "step", precision="fp32")
     penstock.export(tmp_path / "step", tmp_path / "out", dtype="fp32", adapters_only=False)
@@ -286,65 +253,74 @@ def test_the_model_below_adapters(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), expected)
 
 
-def test_what_was_trained_beside_adapters_is_not_lost(tmp_path: Path) -> None:
-    model = with_adapters(llama())
-    model.get_base_model().model.norm.weight.requires_grad_(True)
-    saved(model, tmp_path / "step", steps=0)
-    with pytest.raises(
-        penstock.CheckpointError, match=r"norm\.weight' was trained and is of no adapter.*adapters_only=F"
-    ):
-        penstock.export(tmp_path / "step", tmp_path / "out")
-
-
 # Refusals: nothing appears
 
 
-def damage(folder: Path, storage: str) -> None:
-    """Flip a bit of the first tile's values of a home."""
+def damage(folder: Path) -> None:
+    """Flip a bit of the first tile's parameters."""
     from penstock.checkpoint.reader import Checkpoint
 
     key = next(Checkpoint.open(folder).tiles())
-    record = next(record for record in key.unit.records(key.number) if record.storage.name == storage)
+    record = next(record for record in key.unit.records(key.number) if record.storage.name == "param")
     data = bytearray(key.file.read_bytes())
     data[record.offset + 5] ^= 1
     key.file.write_bytes(data)
 
 
-def test_a_damaged_tile_leaves_nothing(tmp_path: Path) -> None:
-    saved(llama(), tmp_path / "step")
-    damage(tmp_path / "step", "param")
-    with pytest.raises(penstock.CheckpointError, match="damaged"):
-        penstock.export(tmp_path / "step", tmp_path / "out")
+def of_linear(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Save a small model on which something was done before."""
+
+    def save(folder: Path) -> None:
+        model = nn.Linear(4, 4)
+        change(model)
+        penstock.prepare(model, torch.optim.AdamW(model.parameters())).save(folder)
+
+    return save
+
+
+def a_damaged_tile(folder: Path) -> None:
+    of_linear(lambda m: None)(folder)
+    damage(folder)
+
+
+def trained_beside_adapters(folder: Path) -> None:
+    model = with_adapters(llama())
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    saved(model, folder, steps=0)
+
+
+def odd(dtype: torch.dtype) -> Callable[[Path], None]:
+    return of_linear(lambda m: m.register_buffer("odd", torch.ones(3, dtype=dtype)))
+
+
+CheckpointError, ConfigError = penstock.CheckpointError, penstock.ConfigError
+#: What is saved; what `export` is asked for is `how`.
+REFUSED = {
+    "a damaged tile": Refusal(a_damaged_tile, "damaged", CheckpointError),
+    "what was trained beside adapters": Refusal(
+        trained_beside_adapters, "norm.weight' was trained and is of no adapter", CheckpointError
+    ),
+    "values too large for fp16": Refusal(
+        of_linear(lambda m: nn.init.constant_(m.weight, 1e5)),
+        "'parameters.weight' has values that are too large for fp16",
+        CheckpointError,
+        {"dtype": "fp16"},
+    ),
+    "complex64": Refusal(odd(torch.complex64), "'buffers.odd' is ", CheckpointError),
+    "complex128": Refusal(odd(torch.complex128), "'buffers.odd' is ", CheckpointError),
+    "uint16": Refusal(odd(torch.uint16), "'buffers.odd' is ", CheckpointError),
+    "no dtype": Refusal(of_linear(lambda m: None), "dtype='int8'", ConfigError, {"dtype": "int8"}),
+    "no size": Refusal(of_linear(lambda m: None), "max_shard_bytes=0", ConfigError, {"max_shard_bytes": 0}),
+    "no average": Refusal(of_linear(lambda m: None), "has no 'ema'", CheckpointError, {"average": True}),
+}
+
+
+@rows(REFUSED)
+def test_what_cannot_be_exported_leaves_nothing(row: Refusal, tmp_path: Path) -> None:
+    row.do(tmp_path / "step")
+    export = Refusal(lambda: penstock.export(tmp_path / "step", tmp_path / "out", **row.how or {}), row.text, row.error)
+    refused(export)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
-
-
-def test_optimizer_states_are_not_read(tmp_path: Path) -> None:
-    saved(llama(), tmp_path / "step")
-    damage(tmp_path / "step", "optimizer")
-    penstock.export(tmp_path / "step", tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_values_too_large_for_fp16(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    nn.init.constant_(model.weight, 1e5)
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-    optimizer.save(tmp_path / "step")
-    with pytest.raises(penstock.CheckpointError, match=r"'parameters\.weight' has values that are too large for fp16"):
-        penstock.export(tmp_path / "step", tmp_path / "out", dtype="fp16")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.uint16])
-def test_buffers_that_no_export_has_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    model.register_buffer("odd", torch.ones(3, dtype=dtype))
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-    optimizer.save(tmp_path / "step")
-    optimizer.close()
-    with pytest.raises(penstock.CheckpointError, match=r"'buffers\.odd' is "):
-        penstock.export(tmp_path / "step", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_there_stays(tmp_path: Path) -> None:
@@ -357,14 +333,6 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     (tmp_path / "out" / "mine").unlink()
     penstock.export(tmp_path / "step", tmp_path / "out")  # into the empty folder
     assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"), [({"dtype": "int8"}, "dtype='int8'"), ({"max_shard_bytes": 0}, "max_shard_bytes=0")]
-)
-def test_arguments_that_cannot_be(arguments: Any, match: str, tmp_path: Path) -> None:
-    with pytest.raises(penstock.ConfigError, match=match):
-        penstock.export(tmp_path, tmp_path / "out", **arguments)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +352,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model = llama()
     expected = saved(model, tmp_path / "step", precision="fp32")
     real = os.pwrite
@@ -453,10 +420,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-@pytest.mark.parametrize("dtype", [thorough("fp32"), "bf16"])
-def test_memory_does_not_grow_with_the_model(dtype: str, tmp_path: Path) -> None:
-    """One tensor of 128 MiB in fp32; tiles of 1 MiB of parameters."""
-    model = nn.Sequential(nn.Linear(4096, 8192, bias=False))
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """One tensor of 64 MiB in fp32; tiles of 1 MiB of parameters."""
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False))
     optimizer = penstock.prepare(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -465,9 +431,9 @@ def test_memory_does_not_grow_with_the_model(dtype: str, tmp_path: Path) -> None
     )
     optimizer.save(tmp_path / "step")
     optimizer.close()
-    command = [sys.executable, "-c", MEASURED, tmp_path / "step", tmp_path / "out", dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert int(done.stdout) < 40 << 20
+    command = [sys.executable, "-c", MEASURED, tmp_path / "step", tmp_path / "out", "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    assert int(done.stdout) < 24 << 20
 
 
 # Ranks
@@ -488,7 +454,6 @@ def export_on(rank: int, checkpoint: str, out: str) -> list[str]:
 
 
 def save_on(rank: int, folder: str) -> Tensor | None:
-    torch.manual_seed(0)
     model = llama()
     optimizer = trained(model, precision="fp32")
     optimizer.save(folder)
@@ -530,8 +495,7 @@ def test_a_rank_that_fails_stops_all(tmp_path: Path) -> None:
 
 
 def test_the_average_is_exported(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = llama()
+    model = llama(seed=3)
     model.model.embed_tokens.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = penstock.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
@@ -549,6 +513,3 @@ def test_the_average_is_exported(tmp_path: Path) -> None:
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, wanted[name]), name
-    with pytest.raises(penstock.CheckpointError, match=r"has no 'ema': 'ema.half' there"):
-        penstock.export(tmp_path / "a", tmp_path / "other", average=True)
-    assert not (tmp_path / "other").exists()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -106,11 +105,4 @@ def test_what_fails_in_between_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(penstock.CheckpointError, match="Input/output error"):
         write(tmp_path / "out", model, values, failing)
-    assert not (tmp_path / "out").exists()
-
-
-def test_extra_that_no_checkpoint_holds(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"rule": "adam", "groups": [], "buffers": {}}
-    with pytest.raises(penstock.ConfigError, match="nothing is pickled"):
-        write_checkpoint(tmp_path / "out", [], extra={"scheduler": object()}, **arguments)
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint.reader import Checkpoint
-from tests.support import run_ranks, thorough
+from tests.lib.ranks import run_ranks
 
 PACKED = Path(__file__).parents[2] / "data" / "checkpoints"
 
@@ -82,7 +82,7 @@ def loaded(rank: int, folder: str, stage: int) -> dict[str, Tensor]:
     return found
 
 
-def test_one_of_before_regions_is_loaded_and_exported_bit_for_bit(tmp_path: Path) -> None:
+def test_one_of_before_regions_is_loaded_and_exported_bit_for_bit(tmp_path):
     expected = unpack("two-ranks-bf16", tmp_path)
     slots = [slot for table in Checkpoint.open(tmp_path).tables for unit in table.units for slot in unit.slots]
     assert slots
@@ -100,10 +100,8 @@ def test_one_of_before_regions_is_loaded_and_exported_bit_for_bit(tmp_path: Path
     optimizer.close()
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), thorough(2, 0)])
-def test_one_of_two_ranks_with_an_average_and_a_frozen_unit_is_loaded_bit_for_bit(
-    tmp_path: Path, world_size: int, stage: int
-) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
+def test_one_of_two_ranks_with_an_average_and_a_frozen_unit_is_loaded_bit_for_bit(tmp_path, world_size, stage):
     expected = unpack("two-ranks-fp32-master", tmp_path)
     if world_size == 1:
         ranks = [loaded(0, str(tmp_path / "step-3"), stage)]

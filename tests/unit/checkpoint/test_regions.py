@@ -1,6 +1,5 @@
 """Checkpoints whose parameters are in parts: any boxes in, whole parameters out, and no box that cannot be."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -26,6 +25,8 @@ from penstock.ext.interop import importing
 from penstock.ext.interop.importing import Incoming, write_checkpoint
 from penstock.layout import Region, Slot
 from penstock.runtime.topology import Grid
+from tests.lib.fuzz import examples
+from tests.unit.checkpoint.test_hostile import opcodes
 
 Cuts = Sequence[Sequence[int]]  # where each dimension is cut, from 0 to its size
 
@@ -51,9 +52,9 @@ def two_cuts(draw: st.DrawFn) -> tuple[Cuts, Cuts]:
     return cut(), cut()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(two_cuts(), st.integers(1, 9))
-def test_any_parts_become_any_others(cuts: tuple[Cuts, Cuts], tile: int) -> None:
+def test_any_parts_become_any_others(cuts, tile):
     there, here = map(extents, cuts)
     whole = torch.arange(prod(there[0].shape)).view(there[0].shape)
     assert why_not_whole(there[0].shape, there) is None
@@ -77,7 +78,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("cuts", "which", "offsets", "said"), BAD)
-def test_parts_that_overlap_are_none_of_a_whole(cuts: Cuts, which: int, offsets: Any, said: str) -> None:
+def test_parts_that_overlap_are_none_of_a_whole(cuts, which, offsets, said):
     there = extents(cuts)
     there[which] = there[which]._replace(offsets=offsets)
     assert said in str(why_not_whole(there[0].shape, there))
@@ -125,9 +126,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-def test_whole_parameters_are_loaded_and_exported(
-    cuts: Mapping[str, Cuts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_parameters_are_loaded_and_exported(cuts, tmp_path, monkeypatch):
     monkeypatch.setattr(importing, "_TILE_NUMEL", 256)
     model, values = build()
     write(tmp_path / "in", values, cuts, monkeypatch)
@@ -162,14 +161,12 @@ def damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Slo
         (lambda s: replace(s, shape=(19, 37), numel=19 * 37), "'parameters.weight' has parts of 1,480 of its 1,517"),
     ],
 )
-def test_parts_that_cannot_be_are_named(
-    change: Callable[[Slot], Slot], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_that_cannot_be_are_named(change, said, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=said):
         damaged(tmp_path / "in", monkeypatch, change).check_whole()
 
 
-def test_a_region_past_its_shape_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_past_its_shape_is_not_read(tmp_path, monkeypatch):
     _, values = build()
     write(tmp_path / "in", values, CUTS[0], monkeypatch)
     table = Checkpoint.open(tmp_path / "in").tables[0]
@@ -180,19 +177,10 @@ def test_a_region_past_its_shape_is_not_read(tmp_path: Path, monkeypatch: pytest
         UnitTable.read(parse(Path("table.json"), to_bytes(said), most_bytes=1 << 30), file_bytes=1 << 30)
 
 
-def test_what_every_rank_has_whole_the_first_names() -> None:
+def test_what_every_rank_has_whole_the_first_names():
     whole, cut = Slot("norm", (4,), 4, 0), Slot("weight", (2, 4), 8, 256, Region((4, 4), (0, 0)))
     assert own_slots((whole, cut), Grid(1, 0, 1, 0, 2, 0)) == (whole, cut)
     assert own_slots((whole, cut), Grid(1, 0, 1, 0, 2, 1)) == (cut,)
-
-
-def test_a_table_without_parts_has_the_fields_that_it_had(tmp_path: Path) -> None:
-    model, _ = build()
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32")
-    optimizer.save(tmp_path / "in")
-    optimizer.close()
-    (unit,) = Checkpoint.open(tmp_path / "in").tables[0].units
-    assert unit.to_json()["slots"] == [["weight", (41, 37), 0], ["bias", (41,), 1536]]
 
 
 def cuts_blocks(there: BoxExtent, here: BoxExtent) -> bool:
@@ -201,7 +189,7 @@ def cuts_blocks(there: BoxExtent, here: BoxExtent) -> bool:
     return SlotRange(unit, slots[1], 0, here.numel, 0).cuts_blocks(SlotPart(slots[0], 0, there.numel, 0))
 
 
-def test_blocks_of_8_bit_states_are_cut_or_not() -> None:
+def test_blocks_of_8_bit_states_are_cut_or_not():
     rows, columns = extents([[0, 2, 4], [0, 512]]), extents([[0, 4], [0, 256, 512]])
     assert not any(cuts_blocks(a, b) for a in rows for b in columns)
     assert not cuts_blocks(extents([[0, 256, 300]])[1], extents([[0, 300]])[0])
@@ -237,18 +225,15 @@ def many_tiles(opened: Checkpoint, ranks: int, tiles: int) -> Checkpoint:
     return replace(opened, manifest=manifest, tables=tables)
 
 
-def test_ten_thousand_tiles_are_checked_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time that this process computed: it grows with the tiles, not with tiles times ranks."""
+def test_four_times_as_many_ranks_with_tiles_take_four_times_the_work(tmp_path, monkeypatch):
+    """It grows with the tiles of all ranks, not with tiles times ranks."""
     _, values = build()
     write(tmp_path / "in", values, CUTS[0], monkeypatch)
     opened = Checkpoint.open(tmp_path / "in")
-    for ranks in (1, 64):
-        many = many_tiles(opened, ranks, 10_000 // ranks)
-        begun = time.process_time()
-        many.check_whole()
-        assert time.process_time() - begun < 1, ranks
+    few, many = (opcodes(many_tiles(opened, ranks, 8).check_whole) for ranks in (32, 128))
+    assert many < 4.4 * few
 
 
-def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows() -> None:
+def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows():
     left, right = extents([[0, 1 << 40], [0, 256, 512]])  # a look at each row would not end
     assert list(meet(left, 0, left.numel, right)) == []

@@ -10,7 +10,7 @@ import penstock
 from penstock.checkpoint import save
 from penstock.checkpoint.save import check_shared
 from penstock.errors import CheckpointError
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 
 def _said(rank: int, folder: Path) -> list[str]:
@@ -48,9 +48,3 @@ def test_who_does_not_see_it_is_named_everywhere(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["all"]
     assert [path.name for path in (tmp_path / "all").iterdir()] == ["step-1"]
     assert not [path for path in (tmp_path / "all" / "step-1").iterdir() if path.name.startswith("checkpoint.json.")]
-
-
-def test_one_rank_alone_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save, "_leave", None)
-    check_shared(tmp_path / "none")
-    assert not (tmp_path / "none").exists()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import MemoryBudgetError
 from penstock.runtime import host_memory as machine_arena
-from penstock.runtime.host_memory import PAGE_BYTES, Arena, HostMemory, available_host_memory, return_free_memory
+from penstock.runtime.host_memory import PAGE_BYTES, Arena, HostMemory, available_host_memory
 from tests.lib.memory import pinning_on_cpu
 from tests.unit.machine.test_cgroups import Machine
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.sampled_from(DTYPES)), min_size=1, max_size=8))
-def test_leases_are_zero_aligned_apart_and_fill_the_slab_exactly(wanted: list[tuple[int, torch.dtype]]) -> None:
+def test_leases_are_zero_aligned_apart_and_fill_the_slab_exactly(wanted):
     capacity = sum(Arena.allocated_bytes(numel, dtype) for numel, dtype in wanted)
     arena = Arena(capacity, CPU)
     leases = [arena.allocate(numel, dtype) for numel, dtype in wanted]
@@ -34,7 +34,7 @@ def test_leases_are_zero_aligned_apart_and_fill_the_slab_exactly(wanted: list[tu
     arena.close()
 
 
-def test_sizes_are_rounded_to_pages_and_to_nothing_more() -> None:
+def test_sizes_are_rounded_to_pages_and_to_nothing_more():
     assert Arena.allocated_bytes(1, torch.int8) == PAGE_BYTES
     assert Arena.allocated_bytes(PAGE_BYTES, torch.int8) == PAGE_BYTES
     assert Arena.allocated_bytes(PAGE_BYTES // 4 + 1, torch.float32) == 2 * PAGE_BYTES
@@ -42,18 +42,12 @@ def test_sizes_are_rounded_to_pages_and_to_nothing_more() -> None:
     assert Arena.allocated_bytes(five_gib_and_a_bit, torch.float32) == (5 << 30) + PAGE_BYTES, "no power of two"
 
 
-def test_an_empty_arena_maps_nothing() -> None:
-    arena = Arena(0, CPU)
-    assert (arena.capacity, arena.used, arena.pinned) == (0, 0, False)
-    arena.close()
-
-
-def test_a_slab_that_the_host_refuses_is_a_budget_error_with_its_size() -> None:
+def test_a_slab_that_the_host_refuses_is_a_budget_error_with_its_size():
     with pytest.raises(MemoryBudgetError, match=r"The host refused 1,152,921,504,606,846,976 bytes for the cpu tier"):
         Arena(1 << 60, CPU)
 
 
-def test_more_than_was_planned_is_our_own_bug() -> None:
+def test_more_than_was_planned_is_our_own_bug():
     arena = Arena(PAGE_BYTES, CPU)
     arena.allocate(1, torch.int8)
     with pytest.raises(AssertionError, match="planned too small"):
@@ -61,7 +55,7 @@ def test_more_than_was_planned_is_our_own_bug() -> None:
     arena.close()
 
 
-def test_a_lease_outlives_the_arena_that_gave_it() -> None:
+def test_a_lease_outlives_the_arena_that_gave_it():
     arena = Arena(PAGE_BYTES, CPU)
     allocate = arena.allocate(8, torch.float32)
     allocate.fill_(7)
@@ -70,13 +64,7 @@ def test_a_lease_outlives_the_arena_that_gave_it() -> None:
     assert allocate.eq(7).all()
 
 
-def test_a_cpu_needs_nothing_pinned() -> None:
-    arena = Arena(PAGE_BYTES, CPU)
-    assert (arena.pinned, arena.pageable) == (False, False)
-    arena.close()
-
-
-def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypatch):
     pinned = pinning_on_cpu(monkeypatch)
     arena = Arena(5 * PAGE_BYTES, CPU)
     assert (arena.pinned, arena.pageable, list(pinned.values())) == (True, False, [5 * PAGE_BYTES])
@@ -89,7 +77,7 @@ def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypa
     left.close()
 
 
-def test_what_the_system_does_not_pin_is_pageable_and_not_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_does_not_pin_is_pageable_and_not_unregistered(monkeypatch):
     pinning_on_cpu(monkeypatch, limit=4 * PAGE_BYTES)
     arena = Arena(5 * PAGE_BYTES, CPU)
     assert (arena.pinned, arena.pageable) == (False, True)
@@ -98,7 +86,7 @@ def test_what_the_system_does_not_pin_is_pageable_and_not_unregistered(monkeypat
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_pages_are_faulted_in_to_the_last_one(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_pages_are_faulted_in_to_the_last_one(monkeypatch, threads):
     monkeypatch.setattr(machine_arena, "TOUCH_BYTES", 2 * PAGE_BYTES)
     for pages in (1, 2, 7):
         allocation = torch.full((pages * PAGE_BYTES,), 7, dtype=torch.uint8)
@@ -106,7 +94,7 @@ def test_pages_are_faulted_in_to_the_last_one(monkeypatch: pytest.MonkeyPatch, t
         assert not allocation.any()
 
 
-def test_a_slab_lies_on_the_node_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_lies_on_the_node_of_its_device(monkeypatch):
     pinning_on_cpu(monkeypatch)
     asked: list[tuple[int, int, int]] = []
     monkeypatch.setattr(machine_arena, "prefer_node", lambda *mapping: asked.append(mapping))
@@ -126,7 +114,7 @@ def flags_of(address: int) -> tuple[str, set[str]]:
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_a_slab_may_lie_in_huge_pages_and_no_child_has_it(monkeypatch: pytest.MonkeyPatch, pins: bool) -> None:
+def test_a_slab_may_lie_in_huge_pages_and_no_child_has_it(monkeypatch, pins):
     """Python maps shared memory unless it is told not to, for which most kernels have no huge pages."""
     if pins:
         pinning_on_cpu(monkeypatch)
@@ -137,14 +125,14 @@ def test_a_slab_may_lie_in_huge_pages_and_no_child_has_it(monkeypatch: pytest.Mo
     allocation.close()
 
 
-def test_a_kernel_that_cannot_wipe_keeps_the_slab_from_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_wipe_keeps_the_slab_from_children(monkeypatch):
     monkeypatch.setattr(machine_arena, "MADV_WIPEONFORK", 12345)
     allocation = Arena(4 << 20, CPU)
     assert "dc" in flags_of(allocation.allocate(1, torch.int8).data_ptr())[1]
     allocation.close()
 
 
-def test_a_child_finds_zeros_and_what_it_writes_is_its_own() -> None:
+def test_a_child_finds_zeros_and_what_it_writes_is_its_own():
     allocation = Arena(4 << 20, CPU)
     values = allocation.allocate(1 << 20, torch.float32).fill_(7)
     child = os.fork()
@@ -167,9 +155,7 @@ def test_a_child_finds_zeros_and_what_it_writes_is_its_own() -> None:
         (None, None, None),
     ],
 )
-def test_a_container_has_less_than_its_host(
-    tmp_path: Path, host: int | None, group: int | None, expected: HostMemory | None
-) -> None:
+def test_a_container_has_less_than_its_host(tmp_path, host, group, expected):
     if host is not None:
         (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {host} kB\n")
     machine = Machine(tmp_path).process("0::/").group("")
@@ -177,7 +163,3 @@ def test_a_container_has_less_than_its_host(
         machine.group("", memory_max=str((group + 1) << 10), memory_current="1024")
     found = available_host_memory(tmp_path / "meminfo", machine.folder, machine.own)
     assert found == (expected and expected._replace(whose=expected.whose.format(machine.folder)))
-
-
-def test_freed_memory_can_be_returned_to_the_system() -> None:
-    return_free_memory()

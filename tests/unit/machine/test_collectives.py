@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 
 def test_a_single_process_is_a_grid_of_one() -> None:
@@ -19,36 +19,6 @@ def test_a_single_process_is_a_grid_of_one() -> None:
         ranks.broadcast_part(values, 0)
         assert values.eq(1).all()
         assert not ranks.counts
-
-
-def grids(rank: int) -> dict[str, tuple[int, int, int]]:
-    meshes = {
-        "default": None,
-        "flat": init_device_mesh("cpu", (2,)),
-        "replicated": init_device_mesh("cpu", (2, 1)),
-        "sharded": init_device_mesh("cpu", (1, 2)),
-    }
-    found = {}
-    for name, mesh in meshes.items():
-        for sharded in (False, True):
-            ranks = Collectives.from_mesh(mesh, sharded=sharded)
-            found[f"{name}, {'shards' if sharded else 'copies'}"] = (ranks.shards, ranks.shard_rank, ranks.replicas)
-    return found
-
-
-def test_meshes_become_grids_of_shards_and_replicas() -> None:
-    for rank, found in enumerate(run_ranks(grids, 2)):
-        copies, shards = (1, 0, 2), (2, rank, 1)
-        assert found == {
-            "default, copies": copies,
-            "default, shards": shards,
-            "flat, copies": copies,
-            "flat, shards": shards,
-            "replicated, copies": copies,
-            "replicated, shards": copies,
-            "sharded, copies": copies,
-            "sharded, shards": shards,
-        }
 
 
 def named_grids(rank: int) -> dict[str, Grid]:

@@ -1,6 +1,5 @@
 """Which device a rank takes, on machines that are made up; who shares one; events."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,13 +51,11 @@ def cuda(index: int | None = None) -> torch.device:
         (Visible("xpu", 4, 0), {"local_rank": "2"}, torch.device("xpu", 2)),
     ],
 )
-def test_a_rank_takes_the_device_that_was_said(
-    visible: Visible | None, said: dict[str, Any], expected: torch.device
-) -> None:
+def test_a_rank_takes_the_device_that_was_said(visible, said, expected):
     assert choose_device(visible, **said).device == expected
 
 
-def test_a_model_beside_the_process_group_s_device_is_refused() -> None:
+def test_a_model_beside_the_process_group_s_device_is_refused():
     with pytest.raises(ConfigError) as refused:
         choose_device(Visible("cuda", 4, 0), model=cuda(0), bound=cuda(1))
     assert str(refused.value) == (
@@ -75,7 +72,7 @@ def machine_of(patch: pytest.MonkeyPatch, visible: Visible) -> list[torch.device
     return current
 
 
-def test_prepare_takes_the_device_of_the_local_rank_and_makes_it_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_takes_the_device_of_the_local_rank_and_makes_it_current(monkeypatch):
     current = machine_of(monkeypatch, Visible("cuda", 4, 0))
     taken: list[torch.device] = []
 
@@ -94,7 +91,7 @@ def lying_on(*where: torch.device) -> Any:
     return [SimpleNamespace(device=device) for device in where]
 
 
-def test_model_mesh_and_process_group_say_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_mesh_and_process_group_say_a_device(monkeypatch):
     machine_of(monkeypatch, Visible("cuda", 4, 0))
     third = {"LOCAL_RANK": "3"}
     assert device_for(lying_on(cuda(1), cuda(1)), None, third).device == cuda(1)
@@ -117,7 +114,7 @@ def properties(patch: pytest.MonkeyPatch, **known: str) -> None:
     patch.setattr(torch, "get_device_module", lambda device: module)
 
 
-def test_a_place_is_what_machine_device_and_variables_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_place_is_what_machine_device_and_variables_are(monkeypatch, tmp_path):
     (tmp_path / "boot_id").write_text("b00t\n")
     properties(monkeypatch, uuid="GPU-1")
     environment = {"CUDA_VISIBLE_DEVICES": "2,3", "ZE_AFFINITY_MASK": "0", "PATH": "/bin"}
@@ -153,11 +150,11 @@ def place(name: str, host: str = "a", machine: str = "b00t", unique: str = "", v
         (place("npu:0"), place("npu:0", host="c"), False),
     ],
 )
-def test_whether_two_ranks_have_one_device(one: HardwarePlace, other: HardwarePlace, same: bool) -> None:
+def test_whether_two_ranks_have_one_device(one, other, same):
     assert one.is_that_of(other) is other.is_that_of(one) is same
 
 
-def test_ranks_that_share_a_device_are_refused_by_name() -> None:
+def test_ranks_that_share_a_device_are_refused_by_name():
     everywhere = [place("cuda:0", unique="x"), None, place("cuda:1", unique="y"), place("cuda:0", unique="x")]
     check_apart(everywhere[:3], (0, 1, 2))
     check_apart([None, None], (0, 1))
@@ -171,7 +168,7 @@ def test_ranks_that_share_a_device_are_refused_by_name() -> None:
     )
 
 
-def test_an_event_lets_the_host_sleep_where_the_device_has_such_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_lets_the_host_sleep_where_the_device_has_such_events(monkeypatch):
     made: list[tuple[str, dict[str, object]]] = []
 
     class Sleeping:
@@ -191,7 +188,7 @@ def test_an_event_lets_the_host_sleep_where_the_device_has_such_events(monkeypat
     ]
 
 
-def test_an_event_spins_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_spins_where_the_environment_asks_for_it(monkeypatch):
     made: list[bool] = []
 
     class Own:
@@ -205,7 +202,7 @@ def test_an_event_spins_where_the_environment_asks_for_it(monkeypatch: pytest.Mo
     assert made == [True, True, False]
 
 
-def test_what_is_free_is_within_the_fraction_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_free_is_within_the_fraction_of_the_process(monkeypatch):
     """`torch.cuda.set_per_process_memory_fraction` ends in an error of torch where a plan takes more."""
     module = SimpleNamespace(
         mem_get_info=lambda device: (900, 1000),

@@ -5,32 +5,16 @@ import threading
 import time
 import weakref
 
-import pytest
-
 from penstock.ext.observe.observer import WaitSums, observe
 from penstock.runtime.events import DONE
 from penstock.runtime.streams import FETCH, UPDATE, UPLOAD, WRITE, Streams
-from tests.lib.streams import inline, simulated
+from tests.lib.streams import inline, simulated, until_waited_for
 
 
 def metered(streams: Streams) -> WaitSums:
     """Have waits counted from here on."""
     waits = observe(streams).waits = WaitSums(streams)
     return waits
-
-
-def test_a_wait_is_put_down_to_the_stream_that_is_waited_for() -> None:
-    streams = simulated(most_seconds=0.0)
-    meter = metered(streams)
-    read = streams.submit(FETCH, lambda: time.sleep(0.2))
-    update = streams.submit(UPDATE, lambda: None, after=[read])
-    upload = streams.submit(UPLOAD, lambda: time.sleep(0.1), after=[update, DONE])
-    upload.wait()
-    assert meter.take() == {UPLOAD: pytest.approx(0.3, abs=0.15)}
-    assert meter.take() == {}
-    streams.submit(WRITE, lambda: time.sleep(0.1), after=[read, update]).synchronize()  # which are over
-    assert list(meter.take()) == [WRITE]
-    streams.close()
 
 
 def test_what_is_done_costs_nothing_and_work_that_waits_is_not_counted() -> None:
@@ -76,16 +60,18 @@ def test_a_chain_of_events_is_let_go_of() -> None:
 def test_a_trace_goes_before_a_record_which_goes_on_behind_it() -> None:
     streams = simulated(most_seconds=0.0)
     waits, observer = metered(streams), observe(streams)
-    under_way = streams.submit(FETCH, lambda: time.sleep(0.1))
+    under_way = streams.submit(FETCH, until_waited_for)
     observer.begin_trace()
-    streams.submit(UPDATE, lambda: time.sleep(0.1), after=[under_way]).wait()
-    late = streams.submit(UPLOAD, lambda: time.sleep(0.2))
+    streams.submit(UPDATE, lambda: None, after=[under_way]).wait()
+    go = threading.Event()
+    late = streams.submit(UPLOAD, lambda: go.wait() and until_waited_for())
     recording = observer.end_trace(wait=False)
     assert [(span.row, span.after) for span in recording.spans] == [(UPDATE, ())]
     assert [wait.span for wait in recording.waits] == [0]
     assert waits.take() == {}
+    go.set()
     late.wait()  # of what was submitted during the trace
-    streams.submit(WRITE, lambda: time.sleep(0.1)).wait()
+    streams.submit(WRITE, until_waited_for).wait()
     assert list(waits.take()) == [UPLOAD, WRITE]
     assert streams.observer is observer
     observer.waits = None

@@ -65,8 +65,3 @@ def test_the_kernel_knows_what_node_a_mapping_prefers() -> None:
         pytest.skip("this container does not let its processes choose")
     (line,) = (li for li in Path("/proc/self/numa_maps").read_text().splitlines() if li.startswith(f"{address:x} "))
     assert line.split()[1].startswith("prefer")
-
-
-def test_a_node_that_is_not_there_is_refused_without_an_error() -> None:
-    memory = mmap.mmap(-1, 1 << 20)
-    assert not prefer_node(torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), 1 << 20, 900)

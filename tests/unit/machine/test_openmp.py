@@ -50,53 +50,26 @@ def awake() -> Pool:
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_the_bits_do_not_depend_on_whose_threads_they_are(awake: Pool, add: bool) -> None:
+def test_the_bits_do_not_depend_on_whose_threads_they_are(awake, add):
     src, storages = torch.randn(NUMEL), [torch.ones(NUMEL, dtype=torch.bfloat16) for _ in range(2)]
     norms = [deposit(storage, src, add=add, pool=pool) for storage, pool in zip(storages, (None, awake), strict=True)]
     assert torch.equal(*storages)
     assert norms[0] == norms[1] == squared_norm(storages[0], pool=awake)
 
 
-def test_no_thread_is_started_beside_torch_s(awake: Pool) -> None:
+def test_no_thread_is_started_beside_torch_s(awake):
     before = native_threads()
     squared_norm(torch.randn(NUMEL), pool=awake)
     assert native_threads() == before
 
 
-def test_gradients_go_home_on_torch_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Pool | None] = []
-
-    def noted(*arguments: object, pool: Pool | None, **rest: object) -> float:
-        seen.append(pool)
-        return 0.0
-
-    monkeypatch.setattr("penstock.engine.gradients.reduce.deposit_part", noted)
-    model = torch.nn.Linear(8, 8)
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-    optimizer.backward(model(torch.randn(2, 8)).sum())
-    engine = optimizer._open("backward")
-    assert set(seen) == {engine.reducer._pool} != {engine.context.pool}
-    optimizer.close()
-
-
-def test_a_runtime_without_that_interface_leaves_it_to_the_updates_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_without_that_interface_leaves_it_to_the_updates_threads(monkeypatch):
     monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
     pool = Pool(1)
     assert compute_pool(CPU, pool) is pool
 
 
-def test_a_device_has_no_use_for_them() -> None:
-    pool = Pool(1)
-    assert compute_pool(torch.device("meta"), pool) is pool
-
-
-def test_a_closed_pool_refuses(awake: Pool) -> None:
-    awake.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        squared_norm(torch.randn(NUMEL), pool=awake)
-
-
-def test_several_threads_may_call_at_once(awake: Pool) -> None:
+def test_several_threads_may_call_at_once(awake):
     src, norms = torch.randn(NUMEL), []
     threads = [threading.Thread(target=lambda: norms.append(squared_norm(src, pool=awake))) for _ in range(3)]
     for thread in threads:
@@ -106,7 +79,7 @@ def test_several_threads_may_call_at_once(awake: Pool) -> None:
     assert set(norms) == {squared_norm(src, pool=None)}
 
 
-def test_a_forked_child_works_alone(awake: Pool) -> None:
+def test_a_forked_child_works_alone(awake):
     """The threads stay behind in the parent: to wait for them would be for ever."""
     src = torch.randn(NUMEL)
     expected = squared_norm(src, pool=awake)
@@ -116,16 +89,14 @@ def test_a_forked_child_works_alone(awake: Pool) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_thread_that_moves_values_has_no_team() -> None:
+def test_a_thread_that_moves_values_has_no_team():
     """Else torch's threads are more than the cores, and none of them spins any more."""
     found = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, check=True)
     # Its own thread, and those that it has started; compute keeps its two.
     assert found.stdout.splitlines() == ["1 2", "2 2"]
 
 
-def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(monkeypatch, tmp_path):
     found: set[tuple[bool, int]] = set()
 
     def noted(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -150,7 +121,7 @@ def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(
     assert (True, 2) not in found
 
 
-def test_a_runtime_that_cannot_be_told_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_cannot_be_told_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
     before = torch.get_num_threads()
     stay_alone()

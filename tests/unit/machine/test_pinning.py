@@ -61,7 +61,7 @@ def torch_has_pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_the_module_of_any_accelerator_may_register_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_module_of_any_accelerator_may_register_memory(monkeypatch):
     module = Module()
     use(monkeypatch, module)
     allocation = Arena(5 * PAGE_BYTES, OTHER)
@@ -73,7 +73,7 @@ def test_the_module_of_any_accelerator_may_register_memory(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("answer", [False, 1 << 20, RuntimeError("no room"), OSError("no")], ids=repr)
-def test_what_it_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+def test_what_it_refuses_is_pageable(monkeypatch, answer):
     module = Module(answer)
     use(monkeypatch, module)
     allocation = Arena(5 * PAGE_BYTES, OTHER)
@@ -83,9 +83,7 @@ def test_what_it_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch, answer: An
     assert len(module.log) == 1
 
 
-def test_one_that_registers_nothing_copies_slabs_through_buffers_of_torch_s(
-    monkeypatch: pytest.MonkeyPatch, torch_has_pinned: list[int]
-) -> None:
+def test_one_that_registers_nothing_copies_slabs_through_buffers_of_torch_s(monkeypatch, torch_has_pinned):
     use(monkeypatch, SimpleNamespace())
     assert not host_memory.can_register(OTHER)
     allocation = Arena(5 * PAGE_BYTES, OTHER)
@@ -98,16 +96,14 @@ def test_one_that_registers_nothing_copies_slabs_through_buffers_of_torch_s(
     allocation.close()
 
 
-def test_what_is_not_registered_may_still_be_torch_s(
-    monkeypatch: pytest.MonkeyPatch, torch_has_pinned: list[int]
-) -> None:
+def test_what_is_not_registered_may_still_be_torch_s(monkeypatch, torch_has_pinned):
     use(monkeypatch, Module(False))
     ring = Arena(5 * PAGE_BYTES, OTHER, ring=True)
     assert (ring.pinned, len(torch_has_pinned)) == (True, 2)
     ring.close()
 
 
-def test_where_torch_has_no_pinned_memory_a_ring_is_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_has_no_pinned_memory_a_ring_is_pageable(monkeypatch):
     def refuse(*size: int, **rest: Any) -> None:
         raise RuntimeError("Need to provide pin_memory allocator to use pin memory.")
 
@@ -118,7 +114,7 @@ def test_where_torch_has_no_pinned_memory_a_ring_is_pageable(monkeypatch: pytest
     ring.close()
 
 
-def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypatch):
     log: list[tuple[object, ...]] = []
 
     class Runtime:
@@ -160,13 +156,7 @@ def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypat
     allocation.close()
 
 
-def test_a_cpu_copies_nothing() -> None:
-    assert not host_memory.needs_pinning(CPU)
-    assert not host_memory.can_register(CPU)
-    assert host_memory.pinned_buffer(8, CPU, PAGE_BYTES) is None
-
-
-def test_words_have_a_place_each_and_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_have_a_place_each_and_go_together(monkeypatch):
     module = Module()
     use(monkeypatch, module)
     words = Words(OTHER)

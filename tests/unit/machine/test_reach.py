@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.runtime.accelerator import reach_for, streams_for
-from penstock.runtime.topology import Grid, Reach
+from penstock.runtime.topology import Reach
 
 CPU = torch.device("cpu")
 
@@ -21,11 +21,3 @@ def test_reach_is_that_of_the_streams_that_would_be_made(debug_release: bool) ->
 def test_an_accelerator_reaches_its_own_memory_alone() -> None:
     assert reach_for(torch.device("cuda:0")) == Reach(aliases_host=False, reads_in_place=True)
     assert reach_for(torch.device("cuda:0"), debug_release=True) == Reach(aliases_host=False, reads_in_place=False)
-
-
-def test_a_grid_of_ranks_that_are_not_there() -> None:
-    assert Grid.first_of(4, sharded=True) == Grid(shards=4, shard_rank=0, replicas=1, replica_rank=0)
-    assert Grid.first_of(4, sharded=False) == Grid(shards=1, shard_rank=0, replicas=4, replica_rank=0)
-    assert Grid.first_of(4, sharded=False).world_size == 4
-    whole = Grid(shards=2, shard_rank=1, replicas=3, replica_rank=2, tp=4, tp_rank=3)
-    assert (whole.world_size, whole.data_size, whole.number) == (24, 6, 23)

@@ -3,11 +3,9 @@
 import errno
 import gc
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,6 @@ from penstock.runtime.streams import (
     DONE,
     DOWNLOAD,
     FETCH,
-    ON_DEVICE,
     READ,
     SAVE,
     UPDATE,
@@ -36,8 +33,8 @@ from penstock.runtime.streams import (
     InlineStreams,
     Streams,
     all_of,
-    copy,
 )
+from tests.lib.accelerator import FakeAccelerator
 
 CPU = torch.device("cpu")
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
@@ -51,11 +48,7 @@ def late() -> Streams:
     return SimulatedStreams(lambda stream, nbytes: 0.005)
 
 
-def at_once_on_threads() -> Streams:
-    return SimulatedStreams(lambda stream, nbytes: 0.0)
-
-
-BACK_ENDS = [inline, late, at_once_on_threads]
+BACK_ENDS = [inline, late]
 
 
 class BrokenError(Exception):
@@ -67,7 +60,7 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("make", BACK_ENDS)
-def test_work_of_a_stream_runs_in_the_order_of_submission(make: type) -> None:
+def test_work_of_a_stream_runs_in_the_order_of_submission(make):
     streams = make()
     order: list[int] = []
     events = [streams.submit(UPDATE, lambda n=number: order.append(n)) for number in range(10)]
@@ -78,7 +71,7 @@ def test_work_of_a_stream_runs_in_the_order_of_submission(make: type) -> None:
 
 
 @pytest.mark.parametrize("make", BACK_ENDS)
-def test_work_runs_after_the_events_it_names_on_any_stream(make: type) -> None:
+def test_work_runs_after_the_events_it_names_on_any_stream(make):
     streams = make()
     order: list[str] = []
     first = streams.submit(DOWNLOAD, lambda: order.append(DOWNLOAD))
@@ -90,7 +83,7 @@ def test_work_runs_after_the_events_it_names_on_any_stream(make: type) -> None:
 
 
 @pytest.mark.parametrize("make", BACK_ENDS)
-def test_close_runs_what_is_queued_and_ends_the_threads(make: type) -> None:
+def test_close_runs_what_is_queued_and_ends_the_threads(make):
     before = set(threading.enumerate())
     streams = make()
     ran: list[str] = []
@@ -101,9 +94,8 @@ def test_close_runs_what_is_queued_and_ends_the_threads(make: type) -> None:
     assert set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize("make", [late, at_once_on_threads])
-def test_an_error_surfaces_at_every_wait_and_stops_nothing_else(make: type) -> None:
-    streams = make()
+def test_an_error_surfaces_at_every_wait_and_stops_nothing_else():
+    streams = late()
     event = streams.submit(UPLOAD, fail)
     for wait in (event.wait, event.synchronize, event.wait):
         with pytest.raises(BrokenError, match="the disk is gone"):
@@ -115,9 +107,8 @@ def test_an_error_surfaces_at_every_wait_and_stops_nothing_else(make: type) -> N
     streams.close()
 
 
-@pytest.mark.parametrize("make", [late, at_once_on_threads])
-def test_work_after_failed_work_does_not_run_and_fails_with_it(make: type) -> None:
-    streams = make()
+def test_work_after_failed_work_does_not_run_and_fails_with_it():
+    streams = late()
     ran: list[int] = []
     failed = streams.submit(COLLECTIVE, fail)
     after = streams.submit(DOWNLOAD, lambda: ran.append(1), after=(failed,))
@@ -127,12 +118,12 @@ def test_work_after_failed_work_does_not_run_and_fails_with_it(make: type) -> No
     streams.close()
 
 
-def test_inline_work_fails_where_it_is_submitted() -> None:
+def test_inline_work_fails_where_it_is_submitted():
     with pytest.raises(BrokenError):
         inline().submit(UPLOAD, fail)
 
 
-def test_only_compute_on_the_host_reaches_the_cpu_tier() -> None:
+def test_only_compute_on_the_host_reaches_the_cpu_tier():
     assert inline().aliases_host
     streams = late()
     assert not streams.aliases_host
@@ -140,13 +131,7 @@ def test_only_compute_on_the_host_reaches_the_cpu_tier() -> None:
     assert isinstance(streams_for(CPU), InlineStreams)
 
 
-def test_done_is_done() -> None:
-    DONE.wait()
-    DONE.synchronize()
-    assert DONE.done()
-
-
-def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage() -> None:
+def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage():
     """Autograd's saved views must see the bytes of the next gather."""
     streams = inline()
     buffer = torch.ones(1000)
@@ -158,12 +143,6 @@ def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage() -> None:
     buffer.fill_(3)
     assert buffer.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
     assert view.eq(3).all()
-
-
-def test_copy_copies() -> None:
-    target = torch.zeros(3)
-    copy(target, torch.arange(3.0))
-    assert target.tolist() == [0, 1, 2]
 
 
 def zero(buffer: torch.Tensor) -> None:
@@ -197,42 +176,14 @@ def streams() -> Iterator[InlineStreams]:
 
 
 class TestInlineStreamsBesideTransfers:
-    def test_a_transfer_goes_on_after_it_was_submitted(self, streams: InlineStreams) -> None:
-        transfer = Transfer()
-        event = streams.submit(READ, lambda: transfer)
-        assert not event.done()
-        transfer.end()
-        assert event.done()
-        event.synchronize()
-        event.wait()
-
-    def test_transfers_of_one_stream_are_in_flight_together(self, streams: InlineStreams) -> None:
+    def test_transfers_of_one_stream_are_in_flight_together(self, streams):
         transfers = [Transfer(), Transfer()]
         events = [streams.submit(READ, lambda t=transfer: t) for transfer in transfers]
         transfers[1].end()
         assert [event.done() for event in events] == [False, True]
         transfers[0].end()
 
-    def test_what_needs_no_transfer_runs_where_it_is_submitted(self, streams: InlineStreams) -> None:
-        streams.submit(READ, Transfer)
-        seen: list[threading.Thread] = []
-        event = streams.submit(UPLOAD, lambda: seen.append(threading.current_thread()))
-        assert seen == [threading.current_thread()]
-        assert event.done()
-
-    def test_what_waits_for_a_transfer_runs_on_a_thread_when_that_is_over(self, streams: InlineStreams) -> None:
-        transfer, seen = Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        event = streams.submit(UPDATE, lambda: seen.append(threading.current_thread().name), after=(read,))
-        assert seen == []
-        assert not event.done()
-        transfer.end()
-        event.synchronize()
-        assert seen == ["penstock-update"]
-
-    def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(
-        self, streams: InlineStreams
-    ) -> None:
+    def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(self, streams):
         transfer, order = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
         streams.submit(UPDATE, lambda: order.append("after the read"), after=(read,))
@@ -245,7 +196,7 @@ class TestInlineStreamsBesideTransfers:
         streams.submit(UPDATE, lambda: order.append(threading.current_thread().name))
         assert order[-1] == threading.current_thread().name, "once its thread is idle, at once again"
 
-    def test_chains_over_streams_keep_their_order(self, streams: InlineStreams) -> None:
+    def test_chains_over_streams_keep_their_order(self, streams):
         """As in the pipeline of tiles: read, use, write, and the slot's next read after that."""
         order: list[str] = []
         reads, writes = [Transfer() for _ in range(3)], [Transfer() for _ in range(3)]
@@ -264,7 +215,7 @@ class TestInlineStreamsBesideTransfers:
         free.synchronize()
         assert order == [f"{what} {number}" for number in range(3) for what in ("read", "use", "write")]
 
-    def test_an_error_of_a_transfer_reaches_every_wait_and_what_comes_after_it(self, streams: InlineStreams) -> None:
+    def test_an_error_of_a_transfer_reaches_every_wait_and_what_comes_after_it(self, streams):
         transfer, ran = Transfer(BrokenError("the disk is gone")), []
         read = streams.submit(READ, lambda: transfer)
         event = streams.submit(UPDATE, lambda: ran.append(1), after=(read,))
@@ -278,7 +229,7 @@ class TestInlineStreamsBesideTransfers:
         other.synchronize()
         assert ran == [2], "what does not need it goes on"
 
-    def test_close_runs_what_waits_for_transfers(self) -> None:
+    def test_close_runs_what_waits_for_transfers(self):
         threads = set(threading.enumerate())
         streams = InlineStreams(CPU)
         transfer, ran = Transfer(), []
@@ -291,7 +242,7 @@ class TestInlineStreamsBesideTransfers:
         assert ran == [1]
         assert set(threading.enumerate()) == threads
 
-    def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(self) -> None:
+    def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(self):
         streams = InlineStreams(CPU)
         transfer, gathering, order = Transfer(), Transfer(), []
         read = streams.submit(READ, lambda: transfer)
@@ -313,63 +264,6 @@ class TestInlineStreamsBesideTransfers:
         streams.close()
 
 
-class FakeAccelerator:
-    """What `AcceleratorStreams` asks of a device's module: everything enqueued is logged, and over when it is let."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.over = True
-        self._current = threading.local()
-        accelerator = self
-
-        class Stream:
-            def __init__(self, name: str | None = None) -> None:
-                accelerator.made = accelerator.made + 1 if name is None else 0
-                self.name = name or ON_DEVICE[accelerator.made - 1]
-
-        class Event:
-            stream = ""
-
-            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-                assert blocking, "a host that waits spins"
-
-            def wait(self, stream: Any) -> None:
-                accelerator.log.append(f"{stream.name} waits for {self.stream}")
-
-            def record(self, stream: Any) -> None:
-                self.stream = stream.name
-
-            def query(self) -> bool:
-                return accelerator.over
-
-            def elapsed_time(self, end: Any) -> float:
-                return 0.0
-
-            def synchronize(self) -> None:
-                accelerator.log.append(f"host waits for {self.stream}")
-
-        self.made = 0
-        self._compute = Stream("compute")
-        self.made = 0
-        self.Stream, self.Event = Stream, Event
-
-    def device(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before = self.current_stream()
-        self._current.stream = stream
-        yield
-        self._current.stream = before
-
-    def current_stream(self, device: torch.device | None = None) -> Any:
-        return getattr(self._current, "stream", self._compute)
-
-    def synchronize(self, device: torch.device) -> None:
-        self.log.append("host waits for all")
-
-
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     fake = FakeAccelerator()
@@ -388,7 +282,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     ],
     ids=repr,
 )
-def test_an_error_keeps_no_frames_of_those_who_waited_for_it(error: Exception) -> None:
+def test_an_error_keeps_no_frames_of_those_who_waited_for_it(error):
     """What they refer to may refer to the event, through what autograd has recorded: nothing of it would ever go."""
     said = str(error), vars(error), getattr(error, "errno", None), getattr(error, "filename", None)
 
@@ -410,8 +304,13 @@ def test_an_error_keeps_no_frames_of_those_who_waited_for_it(error: Exception) -
 class TestAcceleratorStreams:
     """Without a device: what is enqueued where, by which thread, in which order."""
 
-    def test_device_work_is_enqueued_where_it_is_submitted(self, accelerator: FakeAccelerator) -> None:
+    @pytest.fixture
+    def streams(self, accelerator: FakeAccelerator) -> Iterator[AcceleratorStreams]:
         streams = AcceleratorStreams(CPU)
+        yield streams
+        streams.close()
+
+    def test_device_work_is_enqueued_where_it_is_submitted(self, streams, accelerator):
         accelerator.over = False  # the device is busy: nobody waits for it
         first = streams.submit(UPLOAD, lambda: accelerator.log.append("copy on " + accelerator.current_stream().name))
         second = streams.submit(COLLECTIVE, lambda: accelerator.log.append("gather"), after=(first,))
@@ -425,12 +324,8 @@ class TestAcceleratorStreams:
             "compute waits for collective",
         ]
         assert not second.done()
-        streams.close()
 
-    def test_device_work_after_a_read_is_enqueued_when_that_is_over_and_so_is_what_follows(
-        self, accelerator: FakeAccelerator
-    ) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_device_work_after_a_read_is_enqueued_when_that_is_over_and_so_is_what_follows(self, streams, accelerator):
         transfer, names = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
         copied = streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name), after=(read,))
@@ -448,13 +343,9 @@ class TestAcceleratorStreams:
         assert accelerator.log[-1] == "compute waits for upload"
         streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name))
         assert names[-1] == threading.current_thread().name
-        streams.close()
 
-    def test_a_collective_after_a_read_is_enqueued_by_its_caller_before_what_that_does_next(
-        self, accelerator: FakeAccelerator
-    ) -> None:
+    def test_a_collective_after_a_read_is_enqueued_by_its_caller_before_what_that_does_next(self, streams, accelerator):
         """And not by a thread, at a time of its own on each rank."""
-        streams = AcceleratorStreams(CPU)
         transfer, order = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
         copied = streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
@@ -466,11 +357,9 @@ class TestAcceleratorStreams:
         assert "collective waits for upload" in accelerator.log
         assert gathered.done()
         timer.join()
-        streams.close()
 
-    def test_what_the_device_alone_waits_for_is_enqueued_at_once(self, accelerator: FakeAccelerator) -> None:
+    def test_what_the_device_alone_waits_for_is_enqueued_at_once(self, streams, accelerator):
         """Also where it is one event of several, and where a thread has enqueued it meanwhile."""
-        streams = AcceleratorStreams(CPU)
         transfer, names = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
         deferred = streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name), after=(read,))
@@ -483,10 +372,8 @@ class TestAcceleratorStreams:
         assert names == ["penstock-upload", threading.current_thread().name]
         waits = ["compute", "upload", "upload", "save"]
         assert accelerator.log == [f"download waits for {stream}" for stream in waits]
-        streams.close()
 
-    def test_watched_events_that_outlive_their_trace_defer_nothing(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_watched_events_that_outlive_their_trace_defer_nothing(self, streams, accelerator):
         observer = observe(streams)
         observer.begin_trace()
         watched = streams.submit(UPLOAD, lambda: None)
@@ -496,11 +383,10 @@ class TestAcceleratorStreams:
         names: list[str] = []
         streams.submit(DOWNLOAD, lambda: names.append(threading.current_thread().name), after=(watched,))
         assert names == [threading.current_thread().name]
-        streams.close()
 
-    def test_a_thread_of_ours_has_no_compute(self, accelerator: FakeAccelerator) -> None:
+    def test_a_thread_of_ours_has_no_compute(self, streams, accelerator):
         """Its current stream is the default one, and training may be on another."""
-        streams, worker = AcceleratorStreams(CPU), HostWorker("test")
+        worker = HostWorker("test")
         moment = streams.now()
         accelerator.log.clear()
         worker.submit(lambda: streams.submit(SAVE, lambda: None) and None).synchronize()
@@ -511,10 +397,8 @@ class TestAcceleratorStreams:
             with pytest.raises(AssertionError, match="a thread of ours has no compute"):
                 worker.submit(lambda wrong=wrong: wrong() and None).synchronize()
         worker.close()
-        streams.close()
 
-    def test_compute_that_turns_to_another_stream_follows_the_one_before(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_compute_that_turns_to_another_stream_follows_the_one_before(self, streams, accelerator):
         streams.submit(UPLOAD, lambda: None)
         with accelerator.stream(accelerator.Stream("another")):
             accelerator.log.clear()
@@ -523,10 +407,9 @@ class TestAcceleratorStreams:
             assert accelerator.log == ["another waits for compute"]
             streams.submit(UPLOAD, lambda: None)
         assert accelerator.log[1:] == ["upload waits for another"]
-        streams.close()
 
-    def test_gathers_have_memory_of_the_uploads(self, accelerator: FakeAccelerator) -> None:
-        streams, seen = AcceleratorStreams(CPU), []
+    def test_gathers_have_memory_of_the_uploads(self, streams, accelerator):
+        seen = []
         storage = torch.UntypedStorage.resize_
 
         def resize(self: Any, nbytes: int) -> None:
@@ -541,10 +424,8 @@ class TestAcceleratorStreams:
             streams.allocate(buffer)
             streams.allocate(buffer)
         assert seen == [("upload", 0), ("upload", 16)]
-        streams.close()
 
-    def test_what_is_given_up_goes_when_its_event_is_over(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_what_is_given_up_goes_when_its_event_is_over(self, streams, accelerator):
         accelerator.over = False
         buffer = torch.zeros(3)
         gone = weakref.ref(buffer)
@@ -555,20 +436,16 @@ class TestAcceleratorStreams:
         accelerator.over = True
         streams.submit(DOWNLOAD, lambda: None)
         assert gone() is None
-        streams.close()
 
-    def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, streams, accelerator):
         copied = streams.submit(DOWNLOAD, lambda: None)
         names: list[str] = []
         written = streams.submit(WRITE, lambda: names.append(threading.current_thread().name), after=(copied,))
         written.synchronize()
         assert accelerator.log[-1] == "host waits for download"
         assert names == ["penstock-write"]
-        streams.close()
 
-    def test_a_read_that_failed_fails_what_was_to_be_enqueued_after_it(self, accelerator: FakeAccelerator) -> None:
-        streams = AcceleratorStreams(CPU)
+    def test_a_read_that_failed_fails_what_was_to_be_enqueued_after_it(self, streams, accelerator):
         transfer, ran = Transfer(BrokenError("the disk is gone")), []
         read = streams.submit(READ, lambda: transfer)
         copied = streams.submit(UPLOAD, lambda: ran.append(1), after=(read,))
@@ -578,9 +455,8 @@ class TestAcceleratorStreams:
                 wait()
         assert copied.done()
         assert ran == []
-        streams.close()
 
-    def test_close_enqueues_what_waits_and_finishes_the_device(self, accelerator: FakeAccelerator) -> None:
+    def test_close_enqueues_what_waits_and_finishes_the_device(self, accelerator):
         threads = set(threading.enumerate())
         streams = AcceleratorStreams(CPU)
         transfer, ran = Transfer(), []
@@ -593,41 +469,13 @@ class TestAcceleratorStreams:
         assert set(threading.enumerate()) == threads
 
 
-class TestHostWorker:
-    def test_runs_in_order_on_its_own_thread(self) -> None:
-        worker = HostWorker("test")
-        seen: list[tuple[int, str]] = []
-        for number in range(5):
-            event = worker.submit(lambda n=number: seen.append((n, threading.current_thread().name)))
-        event.synchronize()
-        assert seen == [(number, "penstock-test") for number in range(5)]
-        worker.close()
-
-    def test_uses_the_event_it_is_given(self) -> None:
-        worker = HostWorker("test")
-        event = HostEvent()
-        assert not event.done()
-        assert worker.submit(lambda: None, event) is event
-        event.wait()
-        assert event.done()
-        worker.close()
-
-    def test_close_finishes_the_queue_and_joins(self) -> None:
-        worker = HostWorker("test")
-        ran: list[int] = []
-        for number in range(3):
-            worker.submit(lambda n=number: (time.sleep(0.002), ran.append(n)))
-        worker.close()
-        assert ran == [0, 1, 2]
-        assert not any(thread.name == "penstock-test" for thread in threading.enumerate())
-
-    def test_keeps_no_buffer_alive_while_it_waits(self) -> None:
-        worker = HostWorker("test")
-        buffer = torch.zeros(10)
-        gone = weakref.ref(buffer)
-        worker.submit(partial(zero, buffer)).synchronize()
-        del buffer
-        worker.submit(lambda: None).synchronize()  # the loop has let go of the work before
-        gc.collect()
-        assert gone() is None
-        worker.close()
+def test_a_worker_keeps_no_buffer_alive_while_it_waits():
+    worker = HostWorker("test")
+    buffer = torch.zeros(10)
+    gone = weakref.ref(buffer)
+    worker.submit(partial(zero, buffer)).synchronize()
+    del buffer
+    worker.submit(lambda: None).synchronize()  # the loop has let go of the work before
+    gc.collect()
+    assert gone() is None
+    worker.close()

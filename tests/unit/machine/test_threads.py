@@ -8,7 +8,7 @@ import torch
 import penstock
 from penstock import construct
 from penstock.rules import Pool
-from penstock.runtime.system import UpdateCores, hosts_of, share_of_cores, update_cores
+from penstock.runtime.system import UpdateCores, hosts_of, share_of_cores
 
 
 def machine(folder: Path, *cpulists: str) -> Path:
@@ -43,9 +43,7 @@ def ranks(rank: int, count: int) -> dict[str, str]:
         (["0-7"], {"LOCAL_WORLD_SIZE": "many"}, range(8), 8),
     ],
 )
-def test_share(
-    tmp_path: Path, cpulists: list[str], environment: dict[str, str], allowed: list[int], threads: int
-) -> None:
+def test_share(tmp_path, cpulists, environment, allowed, threads):
     assert share_of_cores(environment, allowed, machine(tmp_path, *cpulists)) == UpdateCores(threads, None)
 
 
@@ -61,9 +59,7 @@ def test_share(
         (4.0, ranks(0, 8), 1),
     ],
 )
-def test_a_container_s_quota_of_time(
-    tmp_path: Path, quota: float | None, environment: dict[str, str], threads: int
-) -> None:
+def test_a_container_s_quota_of_time(tmp_path, quota, environment, threads):
     assert share_of_cores(environment, range(8), machine(tmp_path, "0-7"), quota=quota) == UpdateCores(threads, None)
 
 
@@ -87,22 +83,14 @@ TWO = ["0-7", "8-15"]
     ],
 )
 def test_updates_run_on_the_cores_of_the_device_s_node(
-    tmp_path: Path,
-    cpulists: list[str],
-    environment: dict[str, str],
-    allowed: list[int],
-    near: int | None,
-    devices: list[int | None],
-    expected: UpdateCores,
-) -> None:
+    tmp_path, cpulists, environment, allowed, near, devices, expected
+):
     folder = machine(tmp_path, *cpulists)
     assert share_of_cores(environment, allowed, folder, near=near, devices=devices) == expected
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, (2, [4, 5])), (1, (1, [4, 5])), (3, (3, []))])
-def test_prepare_starts_as_many_there(
-    monkeypatch: pytest.MonkeyPatch, asked: int | None, expected: tuple[int, list[int]]
-) -> None:
+def test_prepare_starts_as_many_there(monkeypatch, asked, expected):
     started: list[tuple[int, list[int]]] = []
 
     def pool(threads: int, cores: list[int]) -> Pool:
@@ -117,7 +105,7 @@ def test_prepare_starts_as_many_there(
     assert started == [expected]
 
 
-def test_a_number_of_threads_that_was_asked_for() -> None:
+def test_a_number_of_threads_that_was_asked_for():
     found = UpdateCores(2, frozenset({4, 5, 6}))
     assert found.with_threads(None) == found
     assert found.with_threads(3) == UpdateCores(3, frozenset({4, 5, 6}))
@@ -125,19 +113,10 @@ def test_a_number_of_threads_that_was_asked_for() -> None:
     assert UpdateCores(2).with_threads(1) == UpdateCores(1, None)
 
 
-def test_without_a_word_of_nodes_the_cores_are_shared(tmp_path: Path) -> None:
-    assert share_of_cores(ranks(0, 4), range(8), tmp_path / "nowhere") == UpdateCores(2, None)
-
-
-def test_the_machine_it_runs_on() -> None:
-    assert share_of_cores({}).count >= 1
-    assert update_cores(torch.device("cpu")).cores is None
-
-
 @pytest.mark.parametrize(
     ("said", "ranks", "hosts"),
     [(None, 4, 1), ("1", 4, 4), ("2", 4, 2), ("4", 4, 1), ("8", 4, 1), ("3", 4, 1), ("0", 4, 1), ("", 4, 1)],
 )
-def test_hosts_are_those_that_the_launcher_says(said: str | None, ranks: int, hosts: int) -> None:
+def test_hosts_are_those_that_the_launcher_says(said, ranks, hosts):
     """One rank on each of several hosts is said by LOCAL_WORLD_SIZE=1, and nothing is said without it."""
     assert hosts_of(ranks, {} if said is None else {"LOCAL_WORLD_SIZE": said}) == hosts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import Tier
@@ -23,6 +23,7 @@ from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.storage import Records
 from penstock.tiers.tier import Store
 from tests.accounts import cells, file_bytes
+from tests.lib.fuzz import examples
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -63,7 +64,7 @@ def payload(cut: ActivationStorage, number: int) -> Iterator[tuple[torch.Tensor,
 SIZES = st.lists(st.tuples(st.integers(0, 40 * PAGE_BYTES), st.integers(0, 1 << 16)), max_size=40)
 
 
-@settings(deadline=None)
+@examples(40)
 @given(SIZES)
 def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:

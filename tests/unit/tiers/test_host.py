@@ -45,7 +45,7 @@ def pinned_homes(tier: HostTier) -> list[str]:
     return storages
 
 
-def test_everything_is_pinned_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_pinned_where_nothing_forbids_it(monkeypatch):
     pinned = pinning_on_cpu(monkeypatch)
     tier = HostTier(CPU, 710 * PAGE, tile_bytes=PAGE)
     with warnings.catch_warnings():
@@ -57,7 +57,7 @@ def test_everything_is_pinned_where_nothing_forbids_it(monkeypatch: pytest.Monke
     assert tier.own == ()
 
 
-def test_a_budget_goes_first_to_what_a_device_copies_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_goes_first_to_what_a_device_copies_in_every_step(monkeypatch):
     pinned = pinning_on_cpu(monkeypatch)
     tier = HostTier(CPU, 309 * PAGE + RING, tile_bytes=PAGE)
     with pytest.warns(
@@ -74,7 +74,7 @@ def test_a_budget_goes_first_to_what_a_device_copies_in_every_step(monkeypatch: 
         assert pinned_homes(tier) == ["staging"], "said once"
 
 
-def test_what_the_system_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_refuses_is_pageable(monkeypatch):
     pinning_on_cpu(monkeypatch, limit=250 * PAGE + RING)
     tier = HostTier(CPU, tile_bytes=PAGE)
     with pytest.warns(
@@ -89,7 +89,7 @@ def test_what_the_system_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch) ->
     assert (tier.own, tier.pinned_bytes) == ((), 0)
 
 
-def test_where_nothing_can_be_pinned_the_host_waits_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_pinned_the_host_waits_and_is_told_so(monkeypatch):
     pinned = pinning_on_cpu(monkeypatch, limit=0)
     tier = HostTier(CPU, tile_bytes=PAGE)
     with pytest.warns(UserWarning, match="could not be pinned either: the host waits for each of them"):
@@ -99,19 +99,7 @@ def test_where_nothing_can_be_pinned_the_host_waits_and_is_told_so(monkeypatch: 
     assert made["param"].bounce is not None
 
 
-def test_what_was_asked_for_without_pinning_passes_pinned_buffers_and_nobody_is_warned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pinned = pinning_on_cpu(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = take(HostTier(CPU, tile_bytes=PAGE), *PLANS, pin=False)
-    # Files are read and written through rings of their own: nothing stands between those and the device.
-    assert sorted(pinned.values()) == sorted([RING, 10 * PAGE])
-    assert made["param"].bounce is not None
-
-
-def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch):
     """It is near the device and there from the start all the same: the host's updates run on that node."""
     pinned = pinning_on_cpu(monkeypatch)
     near: list[int] = []
@@ -133,9 +121,7 @@ def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch: pyte
     assert replace(PLANS[2], copied=False) == PLANS[2], "and is where it was"
 
 
-def test_a_device_that_memory_cannot_be_registered_for_gets_torch_s_own_for_the_rings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_that_memory_cannot_be_registered_for_gets_torch_s_own_for_the_rings(monkeypatch):
     pinned = pinning_on_cpu(monkeypatch)
     monkeypatch.setattr(host_memory, "can_register", lambda device: False)
     asked: list[int] = []
@@ -155,7 +141,7 @@ def test_a_device_that_memory_cannot_be_registered_for_gets_torch_s_own_for_the_
     assert made["param"].bounce() is made["optimizer"].bounce()
 
 
-def test_the_table_counts_the_buffers_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_counts_the_buffers_and_gives_them_back(monkeypatch):
     pinned = pinning_on_cpu(monkeypatch)
     store = Store([HostTier(CPU, tile_bytes=PAGE)])
     made = store.reserve([PLANS[0]], pin=False).make(PLANS[0])

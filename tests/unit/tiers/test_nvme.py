@@ -1,6 +1,5 @@
 """The nvme tier by itself: how records are spread over files, and what becomes of these."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -32,24 +31,6 @@ def sizes(tiles: int, record_pages: int = 1, last_pages: int | None = None) -> l
 
 
 class TestExtents:
-    def test_records_of_one_file_lie_one_after_the_other(self) -> None:
-        extents = Striping(1)
-        assert extents.place(sizes(3, 2, last_pages=1)) == [
-            (0, 0, 2 * PAGE),
-            (0, 2 * PAGE, 2 * PAGE),
-            (0, 4 * PAGE, PAGE),
-        ]
-        assert extents.place(sizes(1)) == [(0, 5 * PAGE, PAGE)], "behind what was there"
-        assert extents.used == [6 * PAGE]
-
-    def test_each_record_goes_to_the_file_that_is_filled_least(self) -> None:
-        extents = Striping(3)
-        first = extents.place(sizes(4, 3, last_pages=1))
-        assert [file for file, _, _ in first] == [0, 1, 2, 0]
-        assert extents.used == [4 * PAGE, 3 * PAGE, 3 * PAGE]
-        assert [file for file, _, _ in extents.place(sizes(2))] == [1, 2]
-        assert extents.used == [4 * PAGE] * 3
-
     @pytest.mark.parametrize("files", [1, 2, 5])
     def test_files_differ_by_a_record_at_most_and_nothing_overlaps(self, files: int) -> None:
         extents = Striping(files)
@@ -157,12 +138,3 @@ def test_a_folder_that_cannot_be_used_leaves_nothing_in_the_others(tmp_path: Pat
     with pytest.raises(NvmeError, match="missing"):
         slab_of(made, segment(4))
     assert swap_files(tmp_path) == []
-
-
-def test_close_may_come_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = tier([tmp_path])
-    slab_of(made, segment(1))
-    made.close()
-    with caplog.at_level(logging.WARNING):
-        made.close()
-    assert not caplog.records

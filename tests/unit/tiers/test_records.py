@@ -166,13 +166,6 @@ def test_bytes_that_changed_in_the_file_are_an_error_that_names_them(file: File)
         next(storage.visit(TILE, 2 * TILE))
 
 
-def test_without_checksums_nobody_looks(file: File) -> None:
-    storage = records(file, checksums=False)
-    number(storage)
-    damage(file, 0)
-    assert next(storage.visit(0, TILE))[2][0].tolist() != [index % 100 for index in range(TILE)]
-
-
 def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:
     class Open:
         waited = False

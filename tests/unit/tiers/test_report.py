@@ -91,7 +91,3 @@ gathered     device  bfloat16  no           1            1,000              2,00
 total        device                                                        4,000                  -
 total        cpu                                                          48,200              6,000"""
     )
-
-
-def test_rows_cannot_be_changed() -> None:
-    assert isinstance(REPORT.rows, tuple)
