@@ -14,7 +14,7 @@ from penstock.planner.simulation import simulate as module
 from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.repeat import Whole
 from penstock.planner.simulation.simulate import Setup, Simulation, simulate
-from tests.planning import Net, Tellable, batch
+from tests.lib.planning import Net, Tellable, batch
 
 BLOCKS = 16
 ON_CPU = Placement(params="cpu", grads="cpu", optimizer="cpu")
