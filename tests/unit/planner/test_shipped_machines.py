@@ -3,6 +3,7 @@
 import json
 import re
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -168,15 +169,11 @@ def test_a_part_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) ->
 
 
 def test_newer_is_faster_where_it_is() -> None:
-    for older, newer in (
-        ("rtx3090-desktop", "rtx4090-desktop"),
-        ("rtx4090-desktop", "rtx5090-desktop"),
-        ("a100-40gb-node", "a100-80gb-node"),
-        ("a100-80gb-node", "h100-node"),
-        ("h100-node", "h200-node"),
-    ):
-        for figure in ("flops_bfloat16", "device_bandwidth", "h2d", "host_bandwidth"):
-            assert Machine.read(older).value(figure) <= Machine.read(newer).value(figure), (older, figure)
+    desktops = [f"rtx{number}-desktop" for number in (3090, 4090, 5090)]
+    for chain in (desktops, ["a100-40gb-node", "a100-80gb-node", "h100-node", "h200-node"]):
+        for older, newer in pairwise(map(Machine.read, chain)):
+            for figure in ("flops_bfloat16", "device_bandwidth", "h2d", "host_bandwidth"):
+                assert older.value(figure) <= newer.value(figure), (older.name, newer.name, figure)
 
 
 # The page

@@ -197,37 +197,29 @@ def test_a_part_is_written_as_a_view_of_it_would_be(dst_dtype: torch.dtype, add:
     assert_same_bits(storage, expected)
 
 
-def part_of(start: int, stop: int, src: Tensor) -> object:
-    return deposit_part(torch.zeros(40), start, stop, src, add=False, pool=None)
+def into(dst: Tensor, src: Tensor) -> Callable[[], object]:
+    return lambda: deposit(dst, src, add=False, pool=None)
+
+
+def part(start: int, stop: int, src: Tensor) -> Callable[[], object]:
+    return lambda: deposit_part(torch.zeros(40), start, stop, src, add=False, pool=None)
+
+
+def whole(src: Tensor) -> Callable[[], object]:
+    return lambda: deposit_parts(torch.zeros(40), src, [(0, 39)], add=False, pool=None)
 
 
 @pytest.mark.parametrize(
     ("work", "error", "says"),
     [
-        (
-            lambda: deposit(torch.zeros(3), torch.zeros(4), add=False, pool=None),
-            ValueError,
-            "dst has 3 elements on cpu, src 4 on cpu",
-        ),
-        (
-            lambda: deposit(torch.zeros(3), torch.zeros(6)[::2], add=False, pool=None),
-            ValueError,
-            "src must be contiguous",
-        ),
-        (
-            lambda: deposit(torch.zeros(3, dtype=torch.int32), torch.zeros(3), add=False, pool=None),
-            TypeError,
-            r"dst is torch\.int32",
-        ),
+        (into(torch.zeros(3), torch.zeros(4)), ValueError, "dst has 3 elements on cpu, src 4 on cpu"),
+        (into(torch.zeros(3), torch.zeros(6)[::2]), ValueError, "src must be contiguous"),
+        (into(torch.zeros(3, dtype=torch.int32), torch.zeros(3)), TypeError, r"dst is torch\.int32"),
         (lambda: squared_norm(torch.zeros(3, dtype=torch.float64), pool=None), TypeError, r"src is torch\.float64"),
-        (lambda: part_of(7, 22, torch.ones(16)), ValueError, "dst has 15 elements on cpu, src 16 on cpu: they must be"),
-        (lambda: part_of(7, 22, torch.ones(5, 3).t()), ValueError, "src must be contiguous"),
-        (lambda: part_of(30, 45, torch.ones(15)), ValueError, "elements 30 to 45 are not all in dst, which has 40"),
-        (
-            lambda: deposit_parts(torch.zeros(40), torch.ones(39), [(0, 39)], add=False, pool=None),
-            ValueError,
-            "dst has 40 elements on cpu, src 39 on cpu: they must be alike",
-        ),
+        (part(7, 22, torch.ones(16)), ValueError, "dst has 15 elements on cpu, src 16 on cpu: they must be alike"),
+        (part(7, 22, torch.ones(5, 3).t()), ValueError, "src must be contiguous"),
+        (part(30, 45, torch.ones(15)), ValueError, "elements 30 to 45 are not all in dst, which has 40"),
+        (whole(torch.ones(39)), ValueError, "dst has 40 elements on cpu, src 39 on cpu: they must be alike"),
     ],
 )
 def test_tensors_that_do_not_match_are_refused(work: Callable[[], object], error: type[Exception], says: str) -> None:

@@ -15,7 +15,7 @@ from penstock.rules import Pool, StateFormat, UpdateSlice, rule_for
 from penstock.rules.generic import GenericRule, GenericScalars
 from tests.unit.rules.classes import Base, parameters
 
-NUMEL = 40_000
+NUMEL = 20_000
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.RMSprop, {"lr": 1e-3}),
     (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
@@ -65,18 +65,18 @@ def test_as_the_class_itself_and_in_every_partition(cls: Any, options: dict[str,
     value = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
     theirs = nn.Parameter(value.clone())
     stock = cls([theirs], **options)
-    for grad in gradients(10):
+    for grad in gradients(5):
         theirs.grad = grad.clone()
         stock.step()
-    param, states, scalars = run(cls(parameters(), **options), value, StateFormat(), cut=NUMEL, steps=10)
+    param, states, scalars = run(cls(parameters(), **options), value, StateFormat(), cut=NUMEL, steps=5)
     torch.testing.assert_close(param, theirs.detach(), rtol=2e-6, atol=1e-8)
     for name, kept in stock.state[theirs].items():
         if name in states:
             torch.testing.assert_close(states[name], kept, rtol=1e-5, atol=1e-8)
         elif kept is not None:
             assert scalars[name] == (kept.item() if isinstance(kept, Tensor) else kept), name
-    for cut in (256 * 5, 256 * 70):
-        again, others, _ = run(cls(parameters(), **options), value, StateFormat(), cut=cut, steps=10)
+    for cut in (256 * 5, 256 * 50):
+        again, others, _ = run(cls(parameters(), **options), value, StateFormat(), cut=cut, steps=5)
         assert torch.equal(again, param)
         assert all(torch.equal(others[name], states[name]) for name in states)
 
@@ -110,10 +110,10 @@ def test_threads_change_no_bit(cls: Any, options: dict[str, Any]) -> None:
 
 def test_states_in_bf16() -> None:
     value = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
-    exact = run(torch.optim.RMSprop(parameters(), lr=1e-3), value, StateFormat(), cut=NUMEL, steps=10)
+    exact = run(torch.optim.RMSprop(parameters(), lr=1e-3), value, StateFormat(), cut=NUMEL, steps=5)
     format_ = StateFormat("bf16", "stochastic", seed=3)
     found = [
-        run(torch.optim.RMSprop(parameters(), lr=1e-3), value, format_, cut=cut, steps=10) for cut in (NUMEL, 256 * 5)
+        run(torch.optim.RMSprop(parameters(), lr=1e-3), value, format_, cut=cut, steps=5) for cut in (NUMEL, 256 * 5)
     ]
     assert found[0][1]["square_avg"].dtype == torch.bfloat16
     assert torch.equal(found[0][0], found[1][0])

@@ -29,9 +29,7 @@ class DescentRule:
     def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         return {"mean": shape}
 
-    def update(
-        self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
-    ) -> None:
+    def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Any, step: int) -> None:
         mean = states["mean"].lerp_(grad, 0.5)
         matrix.sub_(mean / mean.norm(), alpha=group["lr"])
 
@@ -175,9 +173,7 @@ class OptionalRule:
     def states(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
         return {"mean": shape} if group["momentum"] else {}
 
-    def update(
-        self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
-    ) -> None:
+    def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Any, step: int) -> None:
         mean = states["mean"].mul_(group["momentum"]).add_(grad) if group["momentum"] else grad
         matrix.sub_(mean / mean.norm(), alpha=group["lr"] / step)
 

@@ -222,14 +222,11 @@ def test_any_whole_blocks_are_a_range_of_bytes_and_threads_change_nothing(name: 
     pool.close()
 
 
-def test_bytes_of_the_formats() -> None:
+def test_bytes_of_the_formats_and_what_does_not_fit() -> None:
     assert [WireFormat(name).packed_bytes(512) for name in NAMES] == [520, 520, 264]
     assert WireFormat("int8").packed_bytes(0) == 0
     with pytest.raises(ValueError, match="no whole blocks"):
         WireFormat("int8").packed_bytes(255)
-
-
-def test_what_does_not_fit_is_refused() -> None:
     form, values, packed = WireFormat("int8"), torch.zeros(256), torch.zeros(260, dtype=torch.uint8)
     with pytest.raises(ValueError, match="259 bytes"):
         form.pack(values, packed[:259])
