@@ -6,7 +6,7 @@ import os
 import resource
 import struct
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,117 +56,108 @@ def test_a_driver_without_a_device_is_broken(tmp_path: Path, loaded: bool, monke
     assert ("CUDA_VISIBLE_DEVICES" in hidden.mend) is loaded
 
 
-def test_a_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "default_device", lambda: ACCELERATOR)
-    monkeypatch.setattr(looks, "accelerator", lambda device: ("Big\x1b[1m GPU", 24 << 30, 2))
-    monkeypatch.setattr(looks, "driver", lambda device: "580.1")
-    assert only(looks.devices()).found == "2 x Big\\x1b[1m GPU, 24.0 GiB, cuda 580.1"
+Usage = namedtuple("Usage", "total used free")
+LOOKS = "penstock.doctor.looks."
+CPU = torch.device("cpu")
+CORES = {"os.sched_getaffinity": {0, 1, 2, 3}}
+MALLOC = {LOOKS + "platform.libc_ver": ("glibc", "2.36")}
+ON_CPU, ON_ACCELERATOR = ({LOOKS + "default_device": device} for device in (CPU, ACCELERATOR))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "verdict"), [("avx512", "fine"), ("avx2", "fine"), ("neon", "fine"), ("generic", "slow")]
-)
-def test_instructions(chosen: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "instruction_set", lambda: chosen)
-    monkeypatch.setattr(looks.platform, "machine", lambda: "x86_64")
-    finding = only(looks.processor())
-    assert (finding.verdict, finding.found.rpartition(", ")[2]) == (verdict, chosen)
-    monkeypatch.setattr(looks.platform, "machine", lambda: "riscv64")  # where there is no other
-    assert only(looks.processor()).verdict is Verdict.FINE
+def free(nbytes: int) -> dict[str, Any]:
+    return {LOOKS + "shutil.disk_usage": Usage(nbytes, 0, nbytes)}
 
 
-@pytest.mark.parametrize(
-    ("quota", "verdict", "says"), [(None, "fine", "4"), (8.0, "fine", "4"), (1.5, "slow", "OMP_NUM_THREADS=1")]
-)
-def test_a_quota_of_cores(quota: float | None, verdict: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setattr(looks, "core_quota", lambda: quota)
-    finding = only(looks.cores())
+def instructions(chosen: str, machine: str = "x86_64") -> dict[str, Any]:
+    return {LOOKS + "instruction_set": chosen, LOOKS + "platform.machine": machine}
+
+
+def locked(limit: int) -> dict[str, Any]:
+    return {"resource.getrlimit": (limit, limit)}
+
+
+def pages(setting: str | None) -> Callable[[Path], Iterator[Finding]]:
+    def look(folder: Path) -> Iterator[Finding]:
+        if setting is not None:
+            (folder / "enabled").write_text(setting)
+        return looks.huge_pages(folder / "enabled")
+
+    return look
+
+
+#: A look, what functions return meanwhile, the verdict, and a part of what is said.
+VERDICTS: dict[str, tuple[Callable[[Path], Iterator[Finding]], dict[str, Any], str, str]] = {
+    "a device": (
+        lambda _: looks.devices(),
+        {**ON_ACCELERATOR, LOOKS + "accelerator": ("Big\x1b[1m GPU", 24 << 30, 2), LOOKS + "driver": "580.1"},
+        "fine",
+        "2 x Big\\x1b[1m GPU, 24.0 GiB, cuda 580.1",
+    ),
+    "avx512": (lambda _: looks.processor(), instructions("avx512"), "fine", ", avx512"),
+    "neon": (lambda _: looks.processor(), instructions("neon"), "fine", ", neon"),
+    "generic": (lambda _: looks.processor(), instructions("generic"), "slow", ", generic"),
+    "where there is no other": (lambda _: looks.processor(), instructions("generic", "riscv64"), "fine", ", generic"),
+    "no quota": (lambda _: looks.cores(), {**CORES, LOOKS + "core_quota": None}, "fine", "4"),
+    "a large quota": (lambda _: looks.cores(), {**CORES, LOOKS + "core_quota": 8.0}, "fine", "4"),
+    "a small quota": (lambda _: looks.cores(), {**CORES, LOOKS + "core_quota": 1.5}, "slow", "OMP_NUM_THREADS=1"),
+    "memory nobody knows": (lambda _: looks.memory(), {LOOKS + "available_host_memory": None}, "slow", ""),
+    "no memory": (
+        lambda _: looks.memory(),
+        {LOOKS + "available_host_memory": HostMemory(1 << 20, "the host has")},
+        "broken",
+        "the host has",
+    ),
+    "memory": (lambda _: looks.memory(), {LOOKS + "available_host_memory": HostMemory(2 << 30, "x")}, "fine", ""),
+    "madvise": (pages("always [madvise] never"), {}, "fine", "madvise"),
+    "always": (pages("[always] madvise never"), {}, "fine", "always"),
+    "never": (pages("always madvise [never]"), {}, "slow", "never"),
+    "an odd setting": (pages("what is \x1b this"), {}, "slow", "what is \\x1b this"),
+    "no setting": (pages(None), {}, "fine", "the kernel does not say"),
+    "locked memory of a cpu": (lambda _: looks.locked_memory(), ON_CPU | locked(8 << 20), "fine", ""),
+    "locked memory": (lambda _: looks.locked_memory(), ON_ACCELERATOR | locked(8 << 20), "slow", ""),
+    "unlimited": (lambda _: looks.locked_memory(), ON_ACCELERATOR | locked(resource.RLIM_INFINITY), "fine", ""),
+    "little shared memory": (looks.shared_memory, free(64 << 20), "slow", ""),
+    "shared memory": (looks.shared_memory, free(4 << 30), "fine", ""),
+    "no shared memory": (lambda folder: looks.shared_memory(folder / "none"), {}, "slow", ""),
+    "few files": (lambda _: looks.open_files(), {"resource.getrlimit": (256, 65536)}, "slow", "4096"),
+    "fewer": (lambda _: looks.open_files(), {"resource.getrlimit": (256, 1000)}, "slow", "1000"),
+    "files": (lambda _: looks.open_files(), {"resource.getrlimit": (65536, 65536)}, "fine", ""),
+    "malloc": (lambda _: looks.allocator({}), ON_CPU | MALLOC, "slow", ""),
+    "malloc beside a device": (lambda _: looks.allocator({}), ON_ACCELERATOR | MALLOC, "fine", ""),
+    "a threshold": (lambda _: looks.allocator({"MALLOC_MMAP_THRESHOLD_": "8000000000"}), ON_CPU | MALLOC, "fine", ""),
+    "a tunable": (
+        lambda _: looks.allocator({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=8000000000"}),
+        ON_CPU | MALLOC,
+        "fine",
+        "",
+    ),
+    "another": (lambda _: looks.allocator({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}), ON_CPU | MALLOC, "fine", ""),
+    **{
+        f"a disk with {kind}, {'direct' if direct else 'cached'}, {nbytes >> 30} GiB": (
+            lambda folder: iter([next(looks.disks([folder]))]),
+            {LOOKS + "file_system": kind, LOOKS + "_takes_direct": direct, **free(nbytes)},
+            verdict,
+            "",
+        )
+        for kind, direct, nbytes, verdict in (
+            ("ext4", True, 1 << 40, "fine"),
+            ("ext4", True, 1 << 30, "slow"),
+            ("ext4", False, 1 << 40, "slow"),
+            ("tmpfs", True, 1 << 40, "slow"),
+            ("nfs4", True, 1 << 40, "slow"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_verdicts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, returned, verdict, says = VERDICTS[case]
+    for name, value in returned.items():
+        monkeypatch.setattr(name, lambda *_, value=value: value)
+    finding = only(look(tmp_path))
     assert finding.verdict == verdict
     assert says in finding.found + finding.mend
-
-
-@pytest.mark.parametrize(
-    ("left", "verdict"),
-    [(None, "slow"), (HostMemory(1 << 20, "the host has"), "broken"), (HostMemory(2 << 30, "x"), "fine")],
-)
-def test_memory(left: HostMemory | None, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "available_host_memory", lambda: left)
-    assert only(looks.memory()).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("setting", "verdict", "found"),
-    [
-        ("always [madvise] never", "fine", "madvise"),
-        ("[always] madvise never", "fine", "always"),
-        ("always madvise [never]", "slow", "never"),
-        ("what is \x1b this", "slow", "what is \\x1b this"),
-        (None, "fine", "the kernel does not say"),
-    ],
-)
-def test_huge_pages(tmp_path: Path, setting: str | None, verdict: str, found: str) -> None:
-    file = tmp_path / "enabled"
-    if setting is not None:
-        file.write_text(setting)
-    finding = only(looks.huge_pages(file))
-    assert (finding.verdict, finding.found) == (verdict, found)
-
-
-@pytest.mark.parametrize(
-    ("limit", "device", "verdict"),
-    [
-        (8 << 20, torch.device("cpu"), "fine"),
-        (8 << 20, ACCELERATOR, "slow"),
-        (resource.RLIM_INFINITY, ACCELERATOR, "fine"),
-    ],
-)
-def test_locked_memory(limit: int, device: torch.device, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    monkeypatch.setattr(looks, "default_device", lambda: device)
-    assert only(looks.locked_memory()).verdict == verdict
-
-
-Usage = namedtuple("Usage", "total used free")
-
-
-@pytest.mark.parametrize(("free", "verdict"), [(64 << 20, "slow"), (4 << 30, "fine")])
-def test_shared_memory(tmp_path: Path, free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks.shutil, "disk_usage", lambda folder: Usage(free, 0, free))
-    assert only(looks.shared_memory(tmp_path)).verdict == verdict
-
-
-def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
-    assert only(looks.shared_memory(tmp_path / "none")).verdict is Verdict.SLOW
-
-
-@pytest.mark.parametrize(
-    ("limits", "verdict", "mend"),
-    [((256, 65536), "slow", "4096"), ((256, 1000), "slow", "1000"), ((65536, 65536), "fine", "")],
-)
-def test_open_files(limits: tuple[int, int], verdict: str, mend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
-    finding = only(looks.open_files())
-    assert finding.verdict == verdict
-    assert mend in finding.mend
-
-
-@pytest.mark.parametrize(
-    ("environment", "device", "verdict"),
-    [
-        ({}, torch.device("cpu"), "slow"),
-        ({}, ACCELERATOR, "fine"),
-        ({"MALLOC_MMAP_THRESHOLD_": "8000000000"}, torch.device("cpu"), "fine"),
-        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=8000000000"}, torch.device("cpu"), "fine"),
-        ({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, torch.device("cpu"), "fine"),
-    ],
-)
-def test_allocator(
-    environment: dict[str, str], device: torch.device, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(looks, "default_device", lambda: device)
-    monkeypatch.setattr(looks.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    assert only(looks.allocator(environment)).verdict == verdict
 
 
 def test_nodes_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,25 +169,6 @@ def test_nodes_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.Monk
     assert "on 2 NUMA nodes" in only(looks.cores(tmp_path)).found
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     assert "NUMA" not in only(looks.cores(tmp_path)).found
-
-
-@pytest.mark.parametrize(
-    ("kind", "direct", "free", "verdict"),
-    [
-        ("ext4", True, 1 << 40, "fine"),
-        ("ext4", True, 1 << 30, "slow"),
-        ("ext4", False, 1 << 40, "slow"),
-        ("tmpfs", True, 1 << 40, "slow"),
-        ("nfs4", True, 1 << 40, "slow"),
-    ],
-)
-def test_a_disk(
-    tmp_path: Path, kind: str, direct: bool, free: int, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(looks, "file_system", lambda folder: kind)
-    monkeypatch.setattr(looks, "_takes_direct", lambda folder: direct)
-    monkeypatch.setattr(looks.shutil, "disk_usage", lambda folder: Usage(free, 0, free))
-    assert next(looks.disks([tmp_path])).verdict == verdict
 
 
 @pytest.mark.parametrize("folder", ["missing\x1b[1m", "a\0b", "file"])

@@ -2,7 +2,7 @@
 
 from penstock import Options, Placement
 from penstock.planner.plans import compare
-from tests.plans import DESKTOP, plan, too_large
+from tests.lib.plans import DESKTOP, plan, too_large
 
 
 def parts(text: str) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """What a machine takes for a job, a segment and a collective, figure by figure."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -11,7 +11,7 @@ from penstock.planner.machine import Machine as Shipped
 from penstock.planner.simulation.fair_share import Demand
 from penstock.planner.simulation.program import Collective, Op, Program, ProgramJob
 from penstock.trace import Label
-from tests.paper import Machine, Script
+from tests.lib.paper import Machine, Script
 
 RATES = {
     "devices": 4.0,
@@ -50,6 +50,11 @@ def job(stream: str, nbytes: int = 80, verb: str = "do", **rest: Any) -> Program
     return ProgramJob(stream, Label(verb, "unit"), nbytes, **rest)
 
 
+UPDATE = job("update", verb="update")
+GATHER = Collective("all_gather", 80, 4)
+ON_DISK_1 = {"disk 1, one way": 20 / 20.5, "disk 1, other way": 20 / 20.5, "host memory": 5 / 20.5}
+
+
 def cost(what: ProgramJob, program: Program = DEVICE, machine: Machine = MACHINE) -> Demand:
     return MachineCosts(machine).job(what, program)
 
@@ -58,234 +63,188 @@ def computing(*ops: tuple[Op, int], program: Program = DEVICE) -> Program:
     return replace(program, ops=[op for op, _ in ops], segments=[tuple((n, c) for n, (_, c) in enumerate(ops))])
 
 
-class TestCompute:
-    def test_a_host_that_computes_does_its_own_work_between_operations(self) -> None:
-        program = computing((Op("add", 1, 500, "float32"), 3), program=CPU)
-        machine = Machine(**RATES | {"op_host_seconds": 2.5})
-        assert MachineCosts(machine).segment(program, 0).seconds == 3 * (10 + 2.5 - 0.5)
-        assert MachineCosts(machine, measured={program.ops[0]: 4}).segment(program, 0).seconds == 3 * (4 + 2.5 - 0.5)
+MM, ADD = Op("mm", 200, 1, "bfloat16"), Op("add", 1, 500, "float32")
 
-    def test_threads_that_share_an_operation_begin_and_end_it_together(self) -> None:
-        machine = Machine(**RATES | {"op_threads_seconds": 7.0})
-        small, large = Op("add", 1, 500, "float32"), Op("add", 1, 1 << 18, "float32")
-        assert MachineCosts(machine).op(small) == 10
-        assert MachineCosts(machine).op(large) == (1 << 18) / 50 + 7
 
-    @pytest.mark.parametrize(
-        ("op", "seconds"),
-        [
-            (Op("mm", 200, 1, "bfloat16"), 2),
-            (Op("mm", 200, 1, "float32"), 20),
-            (Op("mm", 200, 1, "float64"), 20),  # no figure of its own
-            (Op("add", 1, 500, "bfloat16"), 10),
-            (Op("add", 1, 1, "bfloat16"), 0.5),  # an operation's least time
-            (Op("empty", 0, 0, "bfloat16"), 0),
-        ],
+def segment(*ops: tuple[Op, int], program: Program = CPU, machine: Machine = MACHINE, **how: Any) -> Demand:
+    return MachineCosts(machine, **how).segment(computing(*ops, program=program), 0)
+
+
+def test_a_host_that_computes_does_its_own_work_between_operations() -> None:
+    machine = without(op_host_seconds=2.5)
+    assert segment((ADD, 3), machine=machine).seconds == 3 * (10 + 2.5 - 0.5)
+    assert segment((ADD, 3), machine=machine, measured={ADD: 4}).seconds == 3 * (4 + 2.5 - 0.5)
+
+
+def test_threads_that_share_an_operation_begin_and_end_it_together() -> None:
+    costs = MachineCosts(without(op_threads_seconds=7.0))
+    assert costs.op(ADD) == 10
+    assert costs.op(Op("add", 1, 1 << 18, "float32")) == (1 << 18) / 50 + 7
+
+
+@pytest.mark.parametrize(
+    ("op", "seconds"),
+    [
+        (MM, 2),
+        (Op("mm", 200, 1, "float32"), 20),
+        (Op("mm", 200, 1, "float64"), 20),  # no figure of its own
+        (ADD, 10),
+        (Op("add", 1, 1, "bfloat16"), 0.5),  # an operation's least time
+        (Op("empty", 0, 0, "bfloat16"), 0),
+        (Op("mm", 200, 1, "bfloat16", "2x2"), 7),  # as it was measured
+    ],
+)
+def test_an_operation_is_as_slow_as_its_arithmetic_or_its_memory(op: Op, seconds: float) -> None:
+    assert MachineCosts(MACHINE, measured={Op("mm", 200, 1, "bfloat16", "2x2"): 7.0}).op(op) == seconds
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(1, 1), (2, 1), (4, 2)])
+def test_ranks_that_were_timed_with_half_of_the_cores_are_in_nobodys_way_until_there_are_three(
+    ranks: int, factor: int
+) -> None:
+    """Figures are of a host with all its cores, and a time that was measured is of those that a rank has."""
+    program, how = replace(CPU, world_size=ranks), {"measured": {MM: 3.0}, "measured_share": 0.5}
+    assert segment((MM, 1), program=program, machine=without("devices"), **how).seconds == 3.0 * factor
+
+
+def test_a_segment_is_the_sum_of_its_operations() -> None:
+    program = computing((Op("mm", 200, 10, "bfloat16"), 3), (Op("add", 0, 500, "bfloat16"), 1))
+    costs = MachineCosts(MACHINE)
+    assert costs.segment(program, 0) == Demand(16, {"device memory": (530 / 50) / 16})
+    assert costs.host_seconds(program, 0) == 1
+    assert costs.segment(computing((Op("mm", 300, 1, "float32"), 1)), 0).seconds == 30, "programs are told apart"
+    assert costs.segment(program, 0).seconds == 16
+
+
+def test_of_a_cpu_it_takes_the_cores_and_the_hosts_memory() -> None:
+    """No more of it than it has time for: what caches hold back is no load."""
+    small = (Op("add", 0, 100, "float32"), 1)
+    assert segment(small, machine=without(device_bandwidth=10)) == Demand(
+        10, {"cores": 1, "host memory": 100 / 16 / 10}
     )
-    def test_an_operation_is_as_slow_as_its_arithmetic_or_its_memory(self, op: Op, seconds: float) -> None:
-        assert MachineCosts(MACHINE).op(op) == seconds
-
-    @pytest.mark.parametrize(("ranks", "factor"), [(1, 1), (2, 1), (4, 2)])
-    def test_ranks_that_were_timed_with_half_of_the_cores_are_in_nobodys_way_until_there_are_three(
-        self, ranks: int, factor: int
-    ) -> None:
-        """Figures are of a host with all its cores, and a time that was measured is of those that a rank has."""
-        op = Op("mm", 0, 0, "float32")
-        program = replace(computing((op, 1), program=CPU), world_size=ranks)
-        costs = MachineCosts(without("devices"), measured={op: 3.0}, measured_share=0.5)
-        assert costs.segment(program, 0).seconds == 3.0 * factor
-
-    def test_a_time_that_was_measured_counts(self) -> None:
-        op, other = Op("mm", 200, 1, "bfloat16", "2x2"), Op("mm", 200, 1, "bfloat16", "1x4")
-        costs = MachineCosts(MACHINE, measured={op: 7.0})
-        assert (costs.op(op), costs.op(other)) == (7, 2)
-
-    def test_a_segment_is_the_sum_of_its_operations(self) -> None:
-        program = computing((Op("mm", 200, 10, "bfloat16"), 3), (Op("add", 0, 500, "bfloat16"), 1))
-        assert MachineCosts(MACHINE).segment(program, 0) == Demand(16, {"device memory": (530 / 50) / 16})
-        assert MachineCosts(MACHINE).host_seconds(program, 0) == 1
-
-    def test_of_a_cpu_it_takes_the_cores_and_the_hosts_memory(self) -> None:
-        program = computing((Op("add", 0, 100, "float32"), 1), program=CPU)
-        assert MachineCosts(without(device_bandwidth=10)).segment(program, 0) == Demand(
-            10, {"cores": 1, "host memory": 100 / 16 / 10}
-        )
-        assert MachineCosts(MACHINE).host_seconds(program, 0) == 0
-
-    def test_it_does_not_take_more_memory_than_it_has_time_for(self) -> None:
-        """What caches hold back is no load."""
-        program = computing((Op("add", 0, 100, "float32"), 1), program=CPU)
-        assert MachineCosts(MACHINE).segment(program, 0) == Demand(2, {"cores": 1, "host memory": 1})
-
-    def test_computes_own_update_is_as_fast_as_updates_are(self) -> None:
-        op = Op("penstock.update", 0, 100, "float32")
-        assert MachineCosts(MACHINE).segment(computing((op, 1)), 0).seconds == 4
-        program = computing((op, 1), program=replace(CPU, rule="sgd"))
-        assert MachineCosts(MACHINE).segment(program, 0).seconds == 10
-
-    def test_ranks_of_a_cpu_share_it(self) -> None:
-        program = computing((Op("mm", 20, 1, "float32"), 1), program=replace(CPU, world_size=2))
-        assert MachineCosts(without("devices")).segment(program, 0).seconds == 4
-
-    def test_two_programs_are_told_apart(self) -> None:
-        costs = MachineCosts(MACHINE)
-        one, two = computing((Op("mm", 200, 1, "float32"), 1)), computing((Op("mm", 300, 1, "float32"), 1))
-        assert [costs.segment(each, 0).seconds for each in (one, two, one)] == [20, 30, 20]
+    assert segment(small) == Demand(2, {"cores": 1, "host memory": 1})
+    assert MachineCosts(MACHINE).host_seconds(computing(small, program=CPU), 0) == 0
+    two = replace(CPU, world_size=2)
+    assert segment((Op("mm", 20, 1, "float32"), 1), program=two, machine=without("devices")).seconds == 4, (
+        "ranks share it"
+    )
 
 
-class TestLinks:
-    def test_a_copy_takes_its_way_and_the_hosts_memory(self) -> None:
-        up, down = cost(job("upload"), machine=without(duplex=12)), cost(job("download"), machine=without(duplex=12))
-        assert (up.seconds, down.seconds) == (10, 20)
-        assert up.uses["host memory"] == pytest.approx(0.5)
-        assert down.uses["host memory"] == pytest.approx(0.25)
-
-    def test_both_ways_together_move_what_the_figure_says(self) -> None:
-        up = cost(job("upload", 60), machine=without(d2h=8, duplex=12))
-        down = cost(job("download", 60), machine=without(d2h=8, duplex=12))
-        for way in ("link, one way", "link, other way"):  # equal bytes each way, at 6 bytes/s each
-            assert (up.uses[way] + down.uses[way]) * 6 / 8 == pytest.approx(1)
-
-    def test_a_figure_below_what_turns_would_do_changes_nothing(self) -> None:
-        up = cost(job("upload"), machine=without(d2h=8, duplex=5))
-        assert (up.uses["link, one way"], up.uses["link, other way"]) == pytest.approx((1, 1))
-
-    def test_two_full_ways_do_not_touch_each_other(self) -> None:
-        up = cost(job("upload"), machine=without(d2h=8, duplex=16))
-        assert up.uses == {"link, one way": 1, "host memory": 0.5}
-
-    def test_where_nothing_is_known_of_both_ways_neither_slows_the_other(self) -> None:
-        up, down = cost(job("upload")), cost(job("download"))
-        assert not {name for name in up.uses if name.startswith("link")} & set(down.uses)
-
-    def test_memory_that_is_not_pinned_is_touched_three_times(self) -> None:
-        up = cost(job("upload", pageable=True))
-        assert up.seconds == 40
-        assert up.uses["host memory"] == pytest.approx(3 * 80 / 16 / 40)
-
-    def test_a_copy_for_a_checkpoint_comes_down_as_well(self) -> None:
-        assert cost(job("save")).seconds == cost(job("download")).seconds
-
-    def test_the_hosts_memory_may_be_what_is_slow(self) -> None:
-        assert cost(job("upload"), machine=without(host_bandwidth=4)).seconds == 20
-
-    def test_without_an_accelerator_a_copy_is_read_and_written(self) -> None:
-        share = pytest.approx(10 / 10.125)
-        assert cost(job("upload"), CPU) == Demand(10.125, {"host memory": share, "cores": share})
+def test_computes_own_update_is_as_fast_as_updates_are() -> None:
+    update = (Op("penstock.update", 0, 100, "float32"), 1)
+    assert segment(update, program=DEVICE).seconds == 4
+    assert segment(update, program=replace(CPU, rule="sgd")).seconds == 10
 
 
-class TestUpdates:
-    def test_an_update_is_as_fast_as_its_rule(self) -> None:
-        assert cost(job("update", verb="update")).seconds == 10
-        assert cost(job("update", verb="update"), replace(DEVICE, rule="sgd")).seconds == 8
-
-    def test_it_takes_the_cores_and_its_bytes_of_memory(self) -> None:
-        assert cost(job("update", verb="update")).uses == {"cores": 1, "host memory": 0.5}
-
-    def test_other_arithmetic_touches_three_bytes_for_each(self) -> None:
-        assert cost(job("update", verb="save")) == Demand(15, {"host memory": 1})
-
-    def test_of_the_device_it_takes_its_memory(self) -> None:
-        assert cost(job("device update", 100)) == Demand(4, {"device memory": 0.5})
-
-    def test_a_cpu_updates_itself(self) -> None:
-        assert cost(job("device update", verb="update"), CPU).seconds == 10.125
-
-    def test_ranks_of_a_host_share_its_cores(self) -> None:
-        assert cost(job("update", verb="update"), replace(DEVICE, world_size=8)).seconds == 40
-        assert cost(job("update", verb="update"), replace(DEVICE, world_size=2)).seconds == 20
+TWO, EIGHT = replace(DEVICE, world_size=2), replace(DEVICE, world_size=8)
+LANE = 10 / 10.125  # of a copy without an accelerator, beside what a job takes
 
 
-class TestDisks:
-    def test_a_transfer_takes_its_disk(self) -> None:
-        read, write = cost(job("read", folder=1)), cost(job("write", folder=1))
-        assert (read.seconds, write.seconds) == (20.5, 40.5)
-        assert cost(job("fetch", folder=1)) == read
-        for taken, alone in ((read, 20), (write, 40)):
-            loads = {name: share * taken.seconds for name, share in taken.uses.items()}
-            assert loads == pytest.approx({"disk 1, one way": alone, "disk 1, other way": alone, "host memory": 5})
+class Case(NamedTuple):
+    """What a job takes: its seconds, and what it uses of capacities, or of some of them."""
 
-    def test_a_transfer_keeps_cores_busy_that_would_compute(self) -> None:
-        taken = cost(job("read", folder=1), machine=Machine(**RATES | {"disk_cores": 8}))
-        assert taken.seconds == 20.5, "no longer than before, alone"
-        assert taken.uses["cores"] * taken.seconds == pytest.approx(10)
-        few = cost(job("read", folder=1), machine=Machine(**RATES | {"disk_cores": 2}))
-        assert few.seconds == 40.5, "no faster than its checksums"
-
-    def test_disks_are_told_apart(self) -> None:
-        assert not set(cost(job("read", folder=0)).uses) & set(cost(job("read", folder=1)).uses) - {"host memory"}
-
-    def test_both_ways_together_move_what_the_figure_says(self) -> None:
-        machine = without(disk_write=4, disk_mixed=6, disk_seconds=0)
-        read, write = cost(job("read", folder=0), machine=machine), cost(job("write", folder=0), machine=machine)
-        for way in ("disk 0, one way", "disk 0, other way"):  # 3 bytes/s each, of 4 alone
-            assert (read.uses[way] + write.uses[way]) * 3 / 4 == pytest.approx(1)
-
-    def test_ranks_of_a_host_share_its_disks(self) -> None:
-        assert cost(job("read", folder=0), replace(DEVICE, world_size=2)).seconds == 40.5
-
-    def test_ranks_of_a_host_are_as_many_as_was_asked_whatever_devices_a_launcher_shows(self) -> None:
-        one_device = Machine(**RATES | {"devices": 1})
-        assert cost(job("read", folder=0), replace(DEVICE, world_size=2, hosts=1), one_device).seconds == 40.5
-        assert cost(job("read", folder=0), replace(DEVICE, world_size=2, hosts=2)).seconds == 20.5
-        assert cost(job("read", folder=0), replace(DEVICE, world_size=2, hosts=1), without("devices")).seconds == 40.5
+    job: ProgramJob
+    seconds: float
+    uses: dict[str, float] = {}  # noqa: RUF012 - read only
+    program: Program = DEVICE
+    machine: Machine = MACHINE
 
 
-class TestCollectives:
-    def gather(self, name: str = "all_gather", ranks: int = 4, dimension: str = "shard", world: int = 4) -> Demand:
-        program, stride = replace(DEVICE, world_size=world), 1 if dimension == "shard" else world // ranks
-        return MachineCosts(MACHINE).meeting(Collective(name, 80, ranks, dimension, stride), program)
-
-    def test_a_ring_sends_all_but_its_own_part(self) -> None:
-        assert self.gather() == Demand(4, {"links between ranks": 0.75})
-        assert self.gather("reduce_scatter") == self.gather()
-
-    def test_an_all_reduce_goes_around_twice(self) -> None:
-        assert self.gather("all_reduce").seconds == 8
-
-    def test_a_broadcast_sends_all_of_it(self) -> None:
-        assert self.gather("broadcast").seconds == 5
-
-    def test_alone_there_is_nothing_to_do(self) -> None:
-        assert self.gather(ranks=1) == Demand(0)
-
-    def test_between_hosts_the_network_is_what_is_slow(self) -> None:
-        found = self.gather(ranks=8, world=8)
-        assert found.seconds == pytest.approx(3 + 70 / 5)
-        assert found.uses == pytest.approx({"network": 14 / 17, "links between ranks": 3.5 / 17})
-
-    def test_copies_of_shards_meet_over_the_network_all_at_once(self) -> None:
-        """Each of a host's four ranks has a ring of its own to the other host."""
-        found = self.gather("all_reduce", ranks=2, dimension="replicate", world=8)
-        assert found.seconds == 2 * 2 + 4 * 80 / 5
-        assert found.uses == pytest.approx({"network": 64 / 68})
-
-    def test_copies_on_one_host_stay_there(self) -> None:
-        assert set(self.gather(ranks=2, dimension="replicate", world=4).uses) == {"links between ranks"}
-
-    def test_hosts_say_which_links_ranks_have(self) -> None:
-        gather, costs = Collective("all_gather", 80, 4), MachineCosts(Machine(**RATES | {"devices": 1}))
-        here = costs.meeting(gather, replace(DEVICE, world_size=4, hosts=1))
-        assert set(here.uses) == {"links between ranks"}
-        apart = costs.meeting(gather, replace(DEVICE, world_size=4, hosts=4))
-        assert set(apart.uses) == {"network"}
-
-    def test_a_job_takes_its_collectives_and_what_it_computes(self) -> None:
-        program = replace(computing((Op("copy", 0, 100, "float32"), 1)), world_size=4)
-        gather = Collective("all_gather", 80, 4)
-        found = MachineCosts(MACHINE).job(job("collective", collectives=(gather, gather), segment=((0, 1),)), program)
-        assert found.seconds == 10
-        assert found.uses == pytest.approx({"links between ranks": 0.6, "device memory": 0.2})
+UP, DOWN, READ = job("upload"), job("download"), job("read", folder=0)
+TURNS, LITTLE = {"link, one way": 1, "link, other way": 0}, {"link, one way": 1, "link, other way": 1}
+BOTH = job("collective", collectives=(GATHER, GATHER), segment=((0, 1),))
+COPIES = replace(computing((Op("copy", 0, 100, "float32"), 1)), world_size=4)
+JOBS = {
+    "a copy up takes its way": Case(UP, 10, {"host memory": 0.5}, machine=without(duplex=12)),
+    "and one down": Case(DOWN, 20, {"host memory": 0.25}, machine=without(duplex=12)),
+    "two full ways do not touch each other": Case(UP, 10, TURNS, machine=without(d2h=8, duplex=16)),
+    "a figure below what turns would do changes nothing": Case(UP, 10, LITTLE, machine=without(d2h=8, duplex=5)),
+    "memory that is not pinned is touched three times": Case(job("upload", pageable=True), 40, {"host memory": 0.375}),
+    "a copy for a checkpoint comes down as well": Case(job("save"), 20),
+    "the host's memory may be what is slow": Case(UP, 20, machine=without(host_bandwidth=4)),
+    "without an accelerator": Case(UP, 10.125, {"host memory": LANE, "cores": LANE}, CPU),
+    "an update is as fast as its rule": Case(UPDATE, 10, {"cores": 1, "host memory": 0.5}),
+    "or as another": Case(UPDATE, 8, {}, replace(DEVICE, rule="sgd")),
+    "other arithmetic touches three bytes for each": Case(
+        job("update", verb="save"), 15, {"host memory": 1, "cores": 0}
+    ),
+    "of the device it takes its memory": Case(job("device update", 100), 4, {"device memory": 0.5}),
+    "a cpu updates itself": Case(job("device update", verb="update"), 10.125, {}, CPU),
+    "the stream of a cpu spends what a job takes": Case(UPDATE, 10.125, {}, CPU),
+    "ranks of a host share its cores": Case(UPDATE, 40, {}, EIGHT),
+    "as many as they are": Case(UPDATE, 20, {}, TWO),
+    "a transfer is read from its disk": Case(job("read", folder=1), 20.5, ON_DISK_1 | {"cores": 0}),
+    "or fetched": Case(job("fetch", folder=1), 20.5, ON_DISK_1),
+    "or written": Case(job("write", folder=1), 40.5, {"disk 1, one way": 40 / 40.5}),
+    "disks are told apart": Case(READ, 20.5, {"disk 1, one way": 0}),
+    "a transfer keeps cores busy": Case(READ, 20.5, {"cores": 10 / 20.5}, machine=without(disk_cores=8)),
+    "and is no faster than its checksums": Case(READ, 40.5, machine=without(disk_cores=2)),
+    "ranks of a host share its disks": Case(READ, 40.5, {}, TWO),
+    # They are as many as was asked, whatever devices a launcher shows.
+    "with one device": Case(READ, 40.5, {}, replace(TWO, hosts=1), without(devices=1)),
+    "without devices": Case(READ, 40.5, {}, replace(TWO, hosts=1), without("devices")),
+    "on hosts of their own": Case(READ, 20.5, {}, replace(TWO, hosts=2)),
+    "collectives and what is computed": Case(BOTH, 10, {"links between ranks": 0.6, "device memory": 0.2}, COPIES),
+}
 
 
-class TestOverheads:
-    def test_the_host_of_a_device_spends_it(self) -> None:
-        assert MachineCosts(MACHINE).submit_seconds(DEVICE) == 0.125
-        assert cost(job("update", verb="update")).seconds == 10
+@pytest.mark.parametrize("case", JOBS.values(), ids=JOBS)
+def test_jobs(case: Case) -> None:
+    taken = cost(case.job, case.program, case.machine)
+    assert taken.seconds == case.seconds
+    assert {name: taken.uses.get(name, 0) for name in case.uses} == pytest.approx(case.uses)
 
-    def test_else_the_stream_does(self) -> None:
-        assert MachineCosts(MACHINE).submit_seconds(CPU) == 0
-        assert cost(job("update", verb="update"), CPU).seconds == 10.125
+
+@pytest.mark.parametrize("of", ["link", "disk"])
+def test_both_ways_together_move_what_the_figure_says(of: str) -> None:
+    if of == "link":  # equal bytes each way, at 6 bytes/s each, of 8 alone
+        machine, rate, name = without(d2h=8, duplex=12), 6 / 8, "link"
+        one, other = (cost(job(stream, 60), machine=machine) for stream in ("upload", "download"))
+    else:  # 3 bytes/s each, of 4 alone
+        machine, rate, name = without(disk_write=4, disk_mixed=6, disk_seconds=0), 3 / 4, "disk 0"
+        one, other = (cost(job(stream, folder=0), machine=machine) for stream in ("read", "write"))
+    for way in (f"{name}, one way", f"{name}, other way"):
+        assert (one.uses[way] + other.uses[way]) * rate == pytest.approx(1)
+
+
+def test_where_nothing_is_known_of_both_ways_neither_slows_the_other() -> None:
+    up, down = cost(job("upload")), cost(job("download"))
+    assert not {name for name in up.uses if name.startswith("link")} & set(down.uses)
+
+
+LINKS, NETWORK = "links between ranks", "network"
+#: A collective, its ranks, the dimension, all ranks, its seconds, and what it uses.
+COLLECTIVES: dict[str, tuple[str, int, str, int, float, dict[str, float]]] = {
+    "a ring sends all but its own part": ("all_gather", 4, "shard", 4, 4, {LINKS: 0.75}),
+    "so does a reduction": ("reduce_scatter", 4, "shard", 4, 4, {LINKS: 0.75}),
+    "an all-reduce goes around twice": ("all_reduce", 4, "shard", 4, 8, {LINKS: 0.75}),
+    "a broadcast sends all of it": ("broadcast", 4, "shard", 4, 5, {LINKS: 0.8}),
+    "alone there is nothing to do": ("all_gather", 1, "shard", 4, 0, {}),
+    "the network is what is slow": ("all_gather", 8, "shard", 8, 3 + 70 / 5, {NETWORK: 14 / 17, LINKS: 3.5 / 17}),
+    # Each of a host's four ranks has a ring of its own to the other host.
+    "all copies meet at once": ("all_reduce", 2, "replicate", 8, 2 * 2 + 4 * 80 / 5, {NETWORK: 64 / 68}),
+    "copies on one host stay there": ("all_gather", 2, "replicate", 4, 3, {LINKS: 2 / 3}),
+}
+
+
+@pytest.mark.parametrize("case", COLLECTIVES)
+def test_collectives(case: str) -> None:
+    name, ranks, dimension, world, seconds, uses = COLLECTIVES[case]
+    meeting = Collective(name, 80, ranks, dimension, 1 if dimension == "shard" else world // ranks)
+    found = MachineCosts(MACHINE).meeting(meeting, replace(DEVICE, world_size=world))
+    assert found.seconds == pytest.approx(seconds)
+    assert found.uses == pytest.approx(uses)
+
+
+def test_hosts_say_which_links_ranks_have() -> None:
+    costs = MachineCosts(Machine(**RATES | {"devices": 1}))
+    for hosts, used in ((1, "links between ranks"), (4, "network")):
+        assert set(costs.meeting(GATHER, replace(DEVICE, world_size=4, hosts=hosts)).uses) == {used}
+
+
+def test_the_host_of_a_device_spends_what_a_submission_takes() -> None:
+    assert MachineCosts(MACHINE).submit_seconds(DEVICE) == 0.125
+    assert MachineCosts(MACHINE).submit_seconds(CPU) == 0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def refusal(work: Any, *arguments: Any, **named: Any) -> str:
     assert message.endswith(".")
     assert ". ." not in message
     assert not message.endswith("..")
+    assert len(message) < 2000
     return message
 
 
@@ -39,72 +41,16 @@ def test_a_figure_is_looked_up() -> None:
     assert machine().value("disk_read") == 7e9
     assert machine().has("disk_read")
     assert not machine().has("disk_write")
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        (
-            "disk_write",
-            "The machine 'box' has no figure disk_write (bytes/s: written into one folder, a record at a time). Name "
-            "folders when the machine is probed, or state it: disk_write=NUMBER.",
-        ),
-        (
-            "h2d",
-            "The machine 'box' has no figure h2d (bytes/s: from pinned memory of the host to a device, alone). Probe "
-            "the machine, or state it: h2d=NUMBER.",
-        ),
-    ],
-)
-def test_a_figure_that_is_missed_is_named_with_what_to_do(name: str, says: str) -> None:
-    assert refusal(machine().value, name) == says
-
-
-def test_a_figure_that_nothing_has_is_refused_with_the_nearest() -> None:
-    assert refusal(machine().value, "disk_wirte").startswith(
-        "There is no figure 'disk_wirte'. Did you mean disk_write? There are"
-    )
-
-
-def test_any_figure_may_be_asked_for() -> None:
     assert not machine().has("update_of_a_rule_of_somebody"), "which has the figure of all rules"
 
 
 def test_replace_changes_what_it_names_and_nothing_else() -> None:
     before = machine(disk_read=DISK, h2d=Rate(25e9, 24e9, 26e9, "measured"))
     after = before.replace(disk_read=14e9, folders=2)
-    assert after.figures == {
-        "disk_read": Rate(14e9, 14e9, 14e9, "stated"),
-        "folders": Rate(2, 2, 2, "stated"),
-        "h2d": Rate(25e9, 24e9, 26e9, "measured"),
-    }
-    assert (after.name, after.device, after.fingerprint, after.probed) == (
-        before.name,
-        before.device,
-        before.fingerprint,
-        before.probed,
-    )
+    stated = {"disk_read": Rate(14e9, 14e9, 14e9, "stated"), "folders": Rate(2, 2, 2, "stated")}
+    assert after == replace(before, figures={**before.figures, **stated})
     assert before.figures["disk_read"] == DISK
     assert before.replace() == before
-
-
-@pytest.mark.parametrize(
-    ("figures", "says"),
-    [
-        ({"disk_raed": 1.0}, "There is no figure 'disk_raed'. Did you mean disk_read? There are: devices, "),
-        ({"disk_read": 0}, "'disk_read' is 0: use a number above 0."),
-        ({"disk_read": -7e9}, "'disk_read' is -7000000000.0: use a number above 0."),
-        ({"disk_read": float("nan")}, "'disk_read' is nan: use a finite number."),
-        ({"disk_seconds": float("inf")}, "'disk_seconds' is inf: use a finite number."),
-        ({"disk_read": "7GB/s"}, "'disk_read' is '7GB/s': use a finite number."),
-        (
-            {"folders": 1.5},
-            "'folders' is 1.5: use a whole number: it counts folders for files, each on a",
-        ),
-    ],
-)
-def test_replace_refuses(figures: dict[str, Any], says: str) -> None:
-    assert refusal(machine().replace, **figures).startswith(says)
 
 
 def test_a_machine_is_not_changed_by_what_it_was_made_of() -> None:
@@ -118,13 +64,8 @@ def test_a_machine_is_not_changed_by_what_it_was_made_of() -> None:
         made.name = "other"  # type: ignore[misc]
 
 
-def test_figures_are_in_the_order_of_the_table() -> None:
-    made = machine(net_seconds=Rate.stated(1e-5), disk_read=DISK, devices=Rate.stated(1))
-    assert list(made.figures) == ["devices", "disk_read", "net_seconds"]
-
-
-def test_a_machine_is_shown_as_a_table() -> None:
-    made = machine(disk_read=DISK, disk_seconds=Rate.stated(8e-5, "how\x1b[31m\nelse"), folders=Rate.stated(2))
+def test_a_machine_is_shown_as_a_table_in_the_order_of_figures() -> None:
+    made = machine(folders=Rate.stated(2), disk_seconds=Rate.stated(8e-5, "how\x1b[31m\nelse"), disk_read=DISK)
     assert str(made).splitlines() == [
         "box (cuda, probed)",
         "figure          value        from         to           how",
@@ -135,22 +76,54 @@ def test_a_machine_is_shown_as_a_table() -> None:
     assert str(Machine("b\ro", "cpu", {})) == "b\\ro (cpu, not probed)\nfigure    value    from    to    how"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("", "cuda", {}), "'name' is '': use a text of 1 to 200 characters."),
-        (("x" * 201, "cuda", {}), "'name' is 'xxx"),
-        ((7, "cuda", {}), "'name' is 7: use a text."),
-        (("box", "cuda:0", {}), "'device' is 'cuda:0': use a kind of device: cuda, or cpu."),
-        (("box", None, {}), "'device' is None: use a text."),
-        (("box", "cuda", {"speed": DISK}), "There is no figure 'speed'."),
-        (("box", "cuda", {"folders": Rate.stated(1.5)}), "'folders' is 1.5: use a whole number"),
-        (("box", "cuda", {}, {}, "yes"), "'probed' is 'yes': use true or false."),
-        (("box", "cuda", {}, {}, True, 1), "'unified_memory' is 1: use true or false."),
-    ],
-)
-def test_what_is_no_machine_is_refused(arguments: tuple[Any, ...], says: str) -> None:
-    assert refusal(Machine, *arguments).startswith(says)
+Work = Callable[[], Any]
+MISSED = "The machine 'box' has no figure "
+REFUSED: list[tuple[Work, str]] = [
+    (
+        lambda: machine().value("disk_write"),
+        f"{MISSED}disk_write (bytes/s: written into one folder, a record at a time). Name folders when the machine is "
+        "probed, or state it: disk_write=NUMBER.",
+    ),
+    (
+        lambda: machine().value("h2d"),
+        f"{MISSED}h2d (bytes/s: from pinned memory of the host to a device, alone). Probe the machine, or state it: "
+        "h2d=NUMBER.",
+    ),
+    (
+        lambda: machine().value("disk_wirte"),
+        "There is no figure 'disk_wirte'. Did you mean disk_write? There are: devices, ",
+    ),
+    (lambda: machine().replace(disk_raed=1.0), "There is no figure 'disk_raed'. Did you mean disk_read? There are: "),
+    (lambda: machine().replace(disk_read=-7e9), "'disk_read' is -7000000000.0: use a number above 0."),
+    (lambda: machine().replace(disk_seconds=float("inf")), "'disk_seconds' is inf: use a finite number."),
+    (lambda: machine().replace(disk_read="7GB/s"), "'disk_read' is '7GB/s': use a finite number."),
+    (lambda: machine().replace(folders=1.5), "'folders' is 1.5: use a whole number: it counts folders for files"),
+    (lambda: Machine("", "cuda", {}), "'name' is '': use a text of 1 to 200 characters."),
+    (lambda: Machine("x" * 201, "cuda", {}), "'name' is 'xxx"),
+    (lambda: Machine(7, "cuda", {}), "'name' is 7: use a text."),  # type: ignore[arg-type]
+    (lambda: Machine("box", "cuda:0", {}), "'device' is 'cuda:0': use a kind of device: cuda, or cpu."),
+    (lambda: Machine("box", None, {}), "'device' is None: use a text."),  # type: ignore[arg-type]
+    (lambda: Machine("box", "cuda", {"speed": DISK}), "There is no figure 'speed'."),
+    (lambda: Machine("box", "cuda", {"folders": Rate.stated(1.5)}), "'folders' is 1.5: use a whole number"),
+    (lambda: Machine("box", "cuda", {}, {}, "yes"), "'probed' is 'yes': use true or false."),  # type: ignore[arg-type]
+    (
+        lambda: Machine("box", "cuda", {}, {}, True, 1),  # type: ignore[arg-type]
+        "'unified_memory' is 1: use true or false.",
+    ),
+    *(
+        (lambda value=value: Machine("box", "cuda", {}, {"it": value}), "'fingerprint' is nothing that JSON can hold (")
+        for value in (object(), float("nan"), {(1, 2): 3})
+    ),
+    (lambda: machine().write("/none/machine.json"), "/none/machine.json cannot be written: No such file or directory"),
+    (lambda: machine().write("a\0b"), "a\\x00b cannot be written: embedded null byte"),
+    (lambda: machine().write(""), " cannot be written: "),
+    (lambda: machine().write("/"), "/ cannot be written: "),
+]
+
+
+@pytest.mark.parametrize(("work", "says"), REFUSED, ids=[says[:40] for _, says in REFUSED])
+def test_what_is_no_machine_or_no_figure_is_refused(work: Work, says: str) -> None:
+    assert refusal(work).startswith(says)
 
 
 # Probing
@@ -158,12 +131,8 @@ def test_what_is_no_machine_is_refused(arguments: tuple[Any, ...], says: str) ->
 
 HERE = {"cpu": "x", "cores": 2, "device": "cpu"}
 ON_CUDA = HERE | {"device": "cuda", "devices": 1, "device_name": "Other"}
-
-
-def probed_by(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
-    module = types.ModuleType("penstock.probe.measure")
-    module.measure = measure  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "penstock.probe.measure", module)
+H100 = ON_CUDA | {"device_name": "NVIDIA H100 80GB HBM3"}
+COLD = "a sum; 1 run, then the time was up"
 
 
 def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -173,14 +142,12 @@ def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, t
         asked.update(arguments)
         return {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE
 
-    probed_by(monkeypatch, measure)
+    module = types.ModuleType("penstock.probe.measure")
+    module.measure = measure  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "penstock.probe.measure", module)
     made = Machine.probe(folders=(tmp_path, "/tmp"), seconds=5)
     assert made == Machine("x, 2 cores", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE, True)
     assert asked == {"folders": [tmp_path, "/tmp"], "seconds": 5}
-
-
-H100 = ON_CUDA | {"device_name": "NVIDIA H100 80GB HBM3"}
-COLD = "a sum; 1 run, then the time was up"
 
 
 @pytest.mark.parametrize(
@@ -218,12 +185,9 @@ def test_what_was_measured_stays_where_it_can_be() -> None:
 # Files
 
 
-def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
+def test_a_machine_is_a_file_with_a_line_for_each_figure(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
-    written = machine(disk_read=Rate(7e9, 6e9, 8e9, "read"))
-    written.write(file)
-    assert Machine.read(file) == written
-    assert Machine.read(str(file)) == written
+    machine(disk_read=Rate(7e9, 6e9, 8e9, "read")).write(file)
     assert file.read_text().splitlines() == [
         "{",
         ' "penstock": "machine",',
@@ -240,8 +204,25 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
         '  "disk_read": {"value": 7000000000.0, "low": 6000000000.0, "high": 8000000000.0, "how": "read"}',
         " }",
         "}",
-    ], "a line for each figure, which people can edit"
+    ], "which people can edit"
     assert os.listdir(tmp_path) == ["machine.json"]
+
+
+ODD = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 2.0**53 + 2, 123456789.125, 1e22]
+
+
+def test_whatever_is_written_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    listed = Machine("box", "cuda", {}, {"cards": ("one", "two"), "sizes": {1: 2}})
+    assert listed.fingerprint == {"cards": ["one", "two"], "sizes": {"1": 2}}, "as a file gives it back"
+    every = Machine("all", "cuda", {name: Rate(3, 2, 4, "x") for name in RATES})
+    odd = [machine(disk_read=Rate.stated(value)) for value in ODD]
+    for made in (machine(), replace(machine(), unified_memory=True), listed, every, *odd):
+        made.write(file)
+        assert Machine.read(file) == Machine.read(str(file)) == made
+        assert made not in odd or file.stat().st_size < 400, "no number has hundreds of digits"
+    (tmp_path / "link").symlink_to(file)
+    assert Machine.read(tmp_path / "link") == odd[-1]
 
 
 def test_a_file_that_0_2_wrote_is_read_and_kept_as_it_was() -> None:
@@ -250,31 +231,14 @@ def test_a_file_that_0_2_wrote_is_read_and_kept_as_it_was() -> None:
     assert figures == json.loads(file.read_text())["figures"]
 
 
-def test_device_and_host_may_be_one_memory(tmp_path: Path) -> None:
-    one = replace(machine(), unified_memory=True)
-    one.write(tmp_path / "machine.json")
-    again = Machine.read(tmp_path / "machine.json").replace(disk_read=1e9)
-    assert again.unified_memory
-    assert again == one.replace(disk_read=1e9)
-
-
 def test_a_file_can_be_written_by_hand(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(
         '\ufeff{"penstock": "machine", "version": 1, "name": "mine", "device": "cuda",'
         '"figures": {"disk_read": 7e9, "folders": 2, "h2d": {"value": 25e9, "how": "a guess"}}}'
     )
-    assert Machine.read(file) == Machine(
-        "mine",
-        "cuda",
-        {
-            "disk_read": Rate.stated(7e9),
-            "folders": Rate.stated(2),
-            "h2d": Rate(25e9, 25e9, 25e9, "a guess"),
-        },
-        {},
-        probed=False,
-    )
+    figures = {"disk_read": Rate.stated(7e9), "folders": Rate.stated(2), "h2d": Rate(25e9, 25e9, 25e9, "a guess")}
+    assert Machine.read(file) == Machine("mine", "cuda", figures, {}, probed=False)
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,34 +250,12 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     assert order == ["fsync", "replace"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    assert "No such file or directory" in refusal(machine().write, tmp_path / "none" / "machine.json")
+def test_what_cannot_be_written_or_read_again_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert "Is a directory" in refusal(machine().write, tmp_path / "folder")
-    assert "embedded null byte" in refusal(machine().write, tmp_path / "a\0b")
-    assert "cannot be written" in refusal(machine().write, "")
-    assert "cannot be written" in refusal(machine().write, "/")
-    assert os.listdir(tmp_path) == ["folder"]
-
-
-@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}, {(1, 2): 3}])
-def test_a_fingerprint_that_is_no_json_is_refused(value: object) -> None:
-    assert refusal(Machine, "box", "cuda", {}, {"it": value}).startswith(
-        "'fingerprint' is nothing that JSON can hold ("
-    )
-
-
-def test_a_fingerprint_is_what_a_file_gives_back(tmp_path: Path) -> None:
-    made = Machine("box", "cuda", {}, {"cards": ("one", "two"), "sizes": {1: 2}})
-    assert made.fingerprint == {"cards": ["one", "two"], "sizes": {"1": 2}}
-    made.write(tmp_path / "machine.json")
-    assert Machine.read(tmp_path / "machine.json") == made
-
-
-def test_what_would_not_be_read_is_not_written(tmp_path: Path) -> None:
     long = machine(disk_read=Rate.stated(7e9, "x" * (1 << 20)))
     assert "would have 1,04" in refusal(long.write, tmp_path / "machine.json")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["folder"]
 
 
 HEAD = {"penstock": "machine", "version": 1, "name": "box", "device": "cuda"}
@@ -321,6 +263,10 @@ HEAD = {"penstock": "machine", "version": 1, "name": "box", "device": "cuda"}
 
 def with_figures(figures: object) -> str:
     return json.dumps(HEAD | {"figures": figures})
+
+
+def with_others(**others: object) -> str:
+    return json.dumps(HEAD | {"figures": {}} | others)
 
 
 @pytest.mark.parametrize(
@@ -333,44 +279,25 @@ def with_figures(figures: object) -> str:
         ('{"penstock": "plan", "version": 1}', ': it has no "penstock": "machine"'),
         ('{"penstock": "machine", "version": 2}', ": its version is 2, and this Penstock reads 1. Mend it"),
         ('{"penstock": "machine", "version": true}', ": its version is True"),
-        ('{"penstock": "machine", "version": 1.0}', ": its version is 1.0"),
         ('{"penstock": "machine", "version": 1}', ": 'name' is missing: add it. Mend it, or name another file."),
         (json.dumps(HEAD), ": 'figures' is missing: add it."),
-        (
-            json.dumps(HEAD | {"figures": {}, "speed": 1}),
-            ": 'speed' is no key that is read. Correct it, or leave it out.",
-        ),
-        (json.dumps(HEAD | {"figures": {}, "name": 7}), ": 'name' is 7: use a text."),
-        (json.dumps(HEAD | {"figures": {}, "device": "a b"}), ": 'device' is 'a b': use a kind of device"),
-        (json.dumps(HEAD | {"figures": {}, "probed": 1}), ": 'probed' is 1: use true or false."),
-        (
-            json.dumps(HEAD | {"figures": {}, "unified_memory": "yes"}),
-            ": 'unified_memory' is 'yes': use true or false.",
-        ),
-        (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": 'fingerprint' is []: use an object."),
+        (with_others(speed=1), ": 'speed' is no key that is read. Correct it, or leave it out."),
+        (with_others(device="a b"), ": 'device' is 'a b': use a kind of device"),
+        (with_others(fingerprint=[]), ": 'fingerprint' is []: use an object."),
         (with_figures([]), ": 'figures' is []: use an object. Mend it, or name another file."),
         (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? There are: "),
         (with_figures({"x" * 5000: 7}), ": There is no figure 'xxxx"),
-        (with_figures({"disk_read": "7GB/s"}), ": 'figures.disk_read' is '7GB/s': use a finite number."),
         (with_figures({"disk_read": True}), ": 'figures.disk_read' is True: use a finite number."),
         (with_figures({"disk_read": 0}), ": 'figures.disk_read.value' is 0.0: use a number above 0."),
-        (with_figures({"disk_read": -1}), ": 'figures.disk_read.value' is -1.0: use a number above 0."),
         (with_figures({"disk_read": 10**400}), ": it has a number of 1329 bits."),
         (with_figures({"disk_read": {}}), ": 'figures.disk_read.value' is missing: add it. Mend it"),
-        (
-            with_figures({"disk_read": {"value": 1, "unit": "GB/s"}}),
-            ": 'figures.disk_read.unit' is no key that is read",
-        ),
-        (
-            with_figures({"disk_read": {"value": 1, "low": 2}}),
-            ": 'figures.disk_read' is no figure: low 2, value 1, high 1 are not in",
-        ),
-        (
-            with_figures({"disk_read": {"value": 1, "high": {}}}),
-            ": 'figures.disk_read.high' is {}: use a finite number.",
-        ),
+        (with_figures({"disk_read": {"value": 1, "unit": 2}}), ": 'figures.disk_read.unit' is no key that is read"),
+        (with_figures({"disk_read": {"value": 1, "low": 2}}), ": 'figures.disk_read' is no figure: low 2, value 1, "),
         (with_figures({"disk_read": {"value": 1, "how": 3}}), ": 'figures.disk_read.how' is 3: use a text."),
-        (with_figures({"folders": 1.5}), ": 'folders' is 1.5: use a whole number: it counts folders"),
+        (
+            with_figures({"disk_read": 1}).replace(": 1}}", ": 1e999}}"),
+            ": 'figures.disk_read' is inf: use a finite number",
+        ),
         ('{"figures": {"disk_read": 1, "disk_read": 2}}', ": it has the key 'disk_read' twice"),
         ('{"penstock": "machine", "version": 1, "\\u001b[31m\\n": 1}', ": '\\x1b[31m' is no key that is read"),
     ],
@@ -378,15 +305,7 @@ def with_figures(figures: object) -> str:
 def test_a_file_that_is_not_a_machines_is_refused(tmp_path: Path, content: str | bytes, says: str) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    message = refusal(Machine.read, file)
-    assert message.startswith(f"{file} is not read{says}")
-    assert len(message) < 2000
-
-
-def test_a_number_beyond_floats_in_a_machine_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "machine.json"
-    file.write_text(with_figures({"disk_read": 1}).replace(": 1}}", ": 1e999}}"))
-    assert "'figures.disk_read' is inf: use a finite number" in refusal(Machine.read, file)
+    assert refusal(Machine.read, file).startswith(f"{file} is not read{says}")
 
 
 def test_no_more_is_read_than_a_machine_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,25 +322,20 @@ def test_no_more_is_read_than_a_machine_can_have(tmp_path: Path, monkeypatch: py
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (tmp_path / "one").symlink_to(tmp_path / "two")
-    (tmp_path / "two").symlink_to(tmp_path / "one")
-    assert "pipe is not read: it is no file" in refusal(Machine.read, tmp_path / "pipe")
-    assert "/dev/zero is not read: it is no file" in refusal(Machine.read, "/dev/zero")
-    assert "Too many levels of symbolic links" in refusal(Machine.read, tmp_path / "loop")
-    assert "Too many levels of symbolic links" in refusal(Machine.read, str(tmp_path / "one"))
-    assert ": it is no file. " in refusal(Machine.read, tmp_path)
-    assert "No such file or directory" in refusal(Machine.read, tmp_path / "none.json")
-    assert "embedded null byte" in refusal(Machine.read, "a\0b")
-    assert "No such file or directory" in refusal(Machine.read, "")
-    assert "No such file or directory" in refusal(Machine.read, "h100-node.json")
-    assert "File name too long" in refusal(Machine.read, tmp_path / ("x" * 300))
-    assert "is no path" in refusal(Machine.read, b"machine.json")
-
-
-def test_a_link_to_a_file_is_one(tmp_path: Path) -> None:
-    machine().write(tmp_path / "machine.json")
-    (tmp_path / "link").symlink_to(tmp_path / "machine.json")
-    assert Machine.read(tmp_path / "link") == machine()
+    for file, says in {
+        tmp_path / "pipe": "pipe is not read: it is no file",
+        "/dev/zero": "/dev/zero is not read: it is no file",
+        tmp_path / "loop": "Too many levels of symbolic links",
+        tmp_path: ": it is no file. ",
+        tmp_path / "none.json": "No such file or directory",
+        "a\0b": "embedded null byte",
+        "": "No such file or directory",
+        "h100-node.json": "No such file or directory",
+        "../machines/h100-node": "is not read: No such file",  # no name leads out of the folder of those
+        tmp_path / ("x" * 300): "File name too long",
+        b"machine.json": "is no path",
+    }.items():
+        assert says in refusal(Machine.read, file)
 
 
 # Names
@@ -443,38 +357,15 @@ def test_a_name_is_of_a_machine_that_comes_along_wherever_one_is(
     ("name", "near"),
     [
         ("h100", "h100-node"),
-        ("rtx4090", "rtx4090-desktop"),
         ("RTX4090-Desktop", "rtx4090-desktop"),
         ("a100-80gb", "a1"),
+        ("zzzzzz", ""),
+        ("x" * 500, ""),
     ],
 )
 def test_a_name_that_is_none_is_told_the_nearest_and_all(name: str, near: str) -> None:
     message = refusal(Machine.read, name)
-    assert message.startswith(f"There is no machine or file '{name}'. Did you mean {near}")
+    assert message.startswith("There is no machine or file '")
+    assert near in message.partition("Did you mean ")[2]
+    assert bool(near) is ("Did you mean" in message)
     assert message.endswith(f"There are: {', '.join(shipped())}.")
-
-
-@pytest.mark.parametrize("name", ["zzzzzz", "x" * 500])
-def test_a_name_like_nothing_is_told_all(name: str) -> None:
-    message = refusal(Machine.read, name)
-    assert "Did you mean" not in message
-    assert message.endswith(f"There are: {', '.join(shipped())}.")
-
-
-def test_no_name_leads_out_of_the_folder_of_those_that_come_along() -> None:
-    assert "is not read: No such file" in refusal(Machine.read, "../machines/h100-node")
-
-
-def test_every_figure_may_be_in_a_file(tmp_path: Path) -> None:
-    whole = Machine("all", "cuda", {name: Rate(3, 2, 4, "x") for name in RATES})
-    whole.write(tmp_path / "machine.json")
-    assert Machine.read(tmp_path / "machine.json") == whole
-
-
-def test_an_odd_float_comes_back_as_it_was(tmp_path: Path) -> None:
-    odd = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 2.0**53, 2.0**53 + 2, 123456789.125, 1e22]
-    for value in odd:
-        made = machine(disk_read=Rate.stated(value))
-        made.write(tmp_path / "machine.json")
-        assert Machine.read(tmp_path / "machine.json") == made, value
-        assert (tmp_path / "machine.json").stat().st_size < 400, "no number has hundreds of digits"

@@ -15,7 +15,7 @@ from penstock.planner.simulation.program import OF_MODEL, Program
 from penstock.planner.simulation.retime import retime
 from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.topology import Grid
-from tests.planning import ON_HOST, asked, desktop
+from tests.lib.planning import ON_HOST, asked, desktop
 
 WIDTH, TOKENS = 64, 32
 

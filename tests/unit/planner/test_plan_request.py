@@ -10,7 +10,7 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.optim import Lamb
 from penstock.planner.machine import Machine
-from tests.planning import asked, desktop
+from tests.lib.planning import asked, desktop
 
 
 class Meta(nn.Module):

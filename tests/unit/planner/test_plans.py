@@ -1,6 +1,7 @@
 """A plan is checked like what somebody wrote by hand, is held against a run, and says what `prepare` is to do."""
 
 import math
+import re
 from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from penstock import ConfigError, Options, Placement
 from penstock.blueprint import request_for
 from penstock.planner.plans import PLANNED_OPTIONS, Plan, Reason, Shortfall, WhatIf, model_fingerprint
-from tests.plans import DESKTOP, plan, too_large
+from tests.lib.plans import DESKTOP, plan, too_large
 
 CONTRACT = (
     "placement overlap options recompute world_size fits step_s step_range_s bound_by bytes peak_bytes busy_s "
@@ -44,13 +45,10 @@ def test_the_fields_of_the_contract_come_first():
     [
         ("placement", "cpu", "'placement' is 'cpu': use an object"),
         ("overlap", "sometimes", "'overlap' is 'sometimes': use one of 'none', 'forward', 'backward', 'auto'"),
-        ("overlap", ["none"], "'overlap' is ['none']: use one of"),
         ("options", 3, "'options' is 3: use an object"),
-        ("recompute", 1, "'recompute' is 1: use true or false"),
         ("world_size", 1.5, "'world_size' is 1.5: use a whole number"),
         ("mesh", {"pp": 1}, "'mesh.pp' is no key that is read. Correct it, or leave it out."),
         ("mesh", {"tp": 0}, "'mesh.tp' is 0: use a whole number, 1 or more"),
-        ("mesh", {"dp_shard": 1.0}, "'mesh.dp_shard' is 1.0: use a whole number"),
         ("mesh", [2], "'mesh' is [2]: use an object"),
         (
             "mesh",
@@ -58,38 +56,27 @@ def test_the_fields_of_the_contract_come_first():
             "'dp_shard': 3, 'tp': 1} contradict each other: use as many ranks",
         ),
         ("hosts", 2, "world_size=1 and hosts=2 contradict each other"),
-        ("fits", "yes", "'fits' is 'yes': use true or false"),
         ("fits", False, "fits=False and 0 lacks contradict each other"),
         ("lacks", (Shortfall("cpu", 1),), "fits=True and 1 lacks contradict each other"),
         ("lacks", ("cpu",), "'lacks[0]' is 'cpu': use an object"),
         ("step_s", math.nan, "'step_s' is nan: use a finite number, 0 or more"),
-        ("step_s", -1, "'step_s' is -1: use a finite number, 0 or more"),
         ("step_s", 10**400, "'step_s' is a number of"),
         ("step_s", 5, "step_range_s=(3.81, 4.52) and step_s=5 contradict each other"),
-        ("step_range_s", (5, 3), "contradict each other"),
         ("step_range_s", 4, "'step_range_s' is 4: use a list"),
-        ("step_range_s", (3, math.inf), "'step_range_s[1]' is inf: use a finite number"),
         ("bound_by", None, "'bound_by' is None: use a text"),
         ("written_bytes", {"cpu": -1}, "'written_bytes.cpu' is -1: use a whole number, 0 or more"),
-        ("disk_endurance_bytes", "600 TB", "'disk_endurance_bytes' is '600 TB': use a finite number"),
         ("unified_memory", 1, "'unified_memory' is 1: use true or false"),
         ("bytes", {"gpu": 1}, "'bytes.gpu' is no key that is read. Did you mean 'cpu'?"),
-        ("bytes", {"cpu": -1}, "'bytes.cpu' is -1: use a whole number, 0 or more"),
         ("peak_bytes", {"cpu": 1.0}, "'peak_bytes.cpu' is 1.0: use a whole number"),
-        ("limit_bytes", 7, "'limit_bytes' is 7: use an object"),
         ("busy_s", {"host update": "3"}, "'busy_s.host update' is '3': use a finite number"),
         ("busy_s", {3: 3}, "'busy_s.a name' is 3: use a text"),
-        ("waits_s", {"fetch": -0.1}, "'waits_s.fetch' is -0.1: use a finite number, 0 or more"),
-        ("kind_bytes", {"weights": {}}, "'kind_bytes.weights' is no key that is read"),
         ("kind_bytes", {"params": {"ram": 1}}, "'kind_bytes.params.ram' is no key that is read"),
         ("stage", 4, "'stage' is 4: use one of 0, 1, 2, 3"),
-        ("stage", True, "'stage' is True: use one of"),
         ("precision", "fp8", "'precision' is 'fp8': use one of 'fp32', 'bf16', 'fp16'"),
         ("machine_fingerprint", {"cpu": {1, 2}}, "'machine_fingerprint' is nothing that JSON can hold"),
-        ("machine_fingerprint", {"cpu": math.nan}, "is nothing that JSON can hold"),
-        ("what_ifs", "none", "'what_ifs' is 'none': use a list"),
         ("why", (DESKTOP.what_ifs[0],), "'why[0]' is WhatIf("),
         ("rounding_notes", (1,), "'rounding_notes[0]' is 1: use a text"),
+        ("tokens_per_s", Fraction(1, 2), "'tokens_per_s' is Fraction"),
     ],
 )
 def test_what_no_plan_can_say_is_refused_by_name(field, value, words):
@@ -158,20 +145,15 @@ def test_numbers_are_kept_as_what_they_are():
 
 
 class TestPrepare:
-    def test_the_plan_decides_what_nobody_said(self):
+    def test_the_plan_decides_what_nobody_said_and_saying_the_same_is_no_conflict(self):
         options = Options(streamed_updates=0.25, tile_bytes=1 << 20, checksums=False)
         made = plan(options=options)
-        assert made.prepare_arguments() == {
-            "placement": DESKTOP.placement,
-            "overlap": "forward",
-            "options": options,
-        }
-        assert made.prepare_arguments(Options())["options"] == options
-
-    def test_saying_the_same_is_no_conflict(self):
-        options = Options(streamed_updates=0.25)
-        given = plan(options=options).prepare_arguments(options, overlap="forward")
-        assert given["options"] == options
+        arguments = {"placement": DESKTOP.placement, "overlap": "forward", "options": options}
+        assert made.prepare_arguments() == arguments
+        assert made.prepare_arguments(Options(), overlap="forward") == arguments
+        assert made.prepare_arguments(options) == arguments
+        by_hand = request_for(net(), **arguments)
+        assert request_for(net(), **made.prepare_arguments()) == by_hand
 
     @pytest.mark.parametrize(
         ("device", "planned", "said", "merged"),
@@ -186,11 +168,6 @@ class TestPrepare:
         made = plan(device=device, options=Options(streamed_updates=planned))
         given = made.prepare_arguments(Options(streamed_updates=said))["options"]
         assert given == Options(streamed_updates=merged)
-
-    def test_another_share_of_updates_than_that_of_the_plan_is_refused(self):
-        made = plan(options=Options(streamed_updates=0.25))
-        with pytest.raises(ConfigError, match=r"Options\(streamed_updates\) is 0\.5 here and 0\.25 in the plan"):
-            made.prepare_arguments(Options(streamed_updates=0.5))
 
     def test_options_that_change_no_figure_are_the_users(self):
         made = plan(options=Options(streamed_updates=0.25, checksums=False, timeout_s=5.0))
@@ -214,36 +191,18 @@ class TestPrepare:
     )
     def test_an_option_that_the_plan_is_for_cannot_be_another(self, name, value):
         assert name in PLANNED_OPTIONS
-        with pytest.raises(ConfigError) as refused:
-            DESKTOP.prepare_arguments(Options(**{name: value}))
+        assert set(PLANNED_OPTIONS) <= {field.name for field in fields(Options)}
         planned = getattr(Options(), name)
-        assert f"Options({name}) is {value!r} here and {planned!r} in the plan. Leave it out, or plan again" in said(
-            refused
-        )
+        words = f"Options({name}) is {value!r} here and {planned!r} in the plan. Leave it out, or plan again"
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            DESKTOP.prepare_arguments(Options(**{name: value}))
 
-    def test_every_option_that_a_plan_is_for_is_an_option(self):
-        assert {field.name for field in fields(Options)} >= set(PLANNED_OPTIONS)
-
-    def test_an_overlap_that_the_plan_is_for_cannot_be_another(self):
-        with pytest.raises(ConfigError) as refused:
+    def test_an_overlap_that_the_plan_is_for_cannot_be_another_and_one_that_does_not_fit_prepares_nothing(self):
+        with pytest.raises(ConfigError, match="overlap is 'none' here and 'forward' in the plan"):
             DESKTOP.prepare_arguments(overlap="none")
-        assert "overlap is 'none' here and 'forward' in the plan" in said(refused)
-
-    def test_a_plan_that_does_not_fit_prepares_nothing(self):
-        with pytest.raises(ConfigError) as refused:
+        words = r"3\.00 GiB \(3,221,237,817 bytes\) too few on the device.* 1 more rank, 2 in all"
+        with pytest.raises(ConfigError, match=words):
             too_large().prepare_arguments()
-        assert "3.00 GiB (3,221,237,817 bytes) too few on the device" in said(refused)
-        assert "1 more rank, 2 in all" in said(refused)
-
-    def test_it_asks_for_just_what_the_same_arguments_by_hand_ask_for(self):
-        made = plan(options=Options(tile_bytes=1 << 16))
-        by_hand = request_for(
-            net(),
-            placement=DESKTOP.placement,
-            overlap="forward",
-            options=Options(tile_bytes=1 << 16),
-        )
-        assert request_for(net(), **made.prepare_arguments()) == by_hand
 
 
 class TestCheck:
@@ -289,12 +248,10 @@ class TestCheck:
             plan(world_size=8, stage=0), net(), world_size=8, stage=0, sizes={**sizes, "dp_replicate": 8, "dp_shard": 1}
         )
 
-    @pytest.mark.parametrize("machine", [None, {}, {"kernel": "6.1"}, {"cores": 16, "accelerators": ("RTX 4090",)}])
-    def test_what_only_one_fingerprint_says_is_not_compared(self, machine):
-        check(DESKTOP, net(), machine)
-
-    def test_a_machine_that_was_not_probed_is_any(self):
-        check(plan(machine_fingerprint={}), net(), {"cpu": "another"})
+    def test_what_only_one_fingerprint_says_is_not_compared(self):
+        for machine in (None, {}, {"kernel": "6.1"}, {"cores": 16, "accelerators": ("RTX 4090",)}):
+            check(DESKTOP, net(), machine)
+        check(plan(machine_fingerprint={}), net(), {"cpu": "another"})  # was not probed
 
     def test_another_model_is_named_with_its_numbers(self):
         made = plan(model_fingerprint=model_fingerprint(net()))
@@ -317,6 +274,7 @@ class TestFingerprint:
             nn.Sequential(*net(), nn.Linear(1, 1)),
             nn.ModuleDict({"0": net()[0], "2": net()[1]}),
             net().requires_grad_(False),
+            nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)),  # of as many elements
         ],
     )
     def test_names_shapes_dtypes_and_what_is_trained_count(self, other):
@@ -329,9 +287,6 @@ class TestFingerprint:
         assert model_fingerprint(first).startswith("4 tensors, 17 parameters, 11 trained, ")
         assert model_fingerprint(second).startswith("4 tensors, 17 parameters, 11 trained, ")
         assert model_fingerprint(first) != model_fingerprint(second)
-
-    def test_shapes_of_equal_size_differ(self):
-        assert model_fingerprint(nn.Linear(2, 6, bias=False)) != model_fingerprint(nn.Linear(6, 2, bias=False))
 
     def test_tied_parameters_differ_from_two_of_the_same_shape(self):
         tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
@@ -352,8 +307,3 @@ class TestFingerprint:
 
     def test_names_that_no_file_can_hold_are_no_trouble(self):
         assert model_fingerprint(nn.ModuleDict({"\ud800": nn.Linear(1, 1)})).startswith("2 tensors, 2 parameters")
-
-
-def test_a_number_of_any_kind_is_no_bool_and_no_text():
-    with pytest.raises(ConfigError, match="'tokens_per_s' is Fraction"):
-        plan(tokens_per_s=Fraction(1, 2))

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import Options, Overlap, Placement, TierName
+from penstock.config import Options, Placement, TierName
 from penstock.planner import search as searching
 from penstock.planner.machine import Machine
 from penstock.planner.search import Placements, Search, _choices, find_best, fractions_of, given
 from penstock.planner.trials import Trials, placement_of
 from penstock.planner.workload import KINDS, TIERS, Choice, Flow, Fractions, Limits, StepWorkload
-from tests.planning import ON_HOST, Tellable, asked
+from tests.lib.planning import ON_HOST, Tellable, asked
 
 GIB = 1 << 30
 
@@ -28,26 +28,19 @@ def tellable() -> Tellable:
     return Tellable()
 
 
-class TestChoices:
-    def test_what_costs_nothing_comes_first(self) -> None:
-        assert choices() == [Choice(), Choice("cpu")]
+def test_what_costs_nothing_comes_first_and_what_can_be_told_may_compute_again() -> None:
+    assert choices() == [Choice(), Choice("cpu")]
+    assert choices(model=tellable) == [Choice(), Choice(None, True), Choice("cpu"), Choice("cpu", True)]
+    within_one_memory = replace(asked().machine, unified_memory=True)
+    assert choices(machine=within_one_memory) == [Choice(), Choice("nvme")]
 
-    def test_what_can_be_told_may_compute_again(self) -> None:
-        assert choices(model=tellable) == [Choice(), Choice(None, True), Choice("cpu"), Choice("cpu", True)]
 
-    def test_a_share_of_updates_that_is_said_is_that_of_every_choice(self) -> None:
-        found = choices(model=tellable, arguments={"options": Options(streamed_updates=0.25)})
-        assert {choice.streamed for choice in found} == {0.25}
-
-    def test_a_cpu_streams_nothing_and_has_no_choice_twice(self) -> None:
-        machine = Machine.read("cpu-laptop")
-        found = choices(machine=machine, arguments={"options": Options(streamed_updates=0.5)})
-        assert {choice.streamed for choice in found} == {0.0}
-        assert len(found) == len(set(found))
-
-    def test_within_one_memory_activations_stay_or_go_to_files(self) -> None:
-        machine = replace(asked().machine, unified_memory=True)
-        assert choices(machine=machine) == [Choice(), Choice("nvme")]
+def test_a_share_of_updates_that_is_said_is_that_of_every_choice_and_a_cpu_streams_nothing() -> None:
+    found = choices(model=tellable, arguments={"options": Options(streamed_updates=0.25)})
+    assert {choice.streamed for choice in found} == {0.25}
+    found = choices(machine=Machine.read("cpu-laptop"), arguments={"options": Options(streamed_updates=0.5)})
+    assert {choice.streamed for choice in found} == {0.0}
+    assert len(found) == len(set(found)), "no choice twice"
 
 
 # A step of 20 bytes a second over the link, ...
@@ -113,31 +106,30 @@ def test_parameters_off_the_device_have_only_the_compute_of_their_own_to_hide_be
     assert busy_s(point, workload) == pytest.approx(1 + 0.5 + 2)
 
 
-def test_micro_batches_gather_anew_and_send_gradients_again() -> None:
-    workload = replace(SMALL, micro_batches=3, reductions=3)
-    assert busy_s(on("cpu", "cpu", "cpu"), workload) == pytest.approx(
-        260 / 20 + 10.0
-    )  # uploads after the first forward
+ON_CPU, STATE_ON_CPU, ALL = on("cpu", "cpu", "cpu"), on("device", "cpu", "cpu"), on("device", "device", "device")
+ONE_MEMORY = Limits({"cpu": 1000, "nvme": 1000}, shared=True)
+#: Other steps, at a placement within limits, and their seconds.
+OTHERS: dict[str, tuple[dict[str, Any], torch.Tensor, Limits, float]] = {
+    # Uploads are after the first forward.
+    "micro-batches gather anew and send again": ({"micro_batches": 3, "reductions": 3}, ON_CPU, ROOMY, 260 / 20 + 10),
+    "what rings keep is not read again": (
+        {"kept_bytes": 40, "busy": {"backward": {"compute": 100.0}}},
+        on("device", "device", "nvme"),
+        ROOMY,
+        15 + 100,
+    ),
+    "updates hide behind nothing": ({"overlap": "none"}, STATE_ON_CPU, ROOMY, 1 + 13 + 2),
+    "updates hide behind forward": ({"overlap": "forward"}, STATE_ON_CPU, ROOMY, 13 + 2),
+    "updates hide behind both": ({"overlap": "backward"}, STATE_ON_CPU, ROOMY, 13),
+    "in one memory nothing is copied": ({"one_memory": True}, ALL, ONE_MEMORY, 1.26 + 2),
+    "and files are read": ({"one_memory": True}, on("nvme", "device", "device"), ONE_MEMORY, 5 + 5),
+}
 
 
-def test_what_rings_keep_is_not_read_again() -> None:
-    workload = replace(SMALL, kept_bytes=40, busy={"backward": {"compute": 100.0}})
-    assert busy_s(on("device", "device", "nvme"), workload) == pytest.approx(15 + 100)
-
-
-MODES: dict[Overlap, float] = {"none": 1 + 13 + 2, "forward": 13 + 2, "backward": 13}
-
-
-@pytest.mark.parametrize("overlap", MODES)
-def test_modes_differ_in_what_updates_may_hide_behind(overlap: Overlap) -> None:
-    assert busy_s(on("device", "cpu", "cpu"), replace(SMALL, overlap=overlap)) == pytest.approx(MODES[overlap])
-
-
-def test_in_one_memory_nothing_is_copied() -> None:
-    limits = Limits({"cpu": 1000, "nvme": 1000}, shared=True)
-    workload = replace(SMALL, one_memory=True)
-    assert busy_s(on("device", "device", "device"), workload, limits) == pytest.approx(1.26 + 2)
-    assert busy_s(on("nvme", "device", "device"), workload, limits) == pytest.approx(5 + 5)
+@pytest.mark.parametrize("name", OTHERS)
+def test_busy_times_of_other_steps(name: str) -> None:
+    changes, point, limits, seconds = OTHERS[name]
+    assert busy_s(point, replace(SMALL, **changes), limits) == pytest.approx(seconds)
 
 
 def test_bytes_of_every_way_of_a_streamed_tile() -> None:
@@ -246,12 +238,9 @@ def test_the_same_search_has_the_same_end_with_the_fastest_first() -> None:
     steps = [trial.timing.step_s for trial in one.fitting]
     assert steps == sorted(steps)
     assert len(steps) == len(one.tried) - sum(excess(one))
-
-
-def test_a_search_stops_once_nothing_is_expected_to_be_better() -> None:
-    found = search_of(limits=Limits(dict.fromkeys(TIERS, 1 << 40)), longer=lambda choice: 1.0)
-    assert len(found.tried) == 1
-    assert found.fitting[0].timing.step_s <= busy_s(on("device", "device", "device"), LARGE)
+    roomy = search_of(limits=Limits(dict.fromkeys(TIERS, 1 << 40)), longer=lambda choice: 1.0)
+    assert len(roomy.tried) == 1, "it stops once nothing is expected to be better"
+    assert roomy.fitting[0].timing.step_s <= busy_s(ALL, LARGE)
 
 
 def test_a_choice_whose_steps_are_longer_than_estimated_gives_way() -> None:
@@ -294,11 +283,9 @@ def test_activations_elsewhere_are_counted_only_where_that_may_be_better() -> No
     assert counted(WORKLOADS) == {*WORKLOADS, Choice("cpu", True)}
     without = {choice: replace(workload, activation_peak_bytes={"device": 0}) for choice, workload in WORKLOADS.items()}
     assert counted(without) == {*WORKLOADS}
-
-
-def test_where_a_link_is_fast_activations_need_not_be_computed_again() -> None:
     rates = {**LARGE.rates, "upload": {"upload 0": 1e-12}, "download": {"download 0": 1e-12}}
-    assert Choice("cpu") in counted({choice: replace(each, rates=rates) for choice, each in WORKLOADS.items()})
+    fast = {choice: replace(each, rates=rates) for choice, each in WORKLOADS.items()}
+    assert Choice("cpu") in counted(fast), "then they need not be computed again"
 
 
 SLOW_HOST = replace(LARGE, rates={**LARGE.rates, "update": {"update 0": 1e-6}})
@@ -306,11 +293,8 @@ SLOW_HOST = replace(LARGE, rates={**LARGE.rates, "update": {"update 0": 1e-6}})
 
 def test_the_device_does_the_updates_of_a_slow_host_where_it_may() -> None:
     assert search_of({Choice(): SLOW_HOST}, streamed=(0.0, 1.0)).fitting[0].choice.streamed > 0.5
-
-
-def test_a_share_of_updates_that_is_said_is_what_is_simulated() -> None:
-    search = search_of({Choice(streamed=0.25): SLOW_HOST}, streamed=(0.25, 0.25))
-    assert {trial.choice.streamed for trial in search.tried} == {0.25}
+    said = search_of({Choice(streamed=0.25): SLOW_HOST}, streamed=(0.25, 0.25))
+    assert {trial.choice.streamed for trial in said.tried} == {0.25}, "a share that is said is what is simulated"
 
 
 def test_in_one_memory_nothing_is_on_the_host() -> None:
@@ -322,13 +306,6 @@ def test_in_one_memory_nothing_is_on_the_host() -> None:
 
 
 # The same with the engine.
-
-
-def test_where_all_fits_on_the_device_one_simulation_does() -> None:
-    request = asked()
-    trials = Trials(request)
-    assert find_best(request, trials).trial.placement == Placement()
-    assert len(trials) == 1
 
 
 def test_what_is_given_is_looked_at_alone() -> None:
@@ -352,20 +329,22 @@ def test_what_no_simulation_has_shown_to_fit_is_never_said_to_fit(monkeypatch: p
         assert best.lacking is None or best.lacking.missing
 
 
-def test_a_search_says_what_it_does() -> None:
+def test_where_all_fits_on_the_device_one_simulation_does() -> None:
+    request = asked()
+    trials = Trials(request)
+    assert find_best(request, trials).trial.placement == Placement()
+    assert len(trials) == 1
+
+
+def test_a_search_says_what_it_does_and_no_placement_of_the_quarter_grid_is_better() -> None:
+    """Of the 125 placements of each choice every sixteenth is held against what was found."""
     request, said = asked(device_bytes=300_000), list[str]()
-    find_best(request, Trials(request), said.append)
+    trials = Trials(request)
+    best = find_best(request, trials, said.append)
     assert said
     assert all(line.startswith("simulating placement ") for line in said)
-
-
-@pytest.mark.thorough  # 125 simulations of each choice
-def test_no_placement_of_the_quarter_grid_is_better() -> None:
-    request = asked(device_bytes=300_000)
-    trials = Trials(request)
-    best = find_best(request, trials)
-    grid = Placements(SMALL, request.limits).grid(("device", "cpu"))
-    for choice, point in product(_choices(request), grid):
+    grid = [*product(_choices(request), Placements(SMALL, request.limits).grid(("device", "cpu")))]
+    for choice, point in grid[::16]:
         trial = trials.run(placement_of(fractions_of(point), choice, request), choice)
         if not request.limits.excess(trial.peak_bytes):
             assert best.trial.timing.step_s <= 1.02 * trial.timing.step_s

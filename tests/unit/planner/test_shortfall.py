@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config import TierName
 from penstock.planner.workload import Change, Infeasible, Limits, StepWorkload, fits, lacks, missing
 
 GIB = 1 << 30
@@ -27,24 +28,19 @@ def change(found: Infeasible, what: str) -> Change:
     return one
 
 
-def test_nothing_is_missing_where_it_fits() -> None:
-    limits = Limits({"device": 24 * GIB, "cpu": 120 * GIB})
-    assert missing(LOAD, limits) == {}
-    assert fits(LOAD, limits)
-
-
-def test_what_is_missing_in_all_is_told_on_the_slowest_tier() -> None:
-    """122 GiB and a byte in all: 24 on the device, 96 in host memory with shadows of none."""
-    limits = Limits({"device": 24 * GIB, "cpu": 90 * GIB})
-    assert missing(LOAD, limits) == {"cpu": 112 * GIB - 14 * GIB - 89 * GIB}
-
-
-def test_what_has_to_be_on_a_tier_is_missing_there() -> None:
-    assert missing(LOAD, Limits({"device": 9 * GIB, "cpu": 200 * GIB})) == {"device": GIB}
-
-
-def test_each_tier_may_miss_some() -> None:
-    assert missing(LOAD, Limits({"device": 9 * GIB, "cpu": 113 * GIB - 1})) == {"device": GIB, "cpu": 1}
+@pytest.mark.parametrize(
+    ("limits", "lacking"),
+    [
+        ({"device": 24 * GIB, "cpu": 120 * GIB}, {}),
+        # 122 GiB and a byte in all: 24 on the device, 96 in host memory with shadows of none. Told on the slowest tier.
+        ({"device": 24 * GIB, "cpu": 90 * GIB}, {"cpu": 112 * GIB - 14 * GIB - 89 * GIB}),
+        ({"device": 9 * GIB, "cpu": 200 * GIB}, {"device": GIB}),  # what has to be there
+        ({"device": 9 * GIB, "cpu": 113 * GIB - 1}, {"device": GIB, "cpu": 1}),
+    ],
+)
+def test_what_is_missing_is_told_by_tier(limits: dict[TierName, int], lacking: dict[TierName, int]) -> None:
+    assert missing(LOAD, Limits(limits)) == lacking
+    assert fits(LOAD, Limits(limits)) is not bool(lacking)
 
 
 @pytest.mark.parametrize("nvme", [None, 3 * GIB])

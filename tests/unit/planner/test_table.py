@@ -8,7 +8,7 @@ import pytest
 from penstock import Options, Placement
 from penstock.planner.formatting import aligned, fraction, seconds, share, signed, size
 from penstock.planner.plans import Reason, Shortfall, WhatIf, block, explain, shortfalls_in_words
-from tests.plans import DESKTOP, GIB, MIB, plan, too_large
+from tests.lib.plans import DESKTOP, GIB, MIB, plan, too_large
 
 MEASURED = {
     "step": 4.9,
@@ -30,27 +30,6 @@ PAGE = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
 def line_of(text: str, start: str) -> str:
     [found] = [line for line in text.splitlines() if line.startswith(start)]
     return found
-
-
-def test_a_plan_that_fits():
-    assert str(DESKTOP) == shows("""
-        fits: yes     step 4.12 s (3.81-4.52), 3,977 tokens/s
-                         device             host              nvme
-        params           0.31 4.60 GiB      0.69 10.1 GiB     -
-        gradients        -                  1.00 14.7 GiB     -
-        optimizer        -                  0.83 74.0 GiB     0.17 13.0 GiB
-        activations      6.10 GiB (recomputed)
-        peak / limit     21.8 / 23.1 GiB    98.0 / 110 GiB    13.0 / 900 GiB
-        bound by         host update
-        updates          overlap forward
-        waits exposed    update 0.90 s, fetch 0.20 s
-        written          nvme 14.0 GB a step, 294 TB a day; a drive of 1,200 TBW lasts
-                         85,714 steps, 4.09 days
-        planned for      rtx4090-desktop, bf16, stage 3, input_ids int64[16, 1024],
-                         labels int64[16, 1024]
-        a second SSD -0.20 s | 8-bit states -0.80 s | batch 32 +38 % tokens/s |
-          half the cores +1.50 s
-    """)
 
 
 def test_a_plan_that_does_not_fit():
@@ -169,25 +148,17 @@ def test_activations_stand_in_the_columns_that_have_them():
     assert row.split() == ["activations", "-", "1.00", "GiB"]
 
 
-def test_a_step_that_is_known_though_it_does_not_fit_is_told():
+def test_a_step_is_told_where_it_is_known_and_what_waits_and_changes_where_there_is_some():
     head = str(too_large(step_s=2, step_range_s=(1, 3))).splitlines()
     assert head[2] == "if it did: step 2.00 s (1.00-3.00)"
-
-
-def test_a_plan_in_which_nothing_waits_says_so():
-    assert line_of(str(plan(waits_s={"update x": 0})), "waits exposed") == "waits exposed    none"
+    made = str(plan(waits_s={"update x": 0}, what_ifs=(WhatIf("more", 1, 0.5), WhatIf("none"))))
+    assert line_of(made, "waits exposed") == "waits exposed    none"
+    assert made.splitlines()[-1] == "more -1.00 s +50 % tokens/s | none"
 
 
 def test_reasons_say_what_the_next_best_would_have_cost():
-    why = (
-        *DESKTOP.why,
-        Reason("streamed_updates", "0", "0.25", 0.004, "the link is busy"),
-        Reason("a", "b", "c", -0.5),
-    )
+    why = (Reason("streamed_updates", "0", "0.25", 0.004, "the link is busy"), Reason("a", "b", "c", -0.5))
     assert explain(plan(why=why)) == shows("""
-        recompute: yes; next best: no, does not fit (activations take 41.2 GiB of 23.1
-          GiB)
-        optimizer: 83% cpu, 17% nvme; next best: 100% nvme, +0.31 s
         streamed_updates: 0; next best: 0.25, +4.00 ms (the link is busy)
         a: b; next best: c, -0.50 s
     """)
@@ -229,11 +200,8 @@ def test_the_block_at_the_end_of_a_run_names_what_differs():
     [
         ("step", 1.149, False),
         ("step", 1.151, True),
-        ("step", 0.851, False),
         ("step", 0.849, True),
         ("host update", 1.149, False),
-        ("host update", 0.849, True),
-        ("NVMe reads", 1.2, True),
         ("host-to-device link", 9.0, False),  # less than 1 % of the step
         ("host-to-device link", 12.0, True),
     ],
@@ -248,33 +216,22 @@ def test_more_than_15_percent_differ_where_they_matter(name, times, differs):
     ("text", "words"),
     [
         (size(0), "0 B"),
-        (size(1023), "1023 B"),
         (size(1024), "1.00 KiB"),
-        (size(10240), "10.0 KiB"),
-        (size(102400), "100 KiB"),
         (size(GIB - 1), "1,024 MiB"),
         (size(5 << 50), "5,120 TiB"),
         (seconds(0), "0 s"),
         (seconds(0, beside=0.01), "0 ms"),
-        (seconds(1e-9), "1.00 ns"),
         (seconds(0.00123), "1.23 ms"),
         (seconds(0.094, beside=1), "94.0 ms"),
         (seconds(0.096, beside=1), "0.10 s"),
-        (seconds(0.5, beside=100), "0.50 s"),
         (seconds(75, beside=0.01), "75,000 ms"),
-        (seconds(9.996), "10.0 s"),
         (seconds(12345.6), "12,346 s"),
         (signed(-0.25), "-250 ms"),
-        (signed(0.25, beside=2), "+0.25 s"),
         (share(0.385), "+38 %"),
-        (share(-0.001), "0 %"),
         (share(0.001), "0 %"),
-        (share(-0.2), "-20 %"),
         (share(12), "+1,200 %"),
-        (fraction(0.5), "0.50"),
         (fraction(1e-9), "<.01"),
         (fraction(1 - 1e-9), ">.99"),
-        (fraction(1), "1.00"),
     ],
 )
 def test_numbers_have_three_digits_and_a_unit(text, words):
@@ -289,19 +246,7 @@ def test_only_the_last_cell_of_a_row_may_be_longer_than_its_column():
     ]
 
 
-def test_a_change_may_bring_both_or_nothing():
-    both = str(plan(what_ifs=(WhatIf("more", 1, 0.5), WhatIf("none")))).splitlines()[-1]
-    assert both == "more -1.00 s +50 % tokens/s | none"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        str(DESKTOP),
-        "\n".join(str(too_large()).splitlines()[:2]),
-        explain(DESKTOP),
-        block(DESKTOP, MEASURED),
-    ],
-)
-def test_the_page_shows_what_is_printed(text):
-    assert text in PAGE
+def test_the_page_shows_a_plan_its_reasons_and_its_end_as_they_are_printed():
+    head = "\n".join(str(too_large()).splitlines()[:2])
+    for text in (str(DESKTOP), head, explain(DESKTOP), block(DESKTOP, MEASURED)):
+        assert text in PAGE

@@ -8,9 +8,10 @@ import torch
 
 from penstock.config import Placement
 from penstock.errors import ConfigError
+from penstock.planner.simulation import operation_times
 from penstock.planner.trials import Trials, placement_of
 from penstock.planner.workload import Choice
-from tests.planning import ON_HOST, asked
+from tests.lib.planning import ON_HOST, asked
 
 
 def test_a_placement_is_rehearsed_once() -> None:
@@ -26,14 +27,10 @@ def test_a_placement_is_rehearsed_once() -> None:
 def test_a_trace_is_json_with_a_span_for_each_job(tmp_path: Path) -> None:
     trials = Trials(asked())
     trials.write_trace(trials.run(ON_HOST, Choice()), tmp_path / "step.json")
-    written = json.loads((tmp_path / "step.json").read_text())
-    spans = [event for event in written["traceEvents"] if event["ph"] == "X"]
-    assert {"upload", "download", "update"} <= {event["name"].split()[0] for event in spans} | {
-        event.get("cat") for event in spans
-    } | {event.get("args", {}).get("stream") for event in spans} | {
-        event["args"]["name"] for event in written["traceEvents"] if event["name"] == "thread_name"
-    }
-    assert all(event["dur"] >= 0 for event in spans)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"upload", "download", "update"} <= threads
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
     with pytest.raises(ConfigError, match=r"^The trace cannot be written: "):
         trials.write_trace(trials.run(ON_HOST, Choice()), tmp_path)
 
@@ -49,7 +46,8 @@ def test_other_states_and_twice_the_batch_are_other_trials() -> None:
     assert len(trials) == 1
 
 
-def test_measuring_times_each_kind_of_operation_for_real() -> None:
+def test_measuring_times_each_kind_of_operation_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation_times, "_LEAST_SECONDS", 1e-5)
     measured: dict = {}
     trial = Trials(asked(), measures=True, measured=measured).run(Placement(), Choice())
     assert measured.keys() == trial.simulation.recipes.keys()

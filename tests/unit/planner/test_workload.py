@@ -1,5 +1,6 @@
 """What a step consists of."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from penstock.config import Options, Placement
 from penstock.planner.trials import Trials
 from penstock.planner.workload import Choice, StepWorkload, count_workload
 from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
-from tests.planning import Net, Tellable, asked, desktop
+from tests.lib.planning import Net, Tellable, asked, desktop
 
 
 def load(choice: Choice = Choice(), model: Any = lambda: Net(), **changes: Any) -> StepWorkload:  # noqa: B008 - a value
@@ -17,6 +18,11 @@ def load(choice: Choice = Choice(), model: Any = lambda: Net(), **changes: Any) 
     simulation, costs = trials.run(Placement(), choice).simulation, trials.costs(request.machine)
     folders = len(request.folders)
     return count_workload(simulation, costs, setup.grid, micro_batches=setup.micro_batches, folders=folders)
+
+
+@cache
+def plain() -> StepWorkload:
+    return load()
 
 
 # Each parameter begins at a multiple of 256 elements.
@@ -33,7 +39,7 @@ def test_state_is_counted_to_the_byte() -> None:
 
 
 def test_what_is_around_all_blocks_is_gathered_once_for_forward_and_backward() -> None:
-    found = load()
+    found = plain()
     assert found.forward_gathered_bytes - found.backward_gathered_bytes == 2 * REST
 
 
@@ -53,20 +59,20 @@ def test_a_unit_that_stays_gathered_comes_once_for_several_micro_batches() -> No
 
 
 def test_rings_hold_what_their_constants_say() -> None:
-    assert load().kept_bytes == 2 * RING_BYTES
+    assert plain().kept_bytes == 2 * RING_BYTES
     large = load(arguments={"options": Options(tile_bytes=RING_BYTES)})
     assert large.kept_bytes > 2 * LEAST_FILE_SLOTS * RING_BYTES
 
 
 def test_ranks_of_a_host_share_its_memory_and_its_disks() -> None:
-    alone, two, apart = load(), load(world_size=2), load(world_size=2, hosts=2)
+    alone, two, apart = plain(), load(world_size=2), load(world_size=2, hosts=2)
     for flow in ("read", "write", "update"):
         assert two.rates[flow]["host memory"] == pytest.approx(2 * alone.rates[flow]["host memory"])
         assert apart.rates[flow] == pytest.approx(alone.rates[flow])
 
 
 def test_files_are_spread_over_folders_and_the_memory_that_they_pass_is_one() -> None:
-    one, two = load(), load(folders=["/a", "/b"], machine=desktop().replace(folders=2))
+    one, two = plain(), load(folders=["/a", "/b"], machine=desktop().replace(folders=2))
     assert two.rates["read"]["read 0"] == pytest.approx(one.rates["read"]["read 0"] / 2)
     assert two.rates["read"]["host memory"] == pytest.approx(one.rates["read"]["host memory"])
 
@@ -77,13 +83,13 @@ def test_whole_gradients_that_are_held_back_are_reduced_once() -> None:
 
 
 def test_compute_takes_longer_in_backward_and_more_so_where_it_computes_again() -> None:
-    found, again = load(), load(Choice(recompute=True), lambda: Tellable())
+    found, again = plain(), load(Choice(recompute=True), lambda: Tellable())
     seconds = [each.busy[window]["compute"] for each in (found, again) for window in ("forward", "backward")]
     assert 0 < seconds[0] == seconds[2] < seconds[1] < seconds[3]
 
 
 def test_later_micro_batches_are_after_the_first_forward() -> None:
-    one, two = load(), load(micro_batches=2)
+    one, two = plain(), load(micro_batches=2)
     assert two.busy["forward"]["compute"] == one.busy["forward"]["compute"]
     expected = 2 * one.busy["backward"]["compute"] + one.busy["forward"]["compute"]
     assert two.busy["backward"]["compute"] == pytest.approx(expected, rel=0.05)  # and gradients are added
@@ -91,6 +97,6 @@ def test_later_micro_batches_are_after_the_first_forward() -> None:
 
 def test_tiles_end_where_the_engine_cuts() -> None:
     """Embedding and head, and each block, are one tile; several where tiles are small."""
-    ends = load().tile_ends
+    ends = plain().tile_ends
     assert (ends[0], ends[-1], len(ends)) == (0.0, 1.0, 6)
     assert len(load(arguments={"options": Options(tile_bytes=4096)}).tile_ends) > 6

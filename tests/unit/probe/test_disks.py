@@ -36,40 +36,28 @@ def refused(*folders: Path | str) -> str:
     return text
 
 
-def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+def test_folders_that_are_none_are_refused_by_name_and_nothing_is_left_in_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "Name a folder that is there, can be written, and has 8,388,608 bytes free."
     (tmp_path / "file").touch()
-    assert refused(tmp_path / "none") == (
-        f"The folder '{tmp_path / 'none'}' cannot be probed: No such file or directory. "
-        "Name a folder that is there, can be written, and has 8,388,608 bytes free."
-    )
+    (tmp_path / "link").symlink_to(tmp_path)
+    check_folders([tmp_path])
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+    said = f"The folder '{tmp_path / 'none'}' cannot be probed: No such file or directory. {name}"
+    assert refused(tmp_path / "none") == said
     assert f"'{tmp_path / 'file'}' cannot be probed: Not a directory" in refused(tmp_path / "file")
     assert "cannot be probed: " in refused("a\0b")
+    assert "is named twice" in refused(tmp_path, tmp_path / "link")
+    with monkeypatch.context() as patch:
+        patch.setattr(aio, "free_disk_bytes", lambda folder: 4096)
+        assert f"No space left on device. {name}" in refused(tmp_path)
 
-
-def test_a_full_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "free_disk_bytes", lambda folder: 4096)
-    assert (
-        "No space left on device. Name a folder that is there, can be written, and has 8,388,608 bytes free."
-        in refused(tmp_path)
-    )
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", make)
     assert "Read-only file system. Name a folder that is there, can be written" in refused(tmp_path)
-
-
-def test_a_folder_is_named_once(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert "is named twice" in refused(tmp_path, tmp_path / "link")
-
-
-def test_nothing_is_left_in_a_folder_that_was_looked_at(tmp_path: Path) -> None:
-    check_folders([tmp_path])
-    assert list(tmp_path.iterdir()) == []
 
 
 #: Files of this process. Others train beside it, in the same folders.

@@ -72,7 +72,9 @@ def measured_in(folder: Path) -> Run:
     torch.ones(64, 64) @ torch.ones(64, 64)  # torch's own threads are there for good
     before = surroundings(folder)
     said: list[str] = []
-    figures, _ = measure(folders=[folder], seconds=2, device=CPU, progress=said.append)
+    # Under inference mode autograd would record nothing, and under autocast products would be of another dtype.
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        figures, _ = measure(folders=[folder], seconds=1, device=CPU, progress=said.append)
     return Run(figures, said, before, surroundings(folder))
 
 
@@ -92,15 +94,11 @@ def test_figures_agree_with_each_other(run: Run) -> None:
     assert value["host_bandwidth"] >= max(value[f"update_{rule}"] for rule in ("adamw", "sgd", "lion"))
     assert value["device_memory"] == value["host_memory"] == value["pinnable_memory"]
     assert value["folders"] == 1
-    assert value["op_seconds"] < 1e-3
 
 
-def test_what_was_measured_next_was_said(run: Run) -> None:
-    """What plans rest on most comes first."""
+def test_what_was_measured_next_was_said_and_nothing_is_left_behind(run: Run) -> None:
+    """What plans rest on most comes first; what the user was in does not matter."""
     assert run.said == ["device memory", "arithmetic", "host memory and updates", "jobs", "disks", "free memory"]
-
-
-def test_nothing_is_left_behind(run: Run) -> None:
     assert run.after == run.before
 
 
@@ -132,23 +130,15 @@ def test_folders_are_looked_at_before_anything(tmp_path: Path, monkeypatch: pyte
         measure(folders=[tmp_path / "missing"], seconds=1, device=CPU)
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    folder = tmp_path
-    before = surroundings(folder)
+def test_an_interrupt_leaves_nothing_and_memory_is_given_back(run: Run, tmp_path: Path) -> None:
+    before = surroundings(tmp_path)
+    nbytes = resident_bytes()  # what libraries keep for good is there since the run before
 
     def interrupt(what: str) -> None:
         if what == "free memory":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(folders=[folder], seconds=1, device=CPU, progress=interrupt)
-    assert surroundings(folder) == before
-
-
-def test_what_the_user_is_in_does_not_matter_and_memory_is_given_back(run: Run) -> None:
-    """Under inference mode autograd would record nothing, and under autocast products would be of another dtype."""
-    before = resident_bytes()  # what libraries keep for good is there since the run before
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
-        figures, _ = measure(seconds=1, device=CPU)
-    assert figures.keys() == OF_A_CPU
-    assert resident_bytes() - before < 32 << 20
+        measure(folders=[tmp_path], seconds=1, device=CPU, progress=interrupt)
+    assert surroundings(tmp_path) == before
+    assert resident_bytes() - nbytes < 32 << 20

@@ -1,4 +1,4 @@
-"""The table of rules and storages, and segments of it for the tests of the back ends."""
+"""The table of rules, storages and formats, inputs for them, and what compares segments bit by bit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock import _native
 from penstock.optim import Lion
 from penstock.rules import StateFormat, UpdateSlice, rule_for, split_master
 from penstock.rules.formats import write_state
@@ -133,7 +134,15 @@ def parts(update_slice: UpdateSlice) -> Iterator[tuple[str, Tensor]]:
             yield f"scale {index}", scale
 
 
-def random_inputs(numel: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def tensors_of(update_slice: UpdateSlice) -> list[Tensor]:
+    """All that an update reads or writes."""
+    return [update_slice.grad, *(tensor for _, tensor in parts(update_slice))]
+
+
+Inputs = tuple[Tensor, Tensor, tuple[Tensor, ...]]  # value, gradient and states
+
+
+def random_inputs(numel: int) -> Inputs:
     generator = torch.Generator().manual_seed(numel)
     spread = 10 ** torch.empty(numel).uniform_(-8, 3, generator=generator)
     value = torch.randn(numel, generator=generator)
@@ -151,12 +160,66 @@ def hard_values() -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def hard_inputs(every: int = 1) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def hard_inputs(every: int = 1) -> Inputs:
     """Values that meet others of all sizes: parameter, gradient and states each in an order of its own."""
     hard = hard_values()[::every]
     orders = [torch.randperm(hard.numel(), generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
     value, grad, *states = (hard[order] for order in orders)
     return value, grad, tuple(states)
+
+
+def hard_in_turn(every: int = 11) -> Inputs:
+    """Hard values as the parameter, the gradient and the states in turn, beside ones: most results are numbers."""
+    hard = hard_values()[::every]
+    shuffled = hard[torch.randperm(hard.numel(), generator=torch.Generator().manual_seed(1))]
+    one = torch.ones_like(hard)
+    value, grad, moment = (
+        torch.cat(columns) for columns in ((hard, shuffled, one), (shuffled, one, one), (one, hard, shuffled))
+    )
+    return value, grad, (moment, moment.abs(), moment.abs())
+
+
+def mixed(seed: int, numel: int = 300, hard: bool = True) -> Tensor:
+    """Ordinary values of many sizes, and every fourth a hard one: denormal, huge, infinite, NaN, or a zero.
+
+    Arguments:
+        hard: or else all are finite, and the largest is 1e10.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(numel, generator=generator) * 10 ** torch.empty(numel).uniform_(-8, 3, generator=generator)
+    bad = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1e38, -3e38, torch.inf, -torch.inf, torch.nan])
+    chosen = bad[torch.randint(len(bad), (numel,), generator=generator)]
+    value = torch.where(torch.rand(numel, generator=generator) < 0.25, chosen, value)
+    return value if hard else torch.nan_to_num(value, nan=1.0, posinf=1e10, neginf=-1e10).clamp(-1e10, 1e10)
+
+
+#: By name, for tables: what makes inputs.
+INPUTS = {
+    "ordinary": lambda: random_inputs(3 * BLOCK_NUMEL + 39),
+    "hard in turn": hard_in_turn,
+    "mixed": lambda: (mixed(1), mixed(5), (mixed(2), mixed(3).abs(), mixed(4).abs())),
+}
+
+
+def each_isa() -> Iterator[str]:
+    """Every instruction set of this machine, in use while it is the turn of it; a fixture brings back the best."""
+    for isa in _native.isas():
+        _native.set_isa(isa)
+        yield isa
+
+
+class Guarded:
+    """A flat tensor inside a larger one, at any offset; `check` finds writes outside of it."""
+
+    def __init__(self, values: Tensor, offset: int) -> None:
+        self._base = torch.full((offset + values.numel() + 64,), 77, dtype=values.dtype)
+        self.tensor = self._base[offset : offset + values.numel()]
+        self.tensor.copy_(values)
+        self._offset = offset
+
+    def check(self) -> None:
+        assert (self._base[: self._offset] == 77).all()
+        assert (self._base[self._offset + self.tensor.numel() :] == 77).all()
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> Tensor:
@@ -179,3 +242,17 @@ def differences(actual: UpdateSlice, expected: UpdateSlice) -> list[str]:
                 f"{b[first].tolist()}"
             )
     return found
+
+
+def assert_same(actual: UpdateSlice, expected: UpdateSlice, *what: object) -> None:
+    assert not (found := differences(actual, expected)), f"{what}: {found}"
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal bit by bit, signs of zeros included; a NaN is a NaN, whatever its payload."""
+    wrong = (~same_bits(actual, expected)).nonzero().flatten()
+    first = wrong[:5]
+    assert wrong.numel() == 0, (
+        f"{wrong.numel()} of {actual.numel()} differ, at {first.tolist()}: "
+        f"{actual[first].tolist()} instead of {expected[first].tolist()}"
+    )

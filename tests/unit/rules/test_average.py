@@ -6,15 +6,9 @@ from torch import Tensor
 
 from penstock.rules.average import begin, follow, hide, show
 from penstock.rules.formats import read_master, write_master
+from tests.unit.rules.segments import STORAGES
 
 NUMEL = 1000
-FORMS = [
-    (torch.float32, None),
-    (torch.bfloat16, torch.int16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, None),
-]
 
 
 def any_values(seed: int) -> Tensor:
@@ -38,7 +32,7 @@ def bits(tensor: Tensor | None) -> list[int]:
     return [] if tensor is None else tensor.view(torch.uint8).tolist()
 
 
-@pytest.mark.parametrize(("dtype", "master_dtype"), FORMS, ids=str)
+@pytest.mark.parametrize(("dtype", "master_dtype"), STORAGES, ids=str)
 def test_what_is_shown_and_hidden_comes_back_bit_for_bit(dtype: torch.dtype, master_dtype: torch.dtype | None) -> None:
     average = any_values(1)
     param, master = weights(dtype, master_dtype)
@@ -61,7 +55,7 @@ def _half_away(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1, 0.5, 0.999, 0.9999, 1.0])
-@pytest.mark.parametrize(("dtype", "master_dtype"), FORMS, ids=str)
+@pytest.mark.parametrize(("dtype", "master_dtype"), STORAGES, ids=str)
 def test_it_follows_as_torch_has_it(dtype: torch.dtype, master_dtype: torch.dtype | None, decay: float) -> None:
     generator = torch.Generator().manual_seed(3)
     param, master = torch.empty(NUMEL, dtype=dtype), None

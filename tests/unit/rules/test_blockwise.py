@@ -1,7 +1,5 @@
 """The 8-bit map: what it keeps, what it refuses to lose, and the same codes on every instruction set."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,18 +10,14 @@ from penstock.layout import ALIGNMENT_NUMEL
 from penstock.rules.device import update_reference
 from penstock.rules.formats import decode_blocks, encode_blocks
 from penstock.rules.rule import BLOCK_NUMEL
-from tests.unit.rules.segments import FORMATS, copy_of, make, parts, rule_and_hyper
+from tests.unit.rules.segments import FORMATS, assert_same, copy_of, make, rule_and_hyper
 
-Check = Callable[[Tensor, Tensor], None]
 both = pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
-
-
-def test_parameters_begin_on_blocks() -> None:
-    assert ALIGNMENT_NUMEL == BLOCK_NUMEL == 256
 
 
 def table(signed: bool) -> Tensor:
     """What each code stands for, at scale 1."""
+    assert ALIGNMENT_NUMEL == BLOCK_NUMEL == 256  # parameters begin on blocks
     return decode_blocks(torch.arange(256, dtype=torch.uint8), torch.ones(1), signed=signed)
 
 
@@ -102,9 +96,7 @@ def test_blocks_that_are_not_finite_are_nan_and_leave_others_alone(signed: bool)
 
 @pytest.mark.parametrize("root_scale", [1.0, 2.0**-48], ids=["one", "least"])
 @pytest.mark.parametrize("name", ["sgd-momentum", "adagrad"])
-def test_borders_of_intervals_on_every_instruction_set(
-    name: str, root_scale: float, isa: str, assert_same_bits: Check
-) -> None:
+def test_borders_of_intervals_on_every_instruction_set(name: str, root_scale: float, isa: str) -> None:
     """The first update of SGD stores its gradient, that of Adagrad its square: values around every border, and 0."""
     rule, step_scalars = rule_and_hyper(name, FORMATS[4], step=1)
     signed = rule.states[0].signed
@@ -123,6 +115,5 @@ def test_borders_of_intervals_on_every_instruction_set(
     actual = copy_of(expected)
     update_reference(rule, expected, step_scalars, 1.0)
     rule.update(actual, step_scalars, 1.0, None)
-    for (_, result), (_, reference) in zip(parts(actual), parts(expected), strict=True):
-        assert_same_bits(result, reference)
+    assert_same(actual, expected)
     assert (actual.scales[0] == root_scale**2).all()

@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Callable
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock import _native
 from penstock.rules import Pool, deposit, squared_norm
 from penstock.rules.formats import _deposit_in_torch, deposit_part, deposit_parts, squared_norms
-
-Check = Callable[[Tensor, Tensor], None]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+from tests.lib.fuzz import examples
+from tests.unit.rules.segments import GRADS, Guarded, assert_same_bits, each_isa, hard_values
 
 
 def expected_after(dst: Tensor, src: Tensor, add: bool) -> Tensor:
@@ -33,19 +30,12 @@ def all_halves(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
-@pytest.mark.parametrize("src_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
-def test_every_small_size_at_any_alignment(
-    dst_dtype: torch.dtype,
-    src_dtype: torch.dtype,
-    add: bool,
-    isa: str,
-    guarded: Callable[..., Any],
-    assert_same_bits: Check,
-) -> None:
+@pytest.mark.parametrize("src_dtype", GRADS, ids=str)
+@pytest.mark.parametrize("dst_dtype", GRADS, ids=str)
+def test_every_small_size_at_any_alignment(dst_dtype: torch.dtype, src_dtype: torch.dtype, add: bool, isa: str) -> None:
     for numel in range(71):
-        storage = guarded(torch.randn(numel).to(dst_dtype), numel % 5)
-        src = guarded(torch.randn(numel).to(src_dtype), numel % 3).tensor
+        storage = Guarded(torch.randn(numel).to(dst_dtype), numel % 5)
+        src = Guarded(torch.randn(numel).to(src_dtype), numel % 3).tensor
         expected = expected_after(storage.tensor, src, add)
         norm = deposit(storage.tensor, src, add=add, pool=None)
         assert_same_bits(storage.tensor, expected)
@@ -55,10 +45,10 @@ def test_every_small_size_at_any_alignment(
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["on a line", "beside it"])
-@pytest.mark.parametrize("src_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("src_dtype", GRADS, ids=str)
+@pytest.mark.parametrize("dst_dtype", GRADS, ids=str)
 def test_what_is_written_past_the_cache_is_what_small_pieces_get(
-    dst_dtype: torch.dtype, src_dtype: torch.dtype, offset: int, isa: str, assert_same_bits: Check
+    dst_dtype: torch.dtype, src_dtype: torch.dtype, offset: int, isa: str
 ) -> None:
     numel = (1 << 19) + 16384 + 37  # more than a MiB, with a block of the norm that is not whole
     src = torch.randn(numel).to(src_dtype)
@@ -79,11 +69,9 @@ def test_what_is_written_past_the_cache_is_what_small_pieces_get(
     assert deposit(whole, finite, add=False, pool=None) == squared_norm(finite.to(dst_dtype), pool=None)
 
 
-@pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
-def test_hard_values_are_rounded_as_torch_rounds_them(
-    dst_dtype: torch.dtype, isa: str, hard_fp32: Tensor, assert_same_bits: Check
-) -> None:
-    for src in (hard_fp32, all_halves(torch.bfloat16), all_halves(torch.float16)):
+@pytest.mark.parametrize("dst_dtype", GRADS, ids=str)
+def test_hard_values_are_rounded_as_torch_rounds_them(dst_dtype: torch.dtype, isa: str) -> None:
+    for src in (hard_values(), all_halves(torch.bfloat16), all_halves(torch.float16)):
         dst = torch.empty(src.numel(), dtype=dst_dtype)
         deposit(dst, src, add=False, pool=None)
         assert_same_bits(dst, src.to(dst_dtype))
@@ -93,33 +81,29 @@ def test_hard_values_are_rounded_as_torch_rounds_them(
         assert_same_bits(dst, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", GRADS, ids=str)
 def test_the_norm_has_the_same_bits_on_every_processor_and_thread_count(dtype: torch.dtype) -> None:
     src = (torch.randn(100_003) * 10 ** torch.empty(100_003).uniform_(-4, 2)).to(dtype)
     norms = set()
-    try:
-        for isa, threads, add in product(_native.isas(), (1, 2, 3), (False, True)):
-            _native.set_isa(isa)
-            pool = Pool(threads)
+    for threads in (1, 2, 3):
+        pool = Pool(threads)
+        for _ in each_isa():
             norms.add(squared_norm(src, pool=pool))
-            norms.add(deposit(torch.zeros_like(src), src, add=add, pool=pool))
-            pool.close()
-    finally:
-        _native.set_isa(_native.isas()[0])
+            norms |= {deposit(torch.zeros_like(src), src, add=add, pool=pool) for add in (False, True)}
+        pool.close()
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(math.fsum(x * x for x in src.tolist()), rel=tolerance(dtype))
 
 
-def test_the_norm_does_not_overflow_where_fp32_would(isa: str) -> None:
-    huge = torch.full((1000,), torch.finfo(torch.float32).max)
-    assert squared_norm(huge, pool=None) == pytest.approx(1000 * torch.finfo(torch.float32).max ** 2)
-    tiny = torch.full((1000,), 1e-45)
-    assert squared_norm(tiny, pool=None) == pytest.approx(1000 * tiny[0].item() ** 2)
-
-
-@pytest.mark.parametrize("value", [2.0**-130, 2.0**-60, 2.0**63, 3e38])
-def test_the_norm_of_bf16_values_whose_squares_fp32_cannot_hold(value: float, isa: str) -> None:
-    src = torch.full((20_000,), value, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        *((torch.float32, value) for value in (torch.finfo(torch.float32).max, 1e-45)),
+        *((torch.bfloat16, value) for value in (2.0**-130, 2.0**-60, 2.0**63, 3e38)),
+    ],
+)
+def test_the_norm_of_values_whose_squares_fp32_cannot_hold(dtype: torch.dtype, value: float, isa: str) -> None:
+    src = torch.full((20_000,), value, dtype=dtype)
     src[::3] = 0
     expected = math.fsum(x * x for x in src.tolist())
     assert squared_norm(src, pool=None) == pytest.approx(expected, rel=1e-6)
@@ -127,7 +111,7 @@ def test_the_norm_of_bf16_values_whose_squares_fp32_cannot_hold(value: float, is
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", GRADS, ids=str)
 def test_one_bad_element_anywhere_makes_the_norm_not_finite(dtype: torch.dtype, bad: float, isa: str) -> None:
     for at in (0, 31, 32, 16_383, 16_384, 20_000, 20_010):
         src = torch.ones(20_011, dtype=dtype)
@@ -136,21 +120,18 @@ def test_one_bad_element_anywhere_makes_the_norm_not_finite(dtype: torch.dtype, 
         assert not math.isfinite(float(deposit(torch.zeros_like(src), src, add=True, pool=None)))
 
 
-def test_a_sum_that_overflows_its_dtype_is_seen_in_the_norm(isa: str) -> None:
+def test_sums_that_overflow_and_sums_of_nothing(isa: str) -> None:
     dst = torch.full((10,), 60_000.0, dtype=torch.float16)
     assert deposit(dst, dst.clone(), add=True, pool=None) == math.inf
-
-
-def test_nothing_is_zero(isa: str) -> None:
     assert squared_norm(torch.empty(0), pool=None) == 0.0
     assert deposit(torch.empty(0), torch.empty(0, dtype=torch.bfloat16), add=False, pool=None) == 0.0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     numel=st.integers(0, 70_000),
     offsets=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    dtypes=st.tuples(st.sampled_from(GRADS), st.sampled_from(GRADS)),
     isa=st.sampled_from(_native.isas()),
     threads=st.integers(1, 3),
     add=st.booleans(),
@@ -163,16 +144,13 @@ def test_any_size_alignment_and_mix(
     threads: int,
     add: bool,
 ) -> None:
+    _native.set_isa(isa)
     dst = torch.randn(numel + offsets[0]).to(dtypes[0])[offsets[0] :]
     src = torch.randn(numel + offsets[1]).to(dtypes[1])[offsets[1] :]
     expected = expected_after(dst, src, add)
     pool = Pool(threads)
-    _native.set_isa(isa)
-    try:
-        norm = deposit(dst, src, add=add, pool=pool)
-    finally:
-        _native.set_isa(_native.isas()[0])
-        pool.close()
+    norm = deposit(dst, src, add=add, pool=pool)
+    pool.close()
     assert torch.equal(dst, expected)
     assert norm == pytest.approx(expected.double().square().sum().item(), rel=max(1e-12, tolerance(dtypes[0])))
 
@@ -188,8 +166,8 @@ def gradients(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_back_end_in_torch_agrees(dtype: torch.dtype, add: bool, assert_same_bits: Check) -> None:
+@pytest.mark.parametrize("dtype", GRADS, ids=str)
+def test_the_back_end_in_torch_agrees(dtype: torch.dtype, add: bool) -> None:
     ours, src = gradients(torch.float32), gradients(dtype)
     theirs = ours.clone()
     norms = _deposit_in_torch(ours, src, PARTS, add=add)
@@ -209,20 +187,9 @@ def test_the_back_end_in_torch_sees_what_is_not_finite(bad: float) -> None:
     assert _deposit_in_torch(src, src, [], add=False) == ()
 
 
-def test_tensors_that_do_not_match_are_refused() -> None:
-    with pytest.raises(ValueError, match="dst has 3 elements on cpu, src 4 on cpu"):
-        deposit(torch.zeros(3), torch.zeros(4), add=False, pool=None)
-    with pytest.raises(ValueError, match="src must be contiguous"):
-        deposit(torch.zeros(3), torch.zeros(6)[::2], add=False, pool=None)
-    with pytest.raises(TypeError, match=r"dst is torch\.int32"):
-        deposit(torch.zeros(3, dtype=torch.int32), torch.zeros(3), add=False, pool=None)
-    with pytest.raises(TypeError, match=r"src is torch\.float64"):
-        squared_norm(torch.zeros(3, dtype=torch.float64), pool=None)
-
-
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
-@pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
-def test_a_part_is_written_as_a_view_of_it_would_be(dst_dtype: torch.dtype, add: bool, assert_same_bits: Check) -> None:
+@pytest.mark.parametrize("dst_dtype", GRADS, ids=str)
+def test_a_part_is_written_as_a_view_of_it_would_be(dst_dtype: torch.dtype, add: bool) -> None:
     storage, src = torch.randn(40).to(dst_dtype), torch.randn(3, 5).to(torch.bfloat16)
     expected = storage.clone()
     norm = deposit(expected[7:22], src.view(-1), add=add, pool=None)
@@ -230,16 +197,34 @@ def test_a_part_is_written_as_a_view_of_it_would_be(dst_dtype: torch.dtype, add:
     assert_same_bits(storage, expected)
 
 
-def test_a_part_of_another_length_or_that_is_not_contiguous_is_refused() -> None:
-    storage = torch.zeros(40)
-    with pytest.raises(ValueError, match="dst has 15 elements on cpu, src 16 on cpu: they must be alike"):
-        deposit_part(storage, 7, 22, torch.ones(16), add=False, pool=None)
-    with pytest.raises(ValueError, match="src must be contiguous"):
-        deposit_part(storage, 7, 22, torch.ones(5, 3).t(), add=False, pool=None)
-    with pytest.raises(ValueError, match="dst has 40 elements on cpu, src 39 on cpu: they must be alike"):
-        deposit_parts(storage, torch.ones(39), [(0, 39)], add=False, pool=None)
-    with pytest.raises(ValueError, match="elements 30 to 45 are not all in dst, which has 40"):
-        deposit_part(storage, 30, 45, torch.ones(15), add=False, pool=None)
+def into(dst: Tensor, src: Tensor) -> Callable[[], object]:
+    return lambda: deposit(dst, src, add=False, pool=None)
+
+
+def part(start: int, stop: int, src: Tensor) -> Callable[[], object]:
+    return lambda: deposit_part(torch.zeros(40), start, stop, src, add=False, pool=None)
+
+
+def whole(src: Tensor) -> Callable[[], object]:
+    return lambda: deposit_parts(torch.zeros(40), src, [(0, 39)], add=False, pool=None)
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "says"),
+    [
+        (into(torch.zeros(3), torch.zeros(4)), ValueError, "dst has 3 elements on cpu, src 4 on cpu"),
+        (into(torch.zeros(3), torch.zeros(6)[::2]), ValueError, "src must be contiguous"),
+        (into(torch.zeros(3, dtype=torch.int32), torch.zeros(3)), TypeError, r"dst is torch\.int32"),
+        (lambda: squared_norm(torch.zeros(3, dtype=torch.float64), pool=None), TypeError, r"src is torch\.float64"),
+        (part(7, 22, torch.ones(16)), ValueError, "dst has 15 elements on cpu, src 16 on cpu: they must be alike"),
+        (part(7, 22, torch.ones(5, 3).t()), ValueError, "src must be contiguous"),
+        (part(30, 45, torch.ones(15)), ValueError, "elements 30 to 45 are not all in dst, which has 40"),
+        (whole(torch.ones(39)), ValueError, "dst has 40 elements on cpu, src 39 on cpu: they must be alike"),
+    ],
+)
+def test_tensors_that_do_not_match_are_refused(work: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        work()
 
 
 def test_a_tensor_of_rows_is_written_on_a_device() -> None:

@@ -1,60 +1,51 @@
-"""The function that accelerators run, here on the cpu: the native update's bits, and one graph for the compiler."""
+"""The function that accelerators run, here on the cpu: one graph for the compiler, and many segments at once."""
 
 import operator
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.rules import StateFormat, UpdateSlice
-from penstock.rules.device import ROUNDING, DeviceUpdate, compile_pass, one_pass, update_reference
-from penstock.rules.rule import fma, sqrt
-from tests.support import sampled_rows
+from penstock.rules import StateFormat, UpdateSlice, device
+from penstock.rules.device import (
+    ROUNDING,
+    DeviceUpdate,
+    compile_pass,
+    has_compiler,
+    one_pass,
+    update_in_torch,
+    update_reference,
+)
+from penstock.rules.fused import FusedRule, FusedScalars
+from penstock.rules.rule import BLOCK_NUMEL, fma, sqrt
+from tests.lib.covering import covering
 from tests.unit.rules.segments import (
     FORMATS,
     RULES,
     STORAGES,
+    assert_same,
     copy_of,
     make,
-    parts,
     random_inputs,
     rule_and_hyper,
 )
 
-Check = Callable[[Tensor, Tensor], None]
-GRAPH_RULES = ("adamw", "sgd-nesterov", "adagrad", "lion")
-GRAPH_FORMATS = (FORMATS[0], FORMATS[3], FORMATS[4])
-formats = pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f"{f.dtype}-{f.rounding}")
+FP32, REMAINDER, FULL = STORAGES[0], STORAGES[2], STORAGES[3]
+SIZES = (300, 2048, 1, 777, 256)
 
 
-@formats
-@pytest.mark.parametrize(
-    ("name", "storage"),
-    [*((name, STORAGES[2]) for name in RULES), *(("adamw", storage) for storage in STORAGES)],
-    ids=str,
-)
-def test_one_pass_gives_the_native_bits(
-    name: str, storage: tuple[Any, Any], format_: StateFormat, assert_same_bits: Check
-) -> None:
-    for numel in (2000, 300):
-        rule, step_scalars = rule_and_hyper(name, format_)
-        native = make(rule, *random_inputs(numel), storage, torch.bfloat16)
-        device = copy_of(native)
-        rule.update(native, step_scalars, 0.7, None)
-        DeviceUpdate(one_pass)(rule, [(device, step_scalars)], 0.7)
-        for (_, a), (_, b) in zip(parts(device), parts(native), strict=True):
-            assert_same_bits(a, b)
-
-
-class RoundedOnce:
-    """A back end of the compiler that runs a graph with each operation rounded once, as compiled kernels are to do."""
+class Graphs:
+    """A back end of the compiler that runs graphs, each operation rounded once, as compiled kernels are to do."""
 
     def __init__(self) -> None:
-        self.graphs: list[Any] = []
+        torch._dynamo.reset()
+        self.made: list[Any] = []
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         for node in graph.graph.nodes:
@@ -63,30 +54,44 @@ class RoundedOnce:
             elif node.target == "sqrt":
                 node.op, node.target = "call_function", sqrt
         graph.recompile()
-        self.graphs.append(graph)
+        self.made.append(graph)
         return graph.forward
+
+    def update(self) -> DeviceUpdate:
+        return DeviceUpdate(compile_pass(one_pass, self))
+
+
+def several(
+    name: str, storage: tuple[Any, Any], format_: StateFormat = FORMATS[0], steps: tuple[int, ...] = (3,)
+) -> tuple[FusedRule, list[tuple[UpdateSlice, FusedScalars]]]:
+    """Segments of some sizes, each of the next step in turn, numbered one after the other."""
+    update_slices = []
+    for index, numel in enumerate(SIZES):
+        rule, step_scalars = rule_and_hyper(name, format_, steps[index % len(steps)])
+        update_slice = make(rule, *random_inputs(numel), storage, torch.bfloat16)
+        update_slices.append((replace(update_slice, first=16 * index * BLOCK_NUMEL), step_scalars))
+    return rule, update_slices
+
+
+# What the compiler is given
 
 
 @pytest.mark.parametrize(
     ("name", "format_"),
-    sampled_rows(product(GRAPH_RULES, GRAPH_FORMATS), every=4),
+    [("lion", FORMATS[3]), ("adagrad", FORMATS[4])],
     ids=lambda value: getattr(value, "dtype", value),
 )
-def test_one_graph_of_the_native_bits_serves_every_step(
-    name: str, format_: StateFormat, assert_same_bits: Check
-) -> None:
-    torch._dynamo.reset()
-    backend = RoundedOnce()
-    compiled = DeviceUpdate(compile_pass(one_pass, backend))
+def test_one_graph_of_the_native_bits_serves_every_step(name: str, format_: StateFormat) -> None:
+    graphs = Graphs()
+    compiled = graphs.update()
     for step, numel in ((3, 2048), (4, 2048), (5, 2000), (6, 1111)):
         rule, step_scalars = rule_and_hyper(name, format_, step=step)
-        native = make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16)
+        native = make(rule, *random_inputs(numel), REMAINDER, torch.bfloat16)
         traced = copy_of(native)
         rule.update(native, step_scalars, 0.1 * step, None)
         compiled(rule, [(traced, step_scalars)], 0.1 * step)
-        for (_, a), (_, b) in zip(parts(traced), parts(native), strict=True):
-            assert_same_bits(a, b)
-    (graph,) = backend.graphs
+        assert_same(traced, native, numel)
+    (graph,) = graphs.made
     sizes = [n.meta["example_value"].shape[0] for n in graph.graph.nodes if n.name.startswith("l_tensors_0")]
     assert sizes
     assert all(str(size.node.expr).startswith("256*") for size in sizes), "the compiler knows that vectors fit"
@@ -94,15 +99,49 @@ def test_one_graph_of_the_native_bits_serves_every_step(
 
 def test_views_of_whatever_memory_compile_nothing_anew() -> None:
     """torch guards what a view is of: each form of it compiled a kernel of its own."""
-    torch._dynamo.reset()
-    backend = RoundedOnce()
-    compiled = DeviceUpdate(compile_pass(one_pass, backend))
+    graphs = Graphs()
+    compiled = graphs.update()
     rule, step_scalars = rule_and_hyper("lion")
-    update_slice = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
+    update_slice = make(rule, *random_inputs(2048), FP32, torch.bfloat16)
     allocation = torch.zeros(10, 4096, dtype=torch.uint8)
     for param in (update_slice.param, torch.zeros(4096)[:2048], allocation[1:3].view(-1).view(torch.float32)):
         compiled(rule, [(replace(update_slice, param=param), step_scalars)], 1.0)
-    assert len(backend.graphs) == 1
+    assert len(graphs.made) == 1
+
+
+def test_sizes_that_are_equal_by_chance_compile_nothing_anew() -> None:
+    """As many scales as scalars, or as rows of them: the first such update was compiled for that case alone."""
+    graphs = Graphs()
+    compiled = graphs.update()
+    rule, step_scalars = rule_and_hyper("sgd-momentum", StateFormat("int8"))
+    assert len(step_scalars.scalars) + 1 == 5
+    for sizes in ((256 * 5,), (256 * 40,), (256 * 3, 512)):
+        inputs = [make(rule, *random_inputs(numel), REMAINDER, torch.bfloat16) for numel in sizes]
+        compiled(rule, [(update_slice, step_scalars) for update_slice in inputs], 0.7)
+    assert len(graphs.made) == 1
+
+
+def test_one_graph_serves_every_segment_of_a_call() -> None:
+    graphs = Graphs()
+    rule, update_slices = several("lion", REMAINDER, steps=(3, 4, 5))
+    update = graphs.update()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            update(rule, update_slices, 0.7)
+    assert len(graphs.made) == 1, "also for one element, and for one block"
+
+
+def test_many_rules_in_one_process_are_all_compiled(recwarn: pytest.WarningsRecorder) -> None:
+    graphs = Graphs()
+    cases = [("sgd", FORMATS[0]), ("sgd", FORMATS[1]), ("lion", FORMATS[0])]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for name, format_ in cases:
+            rule, step_scalars = rule_and_hyper(name, format_)
+            update_slice = make(rule, *random_inputs(512), REMAINDER, torch.bfloat16)
+            graphs.update()(rule, [(update_slice, step_scalars)], 0.7)
+    assert len(graphs.made) == len(cases)
+    assert not [w for w in recwarn if "torch.compile failed" in str(w.message)]
 
 
 def in_one_memory(update_slice: UpdateSlice) -> UpdateSlice:
@@ -117,40 +156,20 @@ def in_one_memory(update_slice: UpdateSlice) -> UpdateSlice:
 
 
 @pytest.mark.filterwarnings("error:torch.compile failed")
-@pytest.mark.parametrize("format_", [*FORMATS, StateFormat("int8")], ids=lambda f: f"{f.dtype}-{f.rounding}")
-def test_the_compiler_refuses_no_format_in_one_memory(format_: StateFormat) -> None:
+@pytest.mark.parametrize(("name", "format_"), [("lion", FORMATS[3]), ("adagrad", StateFormat("int8"))], ids=str)
+def test_the_compiler_refuses_no_format_in_one_memory(name: str, format_: StateFormat) -> None:
     """It took elements of different dtypes for overlapping ones, and floats of the 8-bit map for inputs."""
     torch._dynamo.reset()
-    rule, step_scalars = rule_and_hyper("adamw", format_)
-    update_slice = in_one_memory(make(rule, *random_inputs(2048), (torch.bfloat16, torch.int16), torch.bfloat16))
+    rule, step_scalars = rule_and_hyper(name, format_)
+    update_slice = in_one_memory(make(rule, *random_inputs(2048), REMAINDER, torch.bfloat16))
     DeviceUpdate(compile_pass(one_pass, "aot_eager"))(rule, [(update_slice, step_scalars)], 0.7)
-
-
-@pytest.mark.parametrize("blocks", [2, 9, 12])
-def test_sizes_that_are_equal_by_chance_compile_nothing_anew(blocks: int) -> None:
-    """As many scales as scalars, or as rows of them: the first such update was compiled for that case alone."""
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = DeviceUpdate(compile_pass(one_pass, backend))
-    rule, step_scalars = rule_and_hyper("adamw", StateFormat("int8"))
-    for sizes in ((256 * blocks,), (256 * 40,), (256 * 3, 512)):
-        inputs = [make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16) for numel in sizes]
-        compiled(rule, [(update_slice, step_scalars) for update_slice in inputs], 0.7)
-    assert len(graphs) == 1
 
 
 def test_the_limit_of_compilations_is_named() -> None:
     rule, step_scalars = rule_and_hyper("adamw")
     update = DeviceUpdate(compile_pass(one_pass, "eager"))
     torch._dynamo.reset()
-    first, second = (
-        make(rule, *random_inputs(512), (dtype, None), torch.bfloat16) for dtype in (torch.bfloat16, torch.float32)
-    )
+    first, second = (make(rule, *random_inputs(512), STORAGES[k], torch.bfloat16) for k in (1, 0))
     with torch._dynamo.config.patch(recompile_limit=1):
         update(rule, [(first, step_scalars)], 0.7)
         with pytest.warns(UserWarning, match="compiled 1 times, which is torch's limit"):
@@ -171,7 +190,7 @@ def test_the_compiler_rounds_otherwise_for_our_functions_alone(monkeypatch: pyte
     monkeypatch.setattr(compile_fx, "compile_fx", compiler)
     torch._dynamo.reset()
     rule, step_scalars = rule_and_hyper("lion")
-    update_slice = make(rule, *random_inputs(2048), (torch.float32, None), torch.bfloat16)
+    update_slice = make(rule, *random_inputs(2048), FP32, torch.bfloat16)
     DeviceUpdate(compile_pass(one_pass))(rule, [(update_slice, step_scalars)], 0.7)
     torch.compile(lambda value: value + 1)(torch.ones(3))
     assert seen[0].items() >= ROUNDING.items()
@@ -181,19 +200,13 @@ def test_the_compiler_rounds_otherwise_for_our_functions_alone(monkeypatch: pyte
 
 def test_factors_of_indices_fit_32_bits() -> None:
     """Inductor computes with what follows from an index alone in int32: a larger factor is refused by Triton."""
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    rule, step_scalars = rule_and_hyper("adamw", StateFormat("bf16", rounding="stochastic"))
-    update_slice = make(rule, *random_inputs(2048), (torch.bfloat16, None), torch.bfloat16)
-    DeviceUpdate(compile_pass(one_pass, backend))(rule, [(update_slice, step_scalars)], 0.7)
+    graphs = Graphs()
+    rule, step_scalars = rule_and_hyper("lion", FORMATS[3])
+    update_slice = make(rule, *random_inputs(2048), STORAGES[1], torch.bfloat16)
+    graphs.update()(rule, [(update_slice, step_scalars)], 0.7)
     from_inputs: set[Any] = set()
     factors = []
-    for node in graphs[0].graph.nodes:
+    for node in graphs.made[0].graph.nodes:
         if node.op == "placeholder" or from_inputs.intersection(node.all_input_nodes):
             from_inputs.add(node)
         elif node.target is operator.mul:
@@ -202,43 +215,185 @@ def test_factors_of_indices_fit_32_bits() -> None:
     assert max(factors) < 2**31
 
 
-def test_many_rules_in_one_process_are_all_compiled(recwarn: pytest.WarningsRecorder) -> None:
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    cases = [(name, format_) for name in ("sgd", "lion") for format_ in FORMATS]
-    for name, format_ in cases:
-        rule, step_scalars = rule_and_hyper(name, format_)
-        update_slice = make(rule, *random_inputs(512), (torch.bfloat16, torch.int16), torch.bfloat16)
-        DeviceUpdate(compile_pass(one_pass, backend))(rule, [(update_slice, step_scalars)], 0.7)
-    assert len(graphs) == len(cases) > torch._dynamo.config.recompile_limit
-    assert not [w for w in recwarn if "torch.compile failed" in str(w.message)]
+# Which devices have a compiler
 
 
-def test_a_compiler_that_fails_is_said_once_and_the_reference_runs(assert_same_bits: Check) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no compiler")
+@pytest.mark.parametrize(
+    ("kind", "triton", "expected"),
+    [("cuda", True, True), ("xpu", True, True), ("cuda", False, False), ("cpu", True, False), ("hpu", True, False)],
+)
+def test_a_device_has_a_compiler_where_triton_is_for_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str, triton: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(device, "find_spec", lambda name: object() if triton and name == "triton" else None)
+    assert has_compiler(torch.device(kind)) is expected
 
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "known", "expected"),
+    [
+        ("cuda", None, True, True),
+        ("cuda", None, False, False),  # torch before 2.11
+        ("cuda", "6.4", True, False),
+        ("xpu", None, True, False),
+    ],
+)
+def test_any_device_that_has_a_compiler_is_compiled_for_and_one_that_rounds_otherwise_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hip: str | None, known: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    if not known:
+        monkeypatch.setattr(device, "ROUNDING", {**device.ROUNDING, "eager_numerics.of_another_torch": True})
+    assert device.rounds_as_host(torch.device(kind)) is expected
+    asked: list[torch.device] = []
+    monkeypatch.setattr(device, "has_compiler", lambda of: bool(asked.append(of)) or True)
+    monkeypatch.setattr(device, "rounds_as_host", lambda of: expected)
+    monkeypatch.setattr(device, "compile_pass", lambda function: function)
     rule, step_scalars = rule_and_hyper("adamw")
-    expected = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
-    actual = copy_of(expected)
-    update = DeviceUpdate(broken)
-    with pytest.warns(UserWarning, match=r"torch\.compile failed for the update on cpu \(RuntimeError: no compiler\)"):
-        update(rule, [(actual, step_scalars)], 1.0)
-    update(rule, [(actual, step_scalars)], 1.0)
-    for _ in range(2):
-        update_reference(rule, expected, step_scalars, 1.0)
-    assert_same_bits(actual.param, expected.param)
+    update_slice = make(rule, *random_inputs(512), FP32, torch.float32)
+    update = DeviceUpdate()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            update(rule, [(update_slice, step_scalars)], 1.0)
+    said = [f"torch {torch.__version__} compiles the update on cpu" in str(warning.message) for warning in seen]
+    assert said == [True] * (not expected)
+    assert asked == [torch.device("cpu")], "asked once"
 
 
-def test_without_a_compiler_the_reference_runs(assert_same_bits: Check) -> None:
+def test_a_compiler_that_fails_is_said_once_and_the_reference_does_the_rest() -> None:
+    calls = []
+
+    def fails_at_the_third(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("no compiler for this")
+        one_pass(*arguments)
+
+    rule, together = several("lion", REMAINDER)
+    alone = [copy_of(update_slice) for update_slice, _ in together]
+    update = DeviceUpdate(fails_at_the_third)
+    said = r"torch\.compile failed for the update on cpu \(RuntimeError: no compiler for this\)"
+    with pytest.warns(UserWarning, match=said):
+        update(rule, together, 0.7)
+    update(rule, together, 0.7)
+    assert len(calls) == 3
+    for update_slice, (other, step_scalars) in zip(alone, together, strict=True):
+        for _ in range(2):
+            update_reference(rule, update_slice, step_scalars, 0.7)
+        assert_same(other, update_slice)
+
+
+def test_without_a_compiler_the_reference_runs() -> None:
     rule, step_scalars = rule_and_hyper("lion")
-    expected = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
+    expected = make(rule, *random_inputs(300), FP32, torch.float32)
     actual = copy_of(expected)
     rule.on_device(rule, [(actual, step_scalars)], 1.0)
     update_reference(rule, expected, step_scalars, 1.0)
-    assert_same_bits(actual.param, expected.param)
+    assert_same(actual, expected)
+
+
+# Many segments at once
+
+
+def test_small_segments_are_updated_together_as_they_are_alone() -> None:
+    for row in covering({"name": list(RULES), "storage": STORAGES, "format_": FORMATS}):
+        rule, together = several(**row, steps=(3, 3, 4))
+        alone = [copy_of(update_slice) for update_slice, _ in together]
+        update_in_torch(rule, together, 0.7)
+        for update_slice, (other, step_scalars) in zip(alone, together, strict=True):
+            update_reference(rule, update_slice, step_scalars, 0.7)
+            assert_same(other, update_slice, row)
+
+
+def test_batches_hold_no_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporaries are bounded by the piece, however many update_slices there are."""
+    seen = []
+
+    def note(rule: FusedRule, update_slice: UpdateSlice, *rest: Any) -> None:
+        seen.append(update_slice.param.numel())
+        update_reference(rule, update_slice, *rest)
+
+    monkeypatch.setattr("penstock.rules.device.PIECE_NUMEL", 1000)
+    monkeypatch.setattr("penstock.rules.device.update_reference", note)
+    rule, update_slices = several("adamw", REMAINDER)
+    update_in_torch(rule, update_slices, 0.7)
+    assert seen == [300, 2048, 1 + 777, 256]
+
+
+#: Operations that launch nothing: they look at memory that is there, or take some.
+VIEWS = ("view", "slice", "select", "unbind", "split", "split_with_sizes", "detach", "alias", "unsqueeze", "empty")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that would each be a kernel or a copy on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            self.counted[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches(work: Callable[[], Any]) -> int:
+    with Launches() as found:
+        work()
+    return found.counted.total()
+
+
+@pytest.mark.parametrize(("storage", "most"), [(REMAINDER, 60), (FULL, 59)], ids=str)
+def test_adamw_without_a_compiler_takes_no_more_operations_than_this(storage: tuple[Any, Any], most: int) -> None:
+    rule, step_scalars = rule_and_hyper("adamw")
+    update_slice = make(rule, *random_inputs(2048), storage, torch.bfloat16)
+    assert launches(lambda: update_reference(rule, update_slice, step_scalars, 0.7)) <= most
+
+
+def test_many_small_segments_take_hardly_more_operations_than_one() -> None:
+    rule, update_slices = several("adamw", REMAINDER)
+    alone = launches(lambda: update_in_torch(rule, update_slices[:1], 0.7))
+    # Five arrays together, four apart again.
+    assert launches(lambda: update_in_torch(rule, update_slices, 0.7)) <= alone + 9
+
+
+@pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3]], ids=lambda f: f.dtype)
+def test_scalars_reach_the_device_in_two_copies_however_many_segments_there_are(
+    format_: StateFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+    on_device = device._on_device
+
+    def note(rows: list[list[Any]], *rest: Any) -> Tensor:
+        copies.append(len(rows))
+        return on_device(rows, *rest)
+
+    monkeypatch.setattr(device, "_on_device", note)
+    rule, together = several("adamw", REMAINDER, format_, steps=(3, 4))
+    alone = [copy_of(update_slice) for update_slice, _ in together]
+    DeviceUpdate(one_pass)(rule, together, 0.7)
+    pieces = len(SIZES) + 1  # 777 are three blocks and a rest
+    assert copies == [2, pieces if format_.stochastic else 1], "what is equal is there once"
+    for update_slice, (other, step_scalars) in zip(alone, together, strict=True):
+        DeviceUpdate(one_pass)(rule, [(update_slice, step_scalars)], 0.7)
+        assert_same(other, update_slice)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_scalars_of_a_device_come_from_pinned_memory_where_memory_may_be_locked(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From pageable memory the host would wait for everything that the device was given before."""
+    pinned = []
+
+    def pin_memory(values: Tensor) -> Tensor:
+        pinned.append(values.tolist())
+        if not allowed:
+            raise RuntimeError("not allowed")
+        return values
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    assert device._on_device([[1.0, 2.0]], torch.float32, torch.device("meta")).shape == (2, 2)
+    assert pinned == [2 * [[1.0, 2.0]]], "a row alone is there twice"

@@ -7,10 +7,9 @@ memory seen again and again. The elements past the border have memory of their o
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +18,23 @@ from torch import Tensor, nn
 from penstock.construct import number_elements
 from penstock.engine.step.update import UpdateRun, merge
 from penstock.layout import FlatLayout, SlotPiece
-from penstock.rules import Pool, StateFormat, UpdateSlice, deposit, squared_norm
+from penstock.rules import Pool, UpdateSlice, deposit, squared_norm
 from penstock.rules.device import update_reference
 from penstock.rules.formats import random_words, step_key
 from penstock.rules.rule import BLOCK_NUMEL, StepScalars
-from tests.support import thorough
-from tests.unit.rules.segments import FORMATS, copy_of, make, parts, random_inputs, rule_and_hyper
+from tests.unit.rules.segments import (
+    FORMATS,
+    STORAGES,
+    assert_same,
+    assert_same_bits,
+    copy_of,
+    each_isa,
+    make,
+    parts,
+    random_inputs,
+    rule_and_hyper,
+)
 
-Check = Callable[[Tensor, Tensor], None]
 BORDER, BEYOND = 1 << 31, 300_000
 PIECE_BYTES = 1 << 21
 _FIXED, _NORESERVE, _POPULATE = 0x10, 0x4000, 0x8000  # of Linux; mmap does not name them in Python 3.11
@@ -91,7 +99,7 @@ def test_a_norm_of_more_than_two_to_the_32(mappings: Mappings) -> None:
     pool.close()
 
 
-def test_a_gradient_of_more_than_two_to_the_31_is_deposited(mappings: Mappings, assert_same_bits: Check) -> None:
+def test_a_gradient_of_more_than_two_to_the_31_is_deposited(mappings: Mappings) -> None:
     values = torch.randn(BEYOND, generator=torch.Generator().manual_seed(1)).bfloat16()
     dst, src = mappings.ring(torch.zeros_like(values)), mappings.zeros(BORDER + BEYOND, torch.bfloat16)
     src[BORDER:] = values
@@ -99,19 +107,10 @@ def test_a_gradient_of_more_than_two_to_the_31_is_deposited(mappings: Mappings, 
     assert_same_bits(dst[BORDER:], values)
 
 
-@pytest.mark.parametrize(
-    ("format_", "master"),
-    [
-        pytest.param(FORMATS[0], torch.int16, id="fp32 states"),
-        thorough(FORMATS[3], None, id="bf16 states without master"),
-        thorough(FORMATS[4], torch.int16, id="int8 states"),
-    ],
-)
-def test_an_update_of_more_than_two_to_the_31(
-    mappings: Mappings, format_: StateFormat, master: Any, assert_same_bits: Check
-) -> None:
-    rule, step_scalars = rule_and_hyper("sgd" if format_.dtype == "fp32" else "lion", format_)
-    beyond = make(rule, *random_inputs(BEYOND), (torch.bfloat16, master), torch.bfloat16)
+def test_an_update_of_more_than_two_to_the_31(mappings: Mappings) -> None:
+    """With scales beside the states: indices of elements and of blocks."""
+    rule, step_scalars = rule_and_hyper("lion", FORMATS[4])
+    beyond = make(rule, *random_inputs(BEYOND), STORAGES[2], torch.bfloat16)
     grad = mappings.zeros(BORDER + BEYOND, torch.bfloat16)
     grad[BORDER:] = beyond.grad
     whole = UpdateSlice(
@@ -134,21 +133,20 @@ def test_an_update_of_more_than_two_to_the_31(
 FIRSTS = [BORDER, 1 << 32, (1 << 32) * BLOCK_NUMEL, (1 << 45) + 3 * BLOCK_NUMEL]
 
 
-@pytest.mark.parametrize("first", FIRSTS)
-@pytest.mark.parametrize(("format_", "master"), [(FORMATS[1], None), (FORMATS[3], None), (FORMATS[3], torch.int16)])
-def test_random_bits_of_large_numbers(
-    first: int, format_: StateFormat, master: Any, isa: str, assert_same_bits: Check
-) -> None:
-    rule, step_scalars = rule_and_hyper("amsgrad", format_)
-    start = replace(make(rule, *random_inputs(1111), (torch.bfloat16, master), torch.bfloat16), first=first)
-    expected, actual, elsewhere = copy_of(start), copy_of(start), replace(copy_of(start), first=0)
-    update_reference(rule, expected, step_scalars, 0.7)
-    rule.update(actual, step_scalars, 0.7, None)
-    rule.update(elsewhere, step_scalars, 0.7, None)
-    for (_, found), (_, wanted) in zip(parts(actual), parts(expected), strict=True):
-        assert_same_bits(found, wanted)
-    rounded = "state 0" if format_.dtype == "bf16" else "param"
-    assert not torch.equal(dict(parts(actual))[rounded], dict(parts(elsewhere))[rounded])
+@pytest.mark.parametrize(("format_", "storage"), [(1, 1), (3, 1), (3, 2)])
+def test_random_bits_of_large_numbers(format_: int, storage: int) -> None:
+    rule, step_scalars = rule_and_hyper("amsgrad", FORMATS[format_])
+    start = make(rule, *random_inputs(1111), STORAGES[storage], torch.bfloat16)
+    rounded = "state 0" if FORMATS[format_].dtype == "bf16" else "param"
+    for first in FIRSTS:
+        expected = replace(copy_of(start), first=first)
+        update_reference(rule, expected, step_scalars, 0.7)
+        for isa in each_isa():
+            actual, elsewhere = replace(copy_of(start), first=first), replace(copy_of(start), first=0)
+            rule.update(actual, step_scalars, 0.7, None)
+            rule.update(elsewhere, step_scalars, 0.7, None)
+            assert_same(actual, expected, isa, first)
+            assert not torch.equal(dict(parts(actual))[rounded], dict(parts(elsewhere))[rounded])
 
 
 def test_random_words_are_numbered_in_64_bits() -> None:

@@ -1,7 +1,6 @@
 """What a device computes in torch operations, against the native kernels: the same bits."""
 
 import math
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -9,15 +8,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.rules import StateFormat, deposit
+from penstock.rules import deposit
 from penstock.rules.device import update_reference
 from penstock.runtime.hardware import default_device
-from tests.support import thorough
-from tests.unit.rules.segments import copy_to, make, parts, random_inputs, rule_and_hyper, telling_first
+from tests.lib.covering import covering, named
+from tests.unit.rules.segments import (
+    FORMATS,
+    GRADS,
+    RULES,
+    STORAGES,
+    TELLING,
+    assert_same,
+    assert_same_bits,
+    copy_to,
+    hard_values,
+    make,
+    random_inputs,
+    rule_and_hyper,
+)
 
-Check = Callable[[Tensor, Tensor], None]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROWS = [row if telling else thorough(*row) for row, telling in telling_first()]
+ROWS = covering(
+    {"name": list(RULES), "storage": STORAGES, "format_": FORMATS},
+    first=[dict(zip(("name", "storage", "format_"), row, strict=True)) for row in TELLING],
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,30 +38,27 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "storage", "format_"), ROWS, ids=str)
-def test_the_reference_on_the_device_gives_the_same_bits(
-    name: str, storage: tuple[Any, Any], format_: StateFormat, hard_fp32: Tensor, assert_same_bits: Check
-) -> None:
-    rule, step_scalars = rule_and_hyper(name, format_)
-    hard = (hard_fp32, hard_fp32, (hard_fp32, hard_fp32.abs(), hard_fp32.abs()))
-    for inputs in (random_inputs(100_003), hard):
-        host = make(rule, *inputs, storage, torch.bfloat16)
+@pytest.mark.parametrize("row", ROWS, ids=named)
+def test_the_reference_on_the_device_gives_the_same_bits(row: dict[str, Any]) -> None:
+    rule, step_scalars = rule_and_hyper(row["name"], row["format_"])
+    hard = hard_values()
+    for inputs in (random_inputs(100_003), (hard, hard, (hard, hard.abs(), hard.abs()))):
+        host = make(rule, *inputs, row["storage"], torch.bfloat16)
         there = copy_to(host, default_device())
         rule.update(host, step_scalars, 0.7, None)
         update_reference(rule, there, step_scalars, 0.7)
-        for (_, result), (_, reference) in zip(parts(there), parts(host), strict=True):
-            assert_same_bits(result.cpu(), reference)
+        assert_same(copy_to(there, torch.device("cpu")), host)
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
-def test_the_device_deposits_the_same_values(add: bool, assert_same_bits: Check) -> None:
+def test_the_device_deposits_the_same_values(add: bool) -> None:
     device, numel = default_device(), 100_003
     # The host sums squares in fp64, the device in fp32 and in an order of its own. All terms are positive, so each
     # addition is off by 2^-24 of the sum at most, in a direction as good as random: n of them by about sqrt(n) times
     # that, in whatever order. The root is rounded once more, and its square doubles that.
     tolerance = (math.sqrt(numel) + 2) * 2**-24
     generator = torch.Generator().manual_seed(0)
-    for dst_dtype, src_dtype in product(DTYPES, DTYPES):
+    for dst_dtype, src_dtype in product(GRADS, GRADS):
         dst = torch.randn(numel, generator=generator).to(dst_dtype)
         src = torch.randn(numel, generator=generator).to(src_dtype)
         dst_there = dst.to(device)

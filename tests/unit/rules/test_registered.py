@@ -1,7 +1,7 @@
 """Rules that are registered for classes: believed once tried out."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +13,15 @@ import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.optim import register
 from penstock.rules import StateFormat, rule_for
+from tests.unit.rules.classes import Base, parameters
 from tests.unit.rules.test_whole import by_class, normal, run, state
-
-
-def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(shape)) for shape in shapes or ((6, 4), (5,))]
-
-
-class Base(torch.optim.Optimizer):
-    """A step that calls `one` for each parameter."""
-
-    def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
-        super().__init__(params, {"lr": lr, **more})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.one(p, self.state[p], group)
-
-    def one(self, p: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class Descent(Base):
     """A class, and below three rules for it."""
 
-    def one(self, p: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-        assert p.grad is not None
-        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(grad, 0.5)
         p.sub_(mean / mean.norm(), alpha=group["lr"])
 
 
@@ -50,9 +29,7 @@ class DescentRule:
     def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         return {"mean": shape}
 
-    def update(
-        self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
-    ) -> None:
+    def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Any, step: int) -> None:
         mean = states["mean"].lerp_(grad, 0.5)
         matrix.sub_(mean / mean.norm(), alpha=group["lr"])
 
@@ -85,44 +62,68 @@ def test_a_registered_rule_is_believed() -> None:
     assert unstated.working_bytes((1024, 1024)) >= 6 * 4 * 1024**2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda m, g, s: m.add_(1e-3),
-            r"something else than the class: after 3 updates .* \(6, 4\), the parameter differs by up to 0\.003",
-        ),
-        (lambda m, g, s: s["mean"].add_(1.0), r"'mean' differs by up to|the parameter differs"),
-        (lambda m, g, s: g.mul_(2), "changes the gradient"),
-        (lambda m, g, s: s["other"], r"failed beside it on a parameter of shape \(6, 4\): .*other"),
-    ],
-)
-def test_a_registered_rule_that_differs_is_refused(change: Any, message: str) -> None:
-    class Wrong(DescentRule):
-        def update(
-            self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
-        ) -> None:
-            super().update(matrix, grad, states, group, step)
-            change(matrix, grad, states)
+def wrong(after: Callable[..., Any], share: float = 1.0) -> DescentRule:
+    """A rule that does something after its update, which may take another learning rate than its group's."""
 
+    class Wrong(DescentRule):
+        def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Mapping[str, Any], step: int) -> None:
+            super().update(matrix, grad, states, {**group, "lr": share * group["lr"]}, step)
+            after(matrix, grad, states, group)
+
+    return Wrong()
+
+
+def nothing(*_: Any) -> None: ...
+
+
+def eight_rows(matrix: Tensor, *_: Any) -> None:
+    if matrix.shape[0] == 8:
+        raise RuntimeError("eight\nrows")
+
+
+DIFFERS = "the parameter differs by up to"
+REFUSED: dict[str, tuple[DescentRule, float, str]] = {
+    "another value": (
+        wrong(lambda m, *_: m.add_(1e-3)),
+        0.1,
+        rf"something else than the class: after 3 updates .* \(6, 4\), {DIFFERS} 0\.003",
+    ),
+    "another state": (wrong(lambda m, g, s, _: s["mean"].add_(1.0)), 0.1, rf"'mean' differs by up to|{DIFFERS}"),
+    "another gradient": (wrong(lambda m, g, *_: g.mul_(2)), 0.1, "changes the gradient"),
+    "a failure": (
+        wrong(lambda m, g, s, _: s["other"]),
+        0.1,
+        r"failed beside it on a parameter of shape \(6, 4\): .*other",
+    ),
+    "another group": (
+        wrong(lambda m, g, s, group: group.update(count=1)),
+        0.1,
+        "The rule that was registered for Fresh changes the group",
+    ),
+    "a rate of 0": (wrong(nothing, 1.01), 0.0, DIFFERS),
+    "a small rate": (wrong(nothing, 1.01), 1e-6, DIFFERS),
+}
+
+
+@pytest.mark.parametrize(("rule", "lr", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_registered_rule_that_differs_is_refused(rule: DescentRule, lr: float, message: str) -> None:
     cls = fresh()
-    register(cls, Wrong())
+    register(cls, rule)
     with pytest.raises(ConfigError, match=message):
-        rule_for(cls(parameters((6, 4))))
+        rule_for(cls(parameters((6, 4)), lr=lr))
+
+
+def test_a_registered_rule_is_tried_on_every_number_of_dimensions() -> None:
+    cls = fresh()
+    register(cls, wrong(lambda m, *_: m.add_(1e-3) if m.dim() == 4 else m))
+    rule_for(cls(parameters((6, 4), (4,))))
+    with pytest.raises(ConfigError, match=r"of shape \(6, 4, 3, 2\), the parameter differs by"):
+        rule_for(cls(parameters((6, 4), (4,), (2, 2, 2, 2))))
 
 
 def test_what_fails_in_an_update_names_class_and_shape() -> None:
-    class Minds(DescentRule):
-        def update(
-            self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
-        ) -> None:
-            if matrix.shape[0] == 8:
-                raise RuntimeError("eight\nrows")
-            super().update(matrix, grad, states, group, step)
-
-    cls = fresh()
-    register(cls, Minds)
-    value = normal(8, 4)
+    cls, value = fresh(), normal(8, 4)
+    register(cls, wrong(eight_rows))
     with pytest.raises(EngineError, match=r"Fresh failed on a parameter of shape \(8, 4\): eight rows"):
         run(cls([nn.Parameter(value)]), value, [value])
 
@@ -159,26 +160,20 @@ def test_states_that_are_square_by_chance_are_told_from_states_of_the_parameters
 class Optional(Base):
     """Keeps a momentum where its group asks for one, and counts its steps in the group."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
+    def begin(self, group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
 
-    def one(self, p: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-        assert p.grad is not None
-        mean = p.grad
+    def one(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if group["momentum"]:
-            mean = state.setdefault("mean", torch.zeros_like(p)).mul_(group["momentum"]).add_(p.grad)
-        p.sub_(mean / mean.norm(), alpha=group["lr"] / group["k"])
+            grad = state.setdefault("mean", torch.zeros_like(p)).mul_(group["momentum"]).add_(grad)
+        p.sub_(grad / grad.norm(), alpha=group["lr"] / group["k"])
 
 
 class OptionalRule:
     def states(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
         return {"mean": shape} if group["momentum"] else {}
 
-    def update(
-        self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
-    ) -> None:
+    def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Any, step: int) -> None:
         mean = states["mean"].mul_(group["momentum"]).add_(grad) if group["momentum"] else grad
         matrix.sub_(mean / mean.norm(), alpha=group["lr"] / step)
 
@@ -227,48 +222,6 @@ def test_a_group_that_calls_for_states_of_no_other_is_refused() -> None:
     rule.states = lambda shape, group: {"other": shape}  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="later names other states for the options of a parameter group"):
         made.part({"momentum": 0.5})
-
-
-def test_a_rule_that_writes_into_the_group_is_refused() -> None:
-    class Writing(DescentRule):
-        def update(
-            self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
-        ) -> None:
-            super().update(matrix, grad, states, group, step)
-            group["count"] = step  # type: ignore[index]
-
-    cls = fresh()
-    register(cls, Writing)
-    with pytest.raises(ConfigError, match="The rule that was registered for Fresh changes the group"):
-        rule_for(cls(parameters((6, 4))))
-
-
-def test_a_registered_rule_is_tried_on_every_number_of_dimensions() -> None:
-    class Flat(DescentRule):
-        def update(
-            self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
-        ) -> None:
-            super().update(matrix, grad, states, group, step)
-            if matrix.dim() == 4:
-                matrix.add_(1e-3)
-
-    cls = fresh()
-    register(cls, Flat)
-    rule_for(cls(parameters((6, 4), (4,))))
-    with pytest.raises(ConfigError, match=r"of shape \(6, 4, 3, 2\), the parameter differs by"):
-        rule_for(cls(parameters((6, 4), (4,), (2, 2, 2, 2))))
-
-
-def test_a_registered_rule_is_tried_at_any_learning_rate() -> None:
-    class Wrong(DescentRule):
-        def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Any, step: int) -> None:
-            super().update(matrix, grad, states, {**group, "lr": 1.01 * group["lr"]}, step)
-
-    cls = fresh()
-    register(cls, Wrong)
-    for lr in (0.0, 1e-6):
-        with pytest.raises(ConfigError, match="the parameter differs by up to"):
-            rule_for(cls(parameters((6, 4)), lr=lr))
 
 
 def test_a_class_that_looks_at_several_parameters_is_found_out_beside_its_rule() -> None:

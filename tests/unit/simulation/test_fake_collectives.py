@@ -21,7 +21,6 @@ from penstock.runtime.control_group import all_gather_flat, reduce_scatter_flat
 from penstock.runtime.topology import Grid
 
 RANKS = 4
-functional = torch.ops._c10d_functional
 
 Work = Callable[[Tensor, Any], Tensor]
 
@@ -50,35 +49,29 @@ def exchanged(values: Tensor, group: Any) -> Tensor:
     return received
 
 
+def functional(name: str, *arguments: Any) -> Work:
+    """Call a functional collective with the group's name last."""
+    return lambda values, group: getattr(torch.ops._c10d_functional, name)(values, *arguments, group.group_name)
+
+
+EVEN = [2] * RANKS
 #: What is called, the collective, its whole buffer over what is sent, and what comes of ones: their shape and value.
 CALLS: dict[str, tuple[Work, str, int, tuple[int, ...], float]] = {
     "sum": (summed, "all_reduce", 1, (8, 2), RANKS),
     "gather": (gathered, "all_gather", RANKS, (32, 2), 1),
     "reduction": (reduced, "reduce_scatter", 1, (2, 2), RANKS),
     "exchange": (exchanged, "all_to_all", 1, (8, 2), 1),
-    "functional sum": (lambda x, g: functional.all_reduce(x, "sum", g.group_name), "all_reduce", 1, (8, 2), RANKS),
-    "functional mean": (lambda x, g: functional.all_reduce(x, "avg", g.group_name), "all_reduce", 1, (8, 2), 1),
-    "functional gather": (
-        lambda x, g: functional.all_gather_into_tensor(x, RANKS, g.group_name),
-        "all_gather",
-        RANKS,
-        (32, 2),
-        1,
-    ),
+    "functional sum": (functional("all_reduce", "sum"), "all_reduce", 1, (8, 2), RANKS),
+    "functional mean": (functional("all_reduce", "avg"), "all_reduce", 1, (8, 2), 1),
+    "functional gather": (functional("all_gather_into_tensor", RANKS), "all_gather", RANKS, (32, 2), 1),
     "functional reduction": (
-        lambda x, g: functional.reduce_scatter_tensor(x, "sum", RANKS, g.group_name),
+        functional("reduce_scatter_tensor", "sum", RANKS),
         "reduce_scatter",
         1,
         (2, 2),
         RANKS,
     ),
-    "functional exchange": (
-        lambda x, g: functional.all_to_all_single(x, [2] * RANKS, [2] * RANKS, g.group_name),
-        "all_to_all",
-        1,
-        (8, 2),
-        1,
-    ),
+    "functional exchange": (functional("all_to_all_single", EVEN, EVEN), "all_to_all", 1, (8, 2), 1),
 }
 
 
@@ -98,21 +91,13 @@ def test_a_collective_is_noted_and_gives_what_ranks_alike_would_get(is_real: boo
 
 def test_memory_is_counted_of_what_is_received_and_given_back() -> None:
     with simulated_mesh({"tp": RANKS}) as mesh, FakeOperations() as simulated:
-        whole = functional.all_gather_into_tensor(
-            fake_tensor(1024, torch.float32), RANKS, mesh.get_group("tp").group_name
-        )
+        gather = functional("all_gather_into_tensor", RANKS)
+        whole = gather(fake_tensor(1024, torch.float32), mesh.get_group("tp"))
         assert simulated.memory.live_bytes == RANKS * 4096
         del whole
         assert simulated.memory.live_bytes == 0
-
-
-def test_a_collective_that_is_not_known_is_refused_by_name() -> None:
-    with (
-        simulated_mesh({"tp": 2}) as mesh,
-        FakeOperations(),
-        pytest.raises(ConfigError, match=r"c10d\.send.* no simulation"),
-    ):
-        dist.send(torch.ones(1), 1, group=mesh.get_group("tp"))
+        with pytest.raises(ConfigError, match=r"c10d\.send.* no simulation"):
+            dist.send(torch.ones(1), 1, group=mesh.get_group("tp"))
 
 
 def test_there_are_no_ranks_afterwards_and_none_beside_others() -> None:

@@ -20,6 +20,8 @@ def blocks() -> nn.Module:
 
 
 class Ranked(nn.Module):
+    """Layers of many kinds."""
+
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4)
@@ -67,31 +69,24 @@ def with_hooks(model: nn.Module) -> None:
 
 
 WORKS = {
-    "plain": lambda model: model(torch.ones(4, 16)).sum().backward(),
-    "reentrant": checkpointed(True),
-    "not reentrant": checkpointed(False),
-    "gradient of a gradient": own_gradients,
-    "saved on the cpu": saved_elsewhere,
-    "autocast": in_autocast,
-    "hooks": with_hooks,
+    "plain": (blocks, lambda model: model(torch.ones(4, 16)).sum().backward()),
+    "many kinds": (Ranked, lambda model: model(torch.ones(2, 3, 9, 9), torch.arange(6).view(2, 3)).backward()),
+    "reentrant": (blocks, checkpointed(True)),
+    "not reentrant": (blocks, checkpointed(False)),
+    "gradient of a gradient": (blocks, own_gradients),
+    "saved on the cpu": (blocks, saved_elsewhere),
+    "autocast": (blocks, in_autocast),
+    "hooks": (blocks, with_hooks),
 }
 
 
-@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
-def test_backward_is_simulated_as_it_is(work) -> None:
-    assert list(differences(simulated(blocks, work), for_real(blocks, work))) == []
-
-
-def test_layers_of_many_kinds_return_what_they_return_for_real() -> None:
-    def work(model: nn.Module) -> None:
-        model(torch.ones(2, 3, 9, 9), torch.arange(6).view(2, 3)).backward()
-
-    assert list(differences(simulated(Ranked, work), for_real(Ranked, work))) == []
+@pytest.mark.parametrize(("make", "work"), WORKS.values(), ids=WORKS)
+def test_what_is_simulated_is_what_is_done_for_real(make, work) -> None:
+    assert list(differences(simulated(make, work), for_real(make, work))) == []
 
 
 def test_compiled_modules_run_as_they_were_written() -> None:
-    model = blocks()
-    model = copy_model(model)
+    model = copy_model(blocks())
 
     def kernels(*_: object) -> None:
         raise AssertionError("nothing is to be compiled")
@@ -117,22 +112,15 @@ def test_real_values_stay_real_while_they_are_small() -> None:
         assert is_fake(mask[0] + large[:8, 0])
 
 
-def test_a_real_tensor_that_fake_values_are_written_to_is_unknown() -> None:
-    total, other = torch.zeros(()), torch.zeros(4)
+def test_what_fake_values_are_written_to_is_unknown_and_not_touched() -> None:
+    """Also the running statistics of a batch of them."""
+    total, other, norm = torch.zeros(()), torch.zeros(4), nn.BatchNorm1d(4)
     with FakeOperations():
         total += fake_tensor((4,), torch.float32).sum()
         torch.add(fake_tensor((4,), torch.float32), 1, out=other)
-    assert is_fake(total)
-    assert is_fake(other)
-    assert total.item() == 0, "it was not touched"
-
-
-def test_running_statistics_are_unknown_after_a_batch_of_fake_values() -> None:
-    norm = nn.BatchNorm1d(4)
-    with FakeOperations():
         norm(fake_tensor((8, 4), torch.float32))
-    assert is_fake(norm.running_mean)
-    assert norm.num_batches_tracked.item() == 1
+    assert all(map(is_fake, (total, other, norm.running_mean)))
+    assert (total.item(), norm.num_batches_tracked.item()) == (0, 1)
     assert norm.running_mean.tolist() == [0, 0, 0, 0]
 
 
@@ -156,8 +144,7 @@ def test_random_numbers_are_not_drawn_for_fake_values() -> None:
 
 
 def test_inference_mode_is_simulated_in_parts() -> None:
-    model, seen = blocks(), []
-    model = copy_model(model)
+    model, seen = copy_model(blocks()), []
     with FakeOperations(seen.append), torch.inference_mode():
         out = model(torch.ones(2, 5, 16))
         nn.functional.scaled_dot_product_attention(*[fake_tensor((1, 2, 4, 8), torch.float32) for _ in range(3)])
@@ -201,16 +188,12 @@ def test_an_operation_without_a_rule_for_shapes_is_refused() -> None:
                 torch.ops.fake_test.odd(fake_tensor((3,), torch.float32))
 
 
-def test_real_sparse_tensors_stay_real() -> None:
+def test_real_sparse_tensors_stay_real_and_sparse_gradients_are_refused() -> None:
+    table = copy_model(nn.Embedding(10, 4, sparse=True))
     with FakeOperations():
         assert (torch.eye(3).to_sparse() @ torch.ones(3, 2)).tolist() == torch.ones(3, 2).tolist()
-
-
-def test_sparse_gradients_are_refused() -> None:
-    table = nn.Embedding(10, 4, sparse=True)
-    table = copy_model(table)
-    with FakeOperations(), pytest.raises(ConfigError, match=r"layout torch\.sparse_coo"):
-        table(fake_tensor((3,), torch.int64)).sum().backward()
+        with pytest.raises(ConfigError, match=r"layout torch\.sparse_coo"):
+            table(fake_tensor((3,), torch.int64)).sum().backward()
 
 
 def test_classes_of_tensors_come_as_what_they_consist_of() -> None:
@@ -242,15 +225,12 @@ def test_memory_is_counted_in_blocks_while_it_is_there() -> None:
         del z
     memory.remove(1000)
     assert memory.live_bytes == 0
-
-
-def test_a_simulation_keeps_no_tensor_alive() -> None:
     told: list[str] = []
     with FakeOperations() as mode:
         x = fake_tensor((100,), torch.float32, freed=lambda: told.append("gone"))
         x.add(1).mul_(2)
         del x
-        assert told == ["gone"]
+        assert told == ["gone"], "a simulation keeps no tensor alive"
         assert mode.memory.live_bytes == 0
     assert mode.recipes
 

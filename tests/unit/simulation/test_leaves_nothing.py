@@ -1,9 +1,10 @@
 """Planning leaves the process, the model and its optimizer as they were: also when the model fails, and on Ctrl-C."""
 
+import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,24 +16,21 @@ from penstock.errors import ConfigError
 
 
 class Stop(nn.Module):
-    """The identity, until it raises."""
+    """The identity, until it raises, in forward or in backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward_raises: BaseException | None = None
-        self.backward_raises: BaseException | None = None
+        self.raises: dict[str, BaseException] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.forward_raises is not None:
-            raise self.forward_raises
-        if self.backward_raises is not None and x.requires_grad:
-            raising = self.backward_raises
-
-            def hook(grad: Tensor) -> Tensor:
-                raise raising
-
-            x.register_hook(hook)
+        if "forward" in self.raises:
+            raise self.raises["forward"]
+        if "backward" in self.raises and x.requires_grad:
+            x.register_hook(self.stop)
         return x
+
+    def stop(self, grad: Tensor) -> Tensor:
+        raise self.raises["backward"]
 
 
 class Net(nn.Module):
@@ -108,51 +106,34 @@ def planned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def nothing(model: Net) -> None:
-    pass
-
-
-def in_forward(model: Net) -> None:
-    model.stop.forward_raises = ValueError("in forward")
-
-
-def in_backward(model: Net) -> None:
-    model.stop.backward_raises = ValueError("in backward")
-
-
-def interrupt_in_forward(model: Net) -> None:
-    model.stop.forward_raises = KeyboardInterrupt()
-
-
-def interrupt_in_backward(model: Net) -> None:
-    model.stop.backward_raises = KeyboardInterrupt()
+@pytest.fixture(scope="module")
+def once() -> None:
+    """What is imported, and made once for all, is there."""
+    planned(*trained())
 
 
 @pytest.mark.parametrize(
-    ("breaks", "raised"),
+    "raises",
     [
-        (nothing, None),
-        (in_forward, ConfigError),
-        (in_backward, ConfigError),
-        (interrupt_in_forward, KeyboardInterrupt),
-        (interrupt_in_backward, KeyboardInterrupt),
+        {},
+        {"forward": ValueError("in forward")},
+        {"backward": ValueError("in backward")},
+        {"forward": KeyboardInterrupt()},
+        {"backward": KeyboardInterrupt()},
     ],
+    ids=repr,
 )
 def test_a_plan_leaves_everything_as_it_was(
-    breaks: Callable[[Net], None],
-    raised: type[BaseException] | None,
-    tmp_path: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    raises: dict[str, BaseException], once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    planned(*trained())  # what is imported, and made once for all
     model, optimizer = trained()
-    breaks(model)
+    model.stop.raises = raises
     before = of_the_process(), of_the_model(model, optimizer)
-    if raised is None:
+    (raised,) = raises.values() or (None,)
+    with contextlib.ExitStack() as stack:
+        if raised is not None:
+            stack.enter_context(pytest.raises(ConfigError if isinstance(raised, ValueError) else KeyboardInterrupt))
         planned(model, optimizer)
-    else:
-        with pytest.raises(raised):
-            planned(model, optimizer)
     assert of_the_process() == before[0]
     assert of_the_model(model, optimizer) == before[1]

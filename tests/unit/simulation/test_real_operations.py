@@ -43,7 +43,9 @@ def simulated(model: nn.Module, *, runs_operations: bool, back_end: Any = "threa
 def test_what_is_performed_is_what_is_simulated(back_end: str) -> None:
     model = Plain()
     fake_tensor = simulated(model, runs_operations=False, back_end=back_end).program
+    random_state = torch.get_rng_state()
     real = simulated(model, runs_operations=True, back_end=back_end).program
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert real.jobs == fake_tensor.jobs
     assert real.steps == fake_tensor.steps
 
@@ -63,10 +65,3 @@ def test_values_that_decide_are_there_where_operations_are_performed() -> None:
         simulated(Deciding(), runs_operations=False)
     found = simulated(Deciding(), runs_operations=True)
     assert any(op.name.startswith("aten._local_scalar_dense") for op in found.program.ops)
-
-
-def test_the_state_of_random_numbers_stays() -> None:
-    model = Plain()
-    before = torch.get_rng_state()
-    simulated(model, runs_operations=True)
-    assert torch.equal(torch.get_rng_state(), before)

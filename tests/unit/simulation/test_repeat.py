@@ -14,7 +14,7 @@ from penstock.planner.simulation import simulate as module
 from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.repeat import Whole
 from penstock.planner.simulation.simulate import Setup, Simulation, simulate
-from tests.planning import Net, Tellable, batch
+from tests.lib.planning import Net, Tellable, batch
 
 BLOCKS = 16
 ON_CPU = Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -104,27 +104,30 @@ def same(one: Simulation, other: Simulation) -> None:
     assert one.recipes.keys() == other.recipes.keys()
 
 
-@pytest.mark.parametrize(
-    ("placement", "given"),
-    [
-        pytest.param(Placement(), {}, id="device"),
-        pytest.param(ON_CPU, {}, id="cpu"),
-        pytest.param(ON_CPU, {"machine": "cpu-laptop"}, id="on a cpu"),
-        pytest.param(ON_CPU, {"micro_batches": 3}, id="three micro-batches"),
-        pytest.param(ON_CPU, {"machine": "h100-node", "world_size": 8}, id="eight ranks"),
-        pytest.param(
-            Placement(params=shares(0.2), grads=shares(0.2), optimizer=shares(0.15)), {"max_grad_norm": 1.0}, id="cut"
-        ),
-        pytest.param(ON_CPU, {"recompute": True}, id="recomputed"),
-        pytest.param(Placement(grads="cpu", optimizer="cpu"), {}, id="state on the cpu"),
-        pytest.param(
-            Placement(params=shares(0.5), grads="cpu", optimizer=shares(0.5)), {}, id="the host and the device in turns"
-        ),
-        pytest.param(
-            Placement(params=shares(0.5), grads=shares(0.5), optimizer=shares(0.5)), {}, id="each updates its own"
-        ),
-    ],
-)
+def everywhere(device: float, grads: float | None = None, optimizer: float | None = None) -> Placement:
+    """Such shares of parameters, gradients and optimizer states on the device, and the rest in host memory."""
+    return Placement(
+        params=shares(device),
+        grads="cpu" if grads is None else shares(grads),
+        optimizer=shares(device if optimizer is None else optimizer),
+    )
+
+
+REPEATED: dict[str, tuple[Placement, dict[str, Any]]] = {
+    "device": (Placement(), {}),
+    "cpu": (ON_CPU, {}),
+    "on a cpu": (ON_CPU, {"machine": "cpu-laptop"}),
+    "three micro-batches": (ON_CPU, {"micro_batches": 3}),
+    "eight ranks": (ON_CPU, {"machine": "h100-node", "world_size": 8}),
+    "cut": (everywhere(0.2, 0.2, 0.15), {"max_grad_norm": 1.0}),
+    "recomputed": (ON_CPU, {"recompute": True}),
+    "state on the cpu": (Placement(grads="cpu", optimizer="cpu"), {}),
+    "the host and the device in turns": (everywhere(0.5), {}),
+    "each updates its own": (everywhere(0.5, 0.5), {}),
+}
+
+
+@pytest.mark.parametrize(("placement", "given"), REPEATED.values(), ids=REPEATED)
 def test_the_program_is_that_of_the_whole_model(
     placement: Placement, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,26 +137,20 @@ def test_the_program_is_that_of_the_whole_model(
     assert enough
 
 
-@pytest.mark.parametrize("model", [Unlike, Indexed])
-def test_a_model_whose_blocks_cannot_be_left_out_is_simulated_whole(
-    model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, whole, enough = looked_at(monkeypatch, model, ON_CPU)
-    same(found, whole)
-    assert not enough
+AWAY = Placement(optimizer="cpu", grads="cpu", activations="cpu")
+WHOLE: dict[str, tuple[Callable[[], nn.Module], Placement, Options]] = {
+    "blocks that do more and more": (Unlike, ON_CPU, NOTHING_AHEAD),
+    "blocks by their numbers": (Indexed, ON_CPU, NOTHING_AHEAD),
+    "more is ahead than there is": (lambda: Net(BLOCKS), ON_CPU, Options(tile_bytes=4096)),
+    "rings of files hold more than there is": (lambda: Net(BLOCKS), IN_FILES, NOTHING_AHEAD),
+    "activations": (lambda: Net(BLOCKS), AWAY, NOTHING_AHEAD),
+}
 
 
-@pytest.mark.parametrize(
-    ("placement", "options"),
-    [
-        pytest.param(ON_CPU, Options(tile_bytes=4096), id="more is ahead than there is"),
-        pytest.param(IN_FILES, NOTHING_AHEAD, id="rings of files hold more than there is"),
-        pytest.param(Placement(optimizer="cpu", grads="cpu", activations="cpu"), NOTHING_AHEAD, id="activations"),
-    ],
-)
-def test_what_reaches_over_many_blocks_is_simulated_whole(
-    placement: Placement, options: Options, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("model", "placement", "options"), WHOLE.values(), ids=WHOLE)
+def test_what_is_unlike_or_reaches_over_many_blocks_is_simulated_whole(
+    model: Callable[[], nn.Module], placement: Placement, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, whole, enough = looked_at(monkeypatch, lambda: Net(BLOCKS), placement, options=options)
+    found, whole, enough = looked_at(monkeypatch, model, placement, options=options)
     same(found, whole)
     assert not enough
