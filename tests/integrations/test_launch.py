@@ -42,6 +42,7 @@ if __name__ == "__main__":
 WORDS = shlex.split(
     "--use_cpu --max_steps 3 --report_to none --disable_tqdm True --save_strategy no --max_grad_norm 0.5"
 )
+LAUNCH = ("-m", "penstock", "launch", "--config", "p.yaml")
 
 
 @pytest.fixture
@@ -59,27 +60,11 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_script_trains_as_it_is(folder: Path) -> None:
-    launched = run(
-        folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py", "--output_dir", "ours", *WORDS
-    )
-    assert launched.returncode == 0, launched.stderr
-    first, *_, last = launched.stdout.splitlines()
-    assert first == "penstock launch: transformers.Trainer trains by Penstock, with the arguments in p.yaml."
-    assert last == "PenstockTrainer PreparedOptimizer True True script.py"
-
-
-def test_trainers_of_trl_are_made_of_it(folder: Path) -> None:
-    (folder / "script.py").write_text("import trl\nprint([c.__name__ for c in trl.SFTTrainer.__mro__[-5:-1]])")
-    launched = run(folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py")
-    assert "'PenstockTrainer', 'PenstockTrainerMixin', 'Trainer'" in launched.stdout, launched.stderr
-
-
 def test_a_script_on_two_processes(folder: Path) -> None:
-    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "--nproc-per-node", "2", "script.py")
-    launched = run(folder, *launch, "--output_dir", "ours", *WORDS)
+    launched = run(folder, *LAUNCH, "--nproc-per-node", "2", "script.py", "--output_dir", "ours", *WORDS)
     assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.count("penstock launch: ") == 1
+    said = "penstock launch: transformers.Trainer trains by Penstock, with the arguments in p.yaml."
+    assert [line for line in launched.stdout.splitlines() if "penstock launch: " in line] == [said]
     said = [(folder / f"ours-{rank}").read_text() for rank in range(2)]
     assert said == ["PenstockTrainer PreparedOptimizer True True script.py"] * 2
     # A process that leaves plain DDP's group as it is may abort at its end: torch's threads are still in it.
@@ -94,14 +79,14 @@ def test_a_script_on_two_processes(folder: Path) -> None:
 
 
 def test_what_a_script_raises_is_shown_as_python_shows_it(folder: Path) -> None:
-    (folder / "script.py").write_text("def f():\n    open('nothing.txt')\n\nf()\n")
-    launched = run(folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py")
+    (folder / "script.py").write_text("import sys\n\ndef f():\n    sys.exit(len(open(sys.argv[1]).read()))\n\nf()\n")
+    launched = run(folder, *LAUNCH, "script.py", "nothing.txt")
     assert launched.returncode == 1
     assert "Traceback (most recent call last)" in launched.stderr
-    assert 'script.py", line 2, in f' in launched.stderr
+    assert 'script.py", line 4, in f' in launched.stderr
     assert launched.stderr.rstrip().endswith("No such file or directory: 'nothing.txt'")
-    (folder / "script.py").write_text("import sys\nsys.exit(len(sys.argv))")
-    assert run(folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py", "--config", "-x").returncode == 3
+    (folder / "--config").write_text("abc")
+    assert run(folder, *LAUNCH, "script.py", "--config", "-x").returncode == 3
 
 
 def test_a_module_trains_as_it_is(folder: Path) -> None:
@@ -110,8 +95,7 @@ def test_a_module_trains_as_it_is(folder: Path) -> None:
     (folder / "package" / "module.py").write_text(
         "import sys, transformers\nprint(__name__, __package__, transformers.Trainer.__name__, *sys.argv[1:])"
     )
-    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "-m", "package.module", "--config", "theirs.yaml", "-m")
-    launched = run(folder, *launch)
+    launched = run(folder, *LAUNCH, "-m", "package.module", "--config", "theirs.yaml", "-m")
     assert launched.stdout.splitlines()[-1] == "__main__ package PenstockTrainer --config theirs.yaml -m", (
         launched.stderr
     )
@@ -143,22 +127,17 @@ def losses(stdout: str) -> list[float]:
 def test_trl_sft_trains_as_trl_does(sft: Path) -> None:
     theirs = run(sft, "-m", "trl.cli.main", "sft", "--config", "sft.yaml", "--output_dir", "theirs")
     assert theirs.returncode == 0, theirs.stderr
-    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "-m", "trl", "sft", "--config", "sft.yaml")
-    ours = run(sft, *launch)
+    ours = run(sft, *LAUNCH, "-m", "trl", "sft", "--config", "sft.yaml")
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout.splitlines()[0].startswith("penstock launch: transformers.Trainer trains by Penstock")
     assert losses(ours.stdout) == losses(theirs.stdout)
     assert len(losses(ours.stdout)) == 4
     assert_weights(*(load_file(sft / name / "model.safetensors") for name in ("out", "theirs")))
-    two = run(sft, *launch[:5], "--nproc-per-node", "2", *launch[5:], "--per_device_train_batch_size", "1")
-    assert two.returncode == 0, two.stderr
-    assert losses(two.stdout) == pytest.approx(losses(ours.stdout), abs=2e-3)
 
 
 def test_options_of_accelerates_launcher_are_refused_by_name(sft: Path) -> None:
     (sft / "more.yaml").write_text((sft / "sft.yaml").read_text() + "\nnum_processes: 2\naccelerate_config: zero3\n")
-    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "-m", "trl", "sft", "--config", "more.yaml")
-    refused = run(sft, *launch, "--mixed_precision", "bf16")
+    refused = run(sft, *LAUNCH, "-m", "trl", "sft", "--config", "more.yaml", "--mixed_precision", "bf16")
     assert refused.returncode == 2
     said = "trl sft has no --num_processes, --accelerate_config, --mixed_precision. Options of accelerate's launcher"
     assert said in refused.stderr
