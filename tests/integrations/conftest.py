@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.costs import runs_integrations
+from tests.lib.ranks import PRELOADED
 from tests.lib.releases import leave_out
-from tests.support import PRELOADED
 
 HERE = Path(__file__).parent
 OWN = "tests.integrations.preloaded"

@@ -23,7 +23,7 @@ from tests.integrations.accelerate_loops import (
     nlp_example,
     small_example,
 )
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("accelerate_script.py")
@@ -83,15 +83,15 @@ def on_two_ranks(rank: int) -> None:
 
 
 def test_two_ranks() -> None:
-    run_ranks(on_two_ranks, 2)
+    run_ranks(on_two_ranks, 2, fresh=True)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_states_go_over_to_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     folder = tmp_path / "step_3"
-    run_ranks(save_states, before, folder)
+    run_ranks(save_states, before, folder, fresh=True)
     plain = small_example(None, world_size=1)
-    ours = run_ranks(resume_states, after, folder)
+    ours = run_ranks(resume_states, after, folder, fresh=True)
     for rank in ours:  # in the middle of an accumulation, and a rank that was not there counts as the others do
         assert rank.steps == 3
     torch.testing.assert_close(
@@ -185,11 +185,11 @@ def with_hooks_of_diffusers(rank: int, placement: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(("placement", "ranks"), [("device", 1), ("nvme", 2)])
 def test_hooks_of_diffusers_save_and_load_whole_models(placement: str, ranks: int, tmp_path: Path) -> None:
-    run_ranks(with_hooks_of_diffusers, ranks, placement, tmp_path)
+    run_ranks(with_hooks_of_diffusers, ranks, placement, tmp_path, fresh=True)
 
 
 def test_two_ranks_save_weights_once(tmp_path: Path) -> None:
-    (first, names), (second, _) = run_ranks(save_weights_on_two_ranks, 2, tmp_path)
+    (first, names), (second, _) = run_ranks(save_weights_on_two_ranks, 2, tmp_path, fresh=True)
     assert first == names
     assert second == []  # the other rank keeps nothing
     torch.manual_seed(1)
@@ -228,7 +228,7 @@ def accumulated_and_not_told(rank: int) -> None:
 
 
 def test_accumulation_saves_communication_where_the_stage_allows_it_and_ranks_that_are_not_seen_are_refused() -> None:
-    run_ranks(accumulated_and_not_told, 2)
+    run_ranks(accumulated_and_not_told, 2, fresh=True)
 
 
 def test_a_script_is_launched_by_accelerate(tmp_path: Path) -> None:

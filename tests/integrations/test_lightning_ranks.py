@@ -26,13 +26,13 @@ from tests.integrations.lightning_cases import (
     trainer,
     weights,
 )
-from tests.support import RANK_TIMEOUT, run_ranks
+from tests.lib.ranks import RANK_TIMEOUT, run_ranks
 
 TWO: dict[str, Any] = {"devices": 2}
 
 
 def run_two(work: Any, *args: Any) -> list[Any]:
-    return run_ranks(work, 2, *args, timeout=3 * RANK_TIMEOUT)
+    return run_ranks(work, 2, *args, timeout=3 * RANK_TIMEOUT, fresh=True)
 
 
 class Asks(Net):

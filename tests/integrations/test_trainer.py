@@ -23,7 +23,7 @@ from tests.integrations.trainers import (
     train_both,
     weights,
 )
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 
 @pytest.mark.parametrize(("name", "accumulation"), [("device", 3), ("cpu", 1), ("split", 1), ("nvme", 3)])
@@ -48,7 +48,7 @@ def test_two_ranks_are_two_of_plain_trainer(tmp_path: Path) -> None:
         ({"stage": 3}, {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}),
         (PLACEMENTS["nvme"], {"gradient_accumulation_steps": 2}),
     ]
-    run_ranks(beside_on_two, 2, tmp_path, rows)
+    run_ranks(beside_on_two, 2, tmp_path, rows, fresh=True)
 
 
 def test_plain_trainer_with_a_prepared_optimizer_clips_and_logs_the_norm(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from tests.integrations.trainers import adapted, assert_weights, our_trainer, train_both, weights
 from tests.lib.memory import disks
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_strategy": "steps"}
 PREPARE = {"placement": {"params": "nvme", "optimizer": "cpu", "nvme_path": str(disks()[0])}}
@@ -33,4 +33,4 @@ def best_of_two_ranks(rank: int, out: Path) -> None:
 
 
 def test_adapters_the_best_of_them_and_masters_of_all_ranks(tmp_path: Path) -> None:
-    run_ranks(best_of_two_ranks, 2, tmp_path)
+    run_ranks(best_of_two_ranks, 2, tmp_path, fresh=True)

@@ -27,7 +27,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.transformers import resuming
 from penstock.integrations.transformers.resuming import STATE, is_whole, keep_batch
 from tests.integrations.trainers import assert_weights, history, our_trainer, rows, weights
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 SAVED = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
 
@@ -236,7 +236,7 @@ def test_a_run_makes_the_same_steps_at_another_number_of_ranks(before: int, afte
     def train(ranks: int, resumes: bool) -> dict[tuple[str, int], Any]:
         if ranks == 1:
             return train_runs(0, tmp_path, ranks, resumes)
-        return run_ranks(train_runs, ranks, tmp_path, ranks, resumes)[0]
+        return run_ranks(train_runs, ranks, tmp_path, ranks, resumes, fresh=True)[0]
 
     whole = train(before, False)
     for (name, step), (log, trained) in train(after, True).items():

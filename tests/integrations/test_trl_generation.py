@@ -25,7 +25,7 @@ from penstock.integrations import generation, trl
 from tests.integrations import trl_cases as cases
 from tests.integrations.test_trl import CPU, LORA
 from tests.lib.memory import disks
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 ON_DEVICE = {"optimizer": "device", "grads": "device"}
 HALF_ON_NVME = {"optimizer": {"device": 0.5, "nvme": 0.5}, "params": "cpu", "nvme_path": str(disks()[0])}
@@ -228,7 +228,7 @@ def uneven(rank: int, folder: Path) -> Any:
 
 def test_answers_of_different_lengths_on_two_ranks(tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
-    for rank, (theirs, runs) in enumerate(run_ranks(uneven, 2, tmp_path, timeout=timedelta(minutes=3))):
+    for rank, (theirs, runs) in enumerate(run_ranks(uneven, 2, tmp_path, timeout=timedelta(minutes=3), fresh=True)):
         for ours in runs:
             cases.same(ours, theirs, 1e-5)
         assert rank == 0 or theirs.logs[0]["completions/max_length"] == 6
@@ -246,7 +246,7 @@ def logged(rank: int, folder: Path, prepare: Mapping[str, Any] | None) -> list[A
 
 def test_callbacks_that_generate_find_the_model_whole(tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
-    ours, theirs = (run_ranks(logged, 2, tmp_path, prepare)[0] for prepare in (CPU, None))
+    ours, theirs = (run_ranks(logged, 2, tmp_path, prepare, fresh=True)[0] for prepare in (CPU, None))
     assert ours == theirs
     assert len(ours) == 2 * 3
 

@@ -11,7 +11,7 @@ from datasets import load_from_disk
 
 from tests.integrations import trl_cases as cases
 from tests.integrations.test_trl import CPU, FOLLOWS, LORA, NVME, SPLIT, placed
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 ROWS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "sft at stage 1": ("sft", SPLIT | {"stage": 1}, {}, 1e-6),
@@ -45,7 +45,7 @@ def precomputing(rank: int, folder: Path) -> Any:
 
 def test_as_in_trl(tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
-    for outcomes in run_ranks(both, 2, tmp_path, timeout=timedelta(minutes=5)):
+    for outcomes in run_ranks(both, 2, tmp_path, timeout=timedelta(minutes=5), fresh=True):
         for row, (ours, theirs) in outcomes.items():
             cases.same(ours, theirs, ROWS[row][-1])
 
@@ -54,5 +54,5 @@ def test_a_policy_that_is_its_own_reference(tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
     for name in ("ours", "theirs"):
         cases.preferences().save_to_disk(str(tmp_path / name))
-    for ours, theirs in run_ranks(precomputing, 2, tmp_path):
+    for ours, theirs in run_ranks(precomputing, 2, tmp_path, fresh=True):
         cases.same(ours, theirs, 1e-6)

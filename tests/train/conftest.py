@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.instruct import MARKED, PLAIN, byte_tokenizer, conversations, instruct_folder
+from tests.lib.ranks import PRELOADED
 from tests.lib.releases import leave_out
-from tests.support import PRELOADED
 
 HERE = Path(__file__).parent
 OWN = "tests.train.preloaded"

@@ -24,8 +24,8 @@ from transformers import TrainerCallback
 
 from penstock.errors import PenstockError
 from tests.lib.memory import disks
-from tests.support import PRELOADED
-from tests.support import run_ranks as run_ranks_here
+from tests.lib.ranks import PRELOADED
+from tests.lib.ranks import run_ranks as run_ranks_here
 
 if trl.trainer.utils._ChunkedLogProbFunction is None:  # TRL 1.15 has on GPUs alone what its loss is made of
     import tests.integrations.trl_cases  # noqa: F401
@@ -260,7 +260,7 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with chdir(ROOT):
-        return run_ranks_here(_as_launched, world_size, port, work, args)
+        return run_ranks_here(_as_launched, world_size, port, work, args, fresh=True)
 
 
 def _as_launched(rank: int, port: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -24,8 +24,8 @@ import penstock
 from penstock.checkpoint.tables import BoxExtent
 from penstock.ext.interop.dcp import _SavedTensor, import_checkpoint
 from tests.deepspeed_checks import check, plain, prepared
+from tests.lib.ranks import run_ranks
 from tests.optional.deepspeed_files import STEPS, Model, batch, groups
-from tests.support import run_ranks
 
 EXTRA = {"global_steps": STEPS, "scheduler": {"last_epoch": 3, "rates": [0.5, 1], "name": "linear"}}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

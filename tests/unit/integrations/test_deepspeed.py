@@ -13,8 +13,8 @@ import torch
 import penstock
 from penstock.ext.interop.deepspeed import import_checkpoint
 from tests.deepspeed_checks import check, load, masters, prepared
+from tests.lib.ranks import run_ranks
 from tests.property.test_checkpoint_files import limited_memory
-from tests.support import run_ranks
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
