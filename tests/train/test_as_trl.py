@@ -82,6 +82,7 @@ def test_the_same_file_trains_the_same(row: str, made: Path, tmp_path: Path) -> 
     found = ours(settings, tmp_path / "ours", penstock=placement)
     assert found.status == 0
     assert_same(found, theirs(settings, tmp_path / "theirs"))
+    assert (found.out / "adapter_config.json").is_file() == ("adapters" in row)
 
 
 def test_the_best_model_of_a_run_is_the_one_of_trl(made: Path, tmp_path: Path) -> None:

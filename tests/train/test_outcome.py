@@ -62,19 +62,6 @@ def test_what_lies_in_the_folder(made: Path, tmp_path: Path) -> None:
     assert "loss" in page
 
 
-def test_adapters_are_saved_as_trl_saves_them(made: Path, tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    found = ours(settings_of(made, "chats", **ASSISTANT, **LORA), tmp_path / "out", penstock=NVME)
-    assert (found.out / "adapter_config.json").is_file()
-    base = AutoModelForCausalLM.from_pretrained(made / "marked", dtype=torch.float32)
-    ids = torch.arange(8)[None]
-    with torch.no_grad():
-        plain = base(ids).logits
-        adapted = PeftModel.from_pretrained(base, found.out)(ids).logits
-    assert not torch.allclose(plain, adapted)
-
-
 def test_an_int8_base_trains_its_adapters(made: Path, tmp_path: Path) -> None:
     """Nearly as the whole base does, wherever it rests; and a killed step is no other step."""
     settings = settings_of(made, "chats", **ASSISTANT, **LORA)

@@ -11,8 +11,8 @@ from trl import SFTTrainer
 
 from penstock.errors import ConfigError
 from penstock.train.collator import TOKEN_COUNTS, CountedTokens, PackedCollator, collator_for
-from tests.chats import plain_tokenizer
 from tests.integrations import trl_cases
+from tests.unit.train.chats import plain_tokenizer
 from tests.unit.train.runs import MARKED, config, model
 
 PACKED = {"packing": True, "max_length": 32}

@@ -21,7 +21,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from penstock.errors import ConfigError
 from penstock.train import data
 from penstock.train.data import NUMBER, SOURCE, read_data, tokenize
-from tests.chats import assistant, plain_tokenizer, user
+from tests.unit.train.chats import assistant, plain_tokenizer, user
 from tests.unit.train.runs import MARKED, request
 
 TALK = {"messages": [user("Hi"), assistant("Hello.")]}

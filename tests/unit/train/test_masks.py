@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from penstock.errors import ConfigError
 from penstock.train.masks import ENDLESS, REWRITTEN, UNASKED, Conversations, tokens_of
-from tests.chats import END, TOOLS, assistant, plain_tokenizer, shown_of, system, user
+from tests.unit.train.chats import END, TOOLS, assistant, plain_tokenizer, shown_of, system, user
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from penstock.train.data import read_data
 from penstock.train.preview import MOST_TOKENS, show, visible
-from tests.chats import assistant, plain_tokenizer, user
+from tests.unit.train.chats import assistant, plain_tokenizer, user
 from tests.unit.train.runs import MARKED, config, request
 
 

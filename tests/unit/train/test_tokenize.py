@@ -12,7 +12,7 @@ from trl import SFTTrainer
 
 from penstock.errors import ConfigError
 from penstock.train.data import Encoder, tokenize
-from tests.chats import CALL, CONVERSATIONS, RESULT, TOOLS, assistant, plain_tokenizer, system, user
+from tests.unit.train.chats import CALL, CONVERSATIONS, RESULT, TOOLS, assistant, plain_tokenizer, system, user
 from tests.unit.train.runs import MARKED, by_trl, config, tokens
 
 TEXTS = ["Hi", "naïve 🚰", "ends <|endoftext|>", "<|endoftext|>begins", " \n", "<s>twice"]
