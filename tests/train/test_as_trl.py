@@ -54,8 +54,8 @@ ONE_BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 ROWS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "texts, split between tiers, decayed": ("texts", {"weight_decay": 0.3}, MIXED),
     "completions on the cpu": ("completions", {}, CPU),
-    "chats on nvme": ("chats", ASSISTANT, NVME),
-    "completions of chats, cut": ("chat completions", {"max_length": 60}, DEVICE),
+    "chats on nvme, cut": ("chats", ASSISTANT | {"max_length": 60}, NVME),
+    "completions of chats": ("chat completions", {}, DEVICE),
     "packed": ("texts", {"packing": True, "max_length": 64}, CPU),
     "packed chats on nvme": ("chats", ASSISTANT | {"packing": True}, NVME),
     "wrapped": ("texts", {"packing": True, "packing_strategy": "wrapped", "max_length": 48}, CPU),
