@@ -22,7 +22,7 @@ from tests.train.runs import (
 )
 from tests.train.test_resume import run_on_rank
 
-STEPS = 48
+STEPS = 64
 
 
 def losses(out: Path) -> dict[int, float]:
@@ -70,7 +70,7 @@ def same_end(swap: Path, whole: Outcome, out: Path) -> None:
 
 def test_a_rank_that_is_killed_at_any_moment(whole: tuple[Path, Path, Outcome], tmp_path: Path) -> None:
     file, swap, expected = whole
-    draw = random.Random()
+    draw = random.Random(0)
     with job(command(file, tmp_path / "out"), tmp_path / "out") as running:
         running.start(2, "1", "--shutdown-timeout", "5")
         wait_for_step(running, draw.randrange(4, STEPS // 3))
