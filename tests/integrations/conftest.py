@@ -8,10 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.costs import runs_integrations
-from tests.support import PRELOADED
+from tests.lib.ranks import PRELOADED
+from tests.lib.releases import leave_out
 
 HERE = Path(__file__).parent
 OWN = "tests.integrations.preloaded"
+#: Files that say of Penstock alone what it does: they are run in the pinned releases, and not in those before.
+ONCE = ("test_lightning_docs.py", "test_pages.py", "test_planned.py", "test_record.py", "test_trainer_ranks.py")
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
@@ -19,12 +22,13 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     return None if runs_integrations(config) else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.integrations)
             if OWN not in PRELOADED:  # for runs of these tests alone: others do without
                 PRELOADED.append(OWN)
+    leave_out(config, items, HERE, ONCE)
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,7 @@ def sentences() -> dict[str, Any]:
     return {"input_ids": ids, "labels": torch.tensor([0, 1])}
 
 
-@pytest.mark.parametrize("placement", ["cpu", "nvme"])
-@pytest.mark.parametrize("evaluation_mode", [True, False])
+@pytest.mark.parametrize(("placement", "evaluation_mode"), [("cpu", False), ("nvme", True)])
 def test_model_without_an_optimizer_answers_as_it_did(placement: str, evaluation_mode: bool) -> None:
     model = bert().eval()
     with torch.no_grad():

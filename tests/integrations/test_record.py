@@ -7,9 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger
 from transformers import Trainer, TrainerCallback
 
@@ -21,6 +19,7 @@ from penstock.integrations import _common
 from penstock.integrations.speed import flops_per_token
 from penstock.integrations.transformers import RecordCallback
 from tests.browser import assert_drawn, open_page
+from tests.integrations import lightning_cases
 from tests.integrations.trainers import LENGTH, arguments, history, llama, our_trainer, rows
 from tests.plans import SMALL, small
 
@@ -115,31 +114,14 @@ class TestTrainer:
         assert_drawn(drawn, charts={"loss", "lr", "grad-norm", "memory-0", "timeline-0", "placement-0"})
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.net(batch).float().square().mean()
-        self.losses.append(loss.item())
-        return loss
-
+class Module(lightning_cases.Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch).float().square().mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.log("val_loss", self.loss(batch))
 
 
-def fit(folder: Path, module: Module, *callbacks: Any, **arguments: Any) -> None:
-    given = {"strategy": "penstock", "accelerator": "cpu", "devices": 1, "max_epochs": 1, **arguments}
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(default_root_dir=folder, callbacks=list(callbacks), **quiet | given)
-    batches = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
-    trainer.fit(module, batches, batches)
+def fit(folder: Path, module: Any, *callbacks: Any, **arguments: Any) -> None:
+    given = {"strategy": "penstock", "max_epochs": 1, "default_root_dir": folder, "callbacks": list(callbacks)}
+    lightning_cases.trainer(**given | arguments).fit(module, lightning_cases.data(), lightning_cases.data())
 
 
 class TestLightning:
@@ -150,7 +132,7 @@ class TestLightning:
         means = [sum(module.losses[n : n + 2]) / 2 for n in range(0, 8, 2)]
         assert run.column("loss") == [pytest.approx(mean, rel=1e-6) for mean in means]
         assert run.evaluations.keys() == {4}
-        assert run.about["config"] == {"width": 8}
+        assert run.about["config"] == {"width": 16, "lr": 1e-2}
         assert run.end["steps"] == 4
 
     def test_its_figures_are_logged(self, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, Trainer
 import penstock
 from penstock.integrations.transformers import trainer_class
 from tests.integrations.trainers import (
+    PLACEMENTS,
     arguments,
     assert_histories,
     assert_weights,
@@ -19,52 +20,35 @@ from tests.integrations.trainers import (
     our_trainer,
     plain_trainer,
     rows,
+    train_both,
     weights,
 )
-from tests.lib.memory import disks
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 
-def placements() -> Mapping[str, dict[str, Any]]:
-    nvme = {"nvme_path": disks()[0]}
-    return {
-        "device": {},
-        "cpu": {"placement": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}},
-        "split": {"placement": {"optimizer": {"device": 0.4, "cpu": 0.6}}, "options": {"tile_bytes": 4096}},
-        "nvme": {"placement": {"params": "nvme", "grads": "cpu", "optimizer": "nvme"} | nvme},
-    }
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("name", placements())
+@pytest.mark.parametrize(("name", "accumulation"), [("device", 3), ("cpu", 1), ("split", 1), ("nvme", 3)])
 def test_fp32_is_plain_trainer_to_1e_6(name: str, accumulation: int, tmp_path: Path) -> None:
-    plain = plain_trainer(tmp_path, gradient_accumulation_steps=accumulation)
-    plain.train()
-    ours = our_trainer(tmp_path, prepare=placements()[name], gradient_accumulation_steps=accumulation)
-    ours.train()
-    assert_histories(ours, plain)
-    assert_weights(weights(ours), weights(plain))
+    train_both(tmp_path, prepare=PLACEMENTS[name], gradient_accumulation_steps=accumulation)
 
 
-def beside_on_two(rank: int, out: Path, prepare: dict[str, Any], changes: dict[str, Any]) -> None:
-    plain = plain_trainer(out, **changes)
-    plain.train()
-    ours = our_trainer(out, seed=rank, prepare=prepare, **changes)  # ranks begin with the first one's weights
-    ours.train()
-    assert_histories(ours, plain)
-    assert_weights(weights(ours), weights(plain))
-    assert abs(ours.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) < 1e-5
+def beside_on_two(rank: int, out: Path, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for prepare, changes in rows:
+        plain = plain_trainer(out, **changes)
+        plain.train()
+        ours = our_trainer(out, seed=rank, prepare=prepare, **changes)  # ranks begin with the first one's weights
+        ours.train()
+        assert_histories(ours, plain)
+        assert_weights(weights(ours), weights(plain))
+        assert abs(ours.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("tokens_of_all", [True, False])
-def test_two_ranks_are_two_of_plain_trainer(stage: int, tokens_of_all: bool, tmp_path: Path) -> None:
-    changes = {"gradient_accumulation_steps": 3, "average_tokens_across_devices": tokens_of_all}
-    run_ranks(beside_on_two, 2, tmp_path, {"stage": stage}, changes, fresh=True)
-
-
-def test_two_ranks_with_parameters_on_nvme(tmp_path: Path) -> None:
-    run_ranks(beside_on_two, 2, tmp_path, placements()["nvme"], {"gradient_accumulation_steps": 2}, fresh=True)
+def test_two_ranks_are_two_of_plain_trainer(tmp_path: Path) -> None:
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"stage": 1}, {"gradient_accumulation_steps": 3, "average_tokens_across_devices": True}),
+        ({"stage": 3}, {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}),
+        (PLACEMENTS["nvme"], {"gradient_accumulation_steps": 2}),
+    ]
+    run_ranks(beside_on_two, 2, tmp_path, rows, fresh=True)
 
 
 def test_plain_trainer_with_a_prepared_optimizer_clips_and_logs_the_norm(tmp_path: Path) -> None:
@@ -82,9 +66,9 @@ def test_plain_trainer_with_a_prepared_optimizer_clips_and_logs_the_norm(tmp_pat
 
 
 def test_bf16_is_plain_trainer_with_fp32_masters_within_bounds(tmp_path: Path) -> None:
-    plain = plain_trainer(tmp_path, bf16=True, max_steps=12)
+    plain = plain_trainer(tmp_path, bf16=True, max_steps=8)
     plain.train()
-    ours = our_trainer(tmp_path, bf16=True, max_steps=12)
+    ours = our_trainer(tmp_path, bf16=True, max_steps=8)
     ours.train()
     losses, norms, rates = torch.tensor(history(ours)).T
     wanted_losses, wanted_norms, wanted_rates = torch.tensor(history(plain)).T
@@ -99,27 +83,24 @@ def test_bf16_is_plain_trainer_with_fp32_masters_within_bounds(tmp_path: Path) -
         assert (got - value).norm() < 0.15 * (value - llama().state_dict()[name]).norm() + 1e-3, name
 
 
+#: Several settings in a run, none of which says what another does; by what they are about.
 SETTINGS: Mapping[str, dict[str, Any]] = {
-    "no clipping": {"max_grad_norm": 0.0},
-    "clipping of None": {"max_grad_norm": None},
-    "label smoothing": {"label_smoothing_factor": 0.1},
-    "neftune": {"neftune_noise_alpha": 5.0},
-    "gradient checkpointing": {"gradient_checkpointing": True},
-    "gradient checkpointing, not reentrant": {
+    "the loss": {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "lr_scheduler_type": "cosine"},
+    "no clipping": {"max_grad_norm": 0.0, "gradient_checkpointing": True, "optim": "adamw_torch_fused"},
+    "clipping of None": {"max_grad_norm": None, "optim": "sgd", "torch_empty_cache_steps": 2},
+    "adagrad": {
+        "optim": "adagrad",
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
-    "cosine": {"lr_scheduler_type": "cosine"},
-    "sgd": {"optim": "sgd"},
-    "adagrad": {"optim": "adagrad"},
-    "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-4},
-    "adamw, fused": {"optim": "adamw_torch_fused"},
-    "options of AdamW": {"optim": "adamw_torch", "adam_beta2": 0.9, "adam_epsilon": 1e-6},
-    "of one length": {"train_sampling_strategy": "group_by_length", "length_column_name": "length"},
-    "cache emptied": {"torch_empty_cache_steps": 2},
-    "tokens counted": {"include_num_input_tokens_seen": "non_padding"},
-    "batch size found": {"auto_find_batch_size": True},
-    "progress bars": {"disable_tqdm": False},
+    "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-4, "auto_find_batch_size": True, "disable_tqdm": False},
+    "rows": {
+        "train_sampling_strategy": "group_by_length",
+        "length_column_name": "length",
+        "include_num_input_tokens_seen": "non_padding",
+        "adam_beta2": 0.9,
+        "adam_epsilon": 1e-6,
+    },
     "an epoch with a shorter last step": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 5},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
 }
@@ -128,30 +109,23 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_training_arguments_do_what_they_do(name: str, tmp_path: Path) -> None:
     changes = SETTINGS[name]
-    ours_changes = dict(changes)
-    if changes.get("max_grad_norm", 0.5) is None:
-        changes = changes | {"max_grad_norm": 0.0}
-    plain = plain_trainer(tmp_path, **changes)
+    plain = plain_trainer(tmp_path, **changes | {"max_grad_norm": changes.get("max_grad_norm", 0.5) or 0.0})
     plain.train()
-    ours = our_trainer(tmp_path, prepare=placements()["cpu"], **ours_changes)
+    ours = our_trainer(tmp_path, prepare=PLACEMENTS["cpu"], **changes)
     ours.train()
     assert_histories(ours, plain, least=4)
     assert_weights(weights(ours), weights(plain), relative=2e-6)
-    if "evaluation" in name:
-        losses = [history(trainer, "eval_loss") for trainer in (ours, plain)]
-        torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=0)
+    if name == "evaluation":
+        losses = [torch.tensor(history(trainer, "eval_loss")) for trainer in (ours, plain)]
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
         assert len(losses[0]) == 4
-    if "counted" in name:
+    if name == "rows":
         assert history(ours, "num_input_tokens_seen") == history(plain, "num_input_tokens_seen")
 
 
 def test_compiled_models_train(tmp_path: Path) -> None:
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    plain = plain_trainer(tmp_path, **compiled)
-    plain.train()
-    ours = our_trainer(tmp_path, **compiled)
-    ours.train()
-    assert_histories(ours, plain)
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
+    ours, plain = train_both(tmp_path, least=3, **compiled)
     ours.save_model(str(tmp_path / "saved"))
     assert_weights(type(ours.model).from_pretrained(tmp_path / "saved").state_dict(), plain.model.state_dict())
 
@@ -171,13 +145,7 @@ def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_class_of_optimizer_and_its_arguments(tmp_path: Path) -> None:
-    given = {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-3})}
-    plain = plain_trainer(tmp_path, given=given)
-    plain.train()
-    ours = our_trainer(tmp_path, given=given)
-    ours.train()
-    assert_histories(ours, plain)
-    assert_weights(weights(ours), weights(plain))
+    train_both(tmp_path, given={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-3})})
 
 
 def test_metrics_predictions_and_callbacks(tmp_path: Path) -> None:
@@ -231,7 +199,7 @@ def test_train_again_goes_on_with_the_same_moments(tmp_path: Path) -> None:
 
 
 def test_train_after_close_begins_anew(tmp_path: Path) -> None:
-    ours = our_trainer(tmp_path)
+    ours = our_trainer(tmp_path, max_steps=2)
     ours.train()
     first = ours.penstock
     ours.penstock.close()
@@ -288,7 +256,7 @@ def test_memory_that_runs_out_halves_the_batch(tmp_path: Path) -> None:
     changes = {"auto_find_batch_size": True, "remove_unused_columns": False}
     plain = plain_trainer(tmp_path, Greedy(), **changes)
     plain.train()
-    ours = our_trainer(tmp_path, Greedy(), prepare=placements()["cpu"], **changes)
+    ours = our_trainer(tmp_path, Greedy(), prepare=PLACEMENTS["cpu"], **changes)
     ours.train()
     assert ours.model.sizes[:2] == plain.model.sizes[:2] == [2, 1]
     assert_histories(ours, plain)

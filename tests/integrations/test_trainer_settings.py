@@ -1,8 +1,9 @@
 """What a trainer is told: arguments from a call, a file and the environment, and what cannot be said of both."""
 
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,68 +14,95 @@ from transformers import Seq2SeqTrainer, Trainer
 import penstock
 from penstock.integrations.transformers import PenstockTrainerMixin, trainer_class
 from tests.integrations.trainers import arguments, assert_histories, history, llama, our_trainer, plain_trainer, rows
+from tests.lib.refusals import Refusal, refused
+from tests.lib.refusals import rows as refusals
 
 
-def make(out: Path, *, prepare: Mapping[str, Any] = {}, given: Mapping[str, Any] = {}, **changes: Any) -> Any:
-    return our_trainer(out, prepare=prepare, given=given, **changes)
-
-
-PREPARED = "what penstock.prepare\\(\\) returned. Give the one that it was made of"
-
-
-def prepared() -> dict[str, Any]:
+def prepared(out: Path) -> None:
     model = llama()
     optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), precision="fp32")
-    return {"model": model, "given": {"optimizers": (optimizer, None)}}
+    try:
+        our_trainer(out, model, given={"optimizers": (optimizer, None)})
+    finally:
+        optimizer.close()
 
 
-REFUSED: Mapping[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "max_grad_norm of both": (lambda: {"prepare": {"max_grad_norm": 1.0}}, "max_grad_norm=1.0 beside Trainer"),
-    "overlap of backward": (lambda: {"prepare": {"overlap": "backward"}}, "Use overlap='forward'"),
-    "two precisions": (
-        lambda: {"prepare": {"precision": "fp32"}, "bf16": True},
-        "precision='fp32' beside TrainingArguments\\(bf16=True\\), which is 'bf16' here. Say it once",
+def over_several_devices(out: Path) -> None:
+    model = llama()
+    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    our_trainer(out, model)
+
+
+def by_deepspeed(out: Path) -> None:
+    args = arguments(out)
+    args.deepspeed = "ds.json"  # TrainingArguments(deepspeed=) itself needs the package of DeepSpeed
+    trainer_class(Trainer)(model=llama(), args=args, train_dataset=rows())
+
+
+def without_values(out: Path) -> None:
+    with torch.device("meta"):
+        model = llama()
+    our_trainer(out, model).train()
+
+
+def fsdp(out: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.TrainingArguments.parallel_mode", None)
+        our_trainer(out, fsdp=True)
+
+
+def sparse(out: Path) -> None:
+    our_trainer(out, given={"optimizer_cls_and_kwargs": (torch.optim.SparseAdam, {"lr": 1e-3})}).train()
+
+
+def told(**given: Any) -> Callable[[Path], Any]:
+    return lambda out: our_trainer(out, **given)
+
+
+def file(text: str) -> Callable[[Path], Any]:
+    def do(out: Path) -> None:
+        (out / "p.yaml").write_text(text)
+        trainer_class(Trainer, config=out / "p.yaml")
+
+    return do
+
+
+def environment(out: Path) -> None:
+    os.environ["PENSTOCK_CONFIG"] = str(out / "other.json")
+    trainer_class(Trainer)
+
+
+REFUSED = {
+    "max_grad_norm of both": Refusal(told(prepare={"max_grad_norm": 1.0}), "max_grad_norm=1.0 beside Trainer"),
+    "overlap of backward": Refusal(told(prepare={"overlap": "backward"}), "Use overlap='forward'"),
+    "two precisions": Refusal(
+        told(prepare={"precision": "fp32"}, bf16=True),
+        "precision='fp32' beside TrainingArguments(bf16=True), which is 'bf16' here. Say it once",
     ),
-    "an argument that there is not": (lambda: {"prepare": {"stages": 2}}, "has no 'stages'. Did you mean 'stage'"),
-    "a field that there is not": (lambda: {"prepare": {"placement": {"param": "cpu"}}}, "Did you mean 'params'"),
-    "fsdp": (lambda: {"fsdp": True}, "FSDP would shard the model a second time"),
-    "evaluation in bf16": (lambda: {"bf16_full_eval": True}, "casts the model for evaluation"),
-    "bitsandbytes": (lambda: {"optim": "adamw_bnb_8bit"}, "'state_dtype': 'bf16'"),
-    "paged": (lambda: {"optim": "paged_adamw_32bit"}, "which is what paging is for"),
-    "lion": (lambda: {"optim": "lion_32bit"}, "penstock.optim.Lion"),
-    "adafactor": (lambda: {"optim": "adafactor"}, "none for it. Use one of adamw_torch, adamw_torch_fused, sgd"),
-    "galore": (lambda: {"optim": "galore_adamw", "optim_target_modules": ["attn"]}, "none for it. Use one of"),
-    "a prepared optimizer": (prepared, PREPARED),
+    "an argument that there is not": Refusal(told(prepare={"stages": 2}), "has no 'stages'. Did you mean 'stage'"),
+    "a field that there is not": Refusal(told(prepare={"placement": {"param": "cpu"}}), "Did you mean 'params'"),
+    "fsdp": Refusal(fsdp, "FSDP would shard the model a second time"),
+    "evaluation in bf16": Refusal(told(bf16_full_eval=True), "casts the model for evaluation"),
+    "bitsandbytes": Refusal(told(optim="adamw_bnb_8bit"), "'state_dtype': 'bf16'"),
+    "paged": Refusal(told(optim="paged_adamw_32bit"), "which is what paging is for"),
+    "lion": Refusal(told(optim="lion_32bit"), "penstock.optim.Lion"),
+    "galore": Refusal(told(optim="galore_adamw", optim_target_modules=["attn"]), "Use one of adamw_torch, adamw_torch"),
+    "a prepared optimizer": Refusal(prepared, "what penstock.prepare() returned. Give the one that it was made of"),
+    "an optimizer without a rule": Refusal(sparse, "it takes sparse gradients"),
+    "a model over several devices": Refusal(over_several_devices, "dispatched over cpu, disk"),
+    "deepspeed": Refusal(by_deepspeed, "trainer_class(Trainer, deepspeed='ds.json')"),
+    "no values and no folder": Refusal(without_values, "names no folder of .safetensors weights"),
+    "a mistake in a file": Refusal(file("stages: 2"), "p.yaml has no 'stages'. Did you mean 'stage'"),
+    "a file that is torn": Refusal(file("a: ["), "p.yaml is not read"),
+    "a file of a list": Refusal(file("- 1"), "mapping"),
+    "a file of the environment": Refusal(environment, "other.json is not read"),
+    "two files": Refusal(lambda _: trainer_class(Trainer, deepspeed="ds.json", config="p.yaml"), "Give one of them"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name_before_anything_is_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, message = REFUSED[name]
-    if "fsdp" in given():
-        monkeypatch.setattr("transformers.TrainingArguments.parallel_mode", None)
-    with pytest.raises(penstock.ConfigError, match=message):
-        make(tmp_path, **given())
-
-
-def test_a_class_of_optimizer_without_a_rule_is_refused_at_train(tmp_path: Path) -> None:
-    given = {"optimizer_cls_and_kwargs": (torch.optim.SparseAdam, {"lr": 1e-3})}
-    with pytest.raises(penstock.ConfigError, match="it takes sparse gradients"):
-        make(tmp_path, given=given).train()
-
-
-def test_a_model_over_several_devices_is_refused(tmp_path: Path) -> None:
-    model = llama()
-    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
-    with pytest.raises(penstock.ConfigError, match="dispatched over cpu, disk"):
-        our_trainer(tmp_path, model)
-
-
-def test_deepspeed_in_training_arguments_is_refused(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
-    args.deepspeed = "ds.json"  # TrainingArguments(deepspeed=) itself needs the package of DeepSpeed
-    with pytest.raises(penstock.ConfigError, match=r"trainer_class\(Trainer, deepspeed='ds\.json'\)"):
-        trainer_class(Trainer)(model=llama(), args=args, train_dataset=rows())
+@refusals(REFUSED)
+def test_refused_by_name(row: Refusal, tmp_path: Path) -> None:
+    refused(row, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +111,7 @@ def test_deepspeed_in_training_arguments_is_refused(tmp_path: Path) -> None:
         (torch.float32, {}, {}, "fp32"),
         (torch.bfloat16, {}, {}, "bf16"),
         (torch.float32, {"bf16": True}, {}, "bf16"),
-        (torch.bfloat16, {"bf16": True}, {}, "bf16"),
-        (torch.float32, {"bf16": True}, {"precision": "bf16"}, "bf16"),
+        (torch.bfloat16, {"bf16": True}, {"precision": "bf16"}, "bf16"),
         (torch.float32, {}, {"precision": "bf16"}, "bf16"),
         (torch.bfloat16, {}, {"precision": "fp32"}, "fp32"),
     ],
@@ -101,32 +128,15 @@ def test_the_precision_is_what_is_said_else_the_models_own(
 # Where arguments come from
 
 
-def test_arguments_of_a_file_and_of_the_call_which_count_first(tmp_path: Path) -> None:
+def test_arguments_of_a_file_of_the_environment_and_of_the_call_which_count_first(tmp_path: Path) -> None:
     file = tmp_path / "penstock.yaml"
     file.write_text("stage: 2\nplacement:\n  optimizer: {device: 0.4, cpu: 0.6}\noptions: {tile_bytes: 4096}\n")
     told = trainer_class(Trainer, config=file, stage=1).penstock_arguments  # type: ignore[attr-defined]
     assert told["stage"] == 1
     assert told["placement"] == penstock.Placement(optimizer={"device": 0.4, "cpu": 0.6})
     assert told["options"] == penstock.Options(tile_bytes=4096)
-
-
-def test_arguments_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "penstock.json").write_text(json.dumps({"stage": 2}))
-    monkeypatch.setenv("PENSTOCK_CONFIG", str(tmp_path / "penstock.json"))
+    os.environ["PENSTOCK_CONFIG"] = str(file)
     assert trainer_class(Trainer).penstock_arguments["stage"] == 2  # type: ignore[attr-defined]
-    monkeypatch.setenv("PENSTOCK_CONFIG", str(tmp_path / "other.json"))
-    with pytest.raises(penstock.ConfigError, match=r"other\.json is not read"):
-        trainer_class(Trainer)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("stages: 2", "p.yaml has no 'stages'. Did you mean 'stage'"), ("a: [", "p.yaml is not read"), ("- 1", "mapping")],
-)
-def test_mistakes_in_a_file_name_it(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "p.yaml").write_text(text)
-    with pytest.raises(penstock.ConfigError, match=message):
-        trainer_class(Trainer, config=tmp_path / "p.yaml")
 
 
 def test_clipping_in_a_file_is_that_of_trainer_or_an_error(tmp_path: Path) -> None:
@@ -161,8 +171,6 @@ def test_a_configuration_of_deepspeed(tmp_path: Path, caplog: pytest.LogCaptureF
     assert ours.penstock.locations().bytes(kind="exp_avg", tier="device") == 0
     with pytest.raises(penstock.ConfigError, match="differ: gradient_accumulation_steps=1 and 2"):
         base(model=llama(), args=arguments(tmp_path, max_grad_norm=0.5), train_dataset=rows())
-    with pytest.raises(penstock.ConfigError, match="Give one of them"):
-        trainer_class(Trainer, deepspeed="ds.json", config="p.yaml")
 
 
 def test_the_batch_of_all_ranks_is_no_field_of_trainer(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """TRL's trainers on Penstock, beside TRL's own: every number that they log, and the weights that they save."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +17,42 @@ SPLIT = {"placement": {"params": {"cpu": 0.5, "device": 0.5}, "grads": "cpu", "o
 NVME = {"placement": {"params": "nvme", "grads": "cpu", "optimizer": "nvme"}}
 LORA = {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)}
 
-SAME_TO_1E_6 = {
-    "sft": ("sft", CPU, {}),
-    "sft of a tied head, packed": ("sft", SPLIT, {"model": cases.tied, "packing": True, "packing_strategy": "wrapped"}),
-    "sft padding-free": ("sft", CPU, {"packing": True}),
-    "sft of completions alone": ("sft", NVME, {"data": cases.completions}),
-    "sft of the assistant alone": ("sft", SPLIT, {"data": cases.talks, "assistant_only_loss": True}),
+#: By name: the trainer, where state is, and settings; rows that sample are near to theirs within 1e-5.
+FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+SAMPLING = ("grpo", "rloo", "distillation")
+
+
+ROWS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sft by dft": ("sft", CPU, {"loss_type": "dft", "gradient_checkpointing": False}),
-    "sft with smooth labels": ("sft", CPU, {"label_smoothing_factor": 0.1}),
-    "sft of an adapter": ("sft", NVME, LORA),
-    "dpo": ("dpo", CPU, {}),
+    "sft, packed": ("sft", SPLIT, {"model": cases.tied, "packing": True, "packing_strategy": "wrapped"}),
+    "sft padding-free, of smooth labels": ("sft", CPU, {"packing": True, "label_smoothing_factor": 0.1}),
+    "sft of the assistant alone": ("sft", SPLIT, {"data": cases.talks, "assistant_only_loss": True}),
+    "sft of completions, an adapter": ("sft", NVME, LORA | {"data": cases.completions}),
     "dpo with the reference's words known before": ("dpo", NVME, {"precompute_ref_log_probs": True}),
-    "dpo with a reference that follows": (
-        "dpo",
-        SPLIT,
-        {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.4},
-    ),
+    "dpo with a reference that follows": ("dpo", SPLIT, {**FOLLOWS, "ref_model_mixup_alpha": 0.4}),
     "dpo of an adapter": ("dpo", CPU, LORA),
     "kto": ("kto", CPU, {}),
-    "reward": ("reward", SPLIT, {}),
-    "reward of an adapter": ("reward", CPU, LORA),
-}
-SAME_TO_1E_5 = {
-    "grpo": ("grpo", CPU, {}),
-    "grpo with a reference": ("grpo", NVME, {"beta": 0.1}),
+    "reward of an adapter": ("reward", SPLIT, LORA),
     "grpo twice over each answer": ("grpo", SPLIT, {"num_iterations": 2, "max_steps": 3}),
     "grpo of several steps' answers": (
         "grpo",
         CPU,
         {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "scale_rewards": "batch", "beta": 0.1},
     ),
-    "grpo of an adapter": ("grpo", NVME, LORA | {"beta": 0.1}),
-    "grpo with a reference that follows": (
+    "grpo of an adapter, evaluated between its steps": (
+        "grpo",
+        NVME,
+        LORA | {"beta": 0.1, "eval_dataset": cases.prompts(4), "eval_strategy": "steps", "eval_steps": 1},
+    ),
+    "grpo with a reference that follows, and a head in fp32": (
         "grpo",
         SPLIT,
-        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        FOLLOWS | {"beta": 0.1, "cast_lm_head_to_fp32": True},
     ),
     "grpo rewarded by a model": (
         "grpo",
         CPU,
         {"reward_funcs": [cases.scoring(), cases.likes], "reward_processing_classes": [cases.tokenizer(), None]},
-    ),
-    "grpo evaluated between its steps": (
-        "grpo",
-        NVME,
-        {"eval_dataset": cases.prompts(4), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
     ),
     "grpo by continuous batching": (
         "grpo",
@@ -70,7 +62,6 @@ SAME_TO_1E_5 = {
             "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
         },
     ),
-    "grpo with a head in fp32": ("grpo", SPLIT, {"cast_lm_head_to_fp32": True, "beta": 0.1}),
     "rloo": ("rloo", CPU, {}),
     "distillation": ("distillation", CPU, {}),
 }
@@ -88,21 +79,15 @@ def placed(prepare: dict[str, Any]) -> dict[str, Any]:
     return {"placement": prepare["placement"] | {"nvme_path": str(disks()[0])}}
 
 
-@pytest.mark.parametrize("row", SAME_TO_1E_6)
+@pytest.mark.parametrize("row", ROWS)
 def test_as_in_trl(row: str, tmp_path: Path) -> None:
-    name, prepare, options = SAME_TO_1E_6[row]
-    cases.beside(name, placed(prepare), tmp_path, **options)
-
-
-@pytest.mark.parametrize("row", SAME_TO_1E_5)
-def test_generating_as_in_trl(row: str, tmp_path: Path) -> None:
-    name, prepare, options = SAME_TO_1E_5[row]
+    name, prepare, options = ROWS[row]
     if name == "distillation" and cases.ON_GPUS_ALONE:
         pytest.skip("TRL 1.15 distils by kernels for GPUs alone")
-    cases.beside(name, placed(prepare), tmp_path, 1e-5, **options)
+    cases.beside(name, placed(prepare), tmp_path, 1e-5 if name in SAMPLING else 1e-6, **options)
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_in_bf16_near_autocast(name: str, tmp_path: Path) -> None:
     """The same steps, where theirs computes in bf16 from fp32 parameters and ours has bf16 ones with fp32 masters."""
     cases.folder_of(cases.causal(), tmp_path / "model")
@@ -115,7 +100,7 @@ def test_in_bf16_near_autocast(name: str, tmp_path: Path) -> None:
         assert (ours.weights[key] - value).float().norm() <= 0.05 * value.float().norm(), key
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_resumed_as_if_never_stopped(name: str, tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -124,8 +109,7 @@ def test_resumed_as_if_never_stopped(name: str, tmp_path: Path) -> None:
         out = tmp_path / ("plain" if prepare is None else "ours")
         straight = cases.run(name, prepare, tmp_path, **saving)
         again = cases.run(name, prepare, tmp_path, {"resume_from_checkpoint": str(out / "checkpoint-2")}, **saving)
-        for name_of, value in straight.weights.items():
-            assert torch.equal(again.weights[name_of], value)
+        torch.testing.assert_close(again.weights, straight.weights, rtol=0, atol=0)
         losses = [[line["loss"] for line in run.logs if "loss" in line] for run in (again, straight)]
         assert losses[0] == losses[1]
         outcomes.append(again)

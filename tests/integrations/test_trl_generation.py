@@ -22,11 +22,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.integrations import generation, trl
-from penstock.integrations.trl import WholeParameters
 from tests.integrations import trl_cases as cases
 from tests.integrations.test_trl import CPU, LORA
 from tests.lib.memory import disks
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 ON_DEVICE = {"optimizer": "device", "grads": "device"}
 HALF_ON_NVME = {"optimizer": {"device": 0.5, "nvme": 0.5}, "params": "cpu", "nvme_path": str(disks()[0])}
@@ -60,7 +59,7 @@ def states(trainer: Any) -> list[Tensor]:
     return [optimizer.full_state(p, name) for p in trained for name in ("exp_avg", "exp_avg_sq")]
 
 
-@pytest.mark.parametrize("trainer", [(ON_DEVICE, {}), (HALF_ON_NVME, {}), (ALL_ON_NVME, {})], indirect=True)
+@pytest.mark.parametrize("trainer", [(HALF_ON_NVME, {}), (ALL_ON_NVME, {})], indirect=True)
 def test_state_makes_room_on_the_device_and_is_where_it_was_afterwards(trainer: Any) -> None:
     optimizer = trainer.penstock
     before, values = at_rest(optimizer), states(trainer)
@@ -80,7 +79,10 @@ def test_state_makes_room_on_the_device_and_is_where_it_was_afterwards(trainer: 
 
 
 @pytest.mark.parametrize("trainer", [(ON_DEVICE, {})], indirect=True)
-def test_an_exception_while_generating_leaves_all_as_it_was(trainer: Any) -> None:
+def test_an_exception_while_generating_leaves_all_as_it_was(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "free_bytes", lambda device: 0)
+    with generation.generating(trainer.accelerator, trainer.penstock, trainer.model) as found:
+        assert found  # it rests whole on the device
     before = at_rest(trainer.penstock)
     with pytest.raises(KeyError), trainer._dist.summon_full_params(trainer.model_wrapped):
         raise KeyError
@@ -99,31 +101,6 @@ def test_a_model_that_does_not_fit_whole_is_gathered_for_each_token(
             assert found is is_whole
     with generation.generating(trainer.accelerator, trainer.penstock, trainer.model, whole=False) as found:
         assert not found
-
-
-@pytest.mark.parametrize("trainer", [(ON_DEVICE, {})], indirect=True)
-def test_a_model_that_rests_whole_on_the_device_is_whole(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "free_bytes", lambda device: 0)
-    with generation.generating(trainer.accelerator, trainer.penstock, trainer.model) as found:
-        assert found
-
-
-def test_before_it_is_trained_a_model_is_whole(tmp_path: Path) -> None:
-    cases.folder_of(cases.causal(), tmp_path / "model")
-    made = cases.trainer_of("grpo", CPU, tmp_path)
-    whole = WholeParameters(made)
-    with whole.summon_full_params(made.model), whole.gather_params(made.model.parameters()):
-        assert all(p.isfinite().all() for p in made.model.parameters())
-
-
-def test_references_stay_where_the_placement_has_them(tmp_path: Path) -> None:
-    cases.folder_of(cases.causal(), tmp_path / "model")
-    made = cases.trainer_of("dpo", CPU, tmp_path)
-    made.train()
-    report = made.accelerator.optimizer_of(made.ref_model).locations()
-    size = sum(p.numel() * p.element_size() for p in made.ref_model.parameters())
-    assert report.bytes(kind="param", tier="cpu") >= size
-    assert {row.kind for row in report.rows} <= {"param", "staging", "gathered"}
 
 
 @pytest.mark.parametrize("trainer", [(CPU["placement"], {})], indirect=True)
@@ -241,28 +218,19 @@ def test_vllm_gets_merged_weights_and_the_base_stays_bit_for_bit(trainer: Any, m
 # Ranks that stop at different tokens, and after different numbers of answers
 
 
-def uneven(rank: int, folder: Path, whole: bool) -> Any:
-    """Rank 0 answers with one token, rank 1 with as many as there may be."""
+def uneven(rank: int, folder: Path) -> Any:
+    """Rank 0 answers with one token, rank 1 with as many as there may be; whole, and gathered for each token."""
     stops = {"eos_token_id": list(range(64))} if rank == 0 else {"eos_token_id": 1, "suppress_tokens": [1]}
-    options = {"generation_kwargs": stops, "ds3_gather_for_generation": whole, "beta": 0.1}
-    lengths: list[int] = []
-
-    def noting(completion_ids: list[list[int]], **rest: Any) -> list[float]:
-        lengths.extend(len(ids) for ids in completion_ids)
-        return cases.likes(completion_ids, **rest)
-
-    noting.__name__ = "likes"
-    ours = cases.run("grpo", CPU, folder, reward_funcs=noting, **options)
-    theirs = cases.run("grpo", None, folder, reward_funcs=noting, **options)
-    return ours, theirs, lengths
+    options = {"generation_kwargs": stops, "beta": 0.1}
+    runs = [cases.run("grpo", CPU, folder, ds3_gather_for_generation=whole, **options) for whole in (True, False)]
+    return cases.run("grpo", None, folder, **options), runs
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_answers_of_different_lengths_on_two_ranks(whole: bool, tmp_path: Path) -> None:
+def test_answers_of_different_lengths_on_two_ranks(tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
-    outcomes = run_ranks(uneven, 2, tmp_path, whole, timeout=timedelta(seconds=60), fresh=True)
-    for rank, (ours, theirs, _) in enumerate(outcomes):
-        cases.same(ours, theirs, 1e-5)
+    for rank, (theirs, runs) in enumerate(run_ranks(uneven, 2, tmp_path, timeout=timedelta(minutes=3), fresh=True)):
+        for ours in runs:
+            cases.same(ours, theirs, 1e-5)
         assert rank == 0 or theirs.logs[0]["completions/max_length"] == 6
 
 

@@ -1,25 +1,39 @@
 """What the tests of `Trainer` share: a tiny Llama, rows with padding and masked labels, and a run of either trainer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from penstock.integrations.transformers import trainer_class
+from tests.lib.memory import disks
+from tests.lib.models import llama as small_llama
 
 LENGTH = 12
 VOCAB = 64
 
+ON_NVME = {"params": "nvme", "grads": "cpu", "optimizer": "nvme", "nvme_path": disks()[0]}
+PLACEMENTS: Mapping[str, dict[str, Any]] = {
+    "device": {},
+    "cpu": {"placement": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}},
+    "split": {"placement": {"optimizer": {"device": 0.4, "cpu": 0.6}}, "options": {"tile_bytes": 4096}},
+    "nvme": {"placement": ON_NVME},
+}
 
-def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+
+def llama(seed: int = 0, **changes: Any) -> Any:
     """A Llama of 2 blocks with random weights in fp32."""
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": VOCAB, "attention_dropout": 0.0} | sizes | heads | changes))
+    return small_llama(seed=seed, **{"vocab_size": VOCAB, "intermediate_size": 48, "num_key_value_heads": 2} | changes)
+
+
+def adapted(seed: int = 0) -> Any:
+    model = llama(seed)
+    torch.manual_seed(seed + 1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"))
 
 
 def rows(count: int = 24, seed: int = 0) -> list[dict[str, Tensor]]:
@@ -75,20 +89,15 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 
 def assert_weights(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, relative: float = 1e-6) -> None:
     """The same names and values; Adam makes much of gradients that are next to nothing, so absolutely as well."""
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            got[name].float(), value.float(), rtol=relative, atol=relative, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    ours, theirs = ({name: value.detach().float() for name, value in each.items()} for each in (got, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=relative, atol=relative)
 
 
 def plain_trainer(
     out: Path, model: nn.Module | None = None, *, seed: int = 0, given: Mapping[str, Any] = {}, **changes: Any
 ) -> Trainer:
     """The trainer of transformers, as it is."""
-    args = arguments(out, **changes)
-    given = {"train_dataset": rows(), "eval_dataset": rows(6, seed=7)} | dict(given)
-    return Trainer(model=llama(seed) if model is None else model, args=args, **given)
+    return _made(Trainer, out, model, seed, given, changes)
 
 
 def our_trainer(
@@ -101,6 +110,28 @@ def our_trainer(
     **changes: Any,
 ) -> Any:
     """The same trainer on penstock."""
-    args = arguments(out, **changes)
-    given = {"train_dataset": rows(), "eval_dataset": rows(6, seed=7)} | dict(given)
-    return trainer_class(Trainer, **prepare)(model=llama(seed) if model is None else model, args=args, **given)
+    return _made(trainer_class(Trainer, **prepare), out, model, seed, given, changes)
+
+
+def _made(kind: Any, out: Path, model: Any, seed: int, given: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    rest = {"train_dataset": rows(), "eval_dataset": rows(6, seed=7), **given}
+    return kind(model=llama(seed) if model is None else model, args=arguments(out, **changes), **rest)
+
+
+def train_both(
+    out: Path,
+    make: Callable[[], nn.Module] = llama,
+    *,
+    prepare: Mapping[str, Any] = {},
+    relative: float = 1e-6,
+    least: int = 6,
+    **how: Any,
+) -> tuple[Any, Any]:
+    """Train plain and on penstock: the same history and the same weights."""
+    plain = plain_trainer(out / "plain", make(), **how)
+    plain.train()
+    ours = our_trainer(out / "ours", make(), prepare=prepare, **how)
+    ours.train()
+    assert_histories(ours, plain, least=least)
+    assert_weights(weights(ours), weights(plain), relative=relative)
+    return ours, plain

@@ -9,5 +9,6 @@ memory      memory, disks, rings and pinning of the test's choice
 refusals    rows of what is refused, and the check that nothing has changed
 covering    rows in which all pairs, or triples, of choices meet
 fuzz        how many examples a property test draws
+releases    what runs in two releases of other libraries
 interrupts  an error at the n-th line of Penstock
 """

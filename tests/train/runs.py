@@ -24,8 +24,8 @@ from transformers import TrainerCallback
 
 from penstock.errors import PenstockError
 from tests.lib.memory import disks
-from tests.support import PRELOADED
-from tests.support import run_ranks as run_ranks_here
+from tests.lib.ranks import PRELOADED
+from tests.lib.ranks import run_ranks as run_ranks_here
 
 if trl.trainer.utils._ChunkedLogProbFunction is None:  # TRL 1.15 has on GPUs alone what its loss is made of
     import tests.integrations.trl_cases  # noqa: F401
@@ -93,6 +93,16 @@ class Outcome:
 Hook = Callable[[str, Any], None]  # of the event's name, and the state of the trainer
 
 
+def event(name: str) -> Callable[..., None]:
+    """A method of a callback, which calls its hook."""
+
+    def happened(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.hook is not None:
+            self.hook(name, state)
+
+    return happened
+
+
 class Listener(TrainerCallback):
     """Notes the logs of every trainer that is made while it listens, and calls a hook at its events."""
 
@@ -105,24 +115,9 @@ class Listener(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float], **_: Any) -> None:
         self.logs.append({key: value for key, value in logs.items() if not any(part in key for part in UNLIKE)})
 
-    def _happened(self, event: str, state: Any) -> None:
-        if self.hook is not None:
-            self.hook(event, state)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._happened("train begins", state)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._happened("step begins", state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._happened("step ends", state)
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._happened("evaluates", state)
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._happened("saved", state)
+    on_step_begin = event("step begins")
+    on_step_end = event("step ends")
+    on_prediction_step = event("evaluates")
 
 
 @contextmanager
@@ -216,28 +211,18 @@ def refused(argv: Sequence[str]) -> str:
 
 
 def assert_same_logs(ours: Iterable[dict[str, float]], theirs: Iterable[dict[str, float]], within: float) -> None:
-    """Hold every number of every line against each other."""
-    mine, expected = list(ours), list(theirs)
-    assert len(mine) == len(expected) > 1
-    for number, (got, wanted) in enumerate(zip(mine, expected, strict=True)):
-        assert set(wanted) <= set(got), f"line {number}: {set(wanted) - set(got)} is not told"
-        for key, value in wanted.items():
-            torch.testing.assert_close(
-                float(got[key]),
-                float(value),
-                rtol=within,
-                atol=within,
-                equal_nan=True,
-                msg=lambda text, place=f"line {number}, {key}": f"{place}: {text}",
-            )
+    """Hold every number of every line of theirs against ours."""
+    expected = [{key: float(value) for key, value in line.items()} for line in theirs]
+    found = [{key: float(value) for key, value in line.items()} for line in ours]
+    assert len(found) == len(expected) > 1
+    shared = [{key: mine[key] for key in line} for mine, line in zip(found, expected, strict=True)]
+    torch.testing.assert_close(shared, expected, rtol=within, atol=within, equal_nan=True)
 
 
 def assert_same_weights(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], within: float) -> None:
     """Hold every element of what is saved against each other; Adam makes much of gradients that are almost nothing."""
-    assert ours.keys() == theirs.keys()
     assert theirs
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=within, atol=within, msg=lambda text, n=name: f"{n}: {text}")
+    torch.testing.assert_close(dict(ours), dict(theirs), rtol=within, atol=within)
 
 
 def assert_same(ours: Outcome, theirs: Outcome, within: float = 1e-6) -> None:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 RANK = """
 from penstock.checkpoint import save
 save._PATIENCE_S = 0.2
@@ -17,7 +15,6 @@ main()
 """
 
 
-@pytest.mark.thorough
 def test_every_rank_ends_with_one_line_before_data_are_read(made: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"text": "the quick brown fox"}) + "\n" for _ in range(40)))

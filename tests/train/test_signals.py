@@ -2,14 +2,11 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.train.signals import AGAIN_SECONDS
-from tests.support import thorough
 from tests.train.runs import (
     CPU,
     NVME,
@@ -41,15 +38,14 @@ def handlers() -> Any:
     assert all(handler is reached for handler in after.values())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_saves_and_goes_on_to_the_same_weights(
-    number: signal.Signals, made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = settings_of(made, "chats", **ASSISTANT)
     whole = ours(settings, tmp_path / "whole", penstock=CPU)
     out = tmp_path / "parts"
     capfd.readouterr()
-    ended = ours(settings, out, penstock=CPU, hook=killing("step ends", 3, number))
+    ended = ours(settings, out, penstock=CPU, hook=killing("step ends", 3, signal.SIGTERM))
     said = capfd.readouterr()
     assert ended.status == 75
     assert checkpoints(out) == ["checkpoint-3"]
@@ -93,27 +89,12 @@ def listen_to_signals(folder: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def asked_twice(settings: dict[str, Any], folder: Path) -> None:
-    listen_to_signals(folder)
-
-    def hook(event: str, state: Any) -> None:
-        if event == "step begins" and state.global_step == 3:
-            for _ in range(2):  # a launcher passes a Ctrl-C on: within a second the same one is meant
-                os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(AGAIN_SECONDS + 0.1)
-            Path("lives").touch()
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-
-    ours(settings, folder / "out", penstock=CPU, hook=hook)
-
-
-def asked_at_once(settings: dict[str, Any], folder: Path, number: int) -> None:
+def asked_at_once(settings: dict[str, Any], folder: Path) -> None:
     listen_to_signals(folder)
     import datasets
 
     def load(*_: Any, **__: Any) -> Any:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal ends it before this")
 
     datasets.load_dataset = load
@@ -121,19 +102,11 @@ def asked_at_once(settings: dict[str, Any], folder: Path, number: int) -> None:
     raise SystemExit(command(["--config", str(file), "--output_dir", str(folder / "out")]))
 
 
-def test_the_second_signal_ends_at_once(made: Path, tmp_path: Path) -> None:
-    settings = settings_of(made, "texts")
-    assert run_child(asked_twice, settings, tmp_path) == 130
-    assert (tmp_path / "lives").exists(), "the echo of the first is no second one"
-    assert not checkpoints(tmp_path / "out")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, thorough(signal.SIGINT)])
-def test_before_the_first_step_a_signal_ends_it_and_harms_nothing(number: int, made: Path, tmp_path: Path) -> None:
+def test_before_the_first_step_a_signal_ends_it_and_harms_nothing(made: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("of an earlier run")
-    status = run_child(asked_at_once, settings_of(made, "texts"), tmp_path, number)
-    assert status in (128 + number, -number)
+    status = run_child(asked_at_once, settings_of(made, "texts"), tmp_path)
+    assert status in (128 + signal.SIGTERM, -signal.SIGTERM)
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "of an earlier run"
     assert not saved(tmp_path / "out")
     assert not checkpoints(tmp_path / "out")

@@ -1,7 +1,6 @@
 """Arguments of `prepare` as JSON and YAML hold them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.integrations.arguments import ByClassName, argument_names, prepare_arguments, read_arguments
-from tests.plans import SMALL
+from penstock.integrations.arguments import ByClassName, argument_names, prepare_arguments
 
 FILE = """{
   "stage": 2,
@@ -54,23 +52,8 @@ def test_values_stay_as_they_are() -> None:
     }
     assert prepare_arguments(given) == given
     assert prepare_arguments({"placement": "auto"}) == {"placement": "auto"}
+    assert prepare_arguments({"stage": 2, "unit_micro_batches": 1, "batch_dim": 0}) == {"stage": 2}  # were removed
     assert prepare_arguments({"placement": None, "options": None}) == {"placement": None, "options": penstock.Options()}
-
-
-def test_what_was_removed_is_left_out_where_it_said_nothing() -> None:
-    assert prepare_arguments({"stage": 2, "unit_micro_batches": 1, "batch_dim": 0}) == {"stage": 2}
-
-
-def test_a_file_names_a_plan_and_prepare_does_what_that_says(tmp_path: Path) -> None:
-    plan, config = tmp_path / "plan.json", tmp_path / "penstock.yaml"
-    plan.write_text(SMALL.to_json())
-    config.write_text(f"placement: auto\nprecision: fp32\nplan: {plan}\n")
-    made = read_arguments(config)
-    assert made == {"placement": "auto", "precision": "fp32", "plan": str(plan)}
-    model = nn.Linear(8, 8)
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), **made)
-    assert optimizer.plan == SMALL
-    optimizer.close()
 
 
 def test_every_argument_of_prepare_is_known() -> None:
@@ -102,8 +85,3 @@ def test_every_argument_of_prepare_is_known() -> None:
 def test_mistakes_are_named(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare_arguments(given)
-
-
-def test_messages_name_the_source() -> None:
-    with pytest.raises(ConfigError, match=r"p\.yaml has no 'stages'"):
-        prepare_arguments({"stages": 3}, source="p.yaml")

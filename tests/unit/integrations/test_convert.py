@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import penstock
-from penstock import Options
 from penstock.errors import ConfigError
 from penstock.integrations.arguments import prepare_arguments
 from penstock.integrations.convert import (
@@ -80,31 +79,123 @@ INFINITY = {
         "zero_quantized_gradients": False,
     },
 }
-SECOND = {
-    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-    "zero_optimization": {"stage": 2, "cpu_offload": True, "stage3_max_live_parameters": 1e9, "mics_shard_size": 2},
-    "gradient_allreduce_op": "sum",
-    "a_key_of_tomorrow": {"with": {"keys": 1}},
-}
-CONFIGS = {
-    "trainers": TRAINERS,
-    "infinity": INFINITY,
-    "second": SECOND,
-    "empty": {},
-    "static": {
-        "fp16": {"enabled": True, "loss_scale": 128},
-        "zero_optimization": {"stage": "1"},
-        "gradient_clipping": 0,
-    },
-}
 
 
 def notes(converted: Converted, verdict: str) -> set[str]:
     return {note.key for note in converted.notes if note.verdict == verdict}
 
 
-def of_zero(**block: Any) -> Mapping[str, Any]:
-    return convert_deepspeed({"bf16": {"enabled": True}, "zero_optimization": block}).arguments
+ZEROPP = {"zero_quantized_weights": "true", "zero_quantized_gradients": True, "zero_hpz_partition_size": 4}
+SIZES = {"stage3_max_live_parameters": 1000, "stage3_prefetch_bucket_size": "5e2"}
+CPU = {"device": "cpu"}
+
+
+def zero(**block: Any) -> dict[str, Any]:
+    return {"bf16": {"enabled": True}, "zero_optimization": block}
+
+
+def fsdp(**config: Any) -> dict[str, Any]:
+    return {"distributed_type": "FSDP", "fsdp_config": {f"fsdp_{name}": value for name, value in config.items()}}
+
+
+#: Configurations, and some of the arguments that they become; `...` for none of that name.
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # DeepSpeed: fp32, nothing sharded, clipping at 1. The defaults of `prepare` are others.
+    "nothing": ({}, {"stage": 0, "precision": "fp32", "max_grad_norm": 1.0}),
+    "a static loss scale": (
+        {"fp16": {"enabled": True, "loss_scale": 128}, "zero_optimization": {"stage": "1"}, "gradient_clipping": 0},
+        {"options": {"initial_loss_scale": 128.0, "dynamic_loss_scale": False}, "stage": 1, "max_grad_norm": ...},
+    ),
+    "bf16 without masters": (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+        | {"gradient_allreduce_op": "sum"},
+        {"master": "none", "options": {"state_dtype": "bf16", "reduce_op": "sum"}},
+    ),
+    "ZeRO++": (
+        zero(stage=3, **ZEROPP),
+        {"options": {"gather_format": "int8", "reduce_format": "int4", "secondary_shard": 4}},
+    ),
+    # DeepSpeed lets these be in other stages; `prepare` would refuse the options that they become.
+    "ZeRO++ at stage 2": (zero(stage=2, **ZEROPP, stage3_max_live_parameters=1e9), {"options": ...}),
+    "no ZeRO++": (
+        zero(stage=3, **{**ZEROPP, "zero_quantized_weights": "False", "zero_hpz_partition_size": 1.0}),
+        {"options": {"reduce_format": "int4"}},
+    ),
+    "elements of bf16": (zero(stage=3, **SIZES), {"options": {"live_bytes": 2000, "prefetch_bytes": 1000}}),
+    "elements of fp32": (
+        {"zero_optimization": {"stage": 3, **SIZES}},
+        {"options": {"live_bytes": 4000, "prefetch_bytes": 2000}},
+    ),
+    "cpu": (zero(stage=2, offload_optimizer=CPU), {"placement": {"optimizer": "cpu", "grads": "cpu"}}),
+    "cpu, as it was": (zero(stage=2, cpu_offload=True), {"placement": {"optimizer": "cpu", "grads": "cpu"}}),
+    "none": (zero(stage=2, offload_optimizer={"device": "none"}, offload_param=CPU), {"placement": ...}),
+    "parameters": (zero(stage=3, offload_param=CPU), {"placement": {"params": "cpu"}}),
+    "parameters, as it was": (zero(stage=3, cpu_offload_param=True), {"placement": {"params": "cpu"}}),
+    "a share": (
+        zero(stage=3, offload_optimizer={"ratio": 0.25, **CPU}),
+        {"placement": {key: {"cpu": 0.25, "device": 0.75} for key in ("optimizer", "grads")}},
+    ),
+    "a share of stage 2": (
+        zero(stage=2, offload_optimizer={"ratio": 0.5, **CPU}),
+        {"placement": {"optimizer": "cpu", "grads": "cpu"}},
+    ),
+    "nvme": (
+        zero(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/n"}),
+        {"placement": {"optimizer": "nvme", "grads": "cpu", "nvme_path": "/n"}},
+    ),
+    "a folder that is not used": (
+        zero(stage=3, offload_optimizer={"nvme_path": "/n", **CPU}),
+        {"placement": {"optimizer": "cpu", "grads": "cpu"}},
+    ),
+    "FSDP": (fsdp(), {"stage": 3, "precision": "fp32"}),
+    "shards": (fsdp(sharding_strategy="FULL_SHARD"), {"stage": 3}),
+    "by number": (fsdp(sharding_strategy=2), {"stage": 2}),
+    "no shards": (fsdp(sharding_strategy="NO_SHARD"), {"stage": 0}),
+    "hybrid": (fsdp(sharding_strategy="HYBRID_SHARD_ZERO2"), {"stage": 2}),
+    "gathered until backward": (fsdp(reshard_after_forward="SHARD_GRAD_OP"), {"stage": 2}),
+    "version 2": (fsdp(version=2, reshard_after_forward=True, sharding_strategy="NO_SHARD"), {"stage": 3}),
+    "version 2, kept": (fsdp(version="2", reshard_after_forward="false", sharding_strategy="NO_SHARD"), {"stage": 2}),
+    "several devices": (
+        {"distributed_type": "MULTI_GPU", "num_processes": 4, "deepspeed_config": {"zero_stage": 3}},
+        {"stage": 0, "precision": "fp32"},
+    ),
+    "Megatron in fp8": ({"distributed_type": "MEGATRON_LM", "mixed_precision": "fp8"}, {"precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_a_configuration_becomes(name: str) -> None:
+    config, expected = ARGUMENTS[name]
+    convert = convert_accelerate if "distributed_type" in config else convert_deepspeed
+    found = convert(config).arguments
+    assert {key: found.get(key, ...) for key in expected} == expected
+    prepare_arguments(found)  # which knows all of them
+
+
+#: Of DeepSpeed's, and what is said of them: the key.
+MISTAKES: tuple[tuple[Any, str], ...] = (
+    ([], "is a list"),
+    (zero(stage=4), "zero_optimization.stage"),
+    (zero(stage="x" * 9999), "'zero_optimization.stage' is 'x{79}\\.\\.\\."),
+    (zero(stage=3, offload_param={"device": "tape"}), "offload_param.device"),
+    (zero(stage=3, offload_optimizer={"ratio": 2, **CPU}), "ratio"),
+    (zero(offload_optimizer={"device": "nvme", "nvme_path": 0}), "Write a folder"),
+    (zero(stage=3, stage3_max_live_parameters="many"), "stage3_max_live_parameters"),
+    (zero(stage=3, stage3_max_live_parameters=float("nan")), "stage3_max_live"),
+    *((zero(stage=3, zero_hpz_partition_size=value), "hpz_partition_size' is ") for value in (0, 2.5, True, [8])),
+    (zero(stage=3, zero_quantized_weights="int8"), "zero_quantized_weights' is "),
+    ({"gradient_clipping": True}, "gradient_clipping"),
+    ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled"),
+    ({"communication_data_type": "int4"}, "communication_data_type"),
+    ({"optimizer": {"params": {"betas": [1]}}}, r"'optimizer\.params\.betas' is \[1\]\. Write two numbers"),
+)
+
+
+@pytest.mark.parametrize(("config", "said"), MISTAKES)
+def test_a_mistake_names_its_key(config: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        convert_deepspeed(config)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_configuration_of_trainers() -> None:
@@ -118,6 +209,9 @@ def test_a_configuration_of_trainers() -> None:
     assert {"gradient_clipping", "bf16.enabled", "optimizer.params.betas"} < notes(converted, "auto")
     assert notes(converted, "no counterpart") == {"fp16.hysteresis", "scheduler.type"}
     assert not notes(converted, "unknown")
+    assert notes(convert_deepspeed({"tomorrow": {"with": {"keys": 1}}}), "unknown") == {"tomorrow.with.keys"}
+    of_megatron = convert_accelerate(ARGUMENTS["Megatron in fp8"][0])
+    assert notes(of_megatron, "no counterpart") == {"distributed_type", "mixed_precision"}
 
 
 def test_everything_at_once() -> None:
@@ -154,122 +248,6 @@ def test_everything_at_once() -> None:
     }
     assert notes(converted, "no counterpart") == {"fp16.loss_scale_window", "fp16.hysteresis"}
     assert notes(converted, "unknown") == {"zero_optimization.offload_param.max_in_cpu"}
-
-
-ZEROPP = {"zero_quantized_weights": "true", "zero_quantized_gradients": True, "zero_hpz_partition_size": 4}
-
-
-def test_what_zeropp_sends_in_fewer_bits() -> None:
-    arguments = of_zero(stage=3, **ZEROPP)
-    assert arguments["options"] == {"gather_format": "int8", "reduce_format": "int4", "secondary_shard": 4}
-    options = Options(**arguments["options"])
-    assert (options.gather_format, options.reduce_format, options.nodes) == ("int8", "int4", 4)
-    assert of_zero(stage=3, zero_quantized_gradients=True)["options"] == {"reduce_format": "int4"}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_zeropp_is_of_stage_3_alone(stage: int) -> None:
-    """DeepSpeed lets these be in other stages; `prepare` would refuse the options that they become."""
-    assert "options" not in of_zero(stage=stage, **ZEROPP, stage3_max_live_parameters=1e9)
-
-
-def test_zeropp_that_is_off() -> None:
-    off = {"zero_quantized_weights": "False", "zero_quantized_gradients": False, "zero_hpz_partition_size": 1.0}
-    assert "options" not in of_zero(stage=3, **off)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *[("zero_hpz_partition_size", value) for value in (0, -2, 2.5, "eight", True, [8], float("inf"))],
-        *[(f"zero_quantized_{name}", "int8") for name in ("weights", "gradients")],
-    ],
-)
-def test_values_of_zeropp_that_make_no_sense(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"'zero_optimization.{key}' is ") as caught:
-        of_zero(stage=3, **{key: value})
-    assert "\n" not in str(caught.value)
-
-
-def test_bf16_without_masters() -> None:
-    converted = convert_deepspeed(SECOND)
-    assert converted.arguments == {
-        "stage": 2,
-        "placement": {"optimizer": "cpu", "grads": "cpu"},
-        "precision": "bf16",
-        "max_grad_norm": 1.0,
-        "master": "none",
-        "options": {"state_dtype": "bf16", "reduce_op": "sum"},
-    }
-    assert notes(converted, "unknown") == {"a_key_of_tomorrow.with.keys", "zero_optimization.mics_shard_size"}
-
-
-def test_what_deepspeed_does_unless_it_is_told_more() -> None:
-    """fp32, nothing sharded, clipping at 1: the defaults of `prepare` are others."""
-    converted = convert_deepspeed({})
-    assert converted.arguments == {"stage": 0, "precision": "fp32", "max_grad_norm": 1.0}
-    assert converted.notes == ()
-
-
-def test_a_static_loss_scale() -> None:
-    converted = convert_deepspeed(CONFIGS["static"])
-    assert converted.arguments["options"] == {"initial_loss_scale": 128.0, "dynamic_loss_scale": False}
-    assert "max_grad_norm" not in converted.arguments
-
-
-def test_elements_are_bytes_of_the_precision() -> None:
-    size = {"stage": 3, "stage3_max_live_parameters": 1000, "stage3_prefetch_bucket_size": "5e2"}
-    assert of_zero(**size)["options"] == {"live_bytes": 2000, "prefetch_bytes": 1000}
-    assert convert_deepspeed({"zero_optimization": size}).arguments["options"] == {
-        "live_bytes": 4000,
-        "prefetch_bytes": 2000,
-    }
-
-
-@pytest.mark.parametrize(
-    ("block", "placement"),
-    [
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"optimizer": "cpu", "grads": "cpu"}),
-        ({"stage": 2, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}}, None),
-        ({"stage": 3, "offload_param": {"device": "cpu"}}, {"params": "cpu"}),
-        (
-            {"stage": 3, "offload_optimizer": {"ratio": 0.25, "device": "cpu"}},
-            {"optimizer": {"cpu": 0.25, "device": 0.75}, "grads": {"cpu": 0.25, "device": 0.75}},
-        ),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, {"optimizer": "cpu", "grads": "cpu"}),
-        (
-            {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}},
-            {"optimizer": "nvme", "grads": "cpu", "nvme_path": "/n"},
-        ),
-        ({"stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "/n"}}, {"optimizer": "cpu", "grads": "cpu"}),
-        ({"stage": 3, "cpu_offload_param": True}, {"params": "cpu"}),
-    ],
-)
-def test_where_state_rests(block: Mapping[str, Any], placement: Mapping[str, Any] | None) -> None:
-    assert of_zero(**block).get("placement") == placement
-
-
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "offload_param.device"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "ratio"),
-        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": "many"}}, "stage3_max_live_parameters"),
-        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": float("nan")}}, "stage3_max_live"),
-        ({"gradient_clipping": True}, "gradient_clipping"),
-        ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled"),
-        ({"communication_data_type": "int4"}, "communication_data_type"),
-    ],
-)
-def test_a_mistake_names_its_key(config: Mapping[str, Any], key: str) -> None:
-    with pytest.raises(penstock.ConfigError, match=key):
-        convert_deepspeed(config)
-
-
-def test_no_mapping() -> None:
-    with pytest.raises(penstock.ConfigError, match="is a list"):
-        convert_deepspeed([])  # type: ignore[arg-type]
 
 
 # Of accelerate
@@ -341,8 +319,6 @@ BLOCK: Mapping[str, Any] = {
         "zero_stage": 3,
     },
 }
-PLAIN = {"distributed_type": "MULTI_GPU", "num_processes": 4, "deepspeed_config": {"zero_stage": 3}}
-OF_ACCELERATE = {"fsdp_1": FSDP_1, "fsdp_2": FSDP_2, "block": BLOCK, "plain": PLAIN}
 
 
 def test_version_1() -> None:
@@ -373,36 +349,6 @@ def test_version_2() -> None:
     policy = "fsdp_config.fsdp_mixed_precision_policy.output_dtype"
     assert notes(converted, "unknown") == {policy, "fsdp_config.fsdp_something_new"}
     assert converted.launch["nproc-per-node"] == 16
-
-
-@pytest.mark.parametrize(
-    ("fsdp", "stage"),
-    [
-        ({}, 3),
-        ({"fsdp_sharding_strategy": "FULL_SHARD"}, 3),
-        ({"fsdp_sharding_strategy": 2}, 2),
-        ({"fsdp_sharding_strategy": "NO_SHARD"}, 0),
-        ({"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}, 2),
-        ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, 2),
-        ({"fsdp_version": 2, "fsdp_reshard_after_forward": True}, 3),
-        ({"fsdp_version": 2, "fsdp_sharding_strategy": "NO_SHARD"}, 3),
-        ({"fsdp_version": "2", "fsdp_reshard_after_forward": "false", "fsdp_sharding_strategy": "NO_SHARD"}, 2),
-    ],
-)
-def test_strategies(fsdp: Mapping[str, Any], stage: int) -> None:
-    assert convert_accelerate({"distributed_type": "FSDP", "fsdp_config": fsdp}).arguments["stage"] == stage
-    assert convert_accelerate({"fsdp_config": fsdp}).arguments["stage"] == stage
-
-
-def test_what_accelerate_does_unless_it_is_told_more() -> None:
-    assert convert_accelerate(PLAIN).arguments == {"stage": 0, "precision": "fp32"}
-    assert convert_accelerate({"distributed_type": "FSDP"}).arguments == {"stage": 3, "precision": "fp32"}
-
-
-def test_what_is_not_there_is_named() -> None:
-    converted = convert_accelerate({"distributed_type": "MEGATRON_LM", "mixed_precision": "fp8"})
-    assert converted.arguments == {"stage": 0, "precision": "bf16"}
-    assert notes(converted, "no counterpart") == {"distributed_type", "mixed_precision"}
 
 
 def test_its_block_for_deepspeed() -> None:
@@ -439,38 +385,13 @@ def test_precision_of_the_file_counts(tmp_path: Path) -> None:
     fp16 = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     converted = with_file(tmp_path, fp16, mixed_precision="no")
     assert converted.arguments == {"stage": 1, "precision": "fp16", "max_grad_norm": 1.0}
-    with pytest.raises(penstock.ConfigError, match="mixed_precision is bf16, and DeepSpeed's configuration has fp16"):
+    with pytest.raises(ConfigError, match="mixed_precision is bf16, and DeepSpeed's configuration has fp16"):
         with_file(tmp_path, fp16)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({**BLOCK, "deepspeed_config": {"deepspeed_config_file": "no.json"}}))
-    with pytest.raises(penstock.ConfigError, match=r"no\.json is not read"):
-        convert_file(tmp_path / "a.json")
-
-
-def test_yaml(tmp_path: Path) -> None:
-    yaml = pytest.importorskip("yaml")
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(dict(FSDP_1)))
-    assert convert_file(tmp_path / "a.yaml") == convert_accelerate(FSDP_1)
-
-
-@pytest.mark.parametrize("name", OF_ACCELERATE)
-def test_the_order_of_keys_is_nothing(name: str) -> None:
-    turned = dict(reversed(OF_ACCELERATE[name].items()))
-    assert convert_accelerate(turned).arguments == convert_accelerate(OF_ACCELERATE[name]).arguments
-
-
-def test_units_by_name() -> None:
-    converted = convert_accelerate(
-        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": ["Linear"]}}
-    )
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
-    space: dict[str, Any] = {"penstock": penstock, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    exec(prepare_call(converted), space)
-    units = {row.unit for row in space["optimizer"].locations().rows}
-    space["optimizer"].close()
-    assert len(units) == 3  # each Linear, and the rest
+    (tmp_path / "ds.json").unlink()
+    with pytest.raises(ConfigError, match=r"ds\.json is not read"):
+        convert_file(tmp_path / "accelerate.json")
+    with pytest.raises(ConfigError, match="'num_processes' is 15"):  # of two hosts
+        convert_accelerate({**FSDP_1, "num_processes": 15})
 
 
 # The table, and what is printed of it
@@ -490,9 +411,9 @@ class Recorded:
         self.arguments = arguments
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_printed_call_gives_the_arguments(name: str) -> None:
-    converted = convert_deepspeed(CONFIGS[name])
+@pytest.mark.parametrize("config", [TRAINERS, INFINITY, ARGUMENTS["bf16 without masters"][0], {}], ids=range(4))
+def test_the_printed_call_gives_the_arguments(config: Mapping[str, Any]) -> None:
+    converted = convert_deepspeed(config)
     package = Recorded()
     exec(prepare_call(converted), {"penstock": package, "torch": torch, "model": None, "optimizer": None})
     assert package.arguments == prepare_arguments(converted.arguments)
@@ -550,22 +471,6 @@ def test_optimizers_and_schedules_are_named() -> None:
     assert notes(converted(schedule="OneCycle"), "no counterpart") == {"scheduler.type"}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"optimizer": {"params": {"betas": [1]}}}, r"'optimizer\.params\.betas' is \[1\]\. Write two numbers"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": 0}}},
-            "Write a folder",
-        ),
-        ({"zero_optimization": {"stage": "x" * 9999}}, "'zero_optimization.stage' is 'x{79}\\.\\.\\."),
-    ],
-)
-def test_a_value_of_another_kind_is_named(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        convert_deepspeed(config)
-
-
 STRANGE: list[Any] = [
     *(None, True, False, 0, -1, 3, 0.5, 10**9, 10**400, float("nan"), float("inf"), "", "x", "auto", "1e9", "true"),
     *([], [1], [0.9, 0.95], ["x", None], {}, {"a": 1}, "a\nb", "/folder"),
@@ -586,9 +491,3 @@ def test_any_value_of_any_key_is_taken_or_refused_in_one_line(value: Any) -> Non
             except ConfigError as error:
                 said = str(error)
             assert "\n" not in said
-
-
-def test_hosts_that_share_no_number_of_ranks_are_refused() -> None:
-    config = {**FSDP_1, "num_processes": 15}
-    with pytest.raises(ConfigError, match="'num_processes' is 15"):
-        convert_accelerate(config)

@@ -24,8 +24,8 @@ import penstock
 from penstock.checkpoint.tables import BoxExtent
 from penstock.ext.interop.dcp import _SavedTensor, import_checkpoint
 from tests.deepspeed_checks import check, plain, prepared
+from tests.lib.ranks import run_ranks
 from tests.optional.deepspeed_files import STEPS, Model, batch, groups
-from tests.support import run_ranks
 
 EXTRA = {"global_steps": STEPS, "scheduler": {"last_epoch": 3, "rates": [0.5, 1], "name": "linear"}}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -119,24 +119,6 @@ def whole(tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
-def test_other_optimizers(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state, optim = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optim": optim}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    import_checkpoint(tmp_path / "saved", tmp_path / "out")
-    other = torch.nn.Linear(3, 2)
-    ours = penstock.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), precision="fp32")
-    ours.load(tmp_path / "out")
-    for theirs, p in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.full_param(p), theirs.detach())
-        assert torch.equal(ours.full_state(p, "momentum_buffer"), optimizer.state[theirs]["momentum_buffer"])
-    assert ours.param_groups[0]["lr"] == 0.5
-    ours.close()
-
-
 # Boxes
 
 
@@ -199,10 +181,13 @@ def test_code_is_never_run(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not Path("harm").exists()
 
 
-def test_code_in_an_item_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_an_item_and_a_million_things_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    save_whole(tmp_path / "whole", other=Harmful(), good=1)
-    with pytest.warns(UserWarning, match="Not taken over, no plain values: other"):
+    value: Any = (0,) * 8
+    for _ in range(40):
+        value = (value, value)
+    save_whole(tmp_path / "whole", other=Harmful(), good=1, many=value, long=["a" * 10_000] * 1_000)
+    with pytest.warns(UserWarning, match="Not taken over, no plain values: other, many, long"):
         import_checkpoint(tmp_path / "whole", tmp_path / "out")
     assert not Path("harm").exists()
 
@@ -211,16 +196,8 @@ def a_chunk_beyond(content: Any) -> None:
     content.state_dict_metadata["model.blocks.0.weight"].chunks[0].sizes = torch.Size([9, 7])
 
 
-def a_hole(content: Any) -> None:
-    content.state_dict_metadata["model.blocks.0.weight"].chunks.clear()
-
-
 def another_dtype(content: Any) -> None:
     content.state_dict_metadata["model.blocks.0.weight"].properties.dtype = torch.float64
-
-
-def a_place_beyond(content: Any) -> None:
-    next(iter(content.storage_data.values())).length = 1 << 40
 
 
 def one_item_for_all(content: Any) -> None:
@@ -263,9 +240,7 @@ def no_optimizer(content: Any) -> None:
     ("edit", "match"),
     [
         (a_chunk_beyond, "'model.blocks.0.weight' has a chunk beyond its shape"),
-        (a_hole, "'model.blocks.0.weight' is not whole"),
         (another_dtype, "not what the index says"),
-        (a_place_beyond, "its items are more than its files have bytes"),
         (one_item_for_all, "its items are more than its files have bytes"),
         (a_chunk_twice, "has a chunk that lies nowhere, or one twice"),
         (keys_without_an_end, "more than its files are"),
@@ -282,19 +257,16 @@ def test_an_index_that_lies(edit: Callable[[Any], None], match: str, whole: Path
     refused(whole, match)
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "is no checkpoint of torch.distributed.checkpoint")
-
-
 def test_numbers_in_the_place_of_names(tmp_path: Path) -> None:
     model, optimizer = plain(1)
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
     refused(tmp_path / "whole", r"Save what get_state_dict\(\) gives")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "is no checkpoint of torch.distributed.checkpoint")
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_damaged_files(seed: int, saved: Path, tmp_path: Path) -> None:
     """A few bytes of a file are others, or it is cut: read, or refused in one line."""
     folder = tmp_path / "damaged"
@@ -313,15 +285,6 @@ def test_damaged_files(seed: int, saved: Path, tmp_path: Path) -> None:
         except penstock.PenstockError as error:
             said = str(error)
     assert "\n" not in said
-
-
-def test_a_value_of_a_million_things(tmp_path: Path) -> None:
-    value: Any = (0,) * 8
-    for _ in range(40):
-        value = (value, value)
-    save_whole(tmp_path / "whole", many=value, long=["a" * 10_000] * 1_000)
-    with pytest.warns(UserWarning, match="Not taken over, no plain values: many, long"):
-        import_checkpoint(tmp_path / "whole", tmp_path / "out")
 
 
 def test_what_is_compressed_is_not_unpacked(whole: Path) -> None:

@@ -1,14 +1,14 @@
 """The command line and the file beside it: fields of TRL's, Penstock's own, names of before, mistakes."""
 
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock import Placement
 from penstock.errors import ConfigError
 from penstock.train import arguments
-from penstock.train.arguments import Request, Source, make_parser, parse, read_size, read_sources
+from penstock.train.arguments import Request, Source, parse, read_size, read_sources
 from penstock.train.environment import is_local, prepare_environment
 from penstock.train.run_file import OTHERWISE, RENAMED, advice_for
 
@@ -31,6 +31,8 @@ def test_fields_are_typed_with_dashes_or_underscores() -> None:
     assert found.penstock.dry_run
     assert not found.training.remove_unused_columns
     assert (found.model.model_name_or_path, found.sources) == ("m", (Source("d"),))
+    assert parse(["--use_cpu"]).training.eval_on_start
+    assert not parse(["--use_cpu", "--eval_strategy", "no"]).training.eval_on_start
 
 
 def test_what_is_typed_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
@@ -40,35 +42,11 @@ def test_what_is_typed_wins_over_the_file_and_the_file_over_the_defaults(tmp_pat
     assert (found.penstock.params, found.penstock.optimizer, found.penstock.stage) == ("cpu", "cpu", 3)
     assert found.penstock.to_options().tile_bytes == 4 << 20
     assert found.said["learning_rate"] == 3e-5
-
-
-def test_arguments_of_prepare_may_stand_in_the_block(tmp_path: Path) -> None:
-    file = "penstock:\n  stage: 2\n  placement: {optimizer: {cpu: 0.5, device: 0.5}, grads: cpu}\n"
-    found = parsed(file=file, folder=tmp_path).penstock
-    assert found.to_placement() == Placement(grads="cpu", optimizer={"cpu": 0.5, "device": 0.5})
-    assert found.stage == 2
-
-
-def test_a_block_env_is_put_into_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OF_THE_FILE", "0")
-    parsed(file="env: {OF_THE_FILE: 1}\n", folder=tmp_path)
-    import os
-
-    assert os.environ["OF_THE_FILE"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("words", "sources"),
-    [
-        (["a.jsonl"], (Source("a.jsonl"),)),
-        (["a.jsonl:0.7", "b:3e-1"], (Source("a.jsonl", 0.7), Source("b", 0.3))),
-        ("owner/name", (Source("owner/name"),)),
-        (["C:/rows", "*.txt"], (Source("C:/rows"), Source("*.txt"))),
-        (None, ()),
-    ],
-)
-def test_sources_have_weights_behind_them(words: Any, sources: tuple[Source, ...]) -> None:
-    assert read_sources(words) == sources
+    placement = "placement: {optimizer: {cpu: 0.5, device: 0.5}, grads: cpu}"
+    file = f"env: {{OF_THE_FILE: 1}}\npenstock:\n  stage: 2\n  {placement}\n"
+    block = parsed(file=file, folder=tmp_path).penstock
+    assert block.to_placement() == Placement(grads="cpu", optimizer={"cpu": 0.5, "device": 0.5})
+    assert (block.stage, os.environ["OF_THE_FILE"]) == (2, "1")
 
 
 def test_data_may_be_named_several_times_and_wins_over_the_file(tmp_path: Path) -> None:
@@ -78,6 +56,9 @@ def test_data_may_be_named_several_times_and_wins_over_the_file(tmp_path: Path) 
     found = parse(["--model", "m", "--use_cpu", "--config", str(tmp_path / "run.yaml")])
     assert found.sources == (Source("g"), Source("h", 2.0))
     assert found.said["dataset_name"] == ["g", "h:2"]
+    named = {"a.jsonl": ("a.jsonl", None), "b:3e-1": ("b", 0.3), "C:/rows": ("C:/rows", None), "*.txt": ("*.txt", None)}
+    assert read_sources(list(named)) == tuple(Source(*source) for source in named.values())
+    assert (read_sources("owner/name"), read_sources(None)) == ((Source("owner/name"),), ())
 
 
 def test_a_run_without_a_model_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,11 +69,6 @@ def test_a_run_without_a_model_has_defaults_of_its_own(monkeypatch: pytest.Monke
     assert (found.training.max_steps, found.training.learning_rate) == (3, 2e-3)
     assert found.said == {"max_steps": 3, "learning_rate": 2e-3, "use_cpu": True}
     assert parsed().training.max_steps == -1
-
-
-def test_a_run_without_a_model_that_measures_nothing_measures_nothing_before_its_first_step() -> None:
-    assert parse(["--use_cpu"]).training.eval_on_start
-    assert not parse(["--use_cpu", "--eval_strategy", "no"]).training.eval_on_start
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -113,58 +89,44 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a size": (["--max_device_bytes", "many"], "--max_device_bytes 'many' is not a size"),
     "a rule": (["--rule", "sgd"], "--rule 'sgd': use muon or lion"),
 }
+OF_FILES = {
+    "learning_rte: 1\n": "Did you mean learning_rate",
+    "penstock: 3\n": "penstock is 3",
+    "penstock: {parms: cpu}\n": "params",
+    "model: m\nmodel_name_or_path: n\n": "twice",
+    "seed: 1\nseed: 2\n": "seed",
+    "max_steps: many\n": "max_steps",
+    "learning_rate: [1, 2]\n": "learning_rate is [1, 2]",
+    "[1]\n": "not a mapping",
+    "a: [1,\n": "run.yaml",
+}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_mistakes_are_one_line(name: str) -> None:
-    words, text = REFUSED[name]
+@pytest.mark.parametrize(("given", "text"), [*REFUSED.values(), *OF_FILES.items()], ids=[*REFUSED, *OF_FILES])
+def test_mistakes_are_one_line(given: list[str] | str, text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        parsed(*words)
+        parsed(file=given, folder=tmp_path) if isinstance(given, str) else parsed(*given)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert isinstance(given, list) or "run.yaml" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("learning_rte: 1\n", "Did you mean learning_rate"),
-        ("penstock: 3\n", "penstock is 3"),
-        ("model: m\nmodel_name_or_path: n\n", "twice"),
-        ("max_steps: many\n", "max_steps"),
-        ("learning_rate: [1, 2]\n", "learning_rate is [1, 2]"),
-        ("[1]\n", "not a mapping"),
-    ],
-)
-def test_mistakes_of_a_file_name_it(file: str, text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parsed(file=file, folder=tmp_path)
-    assert "run.yaml" in str(caught.value)
-    assert text in str(caught.value)
+def test_sizes() -> None:
+    sizes = {"20GiB": 20 << 30, "1.5 MB": 1_500_000, "64": 64, 7: 7}
+    assert {text: read_size(text, "--x") for text in sizes} == sizes
 
 
 def test_every_old_name_is_no_option_now_and_names_some_that_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
     told = capsys.readouterr().out
+    assert all(word in told for word in ("--model", "--data", "--params", "(default: device)", "--learning-rate"))
     known = {word.strip(",") for word in told.split() if word.startswith("--")}
     for name in (*RENAMED, *OTHERWISE):
         text = str(advice_for(name))
         assert f"--{name}" not in known, name
         named = [word.strip(",;:") for word in text.replace("=...", "").split() if word.startswith("--")]
         assert set(named) <= known, name
-
-
-def test_help_has_short_names_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    make_parser().print_help()
-    told = capsys.readouterr().out
-    assert all(
-        word in told for word in ("--model", "--data", "--out", "--params", "(default: device)", "--learning-rate")
-    )
-
-
-def test_sizes() -> None:
-    sizes = {"20GiB": 20 << 30, "1.5 MB": 1_500_000, "64": 64, 7: 7}
-    assert {text: read_size(text, "--x") for text in sizes} == sizes
 
 
 @pytest.mark.parametrize(

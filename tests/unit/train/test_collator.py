@@ -11,8 +11,8 @@ from trl import SFTTrainer
 
 from penstock.errors import ConfigError
 from penstock.train.collator import TOKEN_COUNTS, CountedTokens, PackedCollator, collator_for
-from tests.chats import plain_tokenizer
 from tests.integrations import trl_cases
+from tests.unit.train.chats import plain_tokenizer
 from tests.unit.train.runs import MARKED, config, model
 
 PACKED = {"packing": True, "max_length": 32}
@@ -46,7 +46,7 @@ def trained(kind: type[SFTTrainer], folder: Path, attention: str, **fields: Any)
     rows = [{"prompt": f"{n} and {n}", "completion": " is " + str(n) * (n % 9 + 1)} for n in range(48)]
     training = config(
         folder,
-        max_steps=4,
+        max_steps=3,
         logging_steps=1,
         learning_rate=1e-2,
         per_device_train_batch_size=3,
@@ -74,17 +74,16 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_s
 @pytest.mark.parametrize(
     ("attention", "fields"),
     [
-        ("sdpa", {}),
         ("eager", {"packing_strategy": "bfd_split", "max_length": 8}),
         ("sdpa", EVALUATED),
         ("sdpa", EVALUATED | {"eval_packing": False}),
         ("sdpa", {"packing": False, "padding_free": True, "max_length": None}),
     ],
-    ids=["bfd", "split", "evaluated", "evaluated unpacked", "unpacked"],
+    ids=["split", "evaluated", "evaluated unpacked", "unpacked"],
 )
 def test_a_run_is_the_one_with_flattened_rows(attention: str, fields: dict[str, Any], tmp_path: Path) -> None:
     ours, theirs = (trained(kind, tmp_path, attention, **fields) for kind in (Ours, SFTTrainer))
-    assert len(ours[0]) == len(theirs[0]) >= 5
+    assert len(ours[0]) == len(theirs[0]) >= 4
     for mine, expected in zip(ours[0], theirs[0], strict=True):
         assert mine.keys() == expected.keys()
         for name, value in expected.items():

@@ -6,7 +6,6 @@ import json
 import lzma
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import pyarrow.feather
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_dataset
 
 from penstock.errors import ConfigError
 from penstock.train import data
 from penstock.train.data import NUMBER, SOURCE, read_data, tokenize
-from tests.chats import assistant, plain_tokenizer, user
+from tests.unit.train.chats import assistant, plain_tokenizer, user
 from tests.unit.train.runs import MARKED, request
 
 TALK = {"messages": [user("Hi"), assistant("Hello.")]}
@@ -71,57 +70,18 @@ def zstd(content: bytes) -> bytes:
     return bytes(pa.Codec("zstd").compress(content, asbytes=True))
 
 
-def table(write_table: Callable[[Any, str], None]) -> Callable[[str], str]:
-    def made(name: str) -> str:
-        write_table(pa.table({"text": ["a", "é"]}), name)
-        return name
-
-    return made
-
-
-def stream(rows: Any, name: str) -> None:
-    with pa.ipc.new_stream(name, rows.schema) as writer:
-        writer.write_table(rows)
-
-
-def ipc_file(rows: Any, name: str) -> None:
-    with pa.ipc.new_file(name, rows.schema) as writer:
+def table(name: str) -> None:
+    rows = pa.table({"text": ["a", "é"]})
+    write_table = {"parquet": pa.parquet.write_table, "feather": pa.feather.write_feather}.get(name.split(".")[-1])
+    if write_table is not None:
+        write_table(rows, name)
+        return
+    opened = pa.ipc.new_stream if name.startswith("stream") else pa.ipc.new_file
+    with opened(name, rows.schema) as writer:
         writer.write_table(rows)
 
 
 ROWS = lines({"text": "a"}, {"text": "é"})
-FILES: dict[str, Callable[[str], str]] = {
-    "a.jsonl": lambda name: write(name, ROWS),
-    "a.ndjson": lambda name: write(name, ROWS.replace(b"\n", b"\r\n\n \n")),
-    "a.json": lambda name: write(name, json.dumps([{"text": "a"}, {"text": "é"}], indent=1)),
-    "marked.jsonl": lambda name: write(name, b"\xef\xbb\xbf" + ROWS),
-    "a.csv": lambda name: write(name, "n,text\n1,a\n2,é\n"),
-    "a.b.tsv": lambda name: write(name, "text\tn\na\t1\né\t2\n"),
-    "a.parquet": table(pa.parquet.write_table),
-    "a.feather": table(pa.feather.write_feather),
-    "stream.arrow": table(stream),
-    "file.arrow": table(ipc_file),
-    "a.jsonl.gz": lambda name: write(name, gzip.compress(ROWS)),
-    "a.jsonl.bz2": lambda name: write(name, bz2.compress(ROWS)),
-    "a.JSONL.xz": lambda name: write(name, lzma.compress(ROWS)),
-    "a.jsonl.zst": lambda name: write(name, zstd(ROWS)),
-    "a.csv.zst": lambda name: write(name, zstd("n,text\n1,a\n2,é\n".encode())),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_is_read_as_its_suffix_says(name: str) -> None:
-    assert texts(FILES[name](name)) == ["a", "é"]
-    assert Path("out/cache").is_dir()
-    assert not Path("home").exists()
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.py", "a.md", "a.txt.gz", "a.log"])
-def test_a_file_of_text_is_one_document(name: str) -> None:
-    content = "one\n\ntwo é\n".encode()
-    write(name, gzip.compress(content) if name.endswith(".gz") else content)
-    assert texts(name) == ["one\n\ntwo é\n"]
-    assert list(read(name, dataset_text_field="body").train["body"]) == ["one\n\ntwo é\n"]
 
 
 def test_values_of_tables_of_text_are_text() -> None:
@@ -151,24 +111,12 @@ def test_a_folder_gives_its_files_of_one_kind_in_order() -> None:
 def test_what_a_run_writes_is_no_data() -> None:
     write("a.txt", "a")
     write("out/b.txt", "b")
+    Path("again").symlink_to(Path.cwd())  # links that go in circles end
     assert texts(".") == texts("**/*.txt") == ["a"]
     assert texts("out/b.txt") == ["b"], "what is named itself is wanted"
     write("a.jsonl", ROWS)
     assert refused(".") == "--data '.' holds --out, and with it what the run writes. Name the files: './*.jsonl'."
     assert len(read("*.jsonl").train) == 2
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.csv"])
-def test_links_that_go_in_circles_end(name: str) -> None:
-    write(f"sub/{name}", "text\na")
-    Path("sub/again").symlink_to(Path.cwd() / "sub")
-    assert len(texts("sub")) == 1
-
-
-def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", os.getcwd())
-    write("a.txt", "a")
-    assert texts("~/a.txt") == ["a"]
 
 
 def test_without_sources_the_standard_library_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +151,7 @@ def test_a_name_of_the_hub_is_loaded_as_trl_loads_it(monkeypatch: pytest.MonkeyP
     assert texts("owner/name", script={"dataset_config": "en"}) == ["a"]
     assert asked == [(("owner/name", "en"), {"streaming": False})]
     assert "owner/name has no split 'test', it has 'train'." in refused("owner/name", **EVALUATES)
-
-
-def test_a_name_of_the_hub_without_a_network_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     text = refused("owner/name")
@@ -248,13 +194,8 @@ def test_weights_are_shares_of_rows_until_each_was_read_to_its_end() -> None:
     assert 0.6 < np.mean([text.startswith("a") for text in found]) < 0.9
     assert found == texts(("a.jsonl", 3), ("b.jsonl", 1), seed=1)
     assert found != texts(("a.jsonl", 3), ("b.jsonl", 1), seed=2)
-
-
-def test_all_sources_have_a_weight_or_none() -> None:
-    for name in ("a.txt", "b.txt", "c.txt"):
-        write(name, "text")
-    message = "--data 'b.txt', 'c.txt' has no weight, and others have. Give all one, or none."
-    assert refused(("a.txt", 1.0), "b.txt", "c.txt") == message
+    message = "--data 'b.jsonl' has no weight, and others have. Give all one, or none."
+    assert refused(("a.jsonl", 1.0), "b.jsonl") == message
 
 
 def test_fields_that_nobody_reads_may_differ_in_type() -> None:
@@ -317,27 +258,55 @@ def test_a_stream_is_not_read_before_it_is_asked_for() -> None:
 # What cannot be read
 
 
+#: By name: the bytes of a file; `None` of one that `table` writes. Each has two texts.
+FILES: dict[str, bytes | None] = {
+    "a.jsonl": ROWS,
+    "a.ndjson": ROWS.replace(b"\n", b"\r\n\n \n"),
+    "a.json": json.dumps([{"text": "a"}, {"text": "é"}], indent=1).encode(),
+    "marked.jsonl": b"\xef\xbb\xbf" + ROWS,
+    "a.csv": "n,text\n1,a\n2,é\n".encode(),
+    "a.b.tsv": "text\tn\na\t1\né\t2\n".encode(),
+    **dict.fromkeys(("a.parquet", "a.feather", "stream.arrow", "file.arrow")),
+    "a.jsonl.gz": gzip.compress(ROWS),
+    "a.jsonl.bz2": bz2.compress(ROWS),
+    "a.JSONL.xz": lzma.compress(ROWS),
+    "a.csv.zst": zstd("n,text\n1,a\n2,é\n".encode()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_read_as_its_suffix_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = FILES[name]
+    table(name) if content is None else write(name, content)
+    monkeypatch.setenv("HOME", os.getcwd())
+    assert texts(f"~/{name}") == texts(name) == ["a", "é"]
+    assert Path("out/cache").is_dir()
+    assert not Path("home").exists()
+
+
+@pytest.mark.parametrize("name", ["a.py", "a.txt.gz"])
+def test_a_file_of_text_is_one_document(name: str) -> None:
+    content = "one\n\ntwo é\n".encode()
+    write(name, gzip.compress(content) if name.endswith(".gz") else content)
+    assert texts(name) == ["one\n\ntwo é\n"]
+    assert list(read(name, dataset_text_field="body").train["body"]) == ["one\n\ntwo é\n"]
+
+
 NOISE = random.Random(0).randbytes(400)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 BAD: dict[str, tuple[str, bytes, list[str]]] = {
     "binary as text": ("a.txt", b"\x7fELF" + NOISE, ["a.txt", "binary data"]),
     "not UTF-8": ("a.txt", b"words\n" * 9 + b"caf\xe9", ["a.txt cannot be read", "utf-8"]),
     "UTF-16": ("a.txt", "some text".encode("utf-16-le"), ["a.txt", "UTF-16"]),
-    "a pickle": ("a.txt", b"\x80\x04\x95" + NOISE, ["a.txt", "binary data"]),
     "a pointer as text": ("a.txt", LFS, ["a.txt", "git lfs pull"]),
     "a pointer as rows": ("a.jsonl", LFS, ["a.jsonl, line 1,", "git lfs pull"]),
-    "a pointer as a table": ("a.parquet", LFS, ["a.parquet", "git lfs pull"]),
     "binary as rows": ("a.jsonl", NOISE, ["a.jsonl"]),
     "rows that are compressed": ("a.jsonl", gzip.compress(ROWS), ["a.jsonl", "cannot be read"]),
-    "compressed rows that are none": ("a.jsonl.gz", NOISE, ["a.jsonl.gz"]),
     "compressed rows that end early": ("a.jsonl.gz", gzip.compress(lines(*[TALK] * 99))[:-20], ["a.jsonl.gz"]),
     "binary as a table": ("a.parquet", NOISE, ["a.parquet cannot be read"]),
-    "binary as arrow": ("a.arrow", NOISE, ["a.arrow cannot be read"]),
     "no rows": ("a.jsonl", b"", ["a.jsonl holds no rows"]),
-    "blank rows": ("a.jsonl", b"\n\n  \n", ["a.jsonl holds no rows"]),
     "no rows in a list": ("a.json", b"[]", ["a.json holds no rows"]),
     "a header alone": ("a.csv", b"prompt,completion\n", ["a.csv holds no rows"]),
-    "no header": ("a.csv", b"", ["a.csv holds no rows"]),
     "no table": ("a.parquet", b"", ["a.parquet holds no rows"]),
     "half a row": ("a.jsonl", lines(TALK, TALK) + b'{"messages": [{"role"', ["a.jsonl, line 3, cannot be read"]),
     "a row that is a list": ("a.jsonl", lines(TALK, [1, 2]), ["a.jsonl, line 2,"]),
@@ -361,10 +330,10 @@ def test_data_that_cannot_be_used_is_refused_by_file_and_row(case: str) -> None:
 
 
 def test_a_broken_line_far_behind_is_found() -> None:
-    row = lines({"text": "x" * 2000})
-    write("a.jsonl", row * 9000 + b'{"text": \n' + row)
+    row = lines({"text": "x" * 4000})
+    write("a.jsonl", row * 5000 + b'{"text": \n' + row)
     text = refused("a.jsonl")
-    assert text.startswith("a.jsonl, line 9,001, cannot be read: ")
+    assert text.startswith("a.jsonl, line 5,001, cannot be read: ")
 
 
 def test_of_several_files_the_one_at_fault_is_named() -> None:
@@ -412,12 +381,6 @@ def test_names_of_nothing() -> None:
     Path("gone.txt").symlink_to("nowhere")
     for name in ("pipe.jsonl", "gone.txt", "/dev/null"):
         assert refused(name).startswith(f"--data {name!r} is a link to nothing, a pipe or a device.")
-
-
-def test_progress_is_drawn_on_terminals_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    write("a.jsonl", ROWS)
-    tokenize(read("a.jsonl").train, plain_tokenizer(MARKED), request(Path()).training)
-    assert capfd.readouterr() == ("", "")
 
 
 class Rank:

@@ -1,12 +1,10 @@
 """The run without arguments: a tokenizer of bytes, a small model, Python's own library."""
 
-from dataclasses import fields
 from pathlib import Path
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from trl import DatasetMixtureConfig, SFTConfig
 
 from penstock.train.default import BYTE_COUNT, DEFAULTS, END_OF_DOCUMENT, TINY, byte_tokenizer, library_files
 
@@ -43,7 +41,3 @@ def test_the_library_is_text_that_every_machine_has_in_one_order() -> None:
     assert files == sorted(files) == library_files()
     assert {"argparse.py", "os.py"} <= {Path(file).name for file in files}
     assert sum(Path(file).stat().st_size for file in files) > DEFAULTS["max_steps"] * 2048, "no epoch begins anew"
-
-
-def test_defaults_are_fields_of_trl() -> None:
-    assert DEFAULTS.keys() <= {field.name for kind in (SFTConfig, DatasetMixtureConfig) for field in fields(kind)}

@@ -12,16 +12,11 @@ from transformers import AutoTokenizer
 
 from penstock.errors import ConfigError
 from penstock.train.masks import ENDLESS, REWRITTEN, UNASKED, Conversations, tokens_of
-from tests.chats import CONVERSATIONS, END, TOOLS, assistant, plain_tokenizer, shown_of, system, user
+from tests.unit.train.chats import END, TOOLS, assistant, plain_tokenizer, shown_of, system, user
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-CHATML_MARKED = CHATML.replace(
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}",
-    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\n' }}"
-    "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}",
 )
 #: A token that ends the whole, and not where an answer is asked for.
 ENDED = (
@@ -67,20 +62,6 @@ class Learned:
         ids, mask = self.chats.masked(messages, tools=tools, **variables)
         assert ids == self.tokenizer.apply_chat_template(messages, tools=tools, **variables)["input_ids"]
         return shown_of(self.tokenizer, ids, [0 if bit else -100 for bit in mask])
-
-
-@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
-@pytest.mark.parametrize(
-    "name", ["one turn", "turns", "system", "assistant first", "unicode", "nothing said", "user last"]
-)
-def test_an_answer_is_learned_with_what_ends_it(name: str, template: str) -> None:
-    messages = CONVERSATIONS[name][0]
-    expected = "".join(
-        f"<|im_start|>{m['role']}\n"
-        + ("⟦{}⟧" if m["role"] == "assistant" else "{}").format(f"{m['content']}<|im_end|>\n")
-        for m in messages
-    )
-    assert Learned(template)(messages) == expected
 
 
 # Whatever is said, by three templates that are given away by nothing but what they write.
@@ -279,19 +260,14 @@ def test_a_template_that_fails_is_one_line(name: str) -> None:
         Learned(template)([user("a"), assistant("b")])
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_nobody_but_others_speaks() -> None:
     with pytest.raises(ConfigError, match=r"^no message is the assistant's, only by 'system', 'user'\. There is"):
         Learned(CHATML)([system("a"), user("b")])
 
 
-def test_a_template_that_speaks_of_markers_has_none() -> None:
+def test_what_an_answer_is_asked_for_with_is_not_learned_where_it_is_said() -> None:
+    assert Learned(CHATML + "{{ mood }}")([user("a"), assistant("b")], mood="good").endswith("⟦b<|im_end|>\ngood⟧")
     text = Learned("{#- Without {% generation %} markers. -#}" + CHATML)([user("a"), assistant("b")])
     assert text.endswith("assistant\n⟦b<|im_end|>\n⟧")
-
-
-def test_what_an_answer_is_asked_for_with_is_not_learned_where_it_is_said() -> None:
     messages = [user("a"), assistant("<think>b"), user("c"), assistant("d")]
     assert Learned(THINKING)(messages) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>⟦b<|im_end|>\n⟧"
@@ -299,24 +275,15 @@ def test_what_an_answer_is_asked_for_with_is_not_learned_where_it_is_said() -> N
     )
 
 
-def test_variables_of_a_row_reach_its_template() -> None:
-    learned = Learned(CHATML + "{{ mood }}")
-    assert learned([user("a"), assistant("b")], mood="good").endswith("⟦b<|im_end|>\ngood⟧")
-
-
 # Which tokens stand for a character of a span
 
 SPANS = {
-    "whole tokens": ("abcdef", [(0, 2), (2, 4), (4, 6)], [(2, 4)], [0, 1, 0]),
     "tokens on a border": ("abcdef", [(0, 3), (3, 5), (5, 6)], [(2, 4)], [1, 1, 0]),
     "several tokens of one character": ("aéb", [(0, 1), (1, 2), (1, 2), (2, 3)], [(1, 2)], [0, 1, 1, 0]),
-    "white space in no token": ("a b", [(0, 1), (2, 3)], [(2, 3)], [0, 1]),
     "white space in no token, learned": ("a b c", [(0, 1), (2, 3), (4, 5)], [(2, 4)], [0, 1, 0]),
     "a token of white space that was trimmed away": ("a  b", [(0, 1), (3, 3), (3, 4)], [(1, 3)], [0, 1, 0]),
     "a token of nothing": ("ab", [(0, 0), (0, 1), (1, 1), (1, 2)], [(1, 2)], [0, 0, 1, 1]),
-    "the end": ("ab", [(0, 1), (1, 2), (2, 2)], [(1, 2)], [0, 1, 0]),
     "several spans": ("abcd", [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 1), (2, 3)], [1, 0, 1, 0]),
-    "no spans": ("ab", [(0, 1), (1, 2)], [], [0, 0]),
     "no tokens": ("", [], [], []),
 }
 

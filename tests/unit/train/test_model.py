@@ -1,6 +1,5 @@
 """The model of a run: streamed where its folder allows that, whole where not, refused where weights are missing."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,8 +60,3 @@ def test_weights_that_are_missing_are_not_drawn(words: list[str], model: Path, t
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"lack .*norm.weight"):
         built(folder, *words)
-
-
-def test_the_folder_of_the_model_is_not_overwritten(train: Callable[..., int], model: Path) -> None:
-    with pytest.raises(ConfigError, match="which it would overwrite"):
-        train(out=model)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from penstock.train.data import read_data
 from penstock.train.preview import MOST_TOKENS, show, visible
-from tests.chats import assistant, plain_tokenizer, user
+from tests.unit.train.chats import assistant, plain_tokenizer, user
 from tests.unit.train.runs import MARKED, config, request
 
 
@@ -25,14 +25,11 @@ def printed(rows: list[dict[str, Any]], folder: Path, coloured: bool = False, **
 CHAT = {"messages": [user("[bold]Hi[/]"), assistant("Hello")]}
 
 
-def test_without_colour_brackets_say_what_is_learned(tmp_path: Path) -> None:
+def test_brackets_or_green_say_what_is_learned(tmp_path: Path) -> None:
     assert printed([CHAT], tmp_path, assistant_only_loss=True) == (
         "row 1\n<|im_start|>user↵\n[bold]Hi[/]<|im_end|>↵\n<|im_start|>assistant↵\n⟦Hello<|im_end|>↵\n⟧\n\n"
         "the first 1 rows have 37 tokens, at most 37; none of them is cut\n"
     )
-
-
-def test_with_colour_it_is_green(tmp_path: Path) -> None:
     shown = printed([CHAT], tmp_path, coloured=True, assistant_only_loss=True)
     assert "\x1b[32mHello<|im_end|>↵" in shown
     assert "⟦" not in shown
@@ -43,7 +40,6 @@ def test_with_colour_it_is_green(tmp_path: Path) -> None:
     [
         ({"max_length": 4}, "⟦abcd⟧"),
         ({"max_length": 4, "truncation_mode": "keep_end"}, "⟦hij<|endoftext|>⟧"),
-        ({"max_length": 4, "packing": True}, "⟦abcd⟧"),
         ({"max_length": 4, "packing": True, "packing_strategy": "wrapped"}, "⟦abcdefghij<|endoftext|>⟧"),
     ],
 )

@@ -1,39 +1,11 @@
 """`run.yaml` makes a run again; run files of 0.2 are read."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 
-from penstock.train import main
 from penstock.train.arguments import parse
 from penstock.train.run_file import read_run_file
-from tests.unit.train.conftest import weights
-
-
-def test_the_file_of_a_run_makes_it_again(train: Callable[..., int], tmp_path: Path) -> None:
-    words = ["--learning_rate", "1e-2", "--params", "cpu", "--options", "tile_bytes=1MiB", "--seed", "3"]
-    assert train(*words, steps=2) == 0
-    text = (tmp_path / "out" / "run.yaml").read_text()
-    assert "# made by: penstock train --model" in text
-    assert "trl 1." in text
-    content = yaml.safe_load(text)
-    assert content["penstock"] == {"params": "cpu", "options": ["tile_bytes=1MiB"]}
-    assert content["learning_rate"] == 1e-2
-    assert "weight_decay" not in content
-    assert main(["--config", str(tmp_path / "out" / "run.yaml"), "--out", str(tmp_path / "again")]) == 0
-    for name, value in weights(tmp_path / "out").items():
-        torch.testing.assert_close(weights(tmp_path / "again")[name], value, rtol=0, atol=0, msg=name)
-
-
-def test_the_file_of_a_planned_run_has_the_plan(train: Callable[..., int], tmp_path: Path) -> None:
-    assert train("--placement", "auto", steps=1) == 0
-    content = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
-    assert content["penstock"] == {"plan": str(tmp_path / "out" / "plan.json")}
-    assert train("--plan", tmp_path / "out" / "plan.json", steps=1, out=tmp_path / "again") == 0
-
 
 OLD = """\
 model: m

@@ -12,7 +12,7 @@ from trl import SFTTrainer
 
 from penstock.errors import ConfigError
 from penstock.train.data import Encoder, tokenize
-from tests.chats import CALL, CONVERSATIONS, RESULT, TOOLS, assistant, plain_tokenizer, system, user
+from tests.unit.train.chats import CALL, CONVERSATIONS, RESULT, TOOLS, assistant, plain_tokenizer, system, user
 from tests.unit.train.runs import MARKED, by_trl, config, tokens
 
 TEXTS = ["Hi", "naïve 🚰", "ends <|endoftext|>", "<|endoftext|>begins", " \n", "<s>twice"]
@@ -20,7 +20,6 @@ TALKS = [CONVERSATIONS[name][0] for name in ("one turn", "turns", "system", "not
 ROWS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": text} for text in TEXTS],
     "prompts": [{"prompt": text, "completion": more} for text in TEXTS for more in ("Yes.", " é<|endoftext|>", "")],
-    "prompts beside text": [{"prompt": text, "completion": "Yes.", "text": "x"} for text in TEXTS],
     "prompts of messages": [
         {"prompt": [user("a")], "completion": [assistant("b")]},
         {"prompt": [system("x"), user("日本"), assistant("b"), user("c")], "completion": [assistant("naïve 🚰")]},
@@ -31,7 +30,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": [user("a")], "completion": [assistant("<think>b")], "chat_template_kwargs": {"thinks": True}},
     ],
     "messages": [{"messages": talk} for talk in TALKS],
-    "messages beside text": [{"messages": talk, "text": "x", "n": 1} for talk in TALKS],
     "tools": [{"messages": [user("?"), assistant("", tool_calls=[CALL]), RESULT, assistant("Sun.")], "tools": TOOLS}],
     "tools as text": [{"messages": talk, "tools": json.dumps(TOOLS)} for talk in TALKS],
     "conversations": [{"conversations": [{"from": m["role"], "value": m["content"]} for m in talk]} for talk in TALKS],
@@ -40,9 +38,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 ASSISTANT = {"assistant_only_loss": True}
 CASES: list[tuple[str, str | None, dict[str, Any]]] = [
     *((name, None, {}) for name in ROWS),
-    *((name, "<s>", {}) for name in ("text", "prompts", "messages", "prompts of messages")),
-    *((name, None, {"completion_only_loss": False}) for name in ("prompts", "prompts of messages")),
-    *((name, None, {"completion_only_loss": True}) for name in ("text", "prompts")),
+    *((name, "<s>", {}) for name in ("text", "messages", "prompts of messages")),
+    ("prompts", "<s>", {"completion_only_loss": False}),
+    ("text", None, {"completion_only_loss": True}),
     *((name, None, ASSISTANT) for name in ("messages", "tools", "tools as text")),
     *(("prompts of messages", None, {**ASSISTANT, "completion_only_loss": only}) for only in (None, True, False)),
     ("prompts that end otherwise", "<s>", ASSISTANT),
@@ -70,7 +68,7 @@ PREPARED: dict[str, dict[str, Any]] = {
     "cut at the end": {"max_length": 24},
     "cut at the begin": {"max_length": 24, "truncation_mode": "keep_end"},
     "shuffled": {"max_length": 24, "shuffle_dataset": True, "seed": 3},
-    **{name: {"max_length": 64, "packing": True, "packing_strategy": name} for name in ("bfd", "bfd_split", "wrapped")},
+    **{name: {"max_length": 64, "packing": True, "packing_strategy": name} for name in ("bfd_split", "wrapped")},
 }
 
 
@@ -146,9 +144,7 @@ def test_a_long_text_is_encoded_piece_by_piece(tmp_path: Path, monkeypatch: pyte
 # What cannot be used
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "other fields": ({"body": "a"}, {}, "its fields ('body')"),
     "text that is none": ({"text": 3}, {}, "its fields ('text') are none that are understood: 'text' (text)"),
-    "a prompt alone": ({"prompt": "a"}, {}, "its fields ('prompt')"),
     "a prompt of another kind": (
         {"prompt": "a", "completion": [assistant("b")]},
         {},
@@ -156,7 +152,6 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a preference pair": ({"chosen": "a", "rejected": "b"}, {}, "it is a preference pair, or has images"),
     "no messages": ({"messages": []}, {}, "'messages' is no list of messages, or an empty one"),
-    "messages that are text": ({"messages": "hello"}, {}, "'messages' is text that is not JSON"),
     "a message without a role": ({"messages": [{"content": "a"}]}, {}, "messages[0] has no 'role'"),
     "no template": (
         {"messages": [user("a")]},

@@ -11,7 +11,7 @@ import trl
 
 from penstock.errors import ConfigError
 from penstock.train.masks import Conversations
-from tests.chats import CONVERSATIONS, plain_tokenizer, shown_of
+from tests.unit.train.chats import CONVERSATIONS, plain_tokenizer, shown_of
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 PAIRS = sorted(file.name.removesuffix("_training.jinja") for file in TEMPLATES.glob("*_training.jinja"))
