@@ -9,7 +9,7 @@ import pytest
 from tests.lib.covering import named
 from tests.lib.ranks import run_ranks
 from tests.parity.compare import against_plain_by_step
-from tests.parity.rows import Arithmetic, Movement, changed, train
+from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, changed, train
 from tests.parity.table import (
     PLAIN,
     Row,
@@ -26,6 +26,8 @@ from tests.parity.table import train as train_row
 ONE, TWO = rows_of_one(), rows_of_two()
 MESHES = [row for row in TWO if row["stage"] in (1, 3)][::5]
 STEPS = 3
+#: What plain torch defines; the rows have some more.
+STATED = (*CORE, *EXTRA)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the cpu tier are not pinned")
 
@@ -48,9 +50,21 @@ def test_movement_changes_no_bit(row: Row) -> None:
     assert different(row) == []
 
 
-@pytest.mark.parametrize(("what", "stage"), defined(ONE), ids=lambda value: changed(value) if value != 3 else "")
-def test_steps_are_plain_torchs(what: Arithmetic, stage: int) -> None:
-    assert otherwise_than_plain(what, stage) == []
+@pytest.mark.parametrize("what", dict.fromkeys([*STATED, *(what for what, _ in defined(ONE))]), ids=changed)
+def test_steps_are_plain_torchs(what: Arithmetic) -> None:
+    assert otherwise_than_plain(what, 3) == []
+
+
+def otherwise_than_plain_on_rank(rank: int) -> list[str]:
+    stages = [1 if what.no_sync else 3 - number % 2 for number, what in enumerate(STATED)]
+    found = []
+    for what, stage in zip(STATED, stages, strict=True):
+        found += otherwise_than_plain(what, stage, rank, 2)
+    return found
+
+
+def test_steps_of_two_ranks_are_plain_torchs() -> None:
+    assert run_ranks(otherwise_than_plain_on_rank, 2) == [[], []]
 
 
 def otherwise_on_rank(
