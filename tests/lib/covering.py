@@ -5,7 +5,7 @@ Most faults of configurations show where two choices meet, nearly all others whe
 """
 
 import random
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -35,23 +35,27 @@ def covering(
     """
     chance = random.Random(seed)
     groups = [*combinations(choices, 2), *combinations([name for name in choices if name in risky], 3)]
-    parts = (dict(zip(names, values, strict=True)) for names in groups for values in product(*map(choices.get, names)))
-    left = dict.fromkeys(frozenset(part.items()) for part in parts if fits(part))  # a dict: sets have no order
+    parts = ((names, values) for names in groups for values in product(*map(choices.get, names)))
+    # A dict: sets have no order.
+    left = dict.fromkeys(part for part in parts if fits(dict(zip(*part, strict=True))))
     taken: list[dict[str, Any]] = []
+
+    def parts_of(row: Row) -> Iterator[tuple[tuple[str, ...], tuple[Any, ...]]]:
+        return ((names, tuple(row[name] for name in names)) for names in groups)
 
     def take(row: Row) -> None:
         taken.append({name: row[name] for name in choices})
-        for part in [part for part in left if part <= row.items()]:
-            del left[part]
+        for part in parts_of(row):
+            left.pop(part, None)
 
     for row in first:
         take(row)
     while left:
-        wanted = dict(next(iter(left)))
+        wanted = dict(zip(*next(iter(left)), strict=True))
         drawn = [{name: chance.choice(values) for name, values in choices.items()} | wanted for _ in range(draws)]
         fitting = [row for row in drawn if fits(row)]
         if fitting:  # else others are drawn: the part itself fits
-            take(max(fitting, key=lambda row: sum(part <= row.items() for part in left)))
+            take(max(fitting, key=lambda row: sum(part in left for part in parts_of(row))))
     return taken
 
 

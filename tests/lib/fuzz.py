@@ -2,12 +2,13 @@
 
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 #: What `make fuzz` multiplies the number of examples by; 1 in every other run.
 TIMES = int(os.environ.get("PENSTOCK_FUZZ_TIMES", "1"))
 
 
 def examples(count: int) -> settings:
-    """Settings of a property test that draws so many examples in every run."""
-    return settings(max_examples=count * TIMES)
+    """Settings of a property test that draws so many examples in every run, on whatever machine and fixtures."""
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=count * TIMES, suppress_health_check=checks)

@@ -18,6 +18,8 @@ from tests.lib.engines import prepare_on
 from tests.models.family import Batch, Family
 
 STEPS = 3
+#: Units whose backward was recorded stay gathered until a backward that is not.
+RECORDED = {"trained_forces", "gradient_penalty"}
 ON_DEVICE = penstock.Placement()
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 # A large eps: where gradients cancel, Adam would blow their last bit up to a whole step.
@@ -125,6 +127,8 @@ def penstock_run(
         batch = Batch(step, rank)  # fp32: the engine casts
         torch.manual_seed(step)
         trace.observed.append([t.float() for t in family.work(model, batch, optimizer.backward)])
+        if not streams.reads_in_place and family.name not in RECORDED:
+            assert optimizer._engine.gatherer.live_bytes == 0
         if step == 0 and look:
             trained = {id(p) for p in family.owned(model) if p.requires_grad}
             trace.gradients = {n: optimizer.full_grad(p) for n, p in model.named_parameters() if id(p) in trained}

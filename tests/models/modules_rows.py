@@ -6,31 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.lib.engines import squared
+from tests.lib.models import WIDTH, Block, Buffered, Tied
 from tests.models.family import Batch, Family, one_loss
 
-WIDTH = 16
-
-
-def squared(output: Tensor) -> Tensor:
-    return output.float().square().mean()
+__all__ = ["WIDTH", "Block", "squared"]
 
 
 def on_floats(*shape: int):
     """The loss of a model that takes one tensor and returns one."""
     return one_loss(lambda model, batch: squared(model(batch.floats(*shape))))
-
-
-class Block(nn.Module):
-    """What most of the models here repeat."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def sequential() -> nn.Module:
@@ -71,20 +56,6 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.body(self.first(x)))
-
-
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        stages = [
-            nn.Sequential(nn.Conv2d(c, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
-            for c in (3, 8)
-        ]
-        self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.stages(x).mean((2, 3)))
 
 
 class Seq2Seq(nn.Module):
@@ -141,19 +112,6 @@ class AttentionRoot(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x)[0]
-
-
-class TiedEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x, self.embed.weight)
 
 
 class ModuleDicts(nn.Module):
@@ -407,7 +365,7 @@ MODULES = [
     Family("one_linear", lambda: nn.Linear(8, 4), on_floats(4, 8)),
     Family("stack", Stack, on_floats(4, 8)),
     Family("input_gradient", Stack, input_gradient),
-    Family("conv_batch_norm", ConvNet, on_floats(4, 3, 6, 6)),
+    Family("conv_batch_norm", Buffered, on_floats(4, 3, 6, 6)),
     Family("nn_transformer", Seq2Seq, one_loss(seq2seq_loss)),
     Family(
         "tutorial",
@@ -419,7 +377,7 @@ MODULES = [
     Family("lstm", Lstm, one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5))))),
     Family("attention_blocks", lambda: nn.Sequential(AttentionBlock(), AttentionBlock()), on_floats(2, 5, WIDTH)),
     Family("attention_root", AttentionRoot, on_floats(2, 5, WIDTH)),
-    Family("tied_by_functional", TiedEmbedding, one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5))))),
+    Family("tied_by_functional", Tied, one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5))))),
     Family(
         "module_dicts",
         ModuleDicts,
@@ -455,7 +413,7 @@ MODULES = [
     Family("frozen_parts_of_a_layer_of_the_root", frozen(Stack, "first.weight", "last.bias"), input_gradient),
     Family(
         "frozen_embedding",
-        frozen(TiedEmbedding, "embed"),
+        frozen(Tied, "embed"),
         one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5)))),
     ),
     Family("frozen_all_but_the_head", frozen(Stack, "first", "blocks"), on_floats(4, 8)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from tests.models.contract import HYPER, ON_CPU, Trace, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import Block, Stack, squared
 from tests.models.transformers_rows import bert, gpt2, image_loss, language_loss, llama, mixtral, t5, t5_loss, vit
-from tests.support import sampled, sampled_rows
 
 Checkpoint = Callable[..., Any]  # (function, *args)
 Run = Callable[[nn.Module, Tensor, Checkpoint], Tensor]
@@ -158,9 +157,8 @@ def check(
         return make(checkpointed)
 
     expected, order = train(seeded(False), loss_of)
-    trace, order_with = train(seeded(True), loss_of)
+    trace, order_with = train(seeded(True), loss_of, separate)  # what is released is freed
     assert order_with == order
-    assert_equal(train(seeded(True), loss_of, separate)[0], trace)  # what is released is freed
     gradients = plain_gradients(seeded(True), loss_of)
     for name, gradient in gradients.items():
         assert torch.equal(trace.gradients[name], gradient), name
@@ -169,7 +167,7 @@ def check(
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("kind", sampled(KINDS, every=2))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpointed_parts(way, kind):
     check(
@@ -210,7 +208,7 @@ NOT_THE_SAME = {("t5", True), ("mixtral", True)}
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize(("name", "reentrant"), sampled_rows(product(MODELS, (True, False)), every=3))
+@pytest.mark.parametrize(("name", "reentrant"), list(zip(MODELS, cycle((False, True, True)))))
 def test_gradient_checkpointing_enable(name, reentrant):
     build, loss_of = MODELS[name]
 

@@ -1,5 +1,6 @@
 """A prepared model with a chunked loss, beside the same one without: equal to rounding, and no gather more."""
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from torch import Tensor
 import penstock
 from penstock.integrations.chunked import chunk_loss
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.transformers_rows import llama
-from tests.support import run_ranks
 
 VOCABULARY = 300
 WAYS: list[dict[str, Any]] = [
@@ -65,9 +66,8 @@ def assert_alike(ours: Any, theirs: Any, precision: str) -> None:
     assert ours[2] == theirs[2]
 
 
-@pytest.mark.parametrize("make_streams", [inline, separate, simulated])
-@pytest.mark.parametrize("how", WAYS, ids=str)
-def test_equal_to_the_whole_logits(make_streams: Any, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("how", "make_streams"), list(zip(WAYS, cycle((inline, separate)), strict=False)), ids=str)
+def test_equal_to_the_whole_logits(how: dict[str, Any], make_streams: Any) -> None:
     ours, theirs = (run(make_streams, chunked=chunked, **how) for chunked in (True, False))
     assert_alike(ours, theirs, how.get("precision", "fp32"))
 

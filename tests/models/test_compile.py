@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from tests.lib.covering import covering, named
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE, Trace, assert_close, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import WIDTH, Block, Stack, squared
-from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
-from tests.support import run_ranks, sampled, thorough
+from tests.models.transformers_rows import t5, t5_loss
 
 ON_NVME = penstock.Placement(params="nvme", grads="cpu", optimizer="nvme", nvme_path=disks())
 BLOCKS = 10  # more than the compiler makes of one function before it gives up
@@ -136,32 +138,47 @@ MOVEMENTS = {
 }
 
 
-@pytest.mark.parametrize("first", [True, thorough(False)], ids=["compiled, then prepared", "prepared, then compiled"])
-@pytest.mark.parametrize("way", sampled(WAYS, every=3))
-def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(way: str, first: bool) -> None:
-    expected = train(partial(not_at_all, backend=None))
-    for streams, placement, stage in MOVEMENTS.values():
-        with compiler() as backend:
-            counts: list[int] = []
-            trace = train(
-                partial(WAYS[way], backend=backend),
-                compiled_first=first,
-                streams=streams,
-                placement=placement,
-                stage=stage,
-                each_step=lambda counts=counts, backend=backend: counts.append(len(backend.graphs)),
-            )
-            assert_equal(trace, expected)
-            assert counts[0] == counts[-1] > 0, "compiled in the first step alone"
-            assert counts[0] == GRAPHS.get(way, counts[0]), "one graph for all blocks"
+ACTIVATIONS_ON_CPU = replace(ON_CPU, activations="cpu")
+#: Any two of what compiling meets; activations go to their tier from a size on.
+ROWS = covering(
+    {
+        "way": tuple(WAYS),
+        "compiled_first": (True, False),
+        "movement": (*MOVEMENTS, "activations"),
+        "precision": ("fp32", "bf16"),
+        "checkpointed": (False, True),
+    }
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=named)
+def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(row: dict[str, Any]) -> None:
+    streams, placement, stage = MOVEMENTS.get(row["movement"], (simulated, ACTIVATIONS_ON_CPU, 3))
+    rows = 4096 if row["movement"] == "activations" else 4
+    both = {name: row[name] for name in ("precision", "checkpointed")} | {"shapes": lambda _: (rows, 8)}
+    expected = train(partial(not_at_all, backend=None), **both)
+    with compiler() as backend:
+        counts: list[int] = []
+        trace = train(
+            partial(WAYS[row["way"]], backend=backend),
+            compiled_first=row["compiled_first"],
+            streams=streams,
+            placement=placement,
+            stage=stage,
+            each_step=lambda: counts.append(len(backend.graphs)),
+            **both,
+        )
+        assert_equal(trace, expected)
+        assert counts[0] == counts[-1] > 0, "compiled in the first step alone"
+        if not row["checkpointed"]:
+            assert counts[0] == GRAPHS.get(row["way"], counts[0]), "one graph for all blocks"
             assert counts[0] < BLOCKS
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_block_is_one_graph(way: str) -> None:
+def test_a_block_is_one_graph() -> None:
     """The modules inside of a unit leave no trace: their hooks have nothing to do there."""
     with compiler() as backend:
-        train(partial(WAYS[way], backend=backend), model=lambda _: Deep())
+        train(partial(whole_model, backend=backend), model=lambda _: Deep())
         blocks = [g for g in backend.graphs if sum("linear" in str(node.target) for node in g.graph.nodes) == 2]
         assert len(blocks) == 1
 
@@ -174,39 +191,6 @@ def test_nothing_of_ours_is_compiled_by_itself() -> None:
         files = {metrics.co_filename for metrics in torch._dynamo.utils.get_compilation_metrics()}
         assert files
         assert not [file for file in files if "penstock" in str(file).split("src")[-1]]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.thorough
-def test_bf16(way: str) -> None:
-    expected = train(partial(not_at_all, backend=None), precision="bf16")
-    with compiler() as backend:
-        assert_equal(train(partial(WAYS[way], backend=backend), precision="bf16"), expected)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.thorough
-def test_activation_checkpointing(way: str) -> None:
-    expected = train(partial(not_at_all, backend=None), checkpointed=True)
-    with compiler() as backend:
-        counts: list[int] = []
-        trace = train(
-            partial(WAYS[way], backend=backend),
-            checkpointed=True,
-            each_step=lambda: counts.append(len(backend.graphs)),
-        )
-        assert_equal(trace, expected)
-        assert counts[0] == counts[-1]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.thorough
-def test_activations_on_a_tier(way: str) -> None:
-    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu", activations="cpu")
-    expected = train(partial(not_at_all, backend=None), shapes=lambda _: (4096, 8))
-    with compiler() as backend:
-        saved = partial(WAYS[way], backend=backend)
-        assert_equal(train(saved, placement=placement, streams=simulated, shapes=lambda _: (4096, 8)), expected)
 
 
 def test_other_shapes_are_compiled_once_more_and_no_further() -> None:
@@ -230,19 +214,16 @@ def test_the_first_compiler_writes_code() -> None:
     assert_close(trace, expected, relative=1e-5)
 
 
-@pytest.mark.parametrize("name", [thorough("llama"), thorough("t5")])
-def test_a_whole_transformer(name: str) -> None:
-    build, loss_of = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}[name]
-
+def test_a_whole_transformer() -> None:
     def run(compiled: Compile) -> Trace:
         torch.manual_seed(0)
-        model = build().eval()
+        model = t5().eval()
         optimizer = prepare_on(
             separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
         )
         called, trace = compiled(model), Trace()
         for step in range(2):
-            loss = loss_of(called, Batch(step))
+            loss = t5_loss(called, Batch(step))
             optimizer.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -274,8 +255,7 @@ class Fails(nn.Module):
         return self.block(x)
 
 
-@pytest.mark.parametrize("way", sampled(WAYS, every=3))
-def test_a_compiled_forward_that_fails_can_be_repeated(way: str) -> None:
+def test_a_compiled_forward_that_fails_can_be_repeated() -> None:
     def run(compiled: Compile, fails: bool) -> Trace:
         torch.manual_seed(0)
         eager = Stack([Fails() for _ in range(3)])
@@ -303,7 +283,7 @@ def test_a_compiled_forward_that_fails_can_be_repeated(way: str) -> None:
         return trace
 
     with compiler() as backend:
-        compiled = partial(WAYS[way], backend=backend)
+        compiled = partial(whole_model, backend=backend)
         failed = run(compiled, True)
     expected = run(partial(not_at_all, backend=None), False)
     assert [t[0] for t in failed.observed] == [t[0] for t in expected.observed]
@@ -353,14 +333,13 @@ def test_a_part_that_is_compiled_and_called_by_itself_is_gathered() -> None:
 
 
 def on_two_ranks(rank: int) -> None:
+    ways = cycle(WAYS.values())
     for stage, placement in ((0, ON_CPU), (1, ON_DEVICE), (2, ON_CPU), (3, ON_NVME)):
         how = {"stage": stage, "placement": placement, "rank": rank, "streams": separate}
         expected = train(partial(not_at_all, backend=None), **how)
-        for way in WAYS.values():
-            with compiler() as backend:
-                assert_equal(train(partial(way, backend=backend), **how), expected)
+        with compiler() as backend:
+            assert_equal(train(partial(next(ways), backend=backend), **how), expected)
 
 
-@pytest.mark.thorough
 def test_two_ranks() -> None:
     run_ranks(on_two_ranks, 2)

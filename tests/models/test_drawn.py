@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import chain, zip_longest
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -16,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.models.auto import configuration_auto, modeling_auto
 
 from tests.lib.engines import prepare_on
+from tests.lib.fuzz import TIMES
 from tests.lib.streams import inline
 from tests.models.contract import HYPER, ON_CPU
-from tests.support import thorough
 
 SEED = 7
 KINDS = (
@@ -128,9 +127,9 @@ def built(config: Any, made: Any) -> nn.Module:
     return made(config).train()
 
 
-@pytest.mark.parametrize("count", [8, thorough(60)])
-def test_classes_that_a_seed_draws_train_in_bf16(count: int) -> None:
+def test_classes_that_a_seed_draws_train_in_bf16() -> None:
     """Those that cannot be made so small, or lack a library, or do not train in plain fp32 either are left out."""
+    count = 20 * TIMES
     ran, skipped, wrong = 0, 0, {}
     for kind, config_name, name in drawn():
         if ran == count:

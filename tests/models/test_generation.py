@@ -2,21 +2,20 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
+from tests.lib.covering import covering
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
 from tests.models.contract import HYPER
 from tests.models.family import Batch
 from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
-from tests.support import run_ranks, sampled_rows
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}
 PLACEMENTS = {
@@ -75,15 +74,22 @@ def generate(rank: int, name: str, placement: str, trains: bool, how: str) -> li
     return shapes
 
 
-ROWS = [
-    (name, placement, number % 2 == 0, how)
-    for number, (name, how, placement) in enumerate(product(MODELS, ("in step", "gathered", "whole"), PLACEMENTS))
-    if (how, placement) != ("whole", "nvme")  # files hold shards
-]
+ROWS = covering(
+    {
+        "name": tuple(MODELS),
+        "how": ("in step", "gathered", "whole"),
+        "placement": tuple(PLACEMENTS),
+        "trains": (True, False),
+    },
+    fits=lambda row: (row.get("how"), row.get("placement")) != ("whole", "nvme"),  # files hold shards
+)
 
 
-@pytest.mark.parametrize(("name", "placement", "trains", "how"), sampled_rows(ROWS, every=9))
-def test_ranks_generate_answers_of_different_lengths(name: str, placement: str, trains: bool, how: str) -> None:
+def generate_all(rank: int) -> list[list[list[tuple[int, ...]]]]:
+    return [generate(rank, **row) for row in ROWS]
+
+
+def test_ranks_generate_answers_of_different_lengths() -> None:
     """`generate(synced_gpus=True)` has those that are done run along; of what is gathered or whole nothing travels."""
-    first, second = run_ranks(generate, 2, name, placement, trains, how)
-    assert all(a[0] != b[0] for a, b in zip(first, second, strict=True))
+    for first, second in zip(*run_ranks(generate_all, 2), strict=True):
+        assert all(a[0] != b[0] for a, b in zip(first, second, strict=True))

@@ -1,18 +1,17 @@
 """Evaluation and generation from the model in training."""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.family import Batch
 from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
-from tests.support import run_ranks, sampled_rows
 
 MODELS = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}
 SAMPLING = {
@@ -66,16 +65,6 @@ def test_generate_between_steps(name):
     generate_and_train(0, name)
 
 
-def generate_all(rank: int) -> None:
-    for name in MODELS:
-        generate_and_train(rank, name)
-
-
-@pytest.mark.thorough
-def test_generate_between_steps_on_two_ranks():
-    run_ranks(generate_all, 2)
-
-
 def generate_gathered(rank: int, name: str, stage: int) -> None:
     """Each rank generates as much as it likes inside `gathered`: nothing travels for a token, and nothing hangs."""
     build, loss_of = MODELS[name]
@@ -120,11 +109,6 @@ def generate_gathered(rank: int, name: str, stage: int) -> None:
     undisturbed.close()
 
 
-@pytest.mark.parametrize(("name", "stage"), sampled_rows(product(MODELS, (3, 1)), every=10))
-def test_ranks_generate_other_lengths_inside_gathered(name, stage):
-    run_ranks(generate_gathered, 2, name, stage)
-
-
 def gathers_once(rank: int) -> None:
     """Entering gathers each unit once; without it every token would."""
     torch.manual_seed(0)
@@ -144,9 +128,14 @@ def gathers_once(rank: int) -> None:
     optimizer.close()
 
 
-@pytest.mark.thorough
-def test_entering_gathered_is_all_that_travels():
-    run_ranks(gathers_once, 2)
+def generate_on_rank(rank: int) -> None:
+    generate_gathered(rank, "llama", 1)
+    generate_gathered(rank, "t5", 3)
+    gathers_once(rank)
+
+
+def test_ranks_generate_other_lengths_inside_gathered_and_entering_is_all_that_travels():
+    run_ranks(generate_on_rank, 2)
 
 
 @pytest.mark.parametrize("registered", ["before prepare", "after prepare"])
@@ -207,29 +196,3 @@ def state_dicts(rank: int) -> None:
 
 def test_the_state_dict_of_a_gathered_model_is_the_plain_one():
     run_ranks(state_dicts, 2)
-
-
-def test_evaluation_without_no_grad_does_not_count():
-    """A forward whose graph is dropped leaves gradients and parameters alone."""
-    torch.manual_seed(0)
-    model, other = llama(), llama()
-    other.load_state_dict(model.state_dict())
-    runs = []
-    for m, evaluates in ((model, True), (other, False)):
-        optimizer = prepare_on(
-            simulated(), m, torch.optim.AdamW(m.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-        )
-        for step in range(3):
-            if evaluates:
-                language_loss(m, Batch(step + 10))
-            optimizer.backward(language_loss(m, Batch(step)))
-            if evaluates:
-                language_loss(m, Batch(step + 10))
-            optimizer.step()
-            if evaluates:
-                language_loss(m, Batch(step + 10))
-            optimizer.zero_grad()
-        runs.append([optimizer.full_param(p) for p in m.parameters()])
-        optimizer.close()
-    for ours, expected in zip(*runs, strict=True):
-        assert torch.equal(ours, expected)

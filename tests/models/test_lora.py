@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.integrations.lora import Lora, LoraWeights, add_adapters
+from tests.lib.ranks import run_ranks
 from tests.models.contract import ON_CPU, ON_DEVICE
 from tests.models.test_adapters import ALL_ON_NVME, MIXED, ON_NVME
 from tests.models.transformers_rows import llama
-from tests.support import run_ranks, thorough
 
 pytest.importorskip("peft")
 
@@ -66,11 +66,11 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("base", "precision", "stage"),
-    [("auto", "bf16", 3), ("int8", "bf16", 2), thorough("auto", "fp32", 1), thorough("int8", "fp32", 3)],
+    [("auto", "bf16", 3), ("int8", "bf16", 2), ("auto", "fp32", 1)],
 )
 def test_streamed_from_any_tier(base: str, precision: str, stage: int, folder: Path) -> None:
     expected = run(folder, base, precision=precision, stage=0)
-    for placement in PLACEMENTS.values():
+    for placement in list(PLACEMENTS.values())[stage - 1 :]:
         assert_same(run(folder, base, precision=precision, stage=stage, placement=placement), expected)
 
 
@@ -82,7 +82,7 @@ def on_two_ranks(rank: int, folder: Path, base: str, precision: Any) -> dict[str
     return {name: value for name, value in rows[0][1].items() if name.startswith("first ")}
 
 
-@pytest.mark.parametrize(("base", "precision"), [thorough("auto", "bf16"), thorough("int8", "fp32")])
+@pytest.mark.parametrize(("base", "precision"), [("auto", "bf16"), ("int8", "fp32")])
 def test_two_ranks_begin_with_what_one_has(base: str, precision: str, folder: Path) -> None:
     expected = run(folder, base, precision=precision)[1]
     one, other = run_ranks(on_two_ranks, 2, folder, base, precision)

@@ -5,10 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.support import thorough
-
 REPOSITORY = Path(__file__).parents[2]
 MOST_BYTES, MOST_LEFT_BYTES = 1 << 30, 64 << 20
 
@@ -50,7 +46,6 @@ SIZES = {
 OTHERS = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
 
 
-@pytest.mark.parametrize("name", ["1B", thorough("8B")])
 def test_planning_takes_less_than_a_gibibyte_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     command = [sys.executable, "-c", SCRIPT, json.dumps(SIZES[name] | OTHERS), str(found)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.config import Tier
@@ -49,11 +50,12 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.last = nn.Linear(width, OUTPUTS)
         self.blocks_used = blocks
+        self.recomputes = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks[: self.blocks_used]:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return self.last(x)
 
 

@@ -10,12 +10,11 @@ from torch import nn
 import penstock
 from penstock.config import Options
 from penstock.planner.plans import Plan, model_fingerprint
-from tests.lib.streams import inline, separate
+from tests.lib.streams import separate
 from tests.parity import rows
 from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, changed, make_model, shares, train
 from tests.plans import small
-from tests.support import thorough
 
 SMALL = {"tile_bytes": 4 << 10}
 THREE_WAYS = shares(device=0.3, cpu=0.4, nvme=0.3)
@@ -45,11 +44,10 @@ def plan_for(what: Arithmetic, how: Movement) -> Plan:
 
 @pytest.mark.parametrize("what", [Arithmetic(precision="bf16", groups=True)], ids=changed)
 @pytest.mark.parametrize("how", MOVEMENTS, ids=changed)
-@pytest.mark.parametrize("streams", [thorough(inline), separate])
-def test_a_plan_gives_the_bits_of_arguments_by_hand(streams, how, what, monkeypatch, tmp_path):
+def test_a_plan_gives_the_bits_of_arguments_by_hand(how, what, monkeypatch, tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(plan_for(what, how).to_json())
-    monkeypatch.setattr("penstock.preparing.streams_for", lambda device, **_: streams())
+    monkeypatch.setattr("penstock.preparing.streams_for", lambda device, **_: separate())
     by_hand = {"placement": how.placement, "overlap": how.overlap, "options": Options(**dict(how.options))}
     tables = []
 

@@ -21,11 +21,11 @@ from penstock.errors import EngineError
 from penstock.runtime.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
 from tests.lib.engines import prepare_on
 from tests.lib.memory import pinning_on_cpu, shorten_rings
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
 from tests.parity.needed import NEEDED_BY
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import DroppingStreams, Wait, complaints, listen, read_file, waits
-from tests.support import run_ranks, sampled
 
 SLOW_SECONDS = 0.01
 KIB = 1 << 10
@@ -594,12 +594,16 @@ def reached_by(row: str) -> frozenset[str]:
     return frozenset(outcome.waits_seen)
 
 
+@cache
+def is_right(row: str, slow: str) -> bool:
+    """Whether the row is right with all waits while a stream is slow."""
+    return attempt(ROWS[row], expected_of(row), slow, None).same
+
+
 @pytest.mark.filterwarnings("ignore:.*of the cpu tier are not pinned")
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # what goes wrong may do so in a hook
 @pytest.mark.parametrize(
-    "wait",
-    sampled((w for w in waits() if w.site not in (*REDUNDANT, *OF_TWO_RANKS)), every=18),
-    ids=lambda wait: wait.site,
+    "wait", [w for w in waits() if w.site not in (*REDUNDANT, *OF_TWO_RANKS)], ids=lambda wait: wait.site
 )
 def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
     rows = []
@@ -610,7 +614,7 @@ def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
             continue
         rows.append(row)
         if not attempt(ROWS[row], expected_of(row), slow, wait.place).same:
-            assert attempt(ROWS[row], expected_of(row), slow, None).same, "the row goes wrong with the wait too"
+            assert is_right(row, slow), "the row goes wrong with the wait too"
             return
     assert rows, f"no row waits at {wait.site} ({wait.place}): write one"
     right = ", ".join(dict.fromkeys(rows))
@@ -626,14 +630,21 @@ def outcome_on_two_ranks(rank: int, name: str, dropped: str | None) -> Outcome:
         return attempt(run, run(inline()), OF_TWO_RANKS[name].slow, dropped)
 
 
-@pytest.mark.parametrize(
-    "wait", sampled((w for w in waits() if w.site in OF_TWO_RANKS), every=4), ids=lambda wait: wait.site
-)
-def test_without_the_wait_two_ranks_go_wrong(wait: Wait) -> None:
+def outcomes_with_all_waits(rank: int) -> dict[str, Outcome]:
+    return {name: outcome_on_two_ranks(rank, name, None) for name in OF_TWO_RANKS}
+
+
+@pytest.fixture(scope="module")
+def kept_of_ranks() -> list[dict[str, Outcome]]:
+    return run_ranks(outcomes_with_all_waits, 2)
+
+
+@pytest.mark.parametrize("wait", [w for w in waits() if w.site in OF_TWO_RANKS], ids=lambda wait: wait.site)
+def test_without_the_wait_two_ranks_go_wrong(wait: Wait, kept_of_ranks: list[dict[str, Outcome]]) -> None:
+    for kept in kept_of_ranks:
+        assert kept[wait.site].same
+        assert wait.place in kept[wait.site].waits_seen, "the row does not wait there"
     # Ranks of their own for each: one that goes wrong may leave the other waiting in a collective, until it times out.
-    for kept in run_ranks(outcome_on_two_ranks, 2, wait.site, None):
-        assert kept.same
-        assert wait.place in kept.waits_seen, "the row does not wait there"
     try:
         of_ranks = run_ranks(outcome_on_two_ranks, 2, wait.site, wait.place, timeout=timedelta(seconds=20), fresh=True)
     except AssertionError as error:

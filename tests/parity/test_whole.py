@@ -8,10 +8,10 @@ import torch
 
 import penstock
 from penstock.runtime.streams import Streams
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Movement, shares
 from tests.parity.whole import Outcome, different, furthest, plain, train
-from tests.support import run_ranks, sampled
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 
@@ -25,17 +25,15 @@ PLACES: list[tuple[Callable[[], Streams], Movement]] = [
     (separate, CPU),
     (separate, Movement(optimizer="cpu")),
     (separate, Movement(optimizer="nvme")),
-    (separate, NVME),
     (separate, Movement(params="cpu", optimizer=shares(device=0.3, cpu=0.4, nvme=0.3))),
     (separate, CPU.but(whole_updates="home")),
     (separate, CPU.but(tile_bytes=4 * KIB)),
     (separate, CPU.but(persistent_bytes=600)),
-    (simulated, CPU),
     (simulated, NVME),
     (simulated, CPU.but(whole_updates="home")),
-    *((separate, Movement(3, "cpu", "cpu", "cpu", overlap)) for overlap in ("none", "forward", "backward")),
-    *((simulated, Movement(3, "cpu", "cpu", "nvme", overlap)) for overlap in ("none", "forward", "backward")),
-    *((separate, CPU.but(stage=stage)) for stage in (0, 1, 2)),
+    (separate, Movement(0, "cpu", "cpu", "cpu", "none")),
+    (separate, Movement(1, "cpu", "cpu", "cpu", "backward")),
+    (simulated, Movement(2, "cpu", "cpu", "nvme", "forward")),
 ]
 
 ARITHMETIC: list[dict[str, Any]] = [
@@ -62,7 +60,7 @@ def test_placement_does_not_change_the_result(what: dict[str, Any]) -> None:
     expected = reference(what)
     failures = []
     for streams, how in PLACES if what == ARITHMETIC[1] else PLACES[::4]:
-        if how.overlap == "backward" and what.get("precision") == "fp16":
+        if how.overlap == "backward" and (what.get("precision") == "fp16" or what.get("accumulation", 1) > 1):
             continue
         skip = ("norm",) if "persistent_bytes" in dict(how.options) else ()
         found = different(train(how, streams=streams(), **what), expected, skip)
@@ -70,8 +68,7 @@ def test_placement_does_not_change_the_result(what: dict[str, Any]) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 2)])
 def test_it_is_what_torch_computes(precision: str, accumulation: int) -> None:
     ours, theirs = (
         train(CPU, precision=precision, accumulation=accumulation),
@@ -82,8 +79,7 @@ def test_it_is_what_torch_computes(precision: str, accumulation: int) -> None:
     assert furthest(ours, theirs) < (1e-6 if accumulation == 1 else 2e-2)
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("state_dtype", "rounding"), [("bf16", "nearest"), ("int8", "stochastic")])
 def test_states_in_fewer_bits_are_the_same_in_every_placement(state_dtype: str, rounding: str) -> None:
     options = {"state_dtype": state_dtype, "rounding": rounding}
     expected = train(Movement().but(**options), precision="bf16")
@@ -108,28 +104,22 @@ def test_state_may_move_between_steps() -> None:
         assert different(train(how, between=move, streams=separate()), reference({})) == []
 
 
-def _ranks(rank: int, rows: list[tuple[int, Movement]], what: dict[str, Any], world_size: int) -> list[str]:
+def _ranks(
+    rank: int, rows: list[tuple[int, Movement]], what: dict[str, Any], world_size: int
+) -> tuple[list[str], float]:
     expected = train(Movement(stage=rows[0][0]), rank=rank, world_size=world_size, **what)
     found = []
     for stage, how in rows:
         ours = train(how.but(stage=stage), rank=rank, world_size=world_size, streams=separate(), **what)
         found += [f"{stage} {how}: {name}" for name in different(ours, expected)]
-    return found
-
-
-def _against_plain(rank: int, world_size: int) -> float:
     ours = train(CPU, rank=rank, world_size=world_size)
-    return furthest(ours, plain(world_size=world_size))
+    return found, furthest(ours, plain(world_size=world_size))
 
 
-@pytest.mark.parametrize("what", sampled(ARITHMETIC[:3], 3), ids=str)
-def test_two_ranks_in_every_placement(what: dict[str, Any]) -> None:
-    rows = [(stage, how) for stage in (3, 2, 1) for how in (Movement(), CPU, NVME)]
-    assert run_ranks(_ranks, 2, rows, what, 2) == [[], []]
-
-
-@pytest.mark.parametrize("world_size", [2, *[p for p in ()]])
-def test_ranks_train_what_one_does(world_size: int) -> None:
-    # Two ranks sum their gradients in another order than one does: the last bit of a matrix before it is rounded to
-    # bf16 for its orthogonal one.
-    assert max(run_ranks(_against_plain, world_size, world_size)) < 2e-2
+def test_two_ranks_in_every_placement() -> None:
+    rows = [(3, CPU), (3, NVME), (2, Movement()), (2, NVME), (1, CPU)]
+    for found, furthest_of_plain in run_ranks(_ranks, 2, rows, {"precision": "bf16", "accumulation": 2}, 2):
+        assert found == []
+        # Two ranks sum their gradients in another order than one does: the last bit of a matrix before it is rounded
+        # to bf16 for its orthogonal one.
+        assert furthest_of_plain < 2e-2

@@ -13,10 +13,10 @@ import penstock
 from penstock.errors import CheckpointError, ConfigError
 from penstock.optim import Lamb, register
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate
 from tests.parity.rows import Movement
 from tests.parity.whole import BATCH, Make, batches, first_model, loss_of, muon
-from tests.support import run_ranks
 
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 CPU = Movement(params="cpu", grads="cpu", optimizer="cpu")
@@ -120,10 +120,7 @@ def trained(make: str, how: Movement, steps: int = 3, **rest: Any) -> State:
     return found
 
 
-THOROUGH = pytest.mark.thorough
-
-
-@pytest.mark.parametrize("make", ["adafactor", pytest.param("lamb", marks=THOROUGH), "rows"])
+@pytest.mark.parametrize("make", ["adafactor", "rows"])
 def test_placement_does_not_change_states_of_any_shape(make: str) -> None:
     for precision in ("fp32", "bf16")[make == "adafactor" :]:
         expected = trained(make, Movement(), precision=precision)
@@ -148,7 +145,7 @@ def test_states_of_any_shape_are_those_of_the_class(make: str) -> None:
             )
 
 
-@pytest.mark.parametrize("make", ["adafactor", pytest.param("lamb", marks=THOROUGH), "rows", "muon"])
+@pytest.mark.parametrize("make", ["adafactor", "rows", "muon"])
 def test_states_of_any_shape_are_given_and_taken(make: str) -> None:
     """By `state_dict`, one by one, and from an optimizer that has made steps before `prepare`."""
     if make == "muon" and not hasattr(torch.optim, "Muon"):
@@ -197,9 +194,7 @@ def test_a_state_of_another_shape_is_refused_by_its_own() -> None:
 
 FORMS: list[tuple[str, dict[str, Any]]] = [
     ("adafactor", {}),
-    ("muon", {}),
     ("muon", {"state_dtype": "int8"}),
-    ("muon", {"state_dtype": "bf16"}),
 ]
 
 
@@ -214,7 +209,7 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(make: str, options: dict[str, Any],
     for number in range(2, 4):
         step(model, optimizer, number)
     expected = all_of(model, optimizer)
-    for how in (CPU, Movement(2, "cpu", "cpu", "nvme", "forward"), Movement(3, "cpu", "cpu", "cpu", "backward")):
+    for how in (Movement(2, "cpu", "cpu", "nvme", "forward"), Movement(3, "cpu", "cpu", "cpu", "backward")):
         again, resumed = prepared(make, how.but(**options), precision=precision, streams=separate())
         resumed.load(tmp_path / "a")
         for number in range(2, 4):
@@ -239,12 +234,11 @@ def _load(rank: int, world_size: int, make: str, how: Movement, folder: str) -> 
 
 
 @MUON
-@pytest.mark.parametrize("make", ["muon", "adafactor"])
-def test_saved_by_two_ranks_and_loaded_by_three_and_by_one(make: str, tmp_path: Path) -> None:
+def test_saved_by_two_ranks_and_loaded_by_three_and_by_one(tmp_path: Path) -> None:
     given = str(tmp_path)
-    saved, same = run_ranks(_save, 2, 2, make, CPU, given)
+    saved, same = run_ranks(_save, 2, 2, "muon", CPU, given)
     assert different(saved, same) == []
-    for found in (*run_ranks(_load, 3, 3, make, NVME, given), _load(0, 1, make, CPU.but(stage=1), given)):
+    for found in (*run_ranks(_load, 3, 3, "muon", NVME, given), _load(0, 1, "muon", CPU.but(stage=1), given)):
         assert different(found, saved) == []
 
 
@@ -268,7 +262,7 @@ def test_a_count_that_adafactor_kept_in_checkpoints_before_is_read(tmp_path: Pat
 def test_a_checkpoint_of_another_rule_is_refused_before_anything_changes(tmp_path: Path) -> None:
     adamw: Make = lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])  # noqa: E731
     MAKES["adamw"] = adamw
-    for saved, loads in (("muon", "adamw"), ("adamw", "muon"), ("lamb", "adafactor")):
+    for saved, loads in (("muon", "adamw"), ("lamb", "adafactor")):
         model, optimizer = prepared(saved, CPU)
         step(model, optimizer, 0)
         optimizer.save(tmp_path / saved)

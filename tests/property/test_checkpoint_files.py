@@ -16,14 +16,14 @@ from typing import Any
 import numpy  # noqa: F401 - its random state is saved and checked
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
 from penstock.checkpoint.format import MARKER, checksum, to_bytes
+from tests.lib.fuzz import examples
 from tests.parity.resuming import Other, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement
-from tests.support import thorough
 
 HEADROOM_BYTES = 1 << 30  # of addresses: a thread takes up to 72 MiB of them
 FP16 = Run(Arithmetic(precision="fp16", master="fp32", schedule=True), Movement().but(tile_bytes=4096), model=Other)
@@ -120,12 +120,8 @@ def limited_memory() -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(FP16, id="fp16"),
-        thorough(FP16, id="fp16, more"),
-        thorough(INT8, id="int8"),
-        thorough(INT8, id="int8, more"),
-    ],
+    params=[FP16, INT8],
+    ids=["fp16", "int8"],
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     subject = Subject(request.param, tmp_path_factory.mktemp("checkpoint"))
@@ -134,10 +130,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         subject.optimizer.close(keep_params=False)
 
 
-many = settings(
-    max_examples=100,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+many = examples(60)
 SUFFIXES = st.sampled_from([MARKER, "-00000.json", ".tiles", ".safetensors"])
 
 

@@ -1,7 +1,7 @@
 """Files of other libraries that somebody else may have written: read as they were, or refused in one line.
 
 Model folders, DeepSpeed's checkpoints, and what a checkpoint says of the run that `--resume` goes on with. Nothing else
-is raised, no more memory is taken than small files need, and no code runs. `PENSTOCK_EXAMPLES` asks for more examples,
+is raised, no more memory is taken than small files need, and no code runs. `make fuzz` draws more examples,
 `--hypothesis-seed` for the same ones again.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
@@ -23,19 +23,10 @@ from penstock.integrations.huggingface import build_empty, build_model, find_mod
 from penstock.integrations.vocabulary import rows_for
 from tests.deepspeed_checks import load
 from tests.instruct import byte_tokenizer
+from tests.lib.fuzz import examples
 from tests.property.test_checkpoint_files import at, change_values, limited_memory
 
-EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
-pytestmark = pytest.mark.timeout(0 if EXAMPLES else 1200)
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
-
-
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=EXAMPLES or count,
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
 
 
 def refused_in_one_line(work: Callable[[], object]) -> None:
@@ -95,7 +86,9 @@ VALUES: list[Any] = ["gpt2", "mistral", "bloom", "llama", "LlamaForCausalLM", "b
 VALUES += [{"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 0}, {"model_type": "mixtral"}, "float8_e4m3fn"]
 
 
-def model_folders_of_anybody(folders: tuple[Path, Path], data: st.DataObject) -> None:
+@examples(40)
+@given(data=st.data())
+def test_model_folders_of_anybody(folders: tuple[Path, Path], data: st.DataObject) -> None:
     whole, folder = folders
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
@@ -118,19 +111,6 @@ def model_folders_of_anybody(folders: tuple[Path, Path], data: st.DataObject) ->
         change_values(content, data)
         file.write_text(json.dumps(content))
     refused_in_one_line(lambda: use(folder))
-
-
-@examples(40)
-@given(data=st.data())
-def test_model_folders_of_anybody(folders: tuple[Path, Path], data: st.DataObject) -> None:
-    model_folders_of_anybody(folders, data)
-
-
-@pytest.mark.thorough
-@examples(400)
-@given(data=st.data())
-def test_model_folders_of_very_many(folders: tuple[Path, Path], data: st.DataObject) -> None:
-    model_folders_of_anybody(folders, data)
 
 
 def change_header(file: Path, data: st.DataObject) -> None:
@@ -232,7 +212,9 @@ STRANGE: list[Any] = [
 ]
 
 
-def checkpoints_of_deepspeed_of_anybody(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+@examples(60)
+@given(data=st.data())
+def test_checkpoints_of_deepspeed_of_anybody(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     top = tmp_path_factory.mktemp("deepspeed")
     name = data.draw(st.sampled_from(["z1-fp32-w2", "z2-bf16-w2", "z3-fp32-w2"]))
     folder = Path(shutil.copytree(DEEPSPEED / name / "third", top / "third"))
@@ -254,16 +236,3 @@ def checkpoints_of_deepspeed_of_anybody(tmp_path_factory: pytest.TempPathFactory
     written = [path for path in (top / "out").glob("**/*") if path.is_file()] if (top / "out").exists() else []
     assert sum(path.stat().st_blocks * 512 for path in written) < 1 << 20
     shutil.rmtree(top)
-
-
-@examples(60)
-@given(data=st.data())
-def test_checkpoints_of_deepspeed_of_anybody(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    checkpoints_of_deepspeed_of_anybody(tmp_path_factory, data)
-
-
-@pytest.mark.thorough
-@examples(600)
-@given(data=st.data())
-def test_checkpoints_of_deepspeed_of_very_many(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    checkpoints_of_deepspeed_of_anybody(tmp_path_factory, data)

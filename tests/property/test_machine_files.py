@@ -1,6 +1,6 @@
 """Files of machines: what is written is read again, and what somebody wrote is a machine or refused in one line.
 
-`PENSTOCK_EXAMPLES` asks for more examples, `--hypothesis-seed` for the same ones again.
+`make fuzz` draws more examples, `--hypothesis-seed` for the same ones again.
 """
 
 import json
@@ -10,24 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
 from penstock.planner.machine import Machine
 from penstock.planner.rates import RATES, Rate, parse_rate, write_value
-
-EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
-pytestmark = pytest.mark.timeout(0 if EXAMPLES else 300)
-
-
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=EXAMPLES or count,
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-
+from tests.lib.fuzz import examples
 
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
 TEXTS = st.text(max_size=20)  # surrogates too: what a file may have escaped
@@ -59,7 +48,7 @@ def machines(draw: st.DrawFn) -> Machine:
 
 
 @given(machine=machines())
-@examples(50)
+@examples(30)
 def test_what_is_written_is_read(tmp_path: Path, machine: Machine) -> None:
     file = tmp_path / "machine.json"
     machine.write(file)
@@ -84,7 +73,7 @@ def read_or_refused(file: Path) -> Machine | None:
 
 
 @given(content=JSON)
-@examples(50)
+@examples(30)
 def test_any_json_is_a_machine_or_refused(tmp_path: Path, content: Any) -> None:
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(content))
@@ -105,7 +94,7 @@ NEARLY = st.fixed_dictionaries(
 
 
 @given(content=NEARLY)
-@examples(100)
+@examples(60)
 def test_nearly_a_machine_is_one_or_refused(tmp_path: Path, content: Any) -> None:
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(content))
@@ -116,7 +105,7 @@ def test_nearly_a_machine_is_one_or_refused(tmp_path: Path, content: Any) -> Non
 
 
 @given(data=st.data())
-@examples(50)
+@examples(30)
 def test_a_changed_file_is_a_machine_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     file = tmp_path / "machine.json"
     Machine.read("rtx4090-desktop").write(file)
@@ -132,7 +121,7 @@ def test_a_changed_file_is_a_machine_or_refused(tmp_path: Path, data: st.DataObj
 
 
 @given(content=st.binary(max_size=200))
-@examples(100)
+@examples(60)
 def test_any_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(content)
@@ -143,7 +132,7 @@ SIGNS = st.text(string.digits + string.ascii_letters + "./+-=µ \n", max_size=12
 
 
 @given(name=NAMES, written=SIGNS | TEXTS)
-@examples(100)
+@examples(60)
 def test_any_text_is_a_figure_or_refused(name: str, written: str) -> None:
     said = ""
     try:
@@ -158,7 +147,7 @@ def test_any_text_is_a_figure_or_refused(name: str, written: str) -> None:
 
 
 @given(name=st.sampled_from(list(RATES)), value=st.floats(min_value=1e-9, max_value=1e16))
-@examples(100)
+@examples(60)
 def test_what_a_table_shows_can_be_typed(name: str, value: float) -> None:
     unit = RATES[name].unit
     value = value if unit == "s" else float(max(1, round(value))) if unit in ("count", "bytes") else max(1.0, value)

@@ -11,10 +11,11 @@ import penstock
 from penstock.runtime.streams import Streams
 from tests.accounts import assert_table_agrees
 from tests.lib.engines import prepare_on
+from tests.lib.fuzz import TIMES, examples
 from tests.lib.memory import disks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.property.test_sequences import Log, Operation, Ours, apply, assert_same, make_net, sequences
-from tests.support import run_ranks, thorough
 
 KINDS = ("param", "grad", "master", "optimizer")
 SPLITS: list[dict[str, Any]] = [
@@ -113,16 +114,13 @@ def run(streams: Streams, sequence: list[Operation], *arguments: Any) -> Log:
     return subject.log
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        thorough(inline, id="inline"),
-        thorough(separate, id="separate"),
-        pytest.param(lambda: simulated(most_seconds=0.0005), id="simulated"),
-    ],
-)
-@settings(max_examples=20, deadline=None, derandomize=True)
+def late() -> Streams:
+    return simulated(most_seconds=0.0005)
+
+
+@settings(examples(20), derandomize=True)
 @given(
+    st.sampled_from([late, separate, inline]),
     moving_sequences(),
     st.sampled_from(SPLITS),
     st.sampled_from(["fp32", "bf16"]),
@@ -200,9 +198,7 @@ def check_rank(rank: int, stage: int, seeds: range) -> list[str]:
         plain, moving = random_sequence(seed)
         chance = random.Random(seed)
         storages, overlap = chance.choice(SPLITS), chance.choice(["none", "forward", "auto"])
-        name, streams = chance.choice(
-            [("inline", inline), ("separate", separate), ("simulated", lambda: simulated(most_seconds=0.0005))]
-        )
+        name, streams = chance.choice([("inline", inline), ("separate", separate), ("late", late)])
         logs = []
         for sequence, make, where, when in ((plain, inline, {}, "none"), (moving, streams, storages, overlap)):
             subject = MovingRank(stage, make(), penstock.Placement(**where, nvme_path=disks(2)), when)
@@ -216,7 +212,12 @@ def check_rank(rank: int, stage: int, seeds: range) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stage", list(map(thorough, range(4))))
-def test_moves_on_two_ranks_change_no_trajectory(stage: int) -> None:
-    failures = run_ranks(check_rank, 2, stage, range(20 * stage, 20 * stage + 12))
+def check_stages(rank: int) -> list[str]:
+    return [
+        failure for stage in range(4) for failure in check_rank(rank, stage, range(20 * stage, 20 * stage + 4 * TIMES))
+    ]
+
+
+def test_moves_on_two_ranks_change_no_trajectory() -> None:
+    failures = run_ranks(check_stages, 2)
     assert not failures[0] + failures[1], "\n".join(failures[0] + failures[1])

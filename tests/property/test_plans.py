@@ -1,22 +1,19 @@
 """Any plan is read back from its file to the bit, and whatever else is in such a file is refused in a line.
 
-`PENSTOCK_EXAMPLES` asks for more examples.
+`make fuzz` draws more examples.
 """
 
 import json
-import os
 from pathlib import Path
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError, Options, Placement
 from penstock.planner.plans import KINDS, Plan, Reason, Shortfall, WhatIf
+from tests.lib.fuzz import examples
 from tests.plans import DESKTOP
 
-EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
-pytestmark = pytest.mark.timeout(0 if EXAMPLES else 300)
 TEXT = DESKTOP.to_json()
 
 
@@ -89,14 +86,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-RELAXED = settings(
-    max_examples=EXAMPLES or 40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-
-
-@RELAXED
+@examples(30)
 @given(made=plans())
 def test_any_plan_is_read_back_and_can_be_shown(made, tmp_path):
     file = written(tmp_path / "plan.json", made.to_json())
@@ -114,7 +104,7 @@ JSON = st.recursive(
 )
 
 
-@RELAXED
+@examples(30)
 @given(key=st.sampled_from(sorted(json.loads(TEXT))), value=JSON, inside=st.booleans(), number=st.integers(0, 99))
 def test_any_value_in_the_place_of_any_other_is_read_or_refused_in_a_line(key, value, inside, number, tmp_path):
     content = json.loads(TEXT)

@@ -14,6 +14,7 @@ from penstock.planner.simulation.fair_share import fair_speeds
 from penstock.planner.simulation.program import Program, ProgramJob, WorkKind
 from penstock.planner.simulation.retime import busiest, retime
 from penstock.trace import Label
+from tests.lib.fuzz import examples
 from tests.paper import Machine, Rates, Script
 
 STREAMS = ("upload", "download", "update", "read", "write", "device update")
@@ -78,6 +79,7 @@ def critical_path(program: Program, costs: Rates) -> float:
     return max(over.values(), default=0.0)
 
 
+@examples(40)
 @given(programs(), machines())
 def test_a_run_is_no_shorter_than_its_work(program: Program, costs: Rates) -> None:
     timing = retime(program, costs)
@@ -88,6 +90,7 @@ def test_a_run_is_no_shorter_than_its_work(program: Program, costs: Rates) -> No
     assert sum(timing.steps_s) <= timing.recording.stop * (1 + 1e-9)
 
 
+@examples(40)
 @given(programs(), machines())
 def test_nothing_begins_before_what_it_follows(program: Program, costs: Rates) -> None:
     recording = retime(program, costs).recording
@@ -104,6 +107,7 @@ def test_nothing_begins_before_what_it_follows(program: Program, costs: Rates) -
         before.append(place)
 
 
+@examples(40)
 @given(programs(), machines())
 def test_no_capacity_does_more_than_it_can(program: Program, costs: Rates) -> None:
     """Work is conserved: what lies between two moments fits between them, and takes what it takes."""
@@ -120,6 +124,7 @@ def test_no_capacity_does_more_than_it_can(program: Program, costs: Rates) -> No
             assert all(load <= (stop - start) * (1 + 1e-6) + 1e-9 for load in loads.values())
 
 
+@examples(40)
 @given(programs(), machines(), st.sampled_from((0.25, 1 / 3, 0.7, 2.0, 3.0, 1e6)))
 def test_all_figures_so_many_times_as_good_divide_the_time(program: Program, costs: Rates, factor: float) -> None:
     timing, scaled = retime(program, costs), retime(program, at_scale(costs, factor))
@@ -129,6 +134,7 @@ def test_all_figures_so_many_times_as_good_divide_the_time(program: Program, cos
         assert other.inline == span.inline
 
 
+@examples(40)
 @given(programs(), machines())
 def test_a_run_on_paper_is_a_trace(program: Program, costs: Rates) -> None:
     timing = retime(program, costs)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.streams import Streams
 from tests.lib.engines import prepare_on
+from tests.lib.fuzz import examples
 from tests.lib.memory import disks
 from tests.lib.streams import inline, separate, simulated
 
@@ -313,7 +314,7 @@ def assert_same(ours: Log, theirs: Log) -> None:
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(examples(20), derandomize=True)
 @given(sequences(), placements, st.sampled_from(["fp32", "bf16"]), st.sampled_from([4096, 1 << 22]), overlaps)
 def test_one_trajectory(
     sequence: list[Operation], placement: penstock.Placement, precision: str, tile_bytes: int, overlap: str

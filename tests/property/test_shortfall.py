@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.planner.search import Placements
 from penstock.planner.workload import TIERS, Limits, StepWorkload, fits, lacks, missing
+from tests.lib.fuzz import examples
 
 SIZES = st.integers(1000, 1 << 40)
 
@@ -38,7 +39,7 @@ def tight(draw: st.DrawFn) -> tuple[StepWorkload, Limits]:
     return workload, Limits({tier: draw(st.integers(0, whole)) for tier in tiers}, shared=shared)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(tight())
 def test_with_what_is_missing_it_fits_and_with_less_it_does_not(drawn: tuple[StepWorkload, Limits]) -> None:
     workload, limits = drawn
@@ -51,7 +52,7 @@ def test_with_what_is_missing_it_fits_and_with_less_it_does_not(drawn: tuple[Ste
         assert not fits(workload, enough.with_room(tier, enough.room(tier) - max(1, nbytes // 50)))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(tight())
 def test_equal_cuts_fit_what_fits(drawn: tuple[StepWorkload, Limits]) -> None:
     """As fine as bytes: the placement that the search begins with takes no more than the limits."""
@@ -64,7 +65,7 @@ def test_equal_cuts_fit_what_fits(drawn: tuple[StepWorkload, Limits]) -> None:
         assert nbytes <= 1e-9 * limits.room(tier) + 4  # each kind is whole bytes, of a rank and of all
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(tight())
 def test_each_change_is_enough(drawn: tuple[StepWorkload, Limits]) -> None:
     workload, limits = drawn
