@@ -18,8 +18,8 @@ from penstock.runtime.collectives import CollectiveFingerprint, Collectives
 from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks
+from tests.lib.streams import inline
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
-from tests.support import thorough
 
 KIB = 1 << 10
 DEVICE = "strict:0"  # no device outside of the strict process
@@ -70,11 +70,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(
-    "how",
-    [how if number % 2 == 0 else thorough(how) for number, how in enumerate(ROWS.values())],
-    ids=ROWS,
-)
+@pytest.mark.parametrize("how", ROWS.values(), ids=ROWS)
 def test_training_on_a_stream_of_the_users(native: Any, how: Movement) -> None:
     begins = how.overlap == "backward"
     what = Arithmetic(accumulation=2, clip=None if begins else 0.5, no_sync=begins)
@@ -208,7 +204,7 @@ class TwoStreams(nn.Module):
         return self.net.last(x)
 
 
-@pytest.mark.parametrize("how", [ON_DEVICE, ON_CPU, OPTIMIZER_ON_CPU], ids=["on device", "on cpu", "optimizer on cpu"])
+@pytest.mark.parametrize("how", [ON_CPU, OPTIMIZER_ON_CPU], ids=["on cpu", "optimizer on cpu"])
 def test_compute_that_turns_from_stream_to_stream(native: Any, how: Movement) -> None:
     """Gradients come on the stream of their forward, and a unit is reduced on that of another one."""
     expected = []
@@ -216,15 +212,9 @@ def test_compute_that_turns_from_stream_to_stream(native: Any, how: Movement) ->
         streams = [torch.Stream(DEVICE), torch.Stream(DEVICE)]
         model: nn.Module = TwoStreams(streams) if device == DEVICE else make_model()
         stock = Arithmetic().make_optimizer(list(model.parameters()))
-        back_end = AcceleratorStreams(torch.device(DEVICE)) if device == DEVICE else None
+        back_end = AcceleratorStreams(torch.device(DEVICE)) if device == DEVICE else inline()
         options = penstock.Options(**dict(how.options))
-        rest = {"placement": how.placement, "precision": "fp32", "options": options}
-        if back_end is None:
-            from tests.lib.streams import inline
-
-            optimizer = prepare_on(inline(), model, stock, **rest)
-        else:
-            optimizer = prepare_on(back_end, model, stock, **rest)
+        optimizer = prepare_on(back_end, model, stock, placement=how.placement, precision="fp32", options=options)
         for (batch,), *_ in batches(1, 1)[:2]:
             optimizer.backward(loss_of(model, [t.to(device) for t in batch]))
             optimizer.step()
@@ -235,8 +225,9 @@ def test_compute_that_turns_from_stream_to_stream(native: Any, how: Movement) ->
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside training"])
-@pytest.mark.parametrize("how", [ON_DEVICE, ON_CPU], ids=["on device", "on cpu"])
+@pytest.mark.parametrize(
+    ("how", "wait"), [(ON_DEVICE, False), (ON_CPU, True)], ids=["on device, beside training", "on cpu, waited for"]
+)
 def test_homes_that_move_while_compute_uses_them(native: Any, how: Movement, wait: bool) -> None:
     """Their memory is of the stream that `prepare` was called on, and training is on another one."""
     model, optimizer = prepared(Arithmetic(), how, AcceleratorStreams(torch.device(DEVICE)))

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 import penstock
 from penstock import Options, Placement
 from penstock.errors import ConfigError
-from tests.distributed.test_divided_parameters import CLIP, NVME, mesh_of, norm_of, prepared
+from tests.distributed.test_divided_parameters import CLIP, mesh_of, norm_of, prepared
 from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
-from tests.support import run_ranks, thorough
+from tests.lib.engines import ON_NVME
+from tests.lib.models import llama
+from tests.support import run_ranks
 
 
 def _loaded(rank: int, folder: str, path: str) -> None:
@@ -82,13 +84,13 @@ def on_meta(kind: type[Model], mesh: Any, tied: bool) -> Model:
     return model
 
 
-def _initialised(rank: int, sizes: tuple[int, ...], path: str) -> None:
+def _initialised(rank: int, path: str) -> None:
     """Each rank has its part of what one rank draws, and draws numbers of its own afterwards."""
-    mesh = mesh_of(*sizes)
+    mesh = mesh_of(2, 2)
     for kind, tied, placed in [
         (Model, False, {}),
         (Model, True, {}),
-        (Halved, False, {**NVME, "nvme_path": path}),
+        (Halved, False, {**ON_NVME, "nvme_path": path}),
     ]:
         torch.manual_seed(7)
         expected = kind(13)
@@ -118,21 +120,16 @@ def _initialised(rank: int, sizes: tuple[int, ...], path: str) -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), thorough((2, 2))])
-def test_divided_parameters_are_initialised_as_on_one_rank(sizes: tuple[int, ...], tmp_path: Path) -> None:
-    run_ranks(_initialised, sizes[0] * sizes[1], sizes, str(tmp_path))
+def test_divided_parameters_are_initialised_as_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(_initialised, 4, str(tmp_path))
 
 
 def _llama(rank: int) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)
 
     def built() -> Any:
         with torch.device("meta"):
-            return LlamaForCausalLM(config)
+            return llama(width=16)
 
     mesh = mesh_of(1, 2)
     one, model = built(), built()
@@ -153,7 +150,6 @@ def _llama(rank: int) -> None:
     assert all(torch.equal(divided[name], value) for name, value in whole_values.items())
 
 
-@pytest.mark.thorough
 def test_models_of_transformers_are_initialised_as_on_one_rank() -> None:
     pytest.importorskip("transformers")
     run_ranks(_llama, 2)
@@ -322,7 +318,7 @@ def _twice(rank: int, path: str) -> None:
             model = Twice()
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp", "ep"], placements))
         torch.manual_seed(3 + rank)
-        placed = {**NVME, "nvme_path": path} if number % 2 else {}
+        placed = {**ON_NVME, "nvme_path": path} if number % 2 else {}
         optimizer = prepared(model, mesh, placed, weights="init", max_grad_norm=CLIP)
         for _ in range(2):
             torch.testing.assert_close(optimizer.full_param(model.weight), expected.weight.detach())

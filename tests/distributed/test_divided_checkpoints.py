@@ -152,7 +152,6 @@ def _of_torch(rank: int, folder: Path) -> dict[str, Any]:
     return {name: (value, found[name]) for name, value in expected.items()}
 
 
-@pytest.mark.thorough
 def test_checkpoints_of_torch_are_imported_into_divided_models(tmp_path: Path) -> None:
     for rows in run_ranks(_of_torch, 2, tmp_path):
         assert len(rows) == 3 * len(list(make(VOCABULARY).parameters()))

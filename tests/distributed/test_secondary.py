@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock
 from penstock.config import SECONDARY
 from penstock.errors import ConfigError
+from tests.distributed.wires import TILES, listening
 from tests.lib.engines import ON_NVME, assert_same_state, loss_of, prepared, same_bits, state, train
 from tests.lib.models import Blocks
 from tests.lib.refusals import said_by
+from tests.lib.streams import STREAMS
 from tests.parity import rows as parity
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import run_ranks
-from tests.wires import STREAMS, TILES, listening
 
 NODE = 2
 EVERYONE = (0, 1, 2, 3)
@@ -37,18 +38,18 @@ CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(**TILES)
 SUMMED = Arithmetic(precision="bf16", accumulation=2, clip=0.5)
 ROWS = [
     Row(Arithmetic(clip=0.5), Movement().but(persistent_bytes=1 << 9, **TILES), "inline"),
-    Row(SUMMED, CPU.but(streamed_updates=0.5), "simulated"),
+    Row(SUMMED, CPU.but(streamed_updates=0.5), "late"),
     Row(
         Arithmetic(precision="bf16"),
         Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=1 << 14),
         "separate",
     ),
-    Row(Arithmetic(), Movement(params="cpu", optimizer="cpu", overlap="backward").but(**TILES), "simulated"),
+    Row(Arithmetic(), Movement(params="cpu", optimizer="cpu", overlap="backward").but(**TILES), "late"),
     Row(Arithmetic(accumulation=2, no_sync=True), CPU.but(prefetch_bytes=0), "released"),
     Row(
         Arithmetic(clip=0.5),
         Movement(params=shares(0.3, 0.7), optimizer="cpu").but(gather_format="int8", **TILES),
-        "simulated",
+        "late",
     ),
     Row(Arithmetic(clip=0.5), CPU, "separate", (2, 2)),  # a node has a whole copy
 ]
@@ -80,7 +81,7 @@ def test_no_bit_changes() -> None:
 
 
 def test_no_bit_changes_in_copies_of_several_nodes() -> None:
-    for found in run_ranks(rows, 8, 8, [Row(SUMMED, CPU, "simulated", (2, 4))]):
+    for found in run_ranks(rows, 8, 8, [Row(SUMMED, CPU, "late", (2, 4))]):
         assert found == [""]
 
 

@@ -71,6 +71,15 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().square().mean()
 
 
+def take_step(model: nn.Module, optimizer: penstock.Optimizer, x: Tensor) -> Tensor:
+    """Train on one batch; the loss, on its device."""
+    loss = loss_of(model, x)
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 class _Late(torch.autograd.Function):
     """The identity, after a while of work on the device's current stream."""
 

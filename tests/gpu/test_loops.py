@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import penstock
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of, take_step
 from tests.lib.engines import prepare_on
 
 STEPS = 3
@@ -130,9 +130,7 @@ def test_a_checkpoint_goes_on_in_another_placement(make_streams, device, uncompi
     def load(model, optimizer, step, state):
         if step == 0:
             for x in batches(2, device, size=8):
-                optimizer.backward(loss_of(model, x))
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x)
             optimizer.load(tmp_path / "saved")
 
     expected = run(make_streams(), device, PLACEMENTS["device"], after=save)

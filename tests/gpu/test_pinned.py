@@ -17,7 +17,7 @@ from penstock.runtime import host_memory
 from penstock.runtime.host_memory import Arena
 from penstock.runtime.system import device_node
 from penstock.tiers.host import bounce_bytes
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, take_step
 from tests.lib.engines import prepare_on
 from tests.lib.memory import pinning_on_cpu
 
@@ -31,9 +31,7 @@ def train(streams, device, placement: penstock.Placement = EVERYTHING_ON_CPU, **
     options = {"tile_bytes": TILE_BYTES, **options}
     optimizer = prepare_on(streams, model, stock, placement=placement, options=penstock.Options(**options))
     for x in batches(3, device):
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
     parameters = [optimizer.full_param(p) for p in model.parameters()]
     optimizer.close()
     return parameters
@@ -181,9 +179,7 @@ def test_a_save_of_device_state_passes_pinned_memory(make_streams, device, uncom
     model = build()
     optimizer = prepare_on(make_streams(), model, torch.optim.AdamW(model.parameters(), **HYPER))
     for x in batches(2, device):
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
     expected = [optimizer.full_param(p) for p in model.parameters()]
     optimizer.save(tmp_path / "a", blocking=False)
     optimizer.synchronize()
