@@ -4,7 +4,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,28 +79,6 @@ def test_training_on_a_stream_of_the_users(native: Any, how: Movement) -> None:
     for name, tensors in there.final.items():
         for one, other in zip(here.final[name], tensors, strict=True):
             torch.testing.assert_close(one, other)
-
-
-class TestSavesBesideCompute:
-    @pytest.mark.parametrize("how", [ON_DEVICE, ON_CPU], ids=["on device", "on cpu"])
-    def test_what_is_saved_is_what_was_there_on_the_users_stream(
-        self, native: Any, how: Movement, tmp_path: Path
-    ) -> None:
-        """The thread that saves is on the device's default stream, which has nothing to do with training."""
-        with on_a_stream_of_the_users():
-            model, optimizer = prepared(Arithmetic(), how, AcceleratorStreams(torch.device(DEVICE)))
-            native.configure(1, 0.3, True)  # compute is far behind the host
-            x, y = (t.to(DEVICE) for t in batches(1, 1)[0][0][0])
-            optimizer.backward(loss_of(model, (x, y)))
-            optimizer.step()
-            optimizer.save(tmp_path / "a", blocking=False)
-            expected = [optimizer.full_param(p) for p in model.parameters()]
-            optimizer.synchronize()
-            optimizer.close()
-        other, reader = prepared(Arithmetic(), Movement())
-        reader.load(tmp_path / "a")
-        same([reader.full_param(p) for p in other.parameters()], expected)
-        reader.close()
 
 
 class BrokenError(Exception):

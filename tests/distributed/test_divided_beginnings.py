@@ -14,7 +14,6 @@ from penstock.errors import ConfigError
 from tests.distributed.test_divided_parameters import CLIP, mesh_of, norm_of, prepared
 from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
 from tests.lib.engines import ON_NVME
-from tests.lib.models import llama
 from tests.support import run_ranks
 
 
@@ -124,37 +123,6 @@ def test_divided_parameters_are_initialised_as_on_one_rank(tmp_path: Path) -> No
     run_ranks(_initialised, 4, str(tmp_path))
 
 
-def _llama(rank: int) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    def built() -> Any:
-        with torch.device("meta"):
-            return llama(width=16)
-
-    mesh = mesh_of(1, 2)
-    one, model = built(), built()
-    for layer in model.model.layers:
-        parallelize_module(
-            layer.mlp,
-            mesh["tp"],
-            {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()},
-        )
-    found = []
-    for each, shift in ((one, 0), (model, rank)):
-        torch.manual_seed(11 + shift)
-        optimizer = prepared(each, mesh, {}, weights="init")
-        found.append({name: optimizer.full_param(p) for name, p in each.named_parameters()})
-        optimizer.close()
-    whole_values, divided = found
-    assert any(hasattr(p, "full_tensor") for p in model.parameters())
-    assert all(torch.equal(divided[name], value) for name, value in whole_values.items())
-
-
-def test_models_of_transformers_are_initialised_as_on_one_rank() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(_llama, 2)
-
-
 def _not_initialised(rank: int) -> str:
     mesh = mesh_of(1, 2)
     model = on_meta(Failing, mesh, tied=True)
@@ -170,29 +138,6 @@ def test_a_model_that_is_not_initialised_has_its_dtensors_again() -> None:
     for said in run_ranks(_not_initialised, 2):
         assert "by its last module" in said
         assert "\n" not in said
-
-
-def _standing(rank: int) -> None:
-    from penstock.engine.unit.dtensor import let_go, standing_in
-
-    model = on_meta(Model, mesh_of(1, 2), tied=True)
-    weight = model.head.weight
-    with standing_in(model) as stand_ins:
-        whole = model.head.weight
-        assert whole is stand_ins[weight] is model.embedding.weight
-        assert type(whole) is nn.Parameter
-        assert (whole.shape, whole.is_meta) == ((13, 8), False)
-        whole.data = torch.ones(13, 8)
-        let_go(whole)
-        assert whole.untyped_storage().nbytes() == 4
-        assert bool(whole.isnan().all())
-        with pytest.raises(RuntimeError), torch.no_grad():
-            whole.normal_()  # somebody who comes too late hears of it
-    assert model.head.weight is model.embedding.weight is weight
-
-
-def test_what_stands_in_has_no_memory_once_its_values_are_home() -> None:
-    run_ranks(_standing, 2)
 
 
 def _joining(rank: int) -> None:

@@ -37,21 +37,23 @@ class Row:
 CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(**TILES)
 SUMMED = Arithmetic(precision="bf16", accumulation=2, clip=0.5)
 ROWS = [
-    Row(Arithmetic(clip=0.5), Movement().but(persistent_bytes=1 << 9, **TILES), "inline"),
+    Row(Arithmetic(clip=0.5), Movement().but(persistent_bytes=1 << 9, **TILES), "inline", (2, 2)),  # a node has a copy
     Row(SUMMED, CPU.but(streamed_updates=0.5), "late"),
     Row(
         Arithmetic(precision="bf16"),
         Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=1 << 14),
         "separate",
     ),
-    Row(Arithmetic(), Movement(params="cpu", optimizer="cpu", overlap="backward").but(**TILES), "late"),
-    Row(Arithmetic(accumulation=2, no_sync=True), CPU.but(prefetch_bytes=0), "released"),
+    Row(
+        Arithmetic(accumulation=2, no_sync=True),
+        Movement(params="cpu", optimizer="cpu", overlap="backward").but(prefetch_bytes=0, **TILES),
+        "released",
+    ),
     Row(
         Arithmetic(clip=0.5),
         Movement(params=shares(0.3, 0.7), optimizer="cpu").but(gather_format="int8", **TILES),
         "late",
     ),
-    Row(Arithmetic(clip=0.5), CPU, "separate", (2, 2)),  # a node has a whole copy
 ]
 
 

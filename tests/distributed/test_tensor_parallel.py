@@ -12,22 +12,10 @@ import penstock
 from penstock import Options, Placement
 from penstock.errors import ConfigError
 from tests.lib.engines import ON_CPU, ON_NVME, assert_same_state
+from tests.lib.models import Block, llama
 from tests.support import run_ranks
 
 STEPS = 3
-
-
-class Block(nn.Module):
-    """A norm, and two products that ranks divide."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -36,7 +24,7 @@ class Model(nn.Module):
     def __init__(self, vocabulary: int = 12) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, 8)
-        self.blocks = nn.ModuleList(Block(8, 24) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, vocabulary)
 
@@ -328,8 +316,6 @@ def _of_transformers(rank: int, size: int, folders: list[Path]) -> list[tuple[li
 def test_models_of_transformers_with_their_own_plan(tmp_path: Path) -> None:
     """Tied and not."""
     pytest.importorskip("transformers")
-    from tests.lib.models import llama
-
     folders = [tmp_path / "tied", tmp_path / "untied"]
     for folder in folders:
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": folder.name == "tied"}

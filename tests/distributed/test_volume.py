@@ -97,7 +97,7 @@ def volumes(rank: int, shapes: list[tuple[int, int] | None]) -> list[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize(("world_size", "shapes"), [(2, [None, (2, 1)]), (4, [None, (2, 2)])])
+@pytest.mark.parametrize(("world_size", "shapes"), [(2, [None, (2, 1), (1, 2)]), (4, [None, (2, 2)])])
 def test_what_is_issued_is_what_the_formula_says_and_the_rehearsal(
     world_size: int, shapes: list[tuple[int, int] | None]
 ) -> None:
