@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock import Options, Placement
+from penstock import Placement
 from penstock.errors import ConfigError
+from penstock.runtime.collectives import Collectives
 from tests.distributed.test_divided_parameters import CLIP, mesh_of, norm_of, prepared
 from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
 from tests.lib.engines import ON_NVME
@@ -201,8 +202,6 @@ class Wide(nn.Module):
 
 def _together(rank: int) -> tuple[int, int, list[float]]:
     """Count the broadcasts over `tp` of first values, and of those written by hand."""
-    from penstock.runtime.collectives import Collectives
-
     sent: list[int] = []
     send = Collectives.broadcast_alike
 
@@ -210,15 +209,16 @@ def _together(rank: int) -> tuple[int, int, list[float]]:
         sent.append(tensor.nbytes)
         send(ranks, tensor)
 
-    Collectives.broadcast_alike = counted  # type: ignore[method-assign]
     mesh = mesh_of(1, 2)
     model = nn.ModuleList(Wide(mesh["tp"], rank) for _ in range(9))
-    optimizer = prepared(model, mesh, {}, options=Options(timeout_s=20))
-    first = len(sent)
-    with optimizer.gathered(modify=True), torch.no_grad():
-        for each in model:
-            each.scale.mul_(2 + rank)
-            each.shift.fill_(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "broadcast_alike", counted)
+        optimizer = prepared(model, mesh, {})
+        first = len(sent)
+        with optimizer.gathered(modify=True), torch.no_grad():
+            for each in model:
+                each.scale.mul_(2 + rank)
+                each.shift.fill_(rank)
     found = [float(optimizer.full_param(p).sum()) for each in model for p in (each.scale, each.shift)]
     optimizer.close()
     return first, len(sent) - first, found

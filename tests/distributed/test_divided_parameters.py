@@ -117,7 +117,7 @@ def made(kind: str, mesh: Any) -> nn.Module:
     if kind.startswith("experts"):
         name = "ep" if "ep" in mesh.mesh_dim_names else "tp"
         return mixture(int(kind.removeprefix("experts ")), mesh[name])
-    model = parallelize(make(13), mesh["tp"], "sequence")
+    model = parallelize(make(13), mesh["tp"], "plain" if kind == "plain" else "sequence")
     if kind == "tied":
         model.head.weight = model.embedding.weight  # each rank's rows of it are those of the other
     if kind == "again":
@@ -174,6 +174,7 @@ def ours(
         mesh,
         placed,
         overlap=row.get("overlap", "auto"),
+        stage=row.get("stage", 3),
         max_grad_norm=None if by_torch else row.get("clip", CLIP),
         options=Options(tile_bytes=4096, **options),
     )
@@ -204,10 +205,12 @@ ROWS: dict[int, list[tuple[tuple[int, ...], tuple[str, ...], str, dict[str, Any]
         ((1, 2), TP, "tied", {}),
     ],
     4: [
-        ((2, 2), TP, "sequence", {"micro": 2, "by_torch": True}),
-        ((2, 2), TP, "tied", {"micro": 2}),
-        ((2, 2), TP, "again", {"micro": 2, "overlap": "forward"}),
+        ((2, 2), TP, "plain", {"micro": 2, "by_torch": True}),
+        ((2, 2), TP, "sequence", {"stage": 0}),
+        ((2, 2), TP, "tied", {"micro": 2, "stage": 1}),
+        ((2, 2), TP, "again", {"micro": 2, "overlap": "forward", "stage": 2}),
         ((2, 2), TP, "again", {"micro": 2, "overlap": "backward", "clip": None}),
+        ((1, 4), TP, "sequence", {}),
         ((2, 2), ("dp_replicate", "ep"), "experts 4", {}),
         ((2, 1, 2), ("dp_shard", "cp", "ep"), "experts 4", {"by_torch": True}),
         ((1, 2, 2), ("dp_shard", "tp", "ep"), "experts 4", {}),

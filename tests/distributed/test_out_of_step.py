@@ -51,6 +51,7 @@ def walk(
     if "could not finish" in said:
         return said, True
     same = all(torch.equal(optimizer.full_param(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    optimizer.close()
     return said, same
 
 

@@ -136,8 +136,9 @@ print(sum(float(p.double().sum()) for p in train(streams_for(device), device)))
 """
 
 
-def test_a_low_limit_of_locked_memory_does_not_end_a_run():
+def test_a_low_limit_of_locked_memory_does_not_end_a_run(device):
     """Whether the driver counts what it registers depends on its version and on the container."""
+    needs_cuda(device)
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
