@@ -10,8 +10,8 @@ from penstock.runtime.accelerator import streams_for
 from penstock.runtime.streams import Streams
 from tests.device.building import build
 from tests.device.loading import load
+from tests.lib.ranks import run_ranks
 from tests.parity.rows import Trace
-from tests.support import run_ranks
 
 
 def strict(index: int = 0) -> Streams:

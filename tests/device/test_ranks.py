@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.streams import Streams
 from tests.device.running import everything, late_ranks, strict
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, shares, train
-from tests.support import run_ranks
 
 STEPS = 2
 KIB = 1 << 10

@@ -18,9 +18,9 @@ from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.streams import FailedEvent
 from tests.lib.engines import ON_CPU, assert_same_state, loss_of, prepared, state, train
 from tests.lib.models import stack
+from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
 from tests.lib.streams import inline
-from tests.support import run_ranks
 
 WIDTH = 16
 
@@ -125,7 +125,7 @@ def refusals(rank: int, folder: Path) -> None:
 
 
 def test_a_refusal_on_one_rank_is_a_refusal_on_all_and_training_goes_on(tmp_path: Path) -> None:
-    run_ranks(refusals, 2, tmp_path)
+    run_ranks(refusals, 2, tmp_path, fresh=True)
 
 
 # Ranks that do different things

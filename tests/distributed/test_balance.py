@@ -9,8 +9,8 @@ from penstock.runtime.streams import DOWNLOAD, Event, Work
 from penstock.trace import Label
 from tests.lib.engines import loss_of, prepared
 from tests.lib.models import Blocks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import SeparateStreams, separate
-from tests.support import run_ranks
 
 
 class Counting(SeparateStreams):

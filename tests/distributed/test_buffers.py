@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 WIDTH = 8
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from penstock.runtime.streams import Streams
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate
 from tests.parity.rows import PLACEMENTS, Arithmetic, Movement, batches, loss_of, prepared
-from tests.support import run_ranks
 
 UNITS, BLOCKS = 3, 2
 EVERYTHING_ON_CPU = PLACEMENTS[2]

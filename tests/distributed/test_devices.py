@@ -8,25 +8,24 @@ from penstock import preparing
 from penstock.errors import PenstockError
 from penstock.runtime import hardware
 from penstock.runtime.hardware import Visible
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
-from tests.support import run_ranks
 
 
 def sharing(rank: int, count: int, types: tuple[str, str] = ("cuda", "cuda")) -> str:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(hardware, "visible_devices", lambda: Visible(types[rank], count, 0), raising=False)
-    patch.setattr(torch.accelerator, "set_device_index", lambda device: None)
-
     def streams_for(device, **rest):
         assert device == torch.device(types[rank], rank)
         return inline()
 
-    patch.setattr(preparing, "streams_for", streams_for)
     model = torch.nn.Linear(4, 4)
-    try:
-        penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32").close()
-    except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "visible_devices", lambda: Visible(types[rank], count, 0), raising=False)
+        patch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+        patch.setattr(preparing, "streams_for", streams_for)
+        try:
+            penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32").close()
+        except PenstockError as error:
+            return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -15,7 +15,7 @@ from penstock.runtime.collectives import Collectives
 from tests.distributed.test_divided_parameters import CLIP, mesh_of, norm_of, prepared
 from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
 from tests.lib.engines import ON_NVME
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 
 def _loaded(rank: int, folder: str, path: str) -> None:

@@ -14,7 +14,7 @@ from penstock.checkpoint.reader import Checkpoint, checkpoints_in, summarize
 from penstock.checkpoint.tiles import TileWriter
 from penstock.ext.interop.dcp import import_checkpoint
 from tests.distributed.test_tensor_parallel import batches, loss_of, make, meshes, parallelize, whole
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 VOCABULARY = 13  # which two ranks do not divide evenly
 
@@ -116,7 +116,7 @@ def _goes_on(rank: int, folder: Path) -> float:
 
 def test_a_rank_that_is_killed_leaves_no_checkpoint_that_looks_whole(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
-        run_ranks(_killed, 2, tmp_path)
+        run_ranks(_killed, 2, tmp_path, fresh=True)
     runs = tmp_path / "runs"
     assert [folder.name for folder, _ in checkpoints_in(runs)] == ["step-1"]
     assert list((runs / "step-2").glob("*-00001.tiles")), "it was killed while it wrote"

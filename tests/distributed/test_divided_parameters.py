@@ -14,7 +14,7 @@ import penstock
 from penstock import Options, Placement
 from tests.distributed.test_tensor_parallel import batches, loss_of, make, parallelize, whole
 from tests.lib.engines import ON_NVME, assert_same_state
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 STEPS = 3
 CLIP = 0.3

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.lib.engines import ON_CPU, ON_NVME, prepared
 from tests.lib.models import batch_of, stack
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
-from tests.support import run_ranks
 
 LATE = {**ON_CPU, "overlap": "forward"}
 #: What each of two engines is made of: its streams, by a seed, and how it is prepared.

@@ -11,8 +11,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import penstock
 from tests.lib import engines
 from tests.lib.engines import sgd
+from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
-from tests.support import run_ranks
 
 WIDTH = 16
 

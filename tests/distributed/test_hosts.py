@@ -17,9 +17,9 @@ from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.system import Host, host_name, names_of_hosts
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks
+from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
 from tests.lib.streams import inline, separate
-from tests.support import run_ranks
 
 WIDTH = 64
 

@@ -6,8 +6,8 @@ import torch
 import penstock
 from tests.lib.engines import loss_of, prepared
 from tests.lib.models import Blocks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate
-from tests.support import run_ranks
 
 HELD_BACK = r"no_sync.*not reduced yet"
 

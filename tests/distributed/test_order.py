@@ -19,9 +19,9 @@ from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks, shorten_rings
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Movement
-from tests.support import run_ranks
 
 WIDTH, BLOCKS, STEPS = 32, 5, 3
 MOST_SECONDS = 0.02

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.config import TierName
 from penstock.errors import EngineError
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 LAYERS = 4
 PATIENCE_S = 10.0
@@ -95,7 +95,7 @@ class Routed(nn.Module):
 
 def test_a_layer_that_one_rank_skips_and_the_module_that_chooses_are_named() -> None:
     orders = [[0, 1], [1]]
-    for rank, (said, _) in enumerate(run_ranks(walk, 2, orders, Routed, [nn.Linear])):
+    for rank, (said, _) in enumerate(run_ranks(walk, 2, orders, Routed, [nn.Linear], fresh=True)):
         assert re.search(rf"Rank {rank} could not finish the (gather|reduction) of unit 'mixture.experts\.", said)
         assert f"rank {1 - rank} could not finish" in said
         assert "' (run by Mixture)" in said
@@ -209,7 +209,7 @@ def test_an_evaluation_under_if_rank_0_is_named_on_all_ranks_unless_it_needs_no_
 
 def test_a_forward_too_many_on_one_rank_ends_all_of_them_by_its_name() -> None:
     """Both have begun a forward with gradients; rank 0 begins another, and rank 1 its backward."""
-    (first, _), (second, _) = run_ranks(evaluated_alone, 2, "cpu", "recorded", "")
+    (first, _), (second, _) = run_ranks(evaluated_alone, 2, "cpu", "recorded", "", fresh=True)
     assert "Rank 0 of 2 hears nothing from another one in a forward with gradients" in first[0]
     assert re.search(r"Rank 1 could not finish the \w+ of unit '\w+'", second[0])
     assert "rank 0 could not finish a forward with gradients" in second[0]

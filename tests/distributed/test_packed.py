@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock
 from penstock.rules.wire import WireName, pack_words, unpack_words
 from tests.distributed.wires import TILES
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import STREAMS
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares
-from tests.support import run_ranks
 
 WORDS = {"int8": 65, "fp8": 65}
 

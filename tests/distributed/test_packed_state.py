@@ -20,8 +20,8 @@ from penstock.runtime.topology import Grid, Reach
 from tests.distributed.test_packed import carried, exact_values, watching
 from tests.lib.engines import loss_of, prepared, train
 from tests.lib.models import Blocks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
-from tests.support import run_ranks
 
 net = partial(Blocks, width=32)
 

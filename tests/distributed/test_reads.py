@@ -17,8 +17,8 @@ from penstock import construct
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.checkpoint.tiles import TileReader
 from penstock.errors import CheckpointError
+from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
-from tests.support import run_ranks
 
 SIZES = (64, 512, 333, 7)
 

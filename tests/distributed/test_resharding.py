@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import penstock
 from tests.distributed.test_tensor_parallel import batches, loss_of, make, meshes, parallelize
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 KINDS = ("exp_avg", "exp_avg_sq")
 

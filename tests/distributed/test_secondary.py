@@ -16,11 +16,11 @@ from penstock.errors import ConfigError
 from tests.distributed.wires import TILES, listening
 from tests.lib.engines import ON_NVME, assert_same_state, loss_of, prepared, same_bits, state, train
 from tests.lib.models import Blocks
+from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
 from tests.lib.streams import STREAMS
 from tests.parity import rows as parity
 from tests.parity.rows import Arithmetic, Movement, shares
-from tests.support import run_ranks
 
 NODE = 2
 EVERYONE = (0, 1, 2, 3)

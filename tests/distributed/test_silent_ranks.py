@@ -16,7 +16,7 @@ from torch import nn
 import penstock
 from penstock.errors import EngineError
 from penstock.runtime import control_group
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 TIMEOUT_S = 10.0
 
@@ -57,7 +57,7 @@ def missed(rank: int) -> str:
 
 
 def test_a_rank_that_does_not_come_to_a_meeting_is_told_from_those_that_wait_there_too() -> None:
-    *waited, _ = run_ranks(missed, 3)
+    *waited, _ = run_ranks(missed, 3, fresh=True)
     for rank, said in enumerate(waited):
         assert said.startswith(f"Rank {rank} of 3 hears nothing from another one in a forward with gradients, "), said
         assert f"; rank {1 - rank} could not finish a forward with gradients; rank 2 says nothing: it has " in said
@@ -82,7 +82,7 @@ def stopped(rank: int, folder: Path, how: signal.Signals) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_ends_or_stops_ends_the_others(tmp_path: Path, how: signal.Signals) -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
-        run_ranks(stopped, 2, tmp_path, how)
+        run_ranks(stopped, 2, tmp_path, how, fresh=True)
     said = (tmp_path / "outcome").read_text()
     assert re.match(r"Rank 0 could not finish the \w+ of unit ", said), said
     assert "rank 1 says nothing: it has ended, or runs something else" in said
@@ -180,7 +180,7 @@ def absent(rank: int) -> tuple[str, list[str]]:
 
 
 def test_a_rank_that_does_not_come_to_prepare_is_named() -> None:
-    *came, (_, silent) = run_ranks(absent, 3)
+    *came, (_, silent) = run_ranks(absent, 3, fresh=True)
     assert silent == []
     for rank, (said, warned) in enumerate(came):
         assert said.startswith(f"Rank {rank} of 3 waited 3 s in prepare() for rank 2: ended, or not there yet.")

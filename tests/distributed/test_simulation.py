@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock.planner.simulation.simulate import Setup, loss_of
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate
 from tests.parity.rows import Movement
 from tests.parity.test_simulation import MODELS, Row, optimizer_of
 from tests.simulations import STEPS, as_simulated, run_really, simulated
-from tests.support import run_ranks
 
 CPU = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward")
 NVME = Movement(params="nvme", grads="cpu", optimizer="nvme", overlap="forward")

@@ -15,9 +15,9 @@ from penstock.rules.wire import WireName, pack_words, unpack_words
 from tests.distributed.wires import TILES, listening
 from tests.lib import engines
 from tests.lib.models import Blocks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import STREAMS
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, train
-from tests.support import run_ranks
 
 WORDS = {"int8": 65, "int4": 33}
 SHARES = {"int8": 260 / 512, "int4": 132 / 512}

@@ -13,7 +13,7 @@ from penstock import Options, Placement
 from penstock.errors import ConfigError
 from tests.lib.engines import ON_CPU, ON_NVME, assert_same_state
 from tests.lib.models import Block, llama
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 STEPS = 3
 

@@ -25,8 +25,8 @@ from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
-from tests.support import run_ranks
 
 UNITS, WIDTH = 3, 16
 AGREED_BYTES = 8 * (2 * 2 * UNITS + 3)  # fp64: of each parameter its norm and whether it has one; three of the step

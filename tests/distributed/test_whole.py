@@ -19,10 +19,10 @@ from penstock.engine.unit.partition import OwnerAssignment
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.optim import MuonAdamW
 from penstock.runtime.collectives import Collectives
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
 from tests.parity.rows import Movement
 from tests.parity.whole import different, furthest, plain, train
-from tests.support import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 

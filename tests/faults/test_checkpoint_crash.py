@@ -120,7 +120,7 @@ def one_rank_is_killed(rank: int, parent: Path) -> None:
 
 def test_a_rank_that_is_killed_is_the_others_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
-        run_ranks(one_rank_is_killed, 2, tmp_path)
+        run_ranks(one_rank_is_killed, 2, tmp_path, fresh=True)
     said = (tmp_path / "said").read_text()
     assert said.startswith("CheckpointError: Rank 0 of 2 hears nothing from another one"), said
     model, optimizer, _ = RUN.prepare()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import penstock
 from penstock.rules import device as device_rules
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of, take_step
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 STEPS = 3
 PLACEMENTS = {

@@ -17,7 +17,7 @@ import torch
 
 from tests.hosts import two
 from tests.hosts.work import BLOCKS, DISKS, ROWS, STEPS, TINY, UNIT_BYTES, train_all
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 MIB = 1 << 20
 MOST_SECONDS = 200

@@ -89,15 +89,15 @@ def on_two_ranks(rank: int, loop: str, placements: list[str], stages: list[int])
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_two_ranks(loop: str) -> None:
-    assert run_ranks(on_two_ranks, 2, loop, ["cpu", "nvme"], [1, 3])[0] > 5
+    assert run_ranks(on_two_ranks, 2, loop, ["cpu", "nvme"], [1, 3], fresh=True)[0] > 5
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_states_go_over_to_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     folder = tmp_path / "step_3"
-    run_ranks(save_states, before, folder)
+    run_ranks(save_states, before, folder, fresh=True)
     plain = small_example(None, world_size=1)
-    ours = run_ranks(resume_states, after, folder)
+    ours = run_ranks(resume_states, after, folder, fresh=True)
     for rank in ours:  # in the middle of an accumulation, and a rank that was not there counts as the others do
         assert rank.steps == 3
     torch.testing.assert_close(
@@ -191,11 +191,11 @@ def with_hooks_of_diffusers(rank: int, placement: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(("placement", "ranks"), [("device", 1), ("nvme", 1), ("nvme", 2), ("split", 2)])
 def test_hooks_of_diffusers_save_and_load_whole_models(placement: str, ranks: int, tmp_path: Path) -> None:
-    run_ranks(with_hooks_of_diffusers, ranks, placement, tmp_path)
+    run_ranks(with_hooks_of_diffusers, ranks, placement, tmp_path, fresh=True)
 
 
 def test_two_ranks_save_weights_once(tmp_path: Path) -> None:
-    (first, names), (second, _) = run_ranks(save_weights_on_two_ranks, 2, tmp_path)
+    (first, names), (second, _) = run_ranks(save_weights_on_two_ranks, 2, tmp_path, fresh=True)
     assert first == names
     assert second == []  # the other rank keeps nothing
     torch.manual_seed(1)
@@ -226,7 +226,7 @@ def accumulate_at(rank: int, stage: int) -> bool:
 
 @pytest.mark.parametrize(("stage", "stays"), [(1, True), (2, False)])
 def test_accumulation_saves_communication_where_the_stage_allows_it(stage: int, stays: bool) -> None:
-    assert run_ranks(accumulate_at, 2, stage) == [stays, stays]
+    assert run_ranks(accumulate_at, 2, stage, fresh=True) == [stays, stays]
 
 
 def without_being_told(rank: int) -> None:
@@ -238,7 +238,7 @@ def without_being_told(rank: int) -> None:
 
 
 def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
-    run_ranks(without_being_told, 2)
+    run_ranks(without_being_told, 2, fresh=True)
 
 
 COMMANDS = {  # on cpus accelerate's launcher starts one process, unless it takes them for devices

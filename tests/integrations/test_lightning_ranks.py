@@ -31,7 +31,7 @@ TWO: dict[str, Any] = {"devices": 2}
 
 
 def run_two(work: Any, *args: Any) -> list[Any]:
-    return run_ranks(work, 2, *args, timeout=3 * RANK_TIMEOUT)
+    return run_ranks(work, 2, *args, timeout=3 * RANK_TIMEOUT, fresh=True)
 
 
 def fits(rank: int) -> None:

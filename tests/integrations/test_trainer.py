@@ -60,11 +60,11 @@ def beside_on_two(rank: int, out: Path, prepare: dict[str, Any], changes: dict[s
 @pytest.mark.parametrize("tokens_of_all", [True, False])
 def test_two_ranks_are_two_of_plain_trainer(stage: int, tokens_of_all: bool, tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 3, "average_tokens_across_devices": tokens_of_all}
-    run_ranks(beside_on_two, 2, tmp_path, {"stage": stage}, changes)
+    run_ranks(beside_on_two, 2, tmp_path, {"stage": stage}, changes, fresh=True)
 
 
 def test_two_ranks_with_parameters_on_nvme(tmp_path: Path) -> None:
-    run_ranks(beside_on_two, 2, tmp_path, placements()["nvme"], {"gradient_accumulation_steps": 2})
+    run_ranks(beside_on_two, 2, tmp_path, placements()["nvme"], {"gradient_accumulation_steps": 2}, fresh=True)
 
 
 def test_plain_trainer_with_a_prepared_optimizer_clips_and_logs_the_norm(tmp_path: Path) -> None:

@@ -191,7 +191,11 @@ def test_resumed_at_another_number_of_ranks(before: int, after: int, tmp_path: P
     def train(ranks: int, out: Path, resume: str | None) -> tuple[Any, dict[str, Tensor]]:
         # As many rows per step at any number of ranks; and so the same ones, in the same order.
         given = changes | {"per_device_train_batch_size": 4 // ranks}
-        return run_ranks(train_some, ranks, out, resume, given)[0] if ranks > 1 else train_some(0, out, resume, given)
+        return (
+            run_ranks(train_some, ranks, out, resume, given, fresh=True)[0]
+            if ranks > 1
+            else train_some(0, out, resume, given)
+        )
 
     log, trained = train(before, tmp_path, None)
     resumed_log, resumed = train(after, tmp_path, str(tmp_path / "checkpoint-4"))

@@ -39,7 +39,7 @@ def train_both(rank: int, out: Path) -> None:
 
 
 def test_adapters_and_the_best_of_them(tmp_path: Path) -> None:
-    run_ranks(train_both, 2, tmp_path)
+    run_ranks(train_both, 2, tmp_path, fresh=True)
 
 
 def save_whole(rank: int, out: Path) -> None:
@@ -54,4 +54,4 @@ def save_whole(rank: int, out: Path) -> None:
 
 
 def test_fp32_masters_are_saved_from_all_ranks(tmp_path: Path) -> None:
-    run_ranks(save_whole, 2, tmp_path)
+    run_ranks(save_whole, 2, tmp_path, fresh=True)

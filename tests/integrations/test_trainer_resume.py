@@ -234,7 +234,7 @@ def test_a_run_makes_the_same_steps_at_another_number_of_ranks(before: int, afte
     def train(ranks: int, resumes: bool) -> dict[tuple[str, int], Any]:
         if ranks == 1:
             return train_runs(0, tmp_path, ranks, resumes)
-        return run_ranks(train_runs, ranks, tmp_path, ranks, resumes)[0]
+        return run_ranks(train_runs, ranks, tmp_path, ranks, resumes, fresh=True)[0]
 
     whole = train(before, False)
     for (name, step), (log, trained) in train(after, True).items():

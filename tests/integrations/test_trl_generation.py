@@ -260,7 +260,7 @@ def uneven(rank: int, folder: Path, whole: bool) -> Any:
 @pytest.mark.parametrize("whole", [True, False])
 def test_answers_of_different_lengths_on_two_ranks(whole: bool, tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
-    outcomes = run_ranks(uneven, 2, tmp_path, whole, timeout=timedelta(seconds=60))
+    outcomes = run_ranks(uneven, 2, tmp_path, whole, timeout=timedelta(seconds=60), fresh=True)
     for rank, (ours, theirs, _) in enumerate(outcomes):
         cases.same(ours, theirs, 1e-5)
         assert rank == 0 or theirs.logs[0]["completions/max_length"] == 6
@@ -278,7 +278,7 @@ def logged(rank: int, folder: Path, prepare: Mapping[str, Any] | None) -> list[A
 
 def test_callbacks_that_generate_find_the_model_whole(tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
-    ours, theirs = (run_ranks(logged, 2, tmp_path, prepare)[0] for prepare in (CPU, None))
+    ours, theirs = (run_ranks(logged, 2, tmp_path, prepare, fresh=True)[0] for prepare in (CPU, None))
     assert ours == theirs
     assert len(ours) == 2 * 3
 

@@ -50,7 +50,7 @@ def precomputing(rank: int, folder: Path) -> Any:
 def test_as_in_trl(row: str, tmp_path: Path) -> None:
     name, prepare, options, tolerance = ROWS[row]
     cases.folder_of(cases.causal(), tmp_path / "model")
-    for ours, theirs in run_ranks(both, 2, name, prepare | placed(prepare), tmp_path, options):
+    for ours, theirs in run_ranks(both, 2, name, prepare | placed(prepare), tmp_path, options, fresh=True):
         cases.same(ours, theirs, tolerance)
 
 
@@ -58,5 +58,5 @@ def test_a_policy_that_is_its_own_reference(tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
     for name in ("ours", "theirs"):
         cases.preferences().save_to_disk(str(tmp_path / name))
-    for ours, theirs in run_ranks(precomputing, 2, tmp_path):
+    for ours, theirs in run_ranks(precomputing, 2, tmp_path, fresh=True):
         cases.same(ours, theirs, 1e-6)

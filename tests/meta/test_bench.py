@@ -66,65 +66,6 @@ def test_a_figure_is_better_equal_or_worse_by_more_than_rounds_differ(
     assert compared.compare_figure(found, stored, same_machine=True).verdict == verdict
 
 
-def test_ratios_are_compared_where_somebody_took_the_same_turns(compared: ModuleType, figures: ModuleType) -> None:
-    stored = figures.Figure("step", "penstock", "ms", [10.0, 11.0, 12.0], "plain", [0.8, 0.8, 0.8])
-    slower_hour = figures.Figure("step", "penstock", "ms", [30.0, 33.0, 36.0], "plain", [0.8, 0.8, 0.8])
-    assert compared.compare_figure(slower_hour, stored, same_machine=False).verdict == "equal"
-
-
-def test_what_cannot_be_compared_says_why(compared: ModuleType, figures: ModuleType) -> None:
-    alone = figures.Figure("step", "plain", "ms", [10.0, 10.0])
-    paired = figures.Figure("step", "penstock", "ms", [9.0, 9.0], "plain", [0.9, 0.9])
-    new = figures.Figure("step", "fsdp2", "ms", [20.0, 20.0], "plain", [2.0, 2.0])
-    gone = figures.Figure("step", "disk", "ms", [5.0, 5.0])
-    other = {"machine": {"processor": "q", "cores": 2, "accelerator": None}}
-    found = compared.compare(run(figures, alone, paired, new), run(figures, alone, paired, gone, **other))
-    assert {c.key: (c.verdict, c.why) for c in found} == {
-        "step: plain": ("not compared", "the stored run is of another machine"),
-        "step: penstock / plain": ("equal", ""),
-        "step: fsdp2 / plain": ("not compared", "the stored run does not have it"),
-        "step: disk": ("not compared", "this run does not have it"),
-    }
-    assert compared.summary(found) == "0 better, 1 equal, 0 worse, 3 not compared"
-    settings = run(figures, paired, settings={"step": {"threads": 2}})
-    (only,) = compared.compare(settings, run(figures, paired))
-    assert (only.verdict, only.why) == ("not compared", "the stored run has other settings")
-
-
-def test_a_run_of_some_parts_does_not_miss_the_others(compared: ModuleType, figures: ModuleType) -> None:
-    step, small = (figures.Figure(part, "plain", "ms", [1.0, 1.0]) for part in ("step", "small, 64 layers"))
-    assert [c.key for c in compared.compare(run(figures, step), run(figures, step, small))] == ["step: plain"]
-
-
-def test_turns_are_paired_round_by_round(figures: ModuleType) -> None:
-    rounds = {
-        "plain": [{"total_ms": 2.0, "peak_gib": 1.0}, {"total_ms": 4.0, "peak_gib": 1.0}],
-        "penstock": [{"total_ms": 1.0, "peak_gib": 0.5}, {"total_ms": 1.0, "peak_gib": 0.5}],
-    }
-    found = {figure.key: figure for figure in figures.of_step("step", {"rounds": rounds})}
-    assert list(found) == [
-        "step: plain",
-        "step: plain, peak_gib",
-        "step: penstock / plain",
-        "step: penstock, peak_gib / plain",
-    ]
-    assert found["step: penstock / plain"].ratios == [0.5, 0.25]
-    assert found["step: penstock / plain"].rounds == [1.0, 1.0]
-    assert found["step: plain"].ratios is None
-
-
-def test_a_report_that_is_none_is_refused(figures: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    path.write_text(json.dumps(run(figures)))
-    assert figures.read_report(path)["quick"] is True
-    path.write_text(json.dumps(run(figures, form=figures.FORM + 1)))
-    with pytest.raises(ValueError, match="not a report of form"):
-        figures.read_report(path)
-    path.write_text(json.dumps(run(figures, load=[])))
-    with pytest.raises(ValueError, match="lacks load"):
-        figures.read_report(path)
-
-
 def test_stored_runs_have_the_form(figures: ModuleType) -> None:
     for path in (BENCHMARKS / "results").glob("bench*.json"):
         report = figures.read_report(path)
@@ -197,9 +138,3 @@ def test_a_run_is_one_file_a_drawing_and_a_comparison(
     assert not list(scripts.glob("penstock-bench-*"))
     bench.main(["--quick", "--out", str(out), "--folder", str(scripts), "--only", "works"])
     assert "0 better, 2 equal, 0 worse, 0 not compared" in capsys.readouterr().out
-
-
-def test_a_part_that_takes_too_long_is_ended(bench: ModuleType, scripts: Path) -> None:
-    (scripts / "waits.py").write_text("import time; time.sleep(600)\n")
-    log = scripts / "waits.log"
-    assert bench.run_script(["waits.py"], log, {}, 0.2) == "not done after 0 s"

@@ -126,4 +126,4 @@ def test_a_script_of_accelerates_own_on_one_rank(script: tuple[str, str, bool, s
 @pytest.mark.parametrize("module", sorted({script[0] for script in SCRIPTS[2]}))
 def test_scripts_of_accelerates_own_on_two_ranks(module: str) -> None:
     chosen = partial(filter, lambda script: script[0] == module)
-    run_ranks(on_each_rank, 2, list(chosen(SCRIPTS[2])), list(chosen(REFUSED)))
+    run_ranks(on_each_rank, 2, list(chosen(SCRIPTS[2])), list(chosen(REFUSED)), fresh=True)

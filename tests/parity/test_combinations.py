@@ -195,8 +195,9 @@ def test_every_cell_gives_the_bits_of_the_device(cell: Cell) -> None:
 
 
 def otherwise_on_rank(rank: int, cells: list[Cell]) -> list[str]:
-    saved_tensors.LEAST_BYTES = 512  # in a process of its own
-    return [named(cell) for cell in cells if train(cell, rank) != train(on_device(cell), rank)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_tensors, "LEAST_BYTES", 512)
+        return [named(cell) for cell in cells if train(cell, rank) != train(on_device(cell), rank)]
 
 
 @pytest.mark.parametrize("quarter", [thorough(0), thorough(1), thorough(2), thorough(3)])

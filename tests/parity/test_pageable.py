@@ -191,7 +191,6 @@ def test_a_budget_is_for_what_a_device_copies(monkeypatch: pytest.MonkeyPatch) -
 
 
 def on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
-    patch = pytest.MonkeyPatch()
     warnings.simplefilter("ignore")
     failures: list[str] = []
     for stage in stages:
@@ -200,7 +199,7 @@ def on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
             for storages in (("cpu", "cpu", "cpu"), ("cpu", "cpu", "device"), ("device", "device", "cpu"))
         ]
         at_once = bits(train(ROWS[0], Movement(stage), rank=rank, world_size=2, streams=inline(), steps=STEPS))
-        with patch.context() as limited:
+        with pytest.MonkeyPatch.context() as limited:
             pinning_on_cpu(limited, RINGS_ALONE)
             for how in hows:
                 late = train(ROWS[0], how, rank=rank, world_size=2, streams=simulated(most_seconds=0.001), steps=STEPS)

@@ -620,9 +620,10 @@ def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
 
 
 def outcome_on_two_ranks(rank: int, name: str, dropped: str | None) -> Outcome:
-    shorten_rings(pytest.MonkeyPatch())
-    run = training(OF_TWO_RANKS[name].how, rank=rank, world_size=2)
-    return attempt(run, run(inline()), OF_TWO_RANKS[name].slow, dropped)
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_rings(patch)
+        run = training(OF_TWO_RANKS[name].how, rank=rank, world_size=2)
+        return attempt(run, run(inline()), OF_TWO_RANKS[name].slow, dropped)
 
 
 @pytest.mark.parametrize(
@@ -634,7 +635,7 @@ def test_without_the_wait_two_ranks_go_wrong(wait: Wait) -> None:
         assert kept.same
         assert wait.place in kept.waits_seen, "the row does not wait there"
     try:
-        of_ranks = run_ranks(outcome_on_two_ranks, 2, wait.site, wait.place, timeout=timedelta(seconds=20))
+        of_ranks = run_ranks(outcome_on_two_ranks, 2, wait.site, wait.place, timeout=timedelta(seconds=20), fresh=True)
     except AssertionError as error:
         if "died with exit code" in str(error):  # gloo ends a process that meets another collective than its own
             return

@@ -275,7 +275,7 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with chdir(ROOT):
-        return run_ranks_here(_as_launched, world_size, port, work, args)
+        return run_ranks_here(_as_launched, world_size, port, work, args, fresh=True)
 
 
 def _as_launched(rank: int, port: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:

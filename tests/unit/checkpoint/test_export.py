@@ -481,8 +481,9 @@ def export_on(rank: int, checkpoint: str, out: str) -> list[str]:
         written.append(path.name)
         return real(path, *rest)
 
-    module.TensorFile = noted  # type: ignore[assignment, misc]
-    penstock.export(checkpoint, out, dtype="fp32", max_shard_bytes=20_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TensorFile", noted)
+        penstock.export(checkpoint, out, dtype="fp32", max_shard_bytes=20_000)
     return written
 
 
@@ -507,16 +508,16 @@ def test_ranks_divide_the_files(tmp_path: Path) -> None:
 
 
 def export_with_a_full_disk_on_one(rank: int, checkpoint: str, out: str) -> str:
-    if rank == 1:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
 
-        def full(*_: Any) -> int:
-            raise OSError(28, "No space left on device")
-
-        os.pwrite = full
-    try:
-        penstock.export(checkpoint, out, max_shard_bytes=20_000)
-    except penstock.CheckpointError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "pwrite", full)
+        try:
+            penstock.export(checkpoint, out, max_shard_bytes=20_000)
+        except penstock.CheckpointError as error:
+            return str(error)
     return ""
 
 

@@ -14,7 +14,12 @@ from tests.support import run_ranks
 
 
 def _said(rank: int, folder: Path) -> list[str]:
-    save._PATIENCE_S = 0.1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "_PATIENCE_S", 0.1)
+        return _looked(rank, folder)
+
+
+def _looked(rank: int, folder: Path) -> list[str]:
     said = []
     own = folder / f"host-{rank}"
     for path in (folder / "all" / "below", own):
