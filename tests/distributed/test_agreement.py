@@ -35,6 +35,10 @@ def net(width: int = WIDTH, layers: int = 2) -> nn.Sequential:
 
 # Refusals
 
+NO_PARAMETER = "ConfigError: This is no parameter of the prepared model"
+NO_STATE = "ConfigError: There is no optimizer state 'momentum'"
+OTHER_SHAPE = "ConfigError: The value for '0.weight' has shape (16, 17)"
+
 
 def refusals(rank: int, folder: Path) -> None:
     """Rank 1 alone refuses; both raise, and go on afterwards."""
@@ -80,29 +84,13 @@ def refusals(rank: int, folder: Path) -> None:
         (inside, lambda: optimizer.save(folder), "EngineError: save() was called inside gathered()"),
         (inside, lambda: optimizer.load(folder), "EngineError: load() was called inside gathered()"),
         (inside, lambda: optimizer.set_full_param(weight, whole), "EngineError: Unit "),
-        (nothing, lambda: optimizer.full_param(of_rank), "ConfigError: This is no parameter of the prepared model"),
-        (nothing, lambda: optimizer.full_grad(of_rank), "ConfigError: This is no parameter of the prepared model"),
-        (
-            nothing,
-            lambda: optimizer.full_state(weight, "momentum" if second else "exp_avg"),
-            "ConfigError: There is no optimizer state 'momentum'",
-        ),
-        (
-            nothing,
-            lambda: optimizer.set_full_grad(weight, wide),
-            "ConfigError: The value for '0.weight' has shape (16, 17)",
-        ),
-        (
-            nothing,
-            lambda: optimizer.set_full_state(weight, "exp_avg", wide),
-            "ConfigError: The value for '0.weight' has shape (16, 17)",
-        ),
-        (
-            nothing,
-            lambda: optimizer.gathered([of_rank]).__enter__(),
-            "ConfigError: This is no parameter of the prepared model",
-        ),
-        (nothing, load_state, "ConfigError: There is no optimizer state 'momentum'"),
+        (nothing, lambda: optimizer.full_param(of_rank), NO_PARAMETER),
+        (nothing, lambda: optimizer.full_grad(of_rank), NO_PARAMETER),
+        (nothing, lambda: optimizer.full_state(weight, "momentum" if second else "exp_avg"), NO_STATE),
+        (nothing, lambda: optimizer.set_full_grad(weight, wide), OTHER_SHAPE),
+        (nothing, lambda: optimizer.set_full_state(weight, "exp_avg", wide), OTHER_SHAPE),
+        (nothing, lambda: optimizer.gathered([of_rank]).__enter__(), NO_PARAMETER),
+        (nothing, load_state, NO_STATE),
     ]
     for number, ((set_up, take_back), verb, text) in enumerate(rows):
         if second:

@@ -143,42 +143,27 @@ def one_clips(model: Net, optimizer: penstock.Optimizer, rank: int) -> None:
     optimizer.step() if rank else clip_grad_norm_(model.parameters(), 1.0)
 
 
+SET = ["Ranks differ in the gradient that was set for 'first.weight'"]
 #: What each rank does to gradients, what all call, and what all are told.
 REFUSED: dict[str, tuple[Callable[[Net, int], object], Callable[[Net, penstock.Optimizer, int], object], list[str]]] = {
-    "the same": (lambda model, rank: assign(model, 0.5), step, []),
-    "its own": (
-        lambda model, rank: assign(model, 0.5 + rank),
-        step,
-        ["Ranks differ in the gradient that was set for 'first.weight'"],
-    ),
-    "its own, clipped": (
-        lambda model, rank: assign(model, 0.5 + rank),
-        clip_later,
-        ["Ranks differ in the gradient that was set for 'first.weight'"],
-    ),
-    "one alone": (
-        lambda model, rank: rank or assign(model, 0.5),
-        step,
-        ["Ranks differ in the gradient that was set for 'first.weight'"],
-    ),
+    "the same": (lambda net, rank: assign(net, 0.5), step, []),
+    "its own": (lambda net, rank: assign(net, 0.5 + rank), step, SET),
+    "its own, clipped": (lambda net, rank: assign(net, 0.5 + rank), clip_later, SET),
+    "one alone": (lambda net, rank: rank or assign(net, 0.5), step, SET),
     "one drops": (
-        lambda model, rank: rank or drop(model.first),
+        lambda net, rank: rank or drop(net.first),
         step,
         ["Ranks differ in the gradient that was dropped of 'first."],
     ),
-    "one drops all": (lambda model, rank: rank or drop(model), step, ["Ranks differ in gradients that were dropped"]),
+    "one drops all": (lambda net, rank: rank or drop(net), step, ["Ranks differ in gradients that were dropped"]),
     "scaled apart": (
-        lambda model, rank: model.first.weight.grad.mul_(0.5 + rank),
+        lambda net, rank: scale(net.first, 0.5 + rank),
         step,
-        ["Ranks differ in the factor of the gradient of 'first.weight'"],
+        ["Ranks differ in the factor of the gradient of 'first."],
     ),
-    "all scaled apart": (
-        lambda model, rank: scale(model, 0.5 + rank),
-        step,
-        ["Ranks differ in the scale of gradients"],
-    ),
+    "all scaled apart": (lambda net, rank: scale(net, 0.5 + rank), step, ["Ranks differ in the scale of gradients"]),
     "one clips": (
-        lambda model, rank: None,
+        lambda net, rank: None,
         one_clips,
         ["Ranks are out of step", "step()", "the norm of gradients (torch.nn.utils.clip_grad_norm_"],
     ),

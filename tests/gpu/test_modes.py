@@ -4,24 +4,9 @@ import pytest
 import torch
 
 import penstock
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, take_step
-from tests.lib.engines import prepare_on
+from tests.gpu.models import EVERYTHING_ON_CPU, assert_same, build, train
 
-STEPS = 3
 OPTIMIZER_ON_CPU = penstock.Placement(grads="cpu", optimizer="cpu")
-
-
-def train(streams, device, *, between=lambda optimizer, step: None, size: int = 32, **rest) -> list[torch.Tensor]:
-    """Losses and parameters of a short run; `between` is called after each step."""
-    model = build()
-    optimizer = prepare_on(streams, model, torch.optim.AdamW(model.parameters(), **HYPER), **rest)
-    losses = []
-    for step, x in enumerate(batches(STEPS, device, size=size)):
-        losses.append(take_step(model, optimizer, x))
-        between(optimizer, step)
-    parameters = [optimizer.full_param(p) for p in model.parameters()]
-    optimizer.close()
-    return [torch.stack(losses).cpu(), *parameters]
 
 
 def allocated(device: torch.device) -> int:

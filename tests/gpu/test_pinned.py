@@ -17,6 +17,7 @@ from penstock.runtime import host_memory
 from penstock.runtime.host_memory import Arena
 from penstock.runtime.system import device_node
 from penstock.tiers.host import bounce_bytes
+from tests.gpu import models
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, take_step
 from tests.lib.engines import prepare_on
 from tests.lib.memory import pinning_on_cpu
@@ -26,15 +27,8 @@ RINGS = bounce_bytes(TILE_BYTES) + 4 * TILE_BYTES  # less than any home has
 
 
 def train(streams, device, placement: penstock.Placement = EVERYTHING_ON_CPU, **options: int) -> list[Tensor]:
-    model = build()
-    stock = torch.optim.AdamW(model.parameters(), **HYPER)
-    options = {"tile_bytes": TILE_BYTES, **options}
-    optimizer = prepare_on(streams, model, stock, placement=placement, options=penstock.Options(**options))
-    for x in batches(3, device):
-        take_step(model, optimizer, x)
-    parameters = [optimizer.full_param(p) for p in model.parameters()]
-    optimizer.close()
-    return parameters
+    tiles = {"tile_bytes": TILE_BYTES, **options}
+    return models.train(streams, device, placement=placement, options=penstock.Options(**tiles))
 
 
 def needs_cuda(device: torch.device) -> None:
