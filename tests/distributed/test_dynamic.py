@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from tests.lib.engines import squared
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.models.contract import (
@@ -28,7 +29,6 @@ from tests.models.contract import (
     plain_run,
 )
 from tests.models.family import Backward, Batch, Family, one_loss
-from tests.models.modules_rows import squared
 from tests.models.transformers_rows import TRANSFORMERS
 
 WIDTH = 16

@@ -13,18 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import penstock
 from penstock.runtime import collectives
 from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks, shorten_rings
+from tests.lib.engines import prepared
+from tests.lib.memory import shorten_rings
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Movement
 
 WIDTH, BLOCKS, STEPS = 32, 5, 3
-MOST_SECONDS = 0.02
+MOST_SECONDS = 0.01
 SOON_SECONDS = 60.0
 SMALL = {"tile_bytes": 4 << 10, "prefetch_bytes": 16 << 10}
 IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(**SMALL)
@@ -107,18 +106,15 @@ def late_reads(seed: int) -> Iterator[None]:
 
 def train(rank: int, streams: Streams, how: Movement, *, group: Any = None, mesh: Any = None) -> list[Tensor]:
     """What is seen of some steps; the user has a metric of his own summed after each forward."""
-    model = make_model(group)
-    optimizer = prepare_on(
+    model, optimizer = prepared(
+        make_model(group),
         streams,
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
         stage=how.stage,
         placement=how.placement,
-        precision="fp32",
         units=(Centred,),
         mesh=mesh,
         overlap=how.overlap,
-        options=penstock.Options(**dict(how.options)),
+        **dict(how.options),
     )
     seen = []
     for step in range(STEPS):
@@ -236,10 +232,7 @@ def forward_while_the_last_is_read(rank: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         shorten_rings(patch, 8)
         patch.setattr(FileRecords, "load", gated)
-        model = make_model()
-        stock = torch.optim.AdamW(model.parameters())
-        placement = penstock.Placement(params="nvme", nvme_path=disks(1)[0])
-        optimizer = prepare_on(separate(), model, stock, placement=placement, precision="fp32", units=(Centred,))
+        model, optimizer = prepared(make_model(), params="nvme", units=(Centred,))
         model[0].register_forward_hook(lambda *_: let.set() if started.is_set() else None)
         with torch.no_grad():
             model(torch.ones(2, WIDTH))
@@ -259,16 +252,8 @@ def keep_views(rank: int) -> list[Tensor]:
         block.register_forward_hook(
             lambda module, *_: kept.append(module.linear.weight.detach()) if rank == 0 else None
         )
-    block_bytes = (WIDTH * WIDTH + 256) * 4
-    optimizer = prepare_on(
-        separate(),
-        model,
-        torch.optim.AdamW(model.parameters()),
-        placement=penstock.Placement(params="cpu"),
-        precision="fp32",
-        units=(Centred,),
-        options=penstock.Options(live_bytes=3 * block_bytes, tile_bytes=4 << 10),
-    )
+    live_bytes = 3 * (WIDTH * WIDTH + 256) * 4  # of three blocks
+    model, optimizer = prepared(model, params="cpu", units=(Centred,), live_bytes=live_bytes)
     seen = []
     for _ in range(STEPS):
         loss = model(torch.ones(2, WIDTH)).square().sum()

@@ -63,22 +63,11 @@ def in_other_orders(rank: int) -> None:
     assert unchanged
     assert not walk(rank, [[3, 1, 0], [3, 1, 0]])[0]
     # Which expert is run inside a unit is no error.
-    assert not walk(rank, [[0], [1]], Routed, [Mixture])[0]
+    assert not walk(rank, [[0], [1]], Routed, [Walk])[0]
 
 
 def test_units_in_another_order_are_named_and_nothing_is_updated() -> None:
     run_ranks(in_other_orders, 2)
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor, order: list[int]) -> Tensor:
-        for index in order:
-            x = torch.tanh(self.experts[index](x))
-        return x
 
 
 class Routed(nn.Module):
@@ -87,7 +76,7 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mixture = Mixture()
+        self.mixture = Walk()
 
     def forward(self, x: Tensor, order: list[int]) -> Tensor:
         return self.mixture(x, order)
@@ -96,9 +85,9 @@ class Routed(nn.Module):
 def test_a_layer_that_one_rank_skips_and_the_module_that_chooses_are_named() -> None:
     orders = [[0, 1], [1]]
     for rank, (said, _) in enumerate(run_ranks(walk, 2, orders, Routed, [nn.Linear], fresh=True)):
-        assert re.search(rf"Rank {rank} could not finish the (gather|reduction) of unit 'mixture.experts\.", said)
+        assert re.search(rf"Rank {rank} could not finish the (gather|reduction) of unit 'mixture.layers\.", said)
         assert f"rank {1 - rank} could not finish" in said
-        assert "' (run by Mixture)" in said
+        assert "' (run by Walk)" in said
         assert "must lie inside a unit: units=(<class of the module that chooses>,)." in said
         assert f"Ranks wait for {PATIENCE_S:g} s at most: Options(timeout_s=)." in said
 

@@ -16,16 +16,17 @@ from tests.lib.ranks import run_ranks
 from tests.lib.streams import STREAMS
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares
 
-WORDS = {"int8": 65, "fp8": 65}
+WORDS = {"int8": 65, "fp8": 65, "int4": 33}
 
 
-def carried(value: Tensor, name: WireName) -> Tensor:
+def carried(value: Tensor, name: WireName, dtype: torch.dtype | None = None) -> Tensor:
     """What compute gets of a parameter: by the reference, of the parameter alone, since blocks never span two."""
     padded = nn.functional.pad(value.detach().flatten(), (0, -value.numel() % 256))
     words = torch.empty(padded.numel() // 256, WORDS[name], dtype=torch.int32)
     pack_words(name, padded, words)
-    unpack_words(name, padded, words)
-    return padded[: value.numel()].view(value.shape)
+    found = torch.empty_like(padded, dtype=dtype or padded.dtype)
+    unpack_words(name, found, words)
+    return found[: value.numel()].view(value.shape)
 
 
 @contextmanager

@@ -6,27 +6,23 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import penstock
 from penstock.errors import EngineError
 from penstock.runtime import control_group
+from tests.lib import engines
+from tests.lib.engines import loss_of, train
 from tests.lib.ranks import run_ranks
 
 TIMEOUT_S = 10.0
 
 
-def prepared(timeout_s: float = TIMEOUT_S) -> tuple[nn.Module, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    stock = torch.optim.AdamW(model.parameters())
-    options = penstock.Options(timeout_s=timeout_s)
-    return model, penstock.prepare(model, stock, units=(nn.Linear,), precision="fp32", options=options)
+prepared = partial(engines.prepared, timeout_s=TIMEOUT_S)
 
 
 class Heard(logging.Handler):
@@ -38,19 +34,13 @@ class Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def step(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    optimizer.backward(model(torch.ones(2, 16)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def missed(rank: int) -> str:
     """Rank 2 comes to no step; it is still there."""
     model, optimizer = prepared()
     said = ""
     if rank != 2:
         with pytest.raises(EngineError) as caught:
-            step(model, optimizer)
+            train(model, optimizer)
         said = str(caught.value)
     dist.barrier()
     return said
@@ -67,10 +57,10 @@ def test_a_rank_that_does_not_come_to_a_meeting_is_told_from_those_that_wait_the
 def stopped(rank: int, folder: Path, how: signal.Signals) -> None:
     """Rank 1 ends, or stops, between forward and backward. Rank 0 goes on, and writes down what becomes of that."""
     model, optimizer = prepared()
-    step(model, optimizer)
+    train(model, optimizer)
     (folder / str(rank)).write_text(str(os.getpid()))
     dist.barrier()
-    loss = model(torch.ones(2, 16)).sum()
+    loss = loss_of(model)
     if rank == 1:
         os.kill(os.getpid(), how)
     with pytest.raises(EngineError) as caught:
@@ -118,7 +108,7 @@ def ended(rank: int, leave: Callable[..., None], error: BaseException) -> None:
     heard = Heard()
     logging.getLogger("penstock").addHandler(heard)
     model, optimizer = prepared(timeout_s=60)
-    step(model, optimizer)
+    train(model, optimizer)
     if rank == 1:
         with pytest.raises(type(error), match="of mine"):
             leave(optimizer, error)
@@ -129,7 +119,7 @@ def ended(rank: int, leave: Callable[..., None], error: BaseException) -> None:
     if rank == 0:
         word = "the end of the program or of an object" if leave is in_finalizer else f"{type(error).__name__}: of mine"
         with pytest.raises(EngineError, match=f"in a forward with gradients, .*; rank 1 was ended by {word}"):
-            step(model, optimizer)
+            train(model, optimizer)
         with pytest.raises(EngineError, match=f"in close.*does something else; rank 1 was ended by {word}"):
             optimizer.close()
     dist.barrier()
@@ -151,7 +141,7 @@ def in_a_handler(rank: int) -> list[int]:
         raise MemoryError
     except MemoryError:
         model, optimizer = prepared()
-        step(model, optimizer)
+        train(model, optimizer)
         optimizer.close()
     return [p.numel() for p in model.parameters()]
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.engine.gradients.reduce import summing_bytes
-from penstock.rules.wire import WireName, pack_words, unpack_words
+from penstock.rules.wire import WireName
+from tests.distributed.test_packed import carried, same
 from tests.distributed.wires import TILES, listening
 from tests.lib import engines
 from tests.lib.models import Blocks
@@ -19,25 +20,13 @@ from tests.lib.ranks import run_ranks
 from tests.lib.streams import STREAMS
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, train
 
-WORDS = {"int8": 65, "int4": 33}
 SHARES = {"int8": 260 / 512, "int4": 132 / 512}
 
 
-def carried(value: Tensor, name: WireName) -> Tensor:
-    """What a rank gets of summands: by the reference, of one parameter alone, since blocks never span two."""
-    padded = nn.functional.pad(value.detach().flatten(), (0, -value.numel() % 256))
-    words = torch.empty(padded.numel() // 256, WORDS[name], dtype=torch.int32)
-    pack_words(name, padded, words)
-    found = torch.empty_like(padded, dtype=torch.float32)
-    unpack_words(name, found, words)
-    return found[: value.numel()].view(value.shape)
-
-
 def in_order(summands: Sequence[Tensor], name: WireName) -> Tensor:
-    total = carried(summands[0], name)
-    for summand in summands[1:]:
-        total = total + carried(summand, name)
-    return total
+    """What a rank gets of summands: by the reference, of one parameter alone, since blocks never span two."""
+    first, *rest = (carried(summand, name, torch.float32) for summand in summands)
+    return sum(rest, first)
 
 
 def hopped(summands: Sequence[Tensor], name: WireName, node: int) -> Tensor:
@@ -143,10 +132,6 @@ ROWS = {
 
 def rows(rank: int, world_size: int) -> list[list[Tensor]]:
     return [trained(row, rank) for row in ROWS[world_size]]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("world_size", ROWS)
