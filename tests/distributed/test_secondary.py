@@ -152,7 +152,7 @@ def changes(rank: int) -> None:
             assert same_bits(*losses)
             for (_, handle), loss in zip(engines, losses, strict=True):
                 handle.backward(loss)
-            assert_same_state(state(model, optimizer), state(plain, other))
+        assert_same_state(state(model, optimizer), state(plain, other))
         for _, handle in engines:
             handle.zero_grad()
 
